@@ -22,7 +22,7 @@ from deploy.replay.request import encodable, printable
 from deploy.replay.results import FILE, CannotResume, Result, ResultFile
 from deploy.replay.run import NoTimes, Plan, Replay
 from deploy.replay.sources import MalformedLine, Sample, Source, SourceError, open_source
-from deploy.replay.targets import HttpTarget, SageMakerTarget, Target
+from deploy.replay.targets import HttpTarget, SageMakerTarget, Target, Unreachable
 
 DIFFERENT, WRONG_USE, INTERRUPTED = 1, 2, 130
 _FILE_COLUMNS = 160  # The width of the report if it goes to a file.
@@ -236,9 +236,10 @@ async def _run(
     try:
         with progress:
             await run.run()
-    except NoTimes as error:
+    except (NoTimes, Unreachable) as error:
         typer.echo(f"slipway: {printable(str(error))}", err=True)
-        report.ended, code = str(error), WRONG_USE
+        report.ended = str(error)
+        code = WRONG_USE if isinstance(error, NoTimes) else DIFFERENT
     finally:
         results.close()
         await new.close()

@@ -14,6 +14,7 @@ from functools import cached_property
 from deploy.replay.answer import Answer, Framing
 from deploy.replay.comparison import FROM_THE_START, Difference, Kind
 from deploy.replay.request import RecordedRequest
+from deploy.replay.shapes import key_of
 
 _INVOCATIONS = r"/(invocations|predictions/.*|models/.*/invoke)"
 _TGI = r"/(generate|generate_stream)?"
@@ -35,6 +36,17 @@ _LIKE_VLLM = (
 )
 _TWO_SCHEMAS = "For clients of the default schema of LMI's images since v17. It is on with `option.async_mode=true`"
 
+# Fields of vLLM's answers, null or absent unless something asks for them.
+_VLLM_FIELDS = (
+    *("model", "object", "created", "service_tier", "system_fingerprint", "metrics", "prompt_logprobs", "prompt_text"),
+    *("prompt_token_ids", "kv_transfer_params", "ec_transfer_params", "logprobs", "bytes", "stop_reason", "token_ids"),
+    *("routed_experts", "refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning"),
+    *("prompt_tokens_details", "completion_tokens_details"),
+)
+# Objects of vLLM's answers whose fields have vLLM's order: a whole answer or record, and parts of it.
+_VLLM_OBJECTS = ("", "first", "middle", "last", "choices", "message", "delta", "logprobs", "content", "usage", "data")
+_VLLM_FORM = "Objects of vLLM have its fields in its order, null if nothing asks for them:"
+
 _FIELDS = (Kind.MISSING, Kind.EXTRA, Kind.NULL, Kind.TYPE, Kind.ORDER, Kind.PROBABILITIES, Kind.VALUE)
 _OVERLOADED = ("429", "503")
 _FORM = (Kind.CONTENT_TYPE, Kind.FRAMING, Kind.EVENTS, Kind.RECORDS)
@@ -51,6 +63,7 @@ class Explanation:
     kinds: tuple[Kind, ...]
     routes: str = _ANY  # Matches the whole path.
     where: str = ""  # Is found in the difference's place.
+    fields: tuple[str, ...] = ()  # The names of the fields, which a page has. Empty: `where` says all.
     old: str = ""
     new: str = ""
     asked: tuple[str, ...] = ()  # The request asks for something with one of these fields.
@@ -91,6 +104,8 @@ class Explanation:
             return False
         if self.new_has and not any(new.has(name) for name in self.new_has):
             return False
+        if self.fields and key_of(difference.where) not in self.fields:
+            return False
         routes, where, before, after = self._patterns
         if routes.fullmatch(request.route) is None or where.search(difference.where) is None:
             return False
@@ -122,7 +137,7 @@ EXPLANATIONS = (
         "With `OPTION_CHAT_FORMAT=openai`, `messages` on `/invocations` get OpenAI's answers",
         (*_FIELDS, Kind.FINISH_REASON),
         _INVOCATIONS,
-        where=r"^(?!(\w+\.)?(choices|usage)(\[\])?$|.*\.(message|delta|content)$)",
+        fields=(*_VLLM_FIELDS, "finish_reason"),
         asked=("messages",),
         old_has=("model",),
         new_lacks=("model",),
@@ -135,28 +150,31 @@ EXPLANATIONS = (
         "With `OPTION_CHAT_FORMAT=openai`, `messages` on `/invocations` get OpenAI's answers",
         (Kind.ORDER,),
         _INVOCATIONS,
+        fields=_VLLM_OBJECTS,
         asked=("messages",),
         old_has=("model",),
         new_lacks=("model",),
         setting="OPTION_CHAT_FORMAT=openai",
     ),
     Explanation(
-        "vllm-completions",
-        "openai.md",
-        "chat-and-completions-on-invocations",
-        "Completions are vLLM's bytes, errors included.",
-        (Kind.EXTRA, Kind.NULL, Kind.ORDER),
+        "vllm-fields-on-invocations",
+        "migrating.md",
+        "explained-differences",
+        _VLLM_FORM,
+        (Kind.EXTRA, Kind.NULL),
         _INVOCATIONS,
-        asked=("prompt",),
+        fields=_VLLM_FIELDS,
+        asked=("prompt", "messages"),
     ),
     Explanation(
-        "vllm-objects-on-invocations",
-        "lmi_async.md",
-        "answers",
-        "`prompt` and `messages` get vLLM's objects unchanged.",
-        (Kind.EXTRA, Kind.NULL, Kind.ORDER),
+        "vllm-order-on-invocations",
+        "migrating.md",
+        "explained-differences",
+        _VLLM_FORM,
+        (Kind.ORDER,),
         _INVOCATIONS,
-        asked=("messages",),
+        fields=_VLLM_OBJECTS,
+        asked=("prompt", "messages"),
     ),
     Explanation(
         "aws-chat-stream",
@@ -179,6 +197,7 @@ EXPLANATIONS = (
         'Chats in LMI\'s shape have `{"error":"...","code":424}` for a refused request',
         (Kind.STATUS, Kind.ERROR_BODY),
         _INVOCATIONS,
+        fields=("", "error", "message", "type", "param", "code"),
         old=r"^(?!2\d\d$)",
         new=r"^(?!2\d\d$|5\d\d$)",
         asked=("messages",),
@@ -544,7 +563,7 @@ EXPLANATIONS = (
         '"type":"BadRequestError","param":"response_format.type","code":400}}',
         (Kind.ERROR_BODY,),
         _OPENAI,
-        where=".",  # Not a stream that only one server ends with an error.
+        fields=("error", "message", "type", "param", "code"),
     ),
     Explanation(
         "openai-constraints",
@@ -585,11 +604,21 @@ EXPLANATIONS = (
     ),
     Explanation(
         "openai-fields-of-vllm",
-        "openai.md",
-        "openai",
-        _LIKE_VLLM,
-        (Kind.EXTRA, Kind.NULL, Kind.ORDER),
+        "migrating.md",
+        "explained-differences",
+        _VLLM_FORM,
+        (Kind.EXTRA, Kind.NULL),
         _OPENAI,
+        fields=_VLLM_FIELDS,
+    ),
+    Explanation(
+        "openai-order-of-vllm",
+        "migrating.md",
+        "explained-differences",
+        _VLLM_FORM,
+        (Kind.ORDER,),
+        _OPENAI,
+        fields=_VLLM_OBJECTS,
     ),
     Explanation(
         "openai-charset",
@@ -671,6 +700,7 @@ EXPLANATIONS = (
         "`/v1/embeddings` | always scaled; long texts are cut; no `id` | as vLLM does",
         (Kind.EXTRA,),
         "(/openai)?/v1/embeddings",
+        fields=("id",),
     ),
     # Every contract.
     Explanation(

@@ -19,6 +19,7 @@ from deploy.replay.results import Found, Result, Side
 from deploy.replay.sources import MalformedLine
 
 MOST_GROUPS = 500  # Groups with an example. More differences are only counted.
+_KEPT_ANSWER = 8000  # Characters of an example's answers.
 _SHOWN_LINES = 20  # Malformed lines that the report names.
 _SHOWN_HEADERS = 20
 _SHOWN_PLACES = 3  # Places of a row on the terminal.
@@ -36,6 +37,7 @@ class Group:
     example: Found
     request_id: str
     place: str
+    answers: dict[str, str]  # The beginnings of the old and the new answer. Empty if the results keep no texts.
     count: int = 0
 
     def as_json(self) -> dict[str, Any]:
@@ -49,6 +51,7 @@ class Group:
                 "place": self.place,
                 "old": self.example.old,
                 "new": self.example.new,
+                "answers": self.answers,
             },
             "explanation": None,
         }
@@ -132,7 +135,10 @@ class Report:
                 if len(self._groups) >= MOST_GROUPS:
                     self._beyond[found.explanation is not None] += 1
                     continue
-                group = Group(found.kind, result.route, found.where, found.explanation, found, result.id, result.place)
+                kept = {name: (result.bodies or {}).get(name, "")[:_KEPT_ANSWER] for name in ("old", "new")}
+                answers = kept if result.bodies else {}
+                of_group = (found.kind, result.route, found.where, found.explanation, found)
+                group = Group(*of_group, result.id, result.place, answers)
                 self._groups[key] = group
             group.count += 1
 

@@ -17,7 +17,7 @@ from deploy.replay.explanations import explanation_of
 from deploy.replay.request import RecordedRequest, Reply
 from deploy.replay.results import Result, bodies, shown, side_of
 from deploy.replay.sources import MalformedLine, Sample, Source
-from deploy.replay.targets import NoAnswer, Target
+from deploy.replay.targets import NoAnswer, Target, Unreachable
 from engines.daemon_thread import in_daemon_thread
 
 _AHEAD = 2  # Requests that are read ahead, for each that runs.
@@ -78,6 +78,7 @@ class Replay:
         self._on_result, self._on_malformed, self._on_unsent, self._done = on_result, on_malformed, on_unsent, done
         self._stopped = asyncio.Event()
         self._pace, self._failures = _Pace(plan), 0
+        self._reached: set[Target] = set()  # The targets that have answered.
         self.gave_up = False  # Too many requests in a row had no answer.
 
     def stop(self) -> None:
@@ -89,6 +90,7 @@ class Replay:
 
         Raises:
             NoTimes: The source has no times, and the plan needs them.
+            Unreachable: A target that has never answered cannot be reached.
         """
         queue: asyncio.Queue[RecordedRequest | None] = asyncio.Queue(self._plan.concurrency * _AHEAD)
         # In a thread, because a file or S3 may be slow. A thread that waits must not keep the process from ending.
@@ -162,10 +164,18 @@ class Replay:
                 self.gave_up = True
                 self.stop()
 
+    async def _ask(self, target: Target, request: RecordedRequest) -> tuple[Reply | None, str]:
+        try:
+            reply = await target.ask(request)
+        except NoAnswer as error:
+            if isinstance(error, Unreachable) and target not in self._reached:
+                raise
+            return None, str(error)
+        self._reached.add(target)
+        return reply, ""
+
     async def _result(self, request: RecordedRequest) -> Result:
-        asked = [_ask(self._new, request)]
-        if self._old is not None:
-            asked.append(_ask(self._old, request))
+        asked = [self._ask(target, request) for target in (self._new, self._old) if target is not None]
         (new, failure), *others = await asyncio.gather(*asked)
         old, old_failure = others[0] if others else (request.reply, "")
         if old is not None and not old.complete:
@@ -219,13 +229,6 @@ class _Pace:
             return
         if due > now:
             await asyncio.sleep(due - now)
-
-
-async def _ask(target: Target, request: RecordedRequest) -> tuple[Reply | None, str]:
-    try:
-        return await target.ask(request), ""
-    except NoAnswer as error:
-        return None, str(error)
 
 
 def _judge(

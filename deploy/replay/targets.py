@@ -31,6 +31,10 @@ class NoAnswer(Exception):
     """A target gave no answer. The message says why."""
 
 
+class Unreachable(NoAnswer):
+    """No connection to a target can be opened."""
+
+
 class Target(Protocol):
     """A server that is asked."""
 
@@ -38,7 +42,8 @@ class Target(Protocol):
         """Send a request, and return the reply.
 
         Raises:
-            NoAnswer: The target cannot be reached, or its reply is not complete.
+            Unreachable: No connection can be opened.
+            NoAnswer: The reply is not complete.
         """
         ...
 
@@ -87,7 +92,7 @@ class HttpTarget:
         except TimeoutError:
             raise NoAnswer(f"no whole answer within {self._timeout:g} s (--timeout)") from None
         except httpx.ConnectError as error:
-            raise NoAnswer(f"cannot connect to {self._url}: {_reason(error)}") from None
+            raise Unreachable(f"cannot connect to {self._url}: {_reason(error)}") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             raise NoAnswer(f"the connection failed: {_reason(error)}") from None
 
@@ -141,7 +146,7 @@ class SageMakerTarget:
             raise NoAnswer(f"no whole answer within {self._timeout:g} s (--timeout)") from None
 
     def _ask(self, request: RecordedRequest) -> Reply:
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionError
         from urllib3.exceptions import HTTPError
 
         parameters = self._call(request)
@@ -153,6 +158,8 @@ class SageMakerTarget:
             if error.response["Error"].get("Code") == "ModelError":
                 return _model_error(error.response, time.perf_counter() - began)
             raise NoAnswer(f"SageMaker refuses the call: {_reason(error)}") from None
+        except EndpointConnectionError as error:
+            raise Unreachable(f"the connection failed: {_reason(error)}") from None
         except (BotoCoreError, HTTPError, OSError) as error:
             raise NoAnswer(f"the connection failed: {_reason(error)}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import stat
 from pathlib import Path
@@ -92,6 +93,25 @@ def test_an_explained_difference_ends_with_0_and_shows_page_and_setting(tmp_path
     for shown in (run.output, run.page):
         assert "option.tgi_compat=true" in shown
         assert "lmi.md#tgi-compatibility" in shown
+    links = set(re.findall(r'href="#([^"]+)"', run.page))
+    assert links == {"docs/lmi.md#tgi-compatibility"}
+    assert links == set(re.findall(r'<article id="([^"]+)"', run.page))
+    assert "<code>details</code> is true by default" in run.page
+
+
+def test_the_page_has_both_answers_line_by_line(tmp_path: Path) -> None:
+    old, new = {"generated_text": "a", "details": {"seed": 1}}, {"generated_text": "a", "details": {"seed": 1, "x": 2}}
+    source = write_source(tmp_path / "a.jsonl", [record(1, **recorded(old))])
+    with serving(reply(new)) as server:
+        shown = replay(source, tmp_path / "out", "--to", server.url, "--recorded")
+        hidden = replay(source, tmp_path / "hidden", "--to", server.url, "--recorded", "--redact")
+    rows = re.findall(r"<tr( class=\"changed\")?><td><code>([^<]*)</code></td><td><code>([^<]*)</code>", shown.page)
+    assert ("", "  &#34;details&#34;: {", "  &#34;details&#34;: {") in rows
+    assert [pair for changed, *pair in rows if changed] == [
+        ["    &#34;seed&#34;: 1", "    &#34;seed&#34;: 1,"],
+        ["", "    &#34;x&#34;: 2"],
+    ]
+    assert "generated_text&#34;: &#34;a" not in hidden.page
 
 
 def test_malformed_lines_are_named_and_the_rest_is_sent(tmp_path: Path) -> None:
@@ -189,12 +209,33 @@ def test_a_target_that_nobody_reaches_ends_the_run_early(tmp_path: Path) -> None
     with unreachable_server() as url:
         run = replay(source, tmp_path / "out", "--to", url, "--recorded")
     assert run.code == 1
-    assert MOST_FAILURES <= run.report["requests"] < 200
-    assert "too many requests in a row had no answer" in run.output
-    assert "cannot connect to" in run.report["differences"][0]["example"]["new"]
+    assert (run.report["requests"], run.report["differences"]) == (0, [])
+    assert f"cannot connect to {url}" in run.report["ended"]
+    assert f"slipway: cannot connect to {url}" in run.output
     with serving(reply(ANSWER)) as server:
         again = replay(source, tmp_path / "out", "--to", server.url, "--recorded", "--resume")
         assert again.code == 2  # It has another target.
+
+
+def test_an_old_server_that_nobody_reaches_ends_the_run_before_the_second_request(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "a.jsonl", [record(number) for number in range(200)])
+    with unreachable_server() as url, serving(reply(ANSWER)) as server:
+        arguments = ("--to", server.url, "--against", url, "--concurrency", "1")
+        run = replay(source, tmp_path / "out", *arguments)
+    assert (run.code, run.report["requests"]) == (1, 0)
+    assert len(server.asked) <= 1
+    assert f"cannot connect to {url}" in run.report["ended"]
+
+
+def test_a_server_without_answers_in_a_row_ends_the_run_early(tmp_path: Path) -> None:
+    records = [record(number, **recorded()) for number in range(200)]
+    source = write_source(tmp_path / "a.jsonl", records)
+    with serving(NEVER) as server:
+        arguments = ("--to", server.url, "--recorded", "--timeout", "0.1", "--concurrency", "20")
+        run = replay(source, tmp_path / "out", *arguments)
+    assert run.code == 1
+    assert MOST_FAILURES <= run.report["requests"] < 200
+    assert "too many requests in a row had no answer" in run.output
 
 
 def test_an_answer_that_takes_too_long_is_no_answer(tmp_path: Path) -> None:
@@ -360,7 +401,8 @@ def test_the_page_is_alone_and_shows_texts_as_texts(tmp_path: Path) -> None:
     assert "<img" not in page
     assert "<b>" not in page
     assert "&lt;img src=x&gt;" in page
-    assert not [word for word in ("href=", 'src="', "url(", "@import") if word in page]
+    assert not [word for word in ('src="', "url(", "@import") if word in page]
+    assert not re.findall(r'href="[^#]', page)
 
 
 def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:

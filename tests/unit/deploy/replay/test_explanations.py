@@ -14,10 +14,10 @@ import pytest
 from deploy.replay.answer import parse
 from deploy.replay.comparison import compare
 from deploy.replay.explanations import BY_NAME, EXPLANATIONS, Explanation, explanation_of
+from deploy.replay.page import section
 from deploy.replay.request import RecordedRequest, Reply
 
 DOCS = Path(__file__).parents[4] / "docs"
-HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
 
 
 def words(text: str) -> str:
@@ -25,21 +25,9 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def section(page: str, anchor: str) -> str:
-    """Return the text below a heading, up to the next heading of the same level or a higher one."""
-    text = (DOCS / page).read_text()
-    headings = list(HEADING.finditer(text))
-    for number, heading in enumerate(headings):
-        if re.sub(r"[^\w\- ]", "", heading[2].lower()).replace(" ", "-") == anchor:
-            level = len(heading[1])
-            after = (other.start() for other in headings[number + 1 :] if len(other[1]) <= level)
-            return text[heading.end() : next(after, len(text))]
-    raise AssertionError(f"{page} has no heading {anchor}")
-
-
 @pytest.mark.parametrize("explanation", EXPLANATIONS, ids=lambda explanation: explanation.name)
 def test_the_page_says_what_the_explanation_says(explanation: Explanation) -> None:
-    found = words(section(explanation.page, explanation.anchor))
+    found = words(section(explanation.page, explanation.anchor) or "")
     assert words(explanation.statement) in found
     if explanation.setting is not None:
         assert explanation.setting.partition("=")[0] in words((DOCS / explanation.page).read_text())
@@ -123,3 +111,70 @@ def test_small_scores_that_are_swapped_are_a_difference() -> None:
 def test_nothing_explains_a_failure_of_the_server() -> None:
     pages = [one for one in EXPLANATIONS if re.search(one.new, "503") and re.search(one.old, "200")]
     assert not [one.name for one in pages if "status" in one.kinds]
+
+
+@pytest.mark.parametrize("explanation", [one for one in EXPLANATIONS if one.fields], ids=lambda one: one.name)
+def test_the_pages_name_each_field_that_is_explained(explanation: Explanation) -> None:
+    pages = ((explanation.page, explanation.anchor), ("migrating.md", "explained-differences"))
+    named = set(re.findall(r"\w+", " ".join(section(*page) or "" for page in pages)))
+    assert set(filter(None, explanation.fields)) <= named | {"first", "middle", "last"}
+
+
+UNKNOWN = "surprising"
+"""A field that no page names."""
+CHAT_OBJECT: dict[str, Any] = {
+    "object": "chat.completion",
+    "model": "m",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hello"}, "finish_reason": "stop"}],
+}
+COMPLETION_OBJECT: dict[str, Any] = {
+    "object": "text_completion",
+    "model": "m",
+    "choices": [{"index": 0, "text": "Hello"}],
+}
+EMBEDDINGS: dict[str, Any] = {"object": "list", "model": "m", "data": [{"index": 0, "embedding": [1.0, 0.0]}]}
+ROUTES = {
+    "/v1/chat/completions": (CHAT, CHAT_OBJECT),
+    "/openai/v1/chat/completions": (CHAT, CHAT_OBJECT),
+    "/v1/completions": ({"model": "m", "prompt": "Hi"}, COMPLETION_OBJECT),
+    "/v1/embeddings": ({"model": "m", "input": "Hi"}, EMBEDDINGS),
+    "/invocations": (CHAT, CHAT_OBJECT),
+    "/predictions/m": ({"prompt": "Hi"}, COMPLETION_OBJECT),
+    "/generate": ({"inputs": "Hi"}, GENERATED),
+    "/v2/models/m/generate": ({"text_input": "Hi"}, {"text_output": "Hello"}),
+}
+
+
+def planted(value: Any, **fields: Any) -> Any:
+    """Return a copy with these fields in each object."""
+    if isinstance(value, dict):
+        return {name: planted(part, **fields) for name, part in value.items()} | fields
+    return [planted(part, **fields) for part in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_field_that_no_page_names_is_not_explained(path: str) -> None:
+    body, plain = ROUTES[path]
+    with_value, with_null = planted(plain, **{UNKNOWN: 1}), planted(plain, **{UNKNOWN: None})
+    kinds = set()
+    for old, new in ((plain, with_value), (with_value, plain), (plain, with_null), (with_null, plain)):
+        for status in (200, 424):
+            found = explained(path, body, (status, old), (status, new))
+            kinds |= {kind for kind, _ in found}
+            assert {name for _, name in found} == {None}, (status, found)
+    assert {"extra field", "missing field", "null or absent"} <= kinds
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_the_order_of_an_object_that_no_page_names_is_not_explained(path: str) -> None:
+    body, plain = ROUTES[path]
+    old, new = ({**plain, UNKNOWN: inner} for inner in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
+    assert explained(path, body, (200, old), (200, new)) == [("order of fields", None)]
+
+
+def test_vllms_fields_and_their_order_are_explained_by_the_page_that_names_them() -> None:
+    new = {"model": "m", **CHAT_OBJECT, "service_tier": None, "prompt_logprobs": None}
+    found = explained("/v1/chat/completions", CHAT, (200, CHAT_OBJECT), (200, new))
+    assert {kind for kind, _ in found} == {"null or absent", "order of fields"}
+    pages = {BY_NAME[name or ""].page for _, name in found}
+    assert pages == {"migrating.md"}

@@ -10,7 +10,7 @@ import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 
 from deploy.replay.request import RecordedRequest
-from deploy.replay.targets import NoAnswer, SageMakerTarget
+from deploy.replay.targets import NoAnswer, SageMakerTarget, Unreachable
 
 pytestmark = pytest.mark.asyncio
 
@@ -120,5 +120,5 @@ async def test_an_error_of_the_model_is_its_reply_and_others_are_no_answer() -> 
     refused = ClientError({"Error": {"Code": "ThrottlingException", "Message": "slow down"}}, "InvokeEndpoint")
     with pytest.raises(NoAnswer, match=r"SageMaker refuses the call: .*slow down"):
         await target(Runtime(refused)).ask(request())
-    with pytest.raises(NoAnswer, match="the connection failed: "):
+    with pytest.raises(Unreachable, match="the connection failed: "):
         await target(Runtime(EndpointConnectionError(endpoint_url="http://x"))).ask(request())
