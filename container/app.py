@@ -307,7 +307,7 @@ class _Description:
             self._of_kinds |= {kind: openai.openapi() for kind, openai in new.items()}
             model = self._models.startup().lifecycle.model if self._models.single else _ANY_MODEL
             content = openapi_document(model, _union(list(self._of_kinds.values())))
-            self._document = msgspec.json.format(msgspec.json.encode(content), indent=2)
+            self._document = msgspec.json.encode(content)
         return Response(self._document, media_type=JSON)
 
     def _new_kinds(self) -> dict[str, OpenAIHandler]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -35,6 +36,28 @@ _SWAGGER = ("entrypoints", "serve", "instrumentator", "static")
 _ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 _SCHEMAS = "#/components/schemas/"
 _REFERENCE = re.compile(rf'"{_SCHEMAS}([\w.-]+)"')
+
+# The groups of routes, in the order of the page: a contract each, then what every server has.
+TAGS: Mapping[str, str] = {
+    "lmi": "LMI and DJL-Serving: `/invocations`, which SageMaker calls. It also takes OpenAI's chats and completions.",
+    "openai": "OpenAI's API as `vllm serve` has it. `/openai/v1/...` is the same with any `model`.",
+    "anthropic": "Anthropic's messages, as `vllm serve` has them.",
+    "tgi": "Hugging Face's Text Generation Inference.",
+    "tei": "Hugging Face's Text Embeddings Inference, for models that make vectors, scores or classes.",
+    "triton": "Triton's generate extension, and KServe's V2 protocol.",
+    "happy_vllm": "happy_vllm 1.1.",
+    "server": "Health, metrics, and this description.",
+    "adapters": "LoRA adapters: list, load, unload.",
+    "management": "Models: list, load, scale, unload.",
+}
+_PROMPT = "The capital of France is"
+# The first request to a model: vLLM's path that only this kind of model has, the path to call, and the body.
+_FIRST_REQUESTS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+    ("/v1/completions", "/invocations", {"inputs": _PROMPT, "parameters": {"max_new_tokens": 16}}),
+    ("/v1/embeddings", "/v1/embeddings", {"input": _PROMPT}),
+    ("/classify", "/classify", {"input": _PROMPT}),
+    ("/rerank", "/rerank", {"query": "capital of France", "documents": ["Paris", "Rome"]}),
+)
 
 # For each status its meaning, and the schema of the body by media type.
 Answers = Mapping[str, tuple[str, Mapping[str, Schema]]]
@@ -106,10 +129,38 @@ def openapi_document(model: ModelSettings, vllm: Mapping[str, Any] | None = None
     schemas |= _referred_to([paths, schemas], vllm.get("components", {}).get("schemas", {}))
     return {
         "openapi": "3.1.0",
-        "info": {"title": f"Slipway: {model.name}", "version": version("slipway")},
+        "info": {
+            "title": f"Slipway: {model.name}",
+            "version": version("slipway"),
+            "description": _introduction(forwarded),
+        },
+        "tags": _tags(paths),
         "paths": paths,
         "components": {"schemas": schemas},
     }
+
+
+def _introduction(forwarded: Mapping[str, Any]) -> str:
+    """Return the text in front of the routes: what the server is, and a first request to its kind of model."""
+    found = (request for path, *request in _FIRST_REQUESTS if path in forwarded)
+    path, body = next(found, _FIRST_REQUESTS[0][1:])
+    command = f"curl http://localhost:8080{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    return f"""The same models behind several contracts: call them with the client that you have.
+
+A first request (put your server's address in place of `localhost:8080`):
+
+```sh
+{command}
+```
+
+A contract refuses a request with its own status and body. [The console](console) tries all contracts in the browser.
+[Metrics](metrics) are Prometheus'."""
+
+
+def _tags(paths: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the tags of these operations with their descriptions, in the order of `TAGS`."""
+    used = {tag for verbs in paths.values() for operation in verbs.values() for tag in operation["tags"]}
+    return [{"name": name, "description": meaning} for name, meaning in TAGS.items() if name in used]
 
 
 def _operations(model: ModelSettings, forwarded: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Operation]]:
@@ -291,9 +342,10 @@ def swagger_assets() -> dict[str, tuple[Path, str]]:
 def swagger_page(title: str) -> str:
     """Return the HTML of Swagger UI for /openapi.json. It loads nothing from other servers."""
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
-<link rel="stylesheet" href="docs/swagger-ui.css"></head><body>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title><link rel="stylesheet" href="docs/swagger-ui.css"></head><body>
 <noscript><p>This page needs scripts; <a href="openapi.json">openapi.json</a> does not.</p></noscript>
 <div id="swagger-ui"></div><script src="docs/swagger-ui-bundle.js"></script>
-<script>SwaggerUIBundle({{url: "openapi.json", dom_id: "#swagger-ui", deepLinking: true}})</script>
+<script>SwaggerUIBundle({{url: "openapi.json", dom_id: "#swagger-ui", deepLinking: true, docExpansion: "none",
+filter: true, defaultModelsExpandDepth: -1}})</script>
 </body></html>"""

@@ -39,6 +39,27 @@ def test_every_schema_that_is_named_is_there_and_no_other(model: ModelSettings) 
     assert references(document) == document["components"]["schemas"].keys()
 
 
+@pytest.mark.parametrize("model", MODES.values(), ids=MODES)
+def test_the_tags_have_descriptions_and_inference_is_before_management(model: ModelSettings) -> None:
+    document = as_json(openapi_document(model, vllms()))
+    names = [tag["name"] for tag in document["tags"]]
+    assert set(names) == {tag for operation in operations(document) for tag in operation["tags"]}
+    assert all(tag["description"] for tag in document["tags"])
+    assert (names[0], names[-1]) == ("lmi", "management")
+    assert names.index("server") > max(names.index(contract.name) for contract in CONTRACTS if contract.name in names)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/classify", "/rerank"])
+def test_the_introduction_has_a_request_that_the_kind_of_model_takes(path: str) -> None:
+    document = as_json(openapi_document(MODEL, {"paths": {path: vllms()["paths"][path]}}))
+    command = re.search(r"curl http://localhost:8080(\S+) -H '[^']+' -d '([^']+)'", document["info"]["description"])
+    assert command is not None
+    asked, body = command[1], msgspec.json.decode(command[2])
+    assert asked == ("/invocations" if path == "/v1/completions" else path)
+    assert asked in document["paths"]
+    assert body.keys() <= {"inputs", "parameters", "input", "query", "documents"}
+
+
 @pytest.mark.parametrize(
     ("mode", "summary"),
     [("rolling", "LMI rolling batch"), ("dynamic", "LMI dynamic batch"), ("custom", "own handler (model.py)")],
