@@ -141,7 +141,7 @@ def openapi_document(model: ModelSettings, vllm: Mapping[str, Any] | None = None
 
 
 def _introduction(forwarded: Mapping[str, Any]) -> str:
-    """Return the text in front of the routes: what the server is, and a first request to its kind of model."""
+    """Return the text in front of the routes, with a first request to the kind of model that is served."""
     found = (request for path, *request in _FIRST_REQUESTS if path in forwarded)
     path, body = next(found, _FIRST_REQUESTS[0][1:])
     command = f"curl http://localhost:8080{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
@@ -153,8 +153,7 @@ A first request (put your server's address in place of `localhost:8080`):
 {command}
 ```
 
-A contract refuses a request with its own status and body. [The console](console) tries all contracts in the browser.
-[Metrics](metrics) are Prometheus'."""
+A contract refuses a request with its own status and body. [Metrics](metrics) are Prometheus'."""
 
 
 def _tags(paths: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import RedirectResponse, Response
 
 DIRECTORY = Path(__file__).parent / "static"
@@ -38,9 +39,14 @@ HEADERS = {
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-def _read(path: Path, **more: str) -> Response:
+def _read(path: Path, **more: str) -> Application:
     """Return a file of the page as an ASGI application."""
-    return Response(path.read_bytes(), headers={**HEADERS, "content-type": _TYPES[path.suffix], **more})
+    content, headers = path.read_bytes(), {**HEADERS, "content-type": _TYPES[path.suffix], **more}
+
+    async def reply(scope: Any, receive: Any, send: Any) -> None:
+        await Response(content, headers=headers)(scope, receive, send)  # The middleware changes its headers.
+
+    return GZipMiddleware(reply)
 
 
 def files() -> Mapping[str, Application]:

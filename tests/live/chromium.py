@@ -27,7 +27,7 @@ _OPTIONS = (
     *("--disable-extensions", "--mute-audio", "--hide-scrollbars"),
     f"--host-resolver-rules=MAP {REBOUND} 127.0.0.1, MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
-KEYS = {"Enter": 13, "Escape": 27, "Tab": 9}
+KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
 _CONTROL, _SHIFT = 2, 8
 
 
@@ -96,6 +96,24 @@ class Page:
     def click(self, selector: str) -> None:
         """Click an element."""
         self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
+
+    def middle(self, selector: str) -> dict[str, float]:
+        """Return the middle of an element in the window, after scrolling to it if it is outside."""
+        place = f"document.querySelector({json.dumps(selector)})"
+        self.evaluate(f"{place}.scrollIntoViewIfNeeded()")
+        found: dict[str, float] = self.evaluate(
+            f"(({{x, y, width, height}}) => ({{x: x + width / 2, y: y + height / 2}}))({place}.getBoundingClientRect())"
+        )
+        return found
+
+    def mouse_down(self, place: dict[str, float]) -> None:
+        """Move the mouse to a place and press its button, as a hand does."""
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", **place)
+        self.call("Input.dispatchMouseEvent", type="mousePressed", button="left", clickCount=1, **place)
+
+    def mouse_up(self, place: dict[str, float]) -> None:
+        """Release the mouse's button."""
+        self.call("Input.dispatchMouseEvent", type="mouseReleased", button="left", clickCount=1, **place)
 
     def choose_file(self, selector: str, path: Path) -> None:
         """Choose a file in a control for files."""

@@ -107,6 +107,200 @@ def send(page: Page) -> None:
     page.wait_for(f"{ENDED} && !document.querySelector('#send').disabled")
 
 
+SIZES = {"desktop": (1280, 900), "laptop": (1024, 640), "phone": (360, 720)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_first_click_on_send_sends_after_each_edited_parameter(page: Page, size: str) -> None:
+    page.size(*SIZES[size])
+    choose(page, "lmi", "json")
+    for name, value in {"temperature": "0.5", "top_p": "0.9", "top_k": "5", "seed": "1", "max_new_tokens": "1"}.items():
+        field = page.middle(f"[name={name}]")
+        page.mouse_down(field)
+        page.mouse_up(field)
+        page.evaluate("document.activeElement.select()")
+        page.call("Input.insertText", text=value)
+        assert page.evaluate(f"document.activeElement.name === '{name}'")
+        shown = "getComputedStyle(document.activeElement.closest('.parameter').querySelector('.hint')).display"
+        assert page.evaluate(shown) == "block"
+        before, place = page.evaluate(PLACE), page.middle("#send")
+        assert page.evaluate(PLACE) == before, "Send is in the window, and scrolling to it moves nothing"
+        page.mouse_down(place)
+        assert page.evaluate(PLACE) == before
+        sent = len([url for url in page.requests if url.endswith("/invocations")])
+        if name != "max_new_tokens":  # One request is enough: a token costs 90 ms.
+            page.call("Input.dispatchMouseEvent", type="mouseReleased", button="left", clickCount=1, x=1, y=1)
+            continue
+        page.mouse_up(place)
+        page.wait_for(f"{ENDED} && !document.querySelector('#send').disabled")
+        assert len([url for url in page.requests if url.endswith("/invocations")]) == sent + 1
+    assert (state(page), page.text(".request").count('"temperature":0.5')) == ("done", 1)
+
+
+PLACE = "JSON.stringify(document.querySelector('#send').getBoundingClientRect())"
+CUT_OFF = """(() => {
+  const measured = document.createElement("canvas").getContext("2d"), found = [];
+  for (const select of document.querySelectorAll(".fields select")) {
+    if (!select.checkVisibility()) continue;
+    const style = getComputedStyle(select);
+    measured.font = style.font;
+    const arrow = 24, sides = parseFloat(style.paddingLeft) + parseFloat(style.paddingRight);
+    const text = select.selectedOptions[0].textContent, room = select.clientWidth - sides - arrow;
+    if (measured.measureText(text).width > room) found.push(`${text}: ${measured.measureText(text).width} > ${room}`);
+  }
+  return found;
+})()"""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_no_choice_is_cut_off(page: Page, size: str) -> None:
+    page.size(*SIZES[size])
+    for contract, form in CONTRACTS:
+        choose(page, contract, form)
+        assert page.evaluate(CUT_OFF) == [], (contract, form)
+    assert page.evaluate(WIDTH) == SIZES[size][0]
+
+
+def test_the_history_survives_a_reload_without_keys_and_can_be_cleared(page: Page, url: str, completion: str) -> None:
+    choose(page, "openai", "json")
+    greedy(page, "openai")
+    page.fill("#key input", SECRET)
+    page.evaluate("document.querySelector('#key').requestSubmit()")
+    send(page)
+    page.fill("#prompt", "something else")
+    page.fill("[name=contract]", "triton")
+    show(page, url)
+    page.evaluate("void (location.hash = '#history')")
+    page.wait_for("document.querySelectorAll('.entry').length >= 1")
+    assert page.text(".entry h3") == "OpenAI, JSON"
+    assert page.text(".entry .asked") == PROMPT
+    assert page.text(".entry .answered p") == completion
+    assert SECRET not in page.evaluate("JSON.stringify(Object.values(localStorage))")
+    page.click(".entry button")
+    assert page.evaluate("location.hash") == "#try"
+    chosen = "['contract', 'format', 'temperature'].map((name) => document.querySelector(`[name=${name}]`).value)"
+    assert page.evaluate(chosen) == ["openai", "json", "0"]
+    assert page.evaluate("document.querySelector('#prompt').value") == PROMPT
+    page.click("#clear-history")
+    show(page, url)
+    assert page.evaluate("document.querySelectorAll('.entry').length") == 0
+
+
+SECRET = "a-key-that-nothing-keeps"
+
+
+def test_the_history_is_bounded(page: Page, url: str) -> None:
+    for prompt in ("short", "long " * 20_000):
+        show(page, url)
+        page.evaluate(f"({REPLIES})([], 'application/json')")
+        choose(page, "lmi", "json")
+        page.fill("#prompt", prompt)
+        send(page)
+        kept = "JSON.parse(localStorage.getItem('slipway.history'))"
+        page.evaluate(f"localStorage.setItem('slipway.history', JSON.stringify(Array(60).fill({kept}[0])))")
+        show(page, url)
+        page.evaluate(f"({REPLIES})([], 'application/json')")
+        send(page)
+        assert page.evaluate(f"{kept}.length") in ((50,) if prompt == "short" else range(20, 50))
+        assert page.evaluate("localStorage.getItem('slipway.history').length") <= 1_000_000
+    page.click("#clear-history")
+
+
+def test_the_theme_is_the_systems_or_the_one_that_was_chosen(page: Page, url: str) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    page.size(1280, 900)
+    light = page.evaluate(ground)
+    page.size(1280, 900, dark=True)
+    dark = page.evaluate(ground)
+    assert light != dark
+    page.fill("#theme", "light")
+    assert page.evaluate(ground) == light
+    show(page, url)
+    assert (page.evaluate(ground), page.evaluate("document.querySelector('#theme').value")) == (light, "light")
+    page.size(1280, 900)
+    page.fill("#theme", "dark")
+    assert page.evaluate(ground) == dark
+    page.fill("#theme", "")
+    assert page.evaluate(ground) == light
+
+
+def test_the_links_lead_to_pages_of_the_server(page: Page, sample_server: Server) -> None:
+    links = page.evaluate("[...document.querySelectorAll('.links a')].map((one) => new URL(one.href).pathname)")
+    assert links == ["/docs", "/metrics"]
+    assert {sample_server.client.get(path).status_code for path in links} == {200}
+
+
+def test_probabilities_are_shown_by_mouse_touch_and_keyboard(page: Page) -> None:
+    choose(page, "openai", "json")
+    greedy(page, "openai", "4")
+    page.click("[name=logprobs]")
+    send(page)
+    said, chosen = (
+        ".token-detail",
+        "[...document.querySelectorAll('.text .token')].findIndex((one) => one.matches('.chosen'))",
+    )
+    assert page.evaluate(f"{chosen}") == -1
+    page.evaluate("document.querySelector('.text').focus()")
+    for key, place in (("ArrowRight", 0), ("ArrowRight", 1), ("ArrowLeft", 0), ("End", 3), ("Home", 0)):
+        page.press(key)
+        assert page.evaluate(chosen) == place, key
+    assert "77.1 %" in page.text(said)  # exp(-0.26)
+    assert page.evaluate("document.querySelectorAll('.token-detail li').length") > 1
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", **page.middle(".text .token:nth-of-type(2)"))
+    page.wait_for(f"{chosen} === 1")
+    page.call("Input.synthesizeTapGesture", **page.middle(".text .token:nth-of-type(3)"))
+    page.wait_for(f"{chosen} === 2")
+
+
+def test_repeated_calls_have_percentiles(page: Page) -> None:
+    choose(page, "lmi", "jsonlines")
+    greedy(page, "lmi", "2")
+    page.fill("#repeat", "3")
+    send(page)
+    assert state(page) == "done"
+    rows = page.evaluate(
+        "[...document.querySelectorAll('.calls tr')].map((row) => [...row.cells].map((one) => one.textContent))"
+    )
+    assert rows[0] == ["Calls 3 of 3", "p50", "p95"]
+    figures = {row[0]: row[1:] for row in rows[1:]}
+    assert figures["Tokens"] == ["2", "2"]
+    middle, late = (float(text.removesuffix(" ms")) for text in figures["Total"])
+    assert 0 < middle <= late
+    assert len([url for url in page.requests if url.endswith("/invocations")]) == 3
+    page.fill("#repeat", "1")
+    send(page)
+    assert page.evaluate("document.querySelector('.calls').hidden")
+
+
+def test_the_examples_of_tools_and_of_a_schema_are_answered(page: Page) -> None:
+    choose(page, "openai", "json", chat=True)
+    page.fill("#messages textarea", "What is the weather in Paris?")
+    page.fill(LIMIT, "40")
+    page.click("[data-parameter=tools] .example")
+    send(page)
+    assert (state(page), page.text(".text")[:10]) == ("done", "→ weather "), page.text(".result")
+    assert json.loads(page.text(".text")[10:]).keys() == {"city"}
+    for contract, form, name in (("lmi", "json", "response_format"), ("tgi", "json", "grammar")):
+        page.click(".reset")
+        choose(page, contract, form)
+        page.fill(LIMIT, "12")
+        page.click(f"[data-parameter={name}] .example")
+        send(page)
+        assert (state(page), page.text(".text").lstrip()[0]) == ("done", "{"), page.text(".result")
+
+
+def test_an_error_can_be_read_whole(refusing: Page) -> None:
+    for size in SIZES.values():
+        refusing.size(*size)
+        choose(refusing, "lmi", "json")
+        refusing.fill("[name=body]", '{"inputs": 3, "parameters": {"top_p": 7}}')
+        send(refusing)
+        for part in (".error", ".error-body", ".error-message"):
+            box = f"document.querySelector('{part}')"
+            assert refusing.evaluate(f"{box}.hidden || {box}.scrollHeight <= {box}.clientHeight"), part
+        assert refusing.text(".error-title").startswith("424")
+
+
 def state(page: Page) -> str:
     return str(page.evaluate("document.querySelector('.phase').dataset.state"))
 
@@ -280,13 +474,14 @@ def test_log_probabilities_are_shades(page: Page) -> None:
                 page.click("[name=logprobs]")
             send(page)
             shades = page.evaluate(
-                "[...document.querySelectorAll('.text .token')].map((one) => [one.textContent, one.title, "
-                "getComputedStyle(one).backgroundColor])"
+                "[...document.querySelectorAll('.text .token')].map((one) => "
+                "[one.textContent, getComputedStyle(one).backgroundColor])"
             )
+            page.click(".text .token")
             assert len(shades) == int(TOKENS), (contract, form, page.text(".reply"))
             assert shades[0][0].strip() == "Paris"
-            assert "77.1 %" in shades[0][1]  # exp(-0.26)
-            assert len({colour for _, _, colour in shades}) > 3
+            assert "77.1 %" in page.text(".token-detail")  # exp(-0.26)
+            assert len({colour for _, colour in shades}) > 3
             if page.evaluate("document.querySelector('[name=logprobs]').checked"):
                 page.click("[name=logprobs]")
 
@@ -356,7 +551,7 @@ def test_it_can_be_used_with_the_keyboard_alone(page: Page, completion: str) -> 
     page.size(360, 740)
     assert page.evaluate(WIDTH) == 360
     names = []
-    for _ in range(20):
+    for _ in range(30):
         page.press("Tab")
         names.append(
             page.evaluate(
@@ -517,6 +712,9 @@ def test_screenshots(page: Page, sample_server: Server, sample_model: Path) -> N
     page.evaluate("void (location.hash = '#server')")
     page.wait_for("document.querySelector('#view-server .line')?.getAttribute('d')?.split('L').length > 9")
     _picture(page, "server", names)
+    page.evaluate("void (location.hash = '#history')")
+    page.wait_for("document.querySelectorAll('.entry').length > 2")
+    _picture(page, "history", names)
 
 
 def page_host(page: Page) -> str:

@@ -1,9 +1,9 @@
 // The page: one prompt, one or two requests, their results, and the server's state.
 
 import { $, $$, bytesText, h } from "./dom.js";
-import { Exchange } from "./exchange.js";
+import { Exchange, call, useKey } from "./exchange.js";
 import { RequestForm } from "./form.js";
-import { call, useKey } from "./key.js";
+import { History } from "./history.js";
 import { Result } from "./result.js";
 import { kindOf, resolver } from "./contracts.js";
 import { showDifferences } from "./differences.js";
@@ -122,6 +122,22 @@ function input() {
 	return { messages: items.map((item) => ({ role: $("select", item).value, content: contentOf(item) })) };
 }
 
+// The prompt as data, without its images; `restorePrompt` takes it.
+function savedPrompt() {
+	const messages = $$("#messages li").map((item) => [$("select", item).value, $("textarea", item).value]);
+	const texts = ["prompt", "second", "documents"].map((id) => [id, $(`#${id}`).value]);
+	const seen = $$(".prompt textarea").filter((field) => field.checkVisibility());
+	return { chat: isChat(), texts: Object.fromEntries(texts), messages, asked: seen.map((one) => one.value).join("\n") };
+}
+
+function restorePrompt({ chat, texts, messages }) {
+	for (const [id, text] of Object.entries(texts)) $(`#${id}`).value = text;
+	$("#messages").replaceChildren();
+	for (const message of messages) addMessage(...message);
+	$(`[name=mode][value=${chat ? "chat" : "text"}]`).checked = true;
+	setMode();
+}
+
 function context() {
 	return { ...page, base, input, kind: kind(), chat: isChat() };
 }
@@ -164,7 +180,7 @@ function markPrompt(message, name) {
 
 function unmarkPrompt() {
 	$("#prompt-problem").hidden = true;
-	for (const field of document.querySelectorAll(".prompt [aria-invalid]")) field.removeAttribute("aria-invalid");
+	for (const field of $$(".prompt [aria-invalid]")) field.removeAttribute("aria-invalid");
 }
 
 // Requests and results
@@ -178,7 +194,7 @@ function addForm() {
 	page.results.push(result);
 	$("#variants").append(form.element);
 	$("#results").append(result.element);
-	if (second) form.copyFrom(page.forms[0]);
+	if (second) form.restore({ ...page.forms[0].saved, written: null });
 	else form.refresh();
 }
 
@@ -226,31 +242,14 @@ async function send() {
 		announce("This contract has no such request.");
 		return;
 	}
-	page.sending = true;
-	unmarkPrompt();
-	for (const form of page.forms) form.unmark();
-	$("#send").disabled = $("#compare").disabled = true;
-	$("#stop").disabled = false;
-	$("#take-answer").hidden = true;
-	const prompt = input().prompt ?? "";
+	setSending(true);
+	const calls = Math.min(1000, Math.max(1, Math.round($("#repeat").valueAsNumber) || 1));
+	const [prompt, text, forms] = [savedPrompt(), input().prompt ?? "", page.forms.map((form) => form.saved)];
 	announce("Sending");
 	if (matchMedia("(max-width: 59.99rem)").matches) $(".output").scrollIntoView();
-	page.running = requests.map((request, place) => {
-		const exchange = new Exchange(request, redraw);
-		page.results[place].begin(exchange, request);
-		return exchange;
-	});
-	if (page.running.length === 2) showDifferences($("#differences-content"), page.results, prompt);
-	for (const [place, exchange] of page.running.entries()) {
-		if (exchange.abort.signal.aborted) exchange.state = "stopped";
-		else await exchange.run();
-		page.results[place].draw();
-		showProblem(place);
-	}
-	page.sending = false;
-	$("#send").disabled = $("#compare").disabled = false;
-	$("#stop").disabled = true;
-	if (page.running.length === 2) showDifferences($("#differences-content"), page.results, prompt);
+	for (let number = 1; number <= calls && !page.stopped; number += 1) await sendOnce(requests, text, number, calls);
+	setSending(false);
+	page.running.forEach((exchange, place) => history.add(forms[place], prompt, requests[place], exchange));
 	const last = page.running.at(-1);
 	$("#take-answer").hidden = !(requests[0].chat && page.running[0].state === "done");
 	for (const [place, form] of page.forms.entries()) page.results[place].prepare(form.request());
@@ -260,6 +259,38 @@ async function send() {
 			: `${last.state}: ${summary(last, requests.at(-1))}`,
 	);
 	watch.look();
+}
+
+function setSending(sending) {
+	page.sending = sending;
+	page.stopped = false;
+	for (const id of ["#send", "#compare", "#repeat"]) $(id).disabled = sending;
+	$("#stop").disabled = !sending;
+	if (!sending) return;
+	$("#take-answer").hidden = true;
+	unmarkPrompt();
+	for (const form of page.forms) form.unmark();
+}
+
+// Sends each request once, one after the other. A series ends with the first call that is not done.
+async function sendOnce(requests, prompt, number, calls) {
+	page.running = requests.map((request, place) => {
+		const exchange = new Exchange(request, redraw);
+		page.results[place].begin(exchange, request, number);
+		return exchange;
+	});
+	const compare = () =>
+		requests.length === 2 && showDifferences($("#differences-content"), page.results, prompt);
+	compare();
+	for (const [place, exchange] of page.running.entries()) {
+		if (exchange.abort.signal.aborted) exchange.state = "stopped";
+		else await exchange.run();
+		page.results[place].draw();
+		if (exchange.state === "done") page.results[place].count(calls);
+		else page.stopped = true;
+		showProblem(place);
+	}
+	compare();
 }
 
 // The result of an exchange, for those who hear the page.
@@ -276,6 +307,7 @@ function showProblem(place) {
 }
 
 function stop() {
+	page.stopped = true;
 	for (const exchange of page.running) {
 		exchange.stop();
 		exchange.abort.abort();
@@ -313,9 +345,10 @@ async function describe() {
 }
 
 async function observed() {
-	const [kind, text] = statusLine(watch);
+	const [kind, text, load] = statusLine(watch);
 	$("#status").dataset.state = kind;
 	if ($("#status-text").textContent !== text) $("#status-text").textContent = text;
+	$("#status-load").textContent = load;
 	const notice = $("#notice");
 	const reasons = watch.state ? watch.state.models.map((model) => model.reason).filter(Boolean) : [];
 	const trouble = !watch.reachable
@@ -343,16 +376,19 @@ async function observed() {
 const view = new ServerView($("#view-server"));
 const watch = new Watch(base, observed);
 
+const history = new History(({ prompt, form }) => {
+	location.hash = "#try";
+	restorePrompt(prompt);
+	page.forms[0]?.restore(form);
+	$("#send").focus();
+});
+
 function show() {
-	const server = location.hash === "#server";
-	$("#view-server").hidden = !server;
-	$("#view-try").hidden = server;
-	for (const [id, current] of [
-		["#nav-try", !server],
-		["#nav-server", server],
-	]) {
-		if (current) $(id).setAttribute("aria-current", "page");
-		else $(id).removeAttribute("aria-current");
+	const shown = $(`#view-${location.hash.slice(1)}`) ? location.hash.slice(1) : "try";
+	for (const name of ["try", "history", "server"]) {
+		$(`#view-${name}`).hidden = name !== shown;
+		if (name === shown) $(`#nav-${name}`).setAttribute("aria-current", "page");
+		else $(`#nav-${name}`).removeAttribute("aria-current");
 	}
 	view.draw(watch);
 	scrollTo(0, 0);
@@ -382,7 +418,7 @@ $("#take-answer").addEventListener("click", () => {
 	$("#take-answer").hidden = true;
 	changed();
 });
-for (const radio of document.querySelectorAll("[name=mode]")) radio.addEventListener("change", setMode);
+for (const radio of $$("[name=mode]")) radio.addEventListener("change", setMode);
 document.addEventListener("keydown", (event) => {
 	if (event.key === "Escape" && page.sending) stop();
 	else if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !$("#view-try").hidden) {

@@ -133,13 +133,19 @@ function readOpenAi(record, answer) {
 		else answer.whole(text);
 	}
 	const calls = choice.delta?.tool_calls ?? choice.message?.tool_calls;
-	for (const call of calls ?? []) answer.token(`${call.function?.name ?? ""}${call.function?.arguments ?? ""}`, null);
+	for (const { function: called = {} } of calls ?? [])
+		answer.token(`${called.name ? `→ ${called.name} ` : ""}${called.arguments ?? ""}`, null);
 	if (choice.finish_reason) answer.finish(choice.finish_reason);
 }
 
+const EVENTS_OR_JSON = [
+	{ id: "sse", name: "SSE, streamed", stream: true },
+	{ id: "json", name: "JSON" },
+];
+
 const lmiFormats = (fields, { chat, model, streams }) => {
 	const compat = model?.tgi_compat && !chat;
-	const suffix = compat ? ", TGI-compatible" : "";
+	const suffix = compat ? ", as TGI" : "";
 	const named = fields.some((field) => field.name === "output_formatter") && !chat;
 	const formats = [{ id: "json", name: `JSON${suffix}` }];
 	if (!streams) return formats;
@@ -193,10 +199,7 @@ export const CONTRACTS = [
 		about: "POST /v1/completions and /v1/chat/completions",
 		path: (_, { chat }) => (chat ? "v1/chat/completions" : "v1/completions"),
 		described: (chat) => (chat ? "/v1/chat/completions" : "/v1/completions"),
-		formats: () => [
-			{ id: "sse", name: "SSE, streamed", stream: true },
-			{ id: "json", name: "JSON" },
-		],
+		formats: () => EVENTS_OR_JSON,
 		body: (input, format, values, { model }) => ({
 			model: model?.names?.[0] ?? "",
 			...(input.messages ? { messages: input.messages } : { prompt: input.prompt }),
@@ -213,10 +216,7 @@ export const CONTRACTS = [
 		noChat: "TGI's chat is OpenAI's: choose that contract",
 		path: (format) => (format.stream ? "generate_stream" : "generate"),
 		described: "/generate",
-		formats: () => [
-			{ id: "sse", name: "SSE, streamed", stream: true },
-			{ id: "json", name: "JSON" },
-		],
+		formats: () => EVENTS_OR_JSON,
 		body: (input, _, values) => {
 			const parameters = values("parameters");
 			return { inputs: input.prompt, ...(Object.keys(parameters).length ? { parameters } : {}), ...values("") };
@@ -232,10 +232,7 @@ export const CONTRACTS = [
 		path: (format, { model }) =>
 			`v2/models/${encodeURIComponent(model?.name ?? "model")}/generate${format.stream ? "_stream" : ""}`,
 		described: "/v2/models/{model}/generate",
-		formats: () => [
-			{ id: "sse", name: "SSE, streamed", stream: true },
-			{ id: "json", name: "JSON" },
-		],
+		formats: () => EVENTS_OR_JSON,
 		body: (input, format, values) => {
 			const parameters = values("parameters");
 			return {

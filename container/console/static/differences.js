@@ -1,6 +1,7 @@
 // Two answers to one prompt, compared: their texts word by word, and their timing.
 
-import { h, milliseconds, rate } from "./dom.js";
+import { h, table } from "./dom.js";
+import { FIGURES } from "./result.js";
 
 const WORD = /[\p{L}\p{N}_]+\s*|[^\p{L}\p{N}_\s]\s*|\s+/gu; // with the space that follows
 const MOST_CELLS = 4_000_000;
@@ -72,15 +73,6 @@ export function showDifferences(element, results, prompt) {
 		return;
 	}
 	const figures = [a.figures(), b.figures()];
-	const rows = [
-		["First byte", "firstByte", milliseconds],
-		["First token", "firstToken", milliseconds],
-		["Tokens", "tokens", (value) => value ?? "–"],
-		["Tokens/s", "rate", rate],
-		["Gap, median", "median", milliseconds],
-		["Gap, p99", "slow", milliseconds],
-		["Total", "total", milliseconds],
-	];
 	const change = (name, show) => {
 		const [one, other] = figures.map((figure) => figure[name]);
 		if (one == null || other == null) return "–";
@@ -88,28 +80,11 @@ export function showDifferences(element, results, prompt) {
 		const share = one ? ` (${other >= one ? "+" : "−"}${Math.round((Math.abs(other - one) / one) * 100)} %)` : "";
 		return `${other >= one ? "+" : "−"}${show(Math.abs(other - one))}${share}`;
 	};
-	const table = h(
-		"table",
-		{},
-		h(
-			"thead",
-			{},
-			h("tr", {}, ...["", "A", "B", "B − A"].map((text) => h(text ? "th" : "td", text ? { scope: "col" } : {}, text))),
-		),
-		h(
-			"tbody",
-			{},
-			...rows.map(([title, name, show]) =>
-				h(
-					"tr",
-					{},
-					h("th", { scope: "row" }, title),
-					...figures.map((figure) => h("td", {}, String(show(figure[name])))),
-					h("td", {}, change(name, show)),
-				),
-			),
-		),
-	);
+	const rows = FIGURES.map(([title, name, show]) => [
+		title,
+		...figures.map((figure) => String(show(figure[name]))),
+		change(name, show),
+	]);
 	const ofNumbers = a.answer.numbers || b.answer.numbers;
 	const texts = [a, b].map(({ answer }) =>
 		ofNumbers ? JSON.stringify(answer.numbers) : prompt && answer.text.startsWith(prompt) ? answer.text.slice(prompt.length) : answer.text,
@@ -127,7 +102,7 @@ export function showDifferences(element, results, prompt) {
 		? []
 		: [h("p", { class: "difference" }, ...differences(...texts).map(([kind, text]) => h(tags[kind], {}, text)))];
 	element.replaceChildren(
-		h("div", { class: "timing" }, table),
+		table(["", "A", "B", "B − A"], rows, { class: "timing", "aria-label": "Figures of both" }),
 		h("div", {}, h("p", { class: "verdict" }, said), ...parts),
 	);
 }

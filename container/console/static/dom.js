@@ -38,6 +38,13 @@ export function table(head, rows, attributes = {}) {
 	);
 }
 
+// A bar for a share from 0 to 1.
+export function bar(share) {
+	const element = h("span", { class: "share", "aria-hidden": "true" });
+	element.style.setProperty("--share", `${Math.min(1, Math.max(0, share)) * 100}%`);
+	return element;
+}
+
 const DATA = ";base64,";
 const MOST_DATA = 4000; // characters
 

@@ -1,6 +1,27 @@
-// One request and its reply: sent, read as it comes, and timed.
+// One request and its reply: sent, with the key that the server may ask for, read as it comes, and timed.
 
-import { call } from "./key.js";
+import { $ } from "./dom.js";
+
+let key = ""; // this page alone keeps it
+
+export const useKey = (text) => (key = text.trim());
+
+// What is shown of it.
+export const keyHeader = () => (key ? { authorization: "Bearer KEY" } : {});
+
+// `fetch` with the key. If the server wants another one, the page asks for it.
+export async function call(url, options) {
+	const headers = { ...options.headers, ...(key && { authorization: `Bearer ${key}` }) };
+	const reply = await fetch(url, { ...options, headers });
+	$("#key").hidden = reply.status !== 401;
+	return reply;
+}
+
+// The nearest rank: at least this share of the values is not larger. Null if there is none.
+export function percentile(values, share) {
+	const sorted = [...values].sort((a, b) => a - b);
+	return sorted[Math.max(0, Math.ceil(share * sorted.length) - 1)] ?? null;
+}
 
 // Text in the reply is at most what a browser can show; the count goes on.
 const KEPT_BYTES = 8_000_000;
@@ -219,9 +240,6 @@ export class Exchange {
 	figures() {
 		const times = this.answer.tokens.filter((token) => !token.aside).map((token) => token.at);
 		const gaps = times.slice(1).map((time, place) => time - times[place]);
-		const sorted = [...gaps].sort((a, b) => a - b);
-		const at = (share) =>
-			sorted.length ? sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))] : null;
 		const streamed = this.answer.streamed && times.length > 1;
 		const tokens = this.answer.counted ?? times.length;
 		const seconds = streamed ? (times.at(-1) - times[0]) / 1000 : (this.total ?? 0) / 1000;
@@ -231,8 +249,8 @@ export class Exchange {
 			tokens: tokens || null,
 			prompt: this.answer.prompt,
 			rate: seconds > 0 && tokens > 1 ? (streamed ? times.length - 1 : tokens) / seconds : null,
-			median: this.answer.streamed ? at(0.5) : null,
-			slow: this.answer.streamed ? at(0.99) : null,
+			median: this.answer.streamed ? percentile(gaps, 0.5) : null,
+			slow: this.answer.streamed ? percentile(gaps, 0.99) : null,
 			total: this.total ?? performance.now() - this.started,
 			gaps: this.answer.streamed ? gaps : [],
 		};

@@ -2,7 +2,7 @@
 
 import { $, $$, fromTemplate, h, setOptions } from "./dom.js";
 import { CONTRACTS, PROMPT_FIELDS, kindOf, served, shape } from "./contracts.js";
-import { keyHeader } from "./key.js";
+import { keyHeader } from "./exchange.js";
 
 // Names of one meaning, so that a value stays when the contract changes.
 const SAME = [
@@ -14,12 +14,29 @@ const SAME = [
 const COMMON = [...SAME[0], "temperature", "top_p", "top_k", "seed", "stop"];
 const FIRST_VALUES = { max_new_tokens: "128" };
 
-const typesOf = (schema, resolve = (one) => one) => {
-	const kinds = (schema.anyOf ?? [schema])
-		.map(resolve)
-		.flatMap((one) => one?.type ?? (one?.properties ? "object" : []));
+const CITY = {
+	type: "object",
+	properties: { city: { type: "string" }, country: { type: "string" } },
+	required: ["city", "country"],
+};
+const PLACE = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
+const WEATHER = { name: "weather", description: "The weather in a city", parameters: PLACE };
+// Values of the form for tools and for JSON, by the parameter that has a button for them.
+const EXAMPLES = {
+	tools: { tools: [{ type: "function", function: WEATHER }], tool_choice: "required" },
+	response_format: { response_format: { type: "json_schema", json_schema: { name: "city", schema: CITY } } },
+	grammar: { grammar: { type: "json", value: CITY } },
+	guided_json: { guided_json: CITY },
+	guided_decoding_guide: { guided_decoding_guide_type: "json", guided_decoding_guide: JSON.stringify(CITY) },
+};
+const FORMS_OF_JSON = ["response_format", "grammar", "guided_json", "guided_decoding_guide"];
+
+const typesOf = (schema) => {
+	const kinds = (schema.anyOf ?? [schema]).flatMap((one) => one.type ?? (one.properties || one.$ref ? "object" : []));
 	return kinds.filter((kind) => kind !== "null");
 };
+
+const itemsOf = (schema) => schema.items ?? (schema.anyOf ?? []).find((one) => one.items)?.items;
 
 function valuesOf(schema) {
 	for (const one of schema.anyOf ?? [schema]) if (one.enum) return one.enum;
@@ -60,8 +77,7 @@ export function valueOf(text, schema) {
 			return text;
 		}
 	}
-	const items = schema.items ?? (schema.anyOf ?? []).find((one) => one.items)?.items;
-	if (types.includes("array") && !types.includes("string") && items?.type === "string") return [text];
+	if (types.includes("array") && !types.includes("string") && itemsOf(schema)?.type === "string") return [text];
 	return text;
 }
 
@@ -106,13 +122,24 @@ export class RequestForm {
 		$(".variant-title", this.element).textContent = text;
 	}
 
-	copyFrom(other) {
-		this.values = { ...other.values };
-		this.refresh();
-		for (const name of ["contract", "model", "endpoint"]) this[name].value = other[name].value;
-		this.refresh();
-		this.format.value = other.format.value;
-		this.refresh();
+	// What is chosen and typed, as data; `restore` takes it.
+	get saved() {
+		const chosen = ["model", "contract", "endpoint", "format"].map((name) => [name, this[name].value]);
+		return { ...Object.fromEntries(chosen), values: { ...this.values }, written: this.written };
+	}
+
+	restore({ values, written, ...chosen }) {
+		this.values = { ...values };
+		this.written = written;
+		this.logprobs.checked = false;
+		if (written != null) {
+			this.body.value = written;
+			$("details.body", this.element).open = true;
+		}
+		for (const [name, value] of Object.entries(chosen)) {
+			this[name].value = value;
+			this.refresh();
+		}
 	}
 
 	get chosen() {
@@ -186,10 +213,16 @@ export class RequestForm {
 		const common = COMMON.filter((name) => names.includes(name));
 		const tokens = SAME[0].filter((name) => common.includes(name));
 		const shown = common.filter((name) => !tokens.slice(1).includes(name));
-		const rows = (list) => list.map((field) => this.#row(field));
-		$(".common", this.element).replaceChildren(...rows(shown.map((name) => fields[names.indexOf(name)])));
-		$(".rest", this.element).replaceChildren(...rows(fields.filter((field) => !shown.includes(field.name))));
-		$(".more", this.element).hidden = fields.length === 0;
+		const json = FORMS_OF_JSON.find((name) => names.includes(name));
+		this.structured = ["tools", "tool_choice", "guided_decoding_guide_type", json].filter((name) => names.includes(name));
+		const rest = names.filter((name) => !shown.includes(name) && !this.structured.includes(name));
+		const fill = (selector, list) =>
+			$(selector, this.element).replaceChildren(...list.map((name) => this.#row(fields[names.indexOf(name)])));
+		fill(".common", shown);
+		fill(".structured .parameters", this.structured);
+		fill(".rest", rest);
+		$(".structured", this.element).hidden = !this.structured.length;
+		$(".more", this.element).hidden = !rest.length;
 		this.#filter();
 	}
 
@@ -206,6 +239,7 @@ export class RequestForm {
 		const bounds = limits(schema);
 		const hint = [text, bounds && `${bounds}.`].filter(Boolean).join(" ");
 		const common = { id, name, "data-name": name, "aria-describedby": hint ? `${id}-help` : null };
+		const wide = name in EXAMPLES || (types.includes("array") && itemsOf(schema)?.$ref != null);
 		let control;
 		if (choices) {
 			control = h(
@@ -218,9 +252,9 @@ export class RequestForm {
 			const number = types.includes("integer") || types.includes("number");
 			const kind = types.includes("object") ? "JSON" : types.includes("array") ? "text or JSON array" : "";
 			const names = name === "model" || name === "adapters" ? `${id}-names` : null;
-			control = h("input", {
+			control = h(wide ? "textarea" : "input", {
 				...common,
-				type: "text",
+				...(wide ? { rows: "4", spellcheck: "false" } : { type: "text" }),
 				inputmode: number ? "decimal" : null,
 				placeholder: fallback || kind,
 				autocomplete: "off",
@@ -243,12 +277,27 @@ export class RequestForm {
 		const problem = h("p", { class: "problem", id: `${id}-problem`, hidden: true });
 		return h(
 			"div",
-			{ class: "parameter", "data-parameter": name },
-			h("label", { for: id }, name),
+			{ class: wide ? "parameter wide" : "parameter", "data-parameter": name },
+			h("label", { for: id }, ...name.split(/(?<=_)/).flatMap((part) => [part, h("wbr")])),
+			name in EXAMPLES
+				? h("button", { type: "button", class: "example", "aria-label": `Example for ${name}`, onclick: () => this.#example(name) }, "Example")
+				: null,
 			...[control].flat(),
 			problem,
 			hint ? h("p", { class: "hint", id: `${id}-help` }, hint) : null,
 		);
+	}
+
+	#example(name) {
+		for (const [other, value] of Object.entries(EXAMPLES[name]))
+			this.values[other] = typeof value === "string" ? value : JSON.stringify(value, null, 2);
+		this.written = null;
+		this.#build();
+		this.#changed();
+		const control = $(`[name="${name}"]`, this.element);
+		control.focus();
+		control.setSelectionRange(0, 0);
+		control.scrollTop = 0;
 	}
 
 	#filter() {
@@ -275,7 +324,9 @@ export class RequestForm {
 
 	#changed() {
 		const set = (this.shape?.fields ?? []).filter((field) => this.values[field.name]).length;
-		$(".count", this.element).textContent = `${this.shape?.fields.length ?? 0}${set ? `, ${set} set` : ""}`;
+		const structured = (this.structured ?? []).filter((name) => this.values[name]).length;
+		$(".structured .count", this.element).textContent = structured ? `${structured} set` : "";
+		$(".more .count", this.element).textContent = `${this.shape?.fields.length ?? 0}${set ? `, ${set} set` : ""}`;
 		$(".reset", this.element).hidden = !set && this.written == null;
 		$(".edited", this.element).textContent = this.written == null ? "" : "written by hand";
 		$(".unedit", this.element).disabled = this.written == null;
@@ -332,7 +383,7 @@ export class RequestForm {
 	mark(name, message) {
 		const row = $(`[data-parameter="${CSS.escape(name)}"]`, this.element);
 		if (!row) return false;
-		const control = $("input, select", row);
+		const control = $("input, select, textarea", row);
 		const problem = $(".problem", row);
 		row.hidden = false;
 		if (row.closest("details")) row.closest("details").open = true;

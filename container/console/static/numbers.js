@@ -3,7 +3,7 @@
 // `prompt` names the body's fields that have the texts, also as errors name them. `said(numbers, request)` is the main
 // thing in a sentence, and `draw(numbers, request)` shows all.
 
-import { h, table } from "./dom.js";
+import { bar, h, table } from "./dom.js";
 
 const IN_ERRORS = ["input_text", "input_tokens"]; // vLLM's names of a text that is too long
 const FIRST_NUMBERS = 8;
@@ -25,13 +25,6 @@ export function cosine(vectors) {
 
 function begin(text) {
 	return text.length > NAME_CHARACTERS ? `${text.slice(0, NAME_CHARACTERS)}…` : text;
-}
-
-// A score with its share of a bar.
-function bar(score) {
-	const share = h("span", { class: "share", "aria-hidden": "true" });
-	share.style.setProperty("--share", `${Math.min(1, Math.max(0, score)) * 100}%`);
-	return share;
 }
 
 // Takes the numbers of a reply that `numbersOf` finds in it, or its error.

@@ -1,34 +1,26 @@
 // What is shown of one exchange: text, figures, bytes, and the same request as code.
 
-import { $, bytesText, copy, fromTemplate, h, milliseconds, rate, shortened } from "./dom.js";
+import { $, bytesText, copy, fromTemplate, h, milliseconds, rate, shortened, table } from "./dom.js";
 import { curl, python } from "./code.js";
 import { guilty } from "./contracts.js";
+import { percentile } from "./exchange.js";
+import { Tokens } from "./tokens.js";
 
 const BARS = 150;
 const BLOCK_CHARACTERS = 8192;
 const OVERLOADED = new Set([408, 429]);
 const HEX_BYTES = 65536;
+const MOST_SAID = 2000; // characters of an error; the reply has them all
 
 export class Result {
 	constructor(title) {
 		this.element = fromTemplate("result-template");
 		const part = (selector) => $(selector, this.element);
-		this.parts = {
-			title: part(".result-title"),
-			phase: part(".phase"),
-			figures: part(".figures"),
-			gaps: part(".gaps"),
-			error: part(".error"),
-			legend: part(".legend"),
-			text: part(".text"),
-			request: part(".request"),
-			requestSize: part(".request-size"),
-			reply: part(".reply"),
-			replySize: part(".reply-size"),
-			code: part(".code"),
-			codeHint: part(".code-hint"),
-		};
-		for (let share = 0; share <= 1; share += 0.125) part(".scale").append(shaded(share));
+		this.parts = { title: part(".result-title"), codeHint: part(".code-hint") };
+		for (const name of ["request", "reply"]) this.parts[`${name}Size`] = part(`.${name}-size`);
+		for (const name of ["phase", "figures", "gaps", "calls", "error", "text", "request", "reply", "code"])
+			this.parts[name] = part(`.${name}`);
+		this.tokens = new Tokens(this.parts.text, part(".probabilities"));
 		this.parts.title.textContent = title;
 		this.label = title;
 		this.hex = false;
@@ -68,19 +60,21 @@ export class Result {
 		if (!this.exchange) this.#requestBytes(request);
 	}
 
-	begin(exchange, request) {
+	// Shows an exchange that begins. `call` is its number in a series of equal calls.
+	begin(exchange, request, call = 1) {
 		this.exchange = exchange;
 		this.request = request;
 		this.sent = request;
+		if (call === 1) this.figures = [];
 		this.drawn = { tokens: 0, chunks: 0, gaps: 0 };
 		this.decoder = new TextDecoder();
 		this.parts.title.textContent = `${this.label}${request.title}`;
-		this.parts.text.replaceChildren();
+		this.tokens.clear();
+		this.parts.text.hidden = false;
 		this.parts.text.ariaLabel = request.contract.label ?? "Generated text";
 		this.parts.reply.replaceChildren();
-		this.parts.error.hidden = true;
-		this.parts.legend.hidden = true;
-		this.parts.gaps.hidden = true;
+		for (const name of ["error", "gaps"]) this.parts[name].hidden = true;
+		if (call === 1) this.parts.calls.hidden = true;
 		this.#requestBytes(request);
 		this.#code();
 		this.draw();
@@ -114,9 +108,25 @@ export class Result {
 		return guilty(exchange.answer.error, exchange.document, sent.names);
 	}
 
+	// Adds the figures of the exchange to those of the series, and shows the percentiles of all.
+	count(calls) {
+		this.figures.push(this.exchange.figures());
+		const { contract } = this.sent;
+		const rows = FIGURES.filter(([, name]) => !contract.draw || ["firstByte", "total"].includes(name)).map(
+			([title, name, show]) => {
+				const values = this.figures.map((one) => one[name]).filter((value) => value != null);
+				return [title, ...[0.5, 0.95].map((share) => show(percentile(values, share)))];
+			},
+		);
+		const { calls: element } = this.parts;
+		const title = `Calls ${this.figures.length} of ${calls}`;
+		element.hidden = calls < 2;
+		element.replaceChildren(table([title, "p50", "p95"], rows, { "aria-label": "Percentiles of the calls" }));
+	}
+
 	#text(ended) {
 		const { numbers, tokens } = this.exchange.answer;
-		const { text, legend } = this.parts;
+		const { text } = this.parts;
 		if (numbers) {
 			const { contract } = this.sent;
 			if (ended)
@@ -127,39 +137,15 @@ export class Result {
 			return;
 		}
 		const atEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
-		let plain = "";
-		const fragment = document.createDocumentFragment();
-		for (; this.drawn.tokens < tokens.length; this.drawn.tokens += 1) {
-			const token = tokens[this.drawn.tokens];
-			if (token.logprob == null) {
-				plain += token.text;
-				continue;
-			}
-			if (plain) fragment.append(plain);
-			plain = "";
-			const probability = Math.exp(token.logprob);
-			const others = token.tops.map(([other, logprob]) => `${JSON.stringify(other)} ${percent(Math.exp(logprob))}`);
-			const title = [
-				`${JSON.stringify(token.text)} ${percent(probability)}, log ${token.logprob.toFixed(3)}`,
-				...others,
-			].join("\n");
-			fragment.append(shaded(probability, { title }, token.text));
-			legend.hidden = false;
-		}
-		if (plain) fragment.append(plain);
-		if (fragment.childNodes.length) text.append(fragment);
+		if (this.drawn.tokens < tokens.length) this.tokens.add(tokens.slice(this.drawn.tokens));
+		this.drawn.tokens = tokens.length;
 		if (ended && !tokens.length && this.exchange.state === "done" && !this.exchange.failure) {
-			text.replaceChildren(
-				h(
-					"span",
-					{ class: "hint" },
-					!this.exchange.size
-						? "The reply is empty."
-						: this.sent.contract.draw
-							? "No numbers that the console reads: see the reply."
-							: "No text that this contract has: see the reply.",
-				),
-			);
+			const said = !this.exchange.size
+				? "The reply is empty."
+				: this.sent.contract.draw
+					? "No numbers that the console reads: see the reply."
+					: "No text that this contract has: see the reply.";
+			text.replaceChildren(h("span", { class: "hint" }, said));
 		}
 		if (atEnd && text.scrollHeight > text.clientHeight) text.scrollTop = text.scrollHeight;
 	}
@@ -240,26 +226,22 @@ export class Result {
 		const said = exchange.answer.error;
 		parts.error.hidden = !said && !exchange.failure;
 		if (parts.error.hidden) return;
-		$(".error-title", parts.error).textContent = said
-			? `${exchange.status} ${exchange.statusText}`.trim()
-			: exchange.failure;
-		const body = $(".error-body", parts.error);
+		parts.text.hidden = !exchange.answer.tokens.length;
+		const [title, message, body] = [...parts.error.children];
+		title.textContent = said ? `${exchange.status} ${exchange.statusText}`.trim() : exchange.failure;
+		message.textContent = cut(said);
 		body.hidden = !said;
-		const text = exchange.document ? JSON.stringify(exchange.document, null, 2) : said;
+		const text = cut(exchange.document ? JSON.stringify(exchange.document, null, 2) : said);
 		const name = this.guilty;
 		const place = name ? text.search(new RegExp(`(?<!\\w)${name}(?!\\w)`)) : -1;
 		body.replaceChildren(
 			...(place < 0 ? [text] : [text.slice(0, place), h("mark", {}, name), text.slice(place + name.length)]),
 		);
+		message.hidden = !said || text === message.textContent;
 	}
 }
 
-// The less probable a token, the darker.
-function shaded(probability, attributes, ...text) {
-	const span = h("span", { class: "token", ...attributes }, ...text);
-	span.style.setProperty("--share", `${Math.round((1 - probability) * 100)}%`);
-	return span;
-}
+const cut = (text) => (text.length > MOST_SAID ? `${text.slice(0, MOST_SAID)}… (all of it is in the reply)` : text);
 
 function phaseText(exchange) {
 	if (exchange.state === "done") return exchange.answer.reason ? `done: ${exchange.answer.reason}` : "done";
@@ -267,24 +249,22 @@ function phaseText(exchange) {
 	return exchange.state;
 }
 
-function percent(share) {
-	return `${(share * 100).toFixed(share < 0.1 ? 2 : 1)} %`;
-}
+// The figures of an exchange: their titles, their names, and how they are shown.
+export const FIGURES = [
+	["First byte", "firstByte", milliseconds],
+	["First token", "firstToken", milliseconds],
+	["Tokens", "tokens", (value) => value ?? "–"],
+	["Tokens/s", "rate", rate],
+	["Gap, median", "median", milliseconds],
+	["Gap, p99", "slow", milliseconds],
+	["Total", "total", milliseconds],
+];
 
 function drawFigures(list, figures, contract, reason) {
-	const ofText = [
-		["First token", milliseconds(figures.firstToken)],
-		["Tokens", figures.tokens ?? "–"],
-		["Tokens/s", rate(figures.rate)],
-		["Gap, median", milliseconds(figures.median)],
-		["Gap, p99", milliseconds(figures.slow)],
-	];
-	const rows = [
-		["First byte", milliseconds(figures.firstByte)],
-		...(contract.draw ? [["Prompt tokens", figures.prompt ?? "–"]] : ofText),
-		["Total", milliseconds(figures.total)],
-		...(contract.draw ? [] : [["Finish reason", reason]]),
-	];
+	const all = FIGURES.map(([title, name, show]) => [title, show(figures[name])]);
+	const rows = contract.draw
+		? [all[0], ["Prompt tokens", figures.prompt ?? "–"], all.at(-1)]
+		: [...all, ["Finish reason", reason]];
 	list.replaceChildren(...rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value)))));
 }
 

@@ -1,7 +1,7 @@
 // The server: its state, its load over the last minutes, its adapters and its settings.
 
 import { $, fromTemplate, h, rate, table } from "./dom.js";
-import { call } from "./key.js";
+import { call } from "./exchange.js";
 
 const SAMPLE_SECONDS = 2;
 const PATIENCE = 10_000; // milliseconds
@@ -98,19 +98,16 @@ export class Watch {
 	}
 }
 
+// The kind of the server's state, and it in words; then its load.
 export function statusLine({ reachable, locked, state, latest, rates }) {
-	if (!reachable || !state) return ["unreachable", locked ? "a key is needed" : "the server cannot be reached"];
+	if (!reachable || !state) return ["unreachable", locked ? "a key is needed" : "the server cannot be reached", ""];
 	const { status } = state.health;
-	const model = state.models[0];
-	const names = state.models.length === 1 ? model.name : `${state.models.length} models`;
+	const names = state.models.length === 1 ? state.models[0].name : `${state.models.length} models`;
 	const good = isIn(state, "restarting") ? "restarting" : "ready";
 	const kind = status === 200 ? good : isIn(state, "starting") ? "starting" : "failed";
-	const said = kind === "failed" ? `unhealthy (${status})` : kind;
-	const load =
-		latest.running == null
-			? []
-			: [`${latest.running} running`, `${latest.waiting} waiting`, `${rate(rates.at(-1) ?? 0)} tokens/s`];
-	return [kind, [names, said, ...(kind === "ready" ? load : [])].join(" · ")];
+	const said = `${names} · ${kind === "failed" ? `unhealthy (${status})` : kind}`;
+	if (kind !== "ready" || latest.running == null) return [kind, said, ""];
+	return [kind, said, ` · ${latest.running} running · ${latest.waiting} waiting · ${rate(rates.at(-1) ?? 0)} tokens/s`];
 }
 
 const words = (value) => (value === null || value === undefined ? "–" : String(value));
