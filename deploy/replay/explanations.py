@@ -41,7 +41,7 @@ _VLLM_FIELDS = (
     *("model", "object", "created", "service_tier", "system_fingerprint", "metrics", "prompt_logprobs", "prompt_text"),
     *("prompt_token_ids", "kv_transfer_params", "ec_transfer_params", "logprobs", "bytes", "stop_reason", "token_ids"),
     *("routed_experts", "refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning"),
-    *("prompt_tokens_details", "completion_tokens_details"),
+    *("reasoning_content", "usage", "prompt_tokens_details", "completion_tokens_details"),
 )
 # Objects of vLLM's answers whose fields have vLLM's order: a whole answer or record, and parts of it.
 _VLLM_OBJECTS = ("", "first", "middle", "last", "choices", "message", "delta", "logprobs", "content", "usage", "data")
@@ -563,7 +563,7 @@ EXPLANATIONS = (
         '"type":"BadRequestError","param":"response_format.type","code":400}}',
         (Kind.ERROR_BODY,),
         _OPENAI,
-        fields=("error", "message", "type", "param", "code"),
+        fields=("error", "object", "message", "type", "param", "code"),
     ),
     Explanation(
         "openai-constraints",
