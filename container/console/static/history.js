@@ -66,7 +66,7 @@ export class History {
 			? `The last ${MOST_ENTRIES} requests, without keys and images. They are in this browser only.`
 			: "Nothing was sent yet. Requests that you send are kept here, in this browser only.";
 		$("#clear-history").hidden = !length;
-		$("#history").replaceChildren(...this.entries.map((entry) => this.#card(entry)));
+		$("#history-entries").replaceChildren(...this.entries.map((entry) => this.#card(entry)));
 	}
 
 	#card(entry) {
