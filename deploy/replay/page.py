@@ -18,6 +18,7 @@ from deploy.replay.report import rows, summary
 _TEMPLATE = "page.html"
 _DOCS = Path(__file__).parents[2] / "docs"  # Of a checkout. An installed package has none.
 _HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _CELLS = re.compile(r"\s*(?:\|\s*)+")
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
 for _rule in ("link_open", "link_close"):
@@ -69,7 +70,7 @@ def section(page: str, anchor: str) -> str | None:
 
 def _section(link: str) -> Markup | None:
     found = section(*link.removeprefix("docs/").split("#"))
-    return None if found is None else Markup(_MARKDOWN.render(found))
+    return None if found is None else Markup(_MARKDOWN.render(_COMMENT.sub("", found)))
 
 
 def _lines(answers: Mapping[str, str]) -> Iterator[tuple[str, str, bool]]:
