@@ -14,7 +14,7 @@ from handlers.contract import LONG_BODY, Call, ContractError, ReplyWriter
 from handlers.custom.batch_format import MAX_BATCH
 from handlers.custom.dynamic_batching import DynamicBatcher
 from handlers.custom.engine_call import EngineLoader
-from handlers.custom.handler_input import canonical_headers, input_of, priority_of
+from handlers.custom.handler_input import input_of, priority_of
 from handlers.custom.handler_reply import HandlerReply
 from handlers.custom.request import CallSettings, Request
 from handlers.custom.requirements import environment_variables, prepare_interpreter, requirements_dir
@@ -112,7 +112,7 @@ class CustomHandler:
             error = UnknownAdapter(name)
             raise ContractError(unknown_adapter(error), error.message)
         request = Request(
-            Message(properties=given.properties, headers=canonical_headers(call), contents=given.contents),
+            Message(properties=given.properties, headers=given.headers, contents=given.contents),
             HandlerReply(writer),
             priority_of(given),
             call.key_salt,

@@ -31,15 +31,11 @@ _RESERVED = re.compile(
 
 
 class HandlerInput(NamedTuple):
-    """The properties and the contents of a handler's `Input`."""
+    """The headers of a call, and the properties and the contents of a handler's `Input`."""
 
+    headers: tuple[tuple[str, str], ...]  # With names in canonical case, such as `X-Amzn-SageMaker-Session-Id`.
     properties: tuple[tuple[str, str], ...]
     contents: tuple[tuple[str | None, bytes], ...]
-
-
-def canonical_headers(call: Call) -> tuple[tuple[str, str], ...]:
-    """Return the headers of a call with names in canonical case, such as `X-Amzn-SageMaker-Session-Id`."""
-    return tuple([(_canonical(name), value.decode("latin-1")) for name, value in call.headers.items()])
 
 
 @lru_cache(maxsize=512)
@@ -62,7 +58,8 @@ def input_of(call: Call) -> HandlerInput:
         ContractError: 400. The form is broken, or the request names a handler function.
     """
     given: list[tuple[str, str]] = []
-    for name, value in canonical_headers(call):
+    headers = tuple([(_canonical(name), value.decode("latin-1")) for name, value in call.headers.items()])
+    for name, value in headers:
         if name.lower() != _CUSTOM_ATTRIBUTES:
             given.append((name, value))
             continue
@@ -76,7 +73,7 @@ def input_of(call: Call) -> HandlerInput:
     if "handler" in properties and os.environ.get(_ALLOW_OVERRIDE, "").lower() != "true":
         raise bad_request("The handler can't be overridden in a request")
     query = tuple((key, value.encode()) for key, value in call.query)
-    return HandlerInput(tuple(properties.values()), (*query, *_contents(call)))
+    return HandlerInput(headers, tuple(properties.values()), (*query, *_contents(call)))
 
 
 def priority_of(given: HandlerInput) -> int:

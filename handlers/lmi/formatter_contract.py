@@ -161,7 +161,7 @@ class FormatterContract:
 
 def handler_input(call: Call) -> Input:
     """Return the call as the `Input` that LMI gives to handlers and formatters."""
-    properties, contents = input_of(call)
+    _, properties, contents = input_of(call)
     given = Input()
     given.properties = dict(properties)
     for key, value in contents:
