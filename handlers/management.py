@@ -90,8 +90,8 @@ class Management(Protocol):
             NotReady: The model is not loaded.
         """
 
-    def listed(self) -> Sequence[ListedModel]:
-        """Return all models."""
+    def listed(self, name: str | None = None, version: str | None = None) -> Sequence[ListedModel]:
+        """Return all models, all versions of a model, or one of them."""
 
     def described(self, name: str, version: str | None) -> Sequence[DescribedModel]:
         """Return all versions of a model, or one of them."""

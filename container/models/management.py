@@ -51,8 +51,8 @@ class ModelManagement:
             raise NotServed("LoRA is not enabled: set option.enable_lora=true")
         return registry
 
-    def listed(self) -> Sequence[ListedModel]:
-        return [_listed(model) for model in self._models]
+    def listed(self, name: str | None = None, version: str | None = None) -> Sequence[ListedModel]:
+        return [_listed(model) for model in (self._models if name is None else self._named(name, version))]
 
     def described(self, name: str, version: str | None) -> Sequence[DescribedModel]:
         return [described(model) for model in self._named(name, version)]

@@ -179,8 +179,9 @@ async def register(call: Call, management: Management) -> Reply:
 
 async def describe(call: Call, management: Management) -> Reply:
     """`GET /models/<m>`."""
-    models = management.described(*_named(call))
-    return sagemaker_description(models[0]) if management.multi_model else description(models)
+    if management.multi_model:
+        return sagemaker_description(management.listed(*_named(call))[0])
+    return description(management.described(*_named(call)))
 
 
 async def scale(call: Call, management: Management) -> Reply:
