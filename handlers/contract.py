@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, TypedDict
 
 import msgspec
 
@@ -54,12 +54,42 @@ def media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
-class Steering(NamedTuple):
-    """The headers of a call that every contract passes to the engine. `GenerationRequest` has the same fields."""
+class Steering(TypedDict, total=False):
+    """The fields of a `GenerationRequest` that the headers of a call set. Most calls set none."""
 
-    trace_context: Mapping[str, str] | None  # W3C Trace Context. None if the client sent none.
+    trace_context: Mapping[str, str]  # W3C Trace Context.
     cache_salt: str  # The client's, or else that of its API key.
     priority: int
+
+
+def read_steering(headers: Mapping[bytes, bytes], key_salt: str = "") -> tuple[Steering, InvalidParameter | None]:
+    """Read the headers that steer the engine.
+
+    Args:
+        headers: All headers, by names in lower case.
+        key_salt: The salt of the call's API key. Empty if the server has no keys.
+
+    Returns:
+        The fields, and the fault of a header: the salt is one that vLLM would refuse in a body, or the priority is not
+        an integer of 32 bits.
+    """
+    steering: Steering = {}
+    fault = None
+    salt = headers.get(b"x-cache-salt", b"").decode("latin-1")
+    if salt and not _SALT.fullmatch(salt):
+        expected = "must have at most 128 characters of visible ASCII, and no @, / or \\"
+        fault = InvalidParameter(_SALT_HEADER, f"{expected}, got {salt[:20]!r}")
+    elif salt or key_salt:
+        steering["cache_salt"] = salt or key_salt
+    if b"x-vllm-priority" in headers:
+        priority = headers[b"x-vllm-priority"].decode("latin-1")
+        if _INTEGER.fullmatch(priority) and int(priority) in _PRIORITIES:
+            steering["priority"] = int(priority)
+        elif fault is None:
+            fault = InvalidParameter(_PRIORITY_HEADER, f"must be an integer of 32 bits, got {priority[:20]!r}")
+    if trace := {name.decode(): headers[name].decode("latin-1") for name in _TRACE_HEADERS if name in headers}:
+        steering["trace_context"] = trace
+    return steering, fault
 
 
 class Head(Protocol):
@@ -100,32 +130,14 @@ class Call:
     # The fields of a JSON object, each still encoded. None if the body was not split into its fields yet.
     fields: Mapping[str, msgspec.Raw] | None = None
     key_salt: str = ""  # Differs for each API key. Empty if the server has no keys.
+    # The results of `read_steering`. Every contract puts the fields into its requests.
+    steering: Steering = field(default_factory=Steering)
+    fault: InvalidParameter | None = None  # The call is refused with this error, in the form of its answer.
 
     def header(self, name: str) -> str | None:
         """Return the value of a header. `name` may have any case."""
         value = self.headers.get(name.lower().encode())
         return None if value is None else value.decode("latin-1")
-
-    def steering(self) -> Steering:
-        """Read the headers that steer the engine.
-
-        Raises:
-            InvalidParameter: The salt is one that vLLM would refuse in a body, or the priority is not an integer of 32
-                bits.
-        """
-        headers = self.headers
-        salt = headers.get(b"x-cache-salt", b"").decode("latin-1")
-        if salt and not _SALT.fullmatch(salt):
-            expected = "must have at most 128 characters of visible ASCII, and no @, / or \\"
-            raise InvalidParameter(_SALT_HEADER, f"{expected}, got {salt[:20]!r}")
-        priority = headers.get(b"x-vllm-priority", b"0").decode("latin-1")
-        if not _INTEGER.fullmatch(priority) or int(priority) not in _PRIORITIES:
-            raise InvalidParameter(_PRIORITY_HEADER, f"must be an integer of 32 bits, got {priority[:20]!r}")
-        context = None
-        if b"traceparent" in headers or b"tracestate" in headers:
-            given = [(name, headers[name]) for name in _TRACE_HEADERS if name in headers]
-            context = {name.decode(): value.decode("latin-1") for name, value in given}
-        return Steering(context, salt or self.key_salt, int(priority))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +209,6 @@ class Exchange:
     # The stream sends this comment if no token comes for a while. It begins before its first token then. A cumulative
     # answer has none.
     comment: bytes = b""
-
-    def steered_by(self, steering: Steering) -> Exchange:
-        """Return the exchange with the call's trace context, cache salt and priority in its requests."""
-        if not any(steering):
-            return self
-        requests = [msgspec.structs.replace(request, **steering._asdict()) for request in self.requests]
-        return replace(self, requests=tuple(requests))
 
 
 class Contract(Protocol):

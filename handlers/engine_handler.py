@@ -49,8 +49,9 @@ class EngineHandler:
         exchange = await self._parse(call)
         for note in exchange.notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
+        if call.fault is not None:
+            raise self._refusal(exchange, call.fault)
         try:
-            exchange = exchange.steered_by(call.steering())
             if not exchange.images:
                 running = self._running_call(exchange, writer, call.request_id)
                 await running.submit()
@@ -65,8 +66,11 @@ class EngineHandler:
         except RequestError as error:
             if isinstance(error, Overloaded):  # the engine may have no place for something else
                 error = Overloaded(error.message, queue.overload_status)
-            queue.engine.statistics.calls.count(0.0, failed=True)
-            raise ContractError(exchange.answer.fail(error), error.message) from None
+            raise self._refusal(exchange, error) from None
+
+    def _refusal(self, exchange: Exchange, error: RequestError) -> ContractError:
+        self._queue.engine.statistics.calls.count(0.0, failed=True)
+        return ContractError(exchange.answer.fail(error), error.message)
 
     async def _parse(self, call: Call) -> Exchange:
         if len(call.body) < LONG_BODY:

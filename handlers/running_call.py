@@ -51,7 +51,8 @@ class RunningCall:
             self._queue.admit(places)
             self._places = places
             for prompt, request in enumerate(requests):
-                await give_turn(prompt)
+                if prompt:
+                    await give_turn(prompt)
                 generation = await engine.submit(request, _FurtherPrompt(self, prompt) if prompt else self)
                 self._generations.append(generation)
                 if self._aborted:

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from container.custom_attributes import CUSTOM_ATTRIBUTES, attributes_of
-from handlers.contract import Call
+from handlers.contract import Call, read_steering
 
 Scope = dict[str, Any]
 
@@ -56,6 +56,8 @@ class RequestHead:
 
     def call(self, body: bytes) -> Call:
         """Return the whole request as contracts see it."""
+        key_salt = self.scope.get(KEY_SALT, "")
+        steering, fault = read_steering(self.headers, key_salt)
         return Call(
             body=body,
             content_type=self.headers.get(b"content-type", b"").decode("latin-1"),
@@ -65,7 +67,9 @@ class RequestHead:
             method=self.method,
             path=self.path,
             path_parameters=self.path_parameters,
-            key_salt=self.scope.get(KEY_SALT, ""),
+            key_salt=key_salt,
+            steering=steering,
+            fault=fault,
         )
 
 

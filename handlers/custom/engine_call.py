@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from engines.errors import RequestError
 from engines.interface import EngineStartError
-from handlers.contract import JSON, Call, ContractError, Handler, Reply, Running
+from handlers.contract import JSON, Call, ContractError, Handler, Reply, Running, read_steering
 from handlers.custom.worker_process.socket_protocol import Message, MessageKind
 from handlers.djl_errors import front_end_reply, payload_error
 
@@ -113,15 +113,19 @@ def _call_of(message: Message, key_salt: str) -> Call:
     body, content_type = message.data, named.get("content-type", "")
     if query == fields:  # The fields of a form. An `Input` from a form has no `data`.
         body, content_type, query = urlencode(fields).encode(), _FORM, ()
+    headers = {
+        name.encode("latin-1", "replace"): value.encode("latin-1", "replace")
+        for name, value in named.items()
+        if name not in _NO_HEADERS
+    }
+    steering, fault = read_steering(headers, key_salt)
     return Call(
         body=body,
         content_type=content_type,
         request_id=named.get("requestid") or str(uuid.uuid4()),
-        headers={
-            name.encode("latin-1", "replace"): value.encode("latin-1", "replace")
-            for name, value in named.items()
-            if name not in _NO_HEADERS
-        },
+        headers=headers,
         query=query,
         key_salt=key_salt,
+        steering=steering,
+        fault=fault,
     )

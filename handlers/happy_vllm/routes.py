@@ -42,6 +42,7 @@ class HappyVllmContract:
             stream=stream,
             tokens_apart=True,  # Each step is a line, also one whose text is held back.
             adapter=self._setting.adapter_of(call, None),
+            **call.steering,
         )
         answer = (StreamAnswer if self._stream else WholeAnswer)(generation)
         return Exchange((request,), answer, names=names)

@@ -75,7 +75,7 @@ class LmiAsyncContract:
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
         request = msgspec.structs.replace(
-            parameters.vllm.request, request_id=call.request_id, prompt=prompt, adapter=adapter
+            parameters.vllm.request, request_id=call.request_id, prompt=prompt, adapter=adapter, **call.steering
         )
         answer = (StreamAnswer if stream else WholeAnswer)(prompt, parameters)
         notes = notes_of(document, self._fields, parameters.ignored)

@@ -72,7 +72,7 @@ class LmiDynamicContract:
         prompts = body.prompts
         requests = tuple(
             [
-                msgspec.structs.replace(parsed.request, request_id=request_id, prompt=prompt)
+                msgspec.structs.replace(parsed.request, request_id=request_id, prompt=prompt, **call.steering)
                 for request_id, prompt in zip(request_ids(call, len(prompts)), prompts, strict=True)
             ]
         )

@@ -104,7 +104,14 @@ class FormatterContract:
         stream = bool(request.parameters.get("stream")) or formatter in _STREAMING
         document = _document(request, formatter, stream, own_answer=write is not None)
         exchange = self._contract.parse(
-            Call(body=document, content_type=JSON, request_id=call.request_id, headers=call.headers, query=call.query)
+            Call(
+                body=document,
+                content_type=JSON,
+                request_id=call.request_id,
+                headers=call.headers,
+                query=call.query,
+                steering=call.steering,
+            )
         )
         if write is None:
             return exchange

@@ -126,7 +126,7 @@ class PoolingContract:
         ids = request_ids(call, len(requests))
         return tuple(
             [
-                msgspec.structs.replace(request, request_id=request_id, adapter=name)
+                msgspec.structs.replace(request, request_id=request_id, adapter=name, **call.steering)
                 for request, request_id, name in zip(requests, ids, names, strict=True)
             ]
         )

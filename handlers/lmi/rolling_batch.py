@@ -108,7 +108,9 @@ class LmiRollingContract:
         else:
             answer = JsonAnswer(prompts, parsed.options, in_array=isinstance(body.document["inputs"], list))
         requests = [
-            msgspec.structs.replace(parsed.request, request_id=request_id, prompt=prompt, adapter=adapter)
+            msgspec.structs.replace(
+                parsed.request, request_id=request_id, prompt=prompt, adapter=adapter, **call.steering
+            )
             for request_id, prompt, adapter in zip(request_ids(call, len(prompts)), prompts, adapters, strict=True)
         ]
         notes = parsed.notes

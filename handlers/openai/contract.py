@@ -88,19 +88,20 @@ class OpenAIContract:
             return None
         try:
             if path == CHAT:
-                chat = body if isinstance(body, ChatBody) else read_chat(call.body)
-                return self._chat(call, chat, any_model, adapter, form)
-            if path == COMPLETIONS:
-                completion = body if isinstance(body, CompletionBody) else read_completion(call.body)
-                return self._completion(call, completion, any_model, adapter, form)
-            return None
+                read: Body = body if isinstance(body, ChatBody) else read_chat(call.body)
+            elif path == COMPLETIONS:
+                read = body if isinstance(body, CompletionBody) else read_completion(call.body)
+            else:
+                return None
+            name = read.model if adapter is None else adapter
+            adapter = named_adapter(name, self._front_end.adapters, self._front_end.accepts, any_model=any_model)
+            if isinstance(read, ChatBody):
+                return self._chat(call, read, adapter, form)
+            return self._completion(call, read, adapter, form)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LeftToVllm):
             return None
 
-    def _completion(
-        self, call: Call, body: CompletionBody, any_model: bool, adapter: str | None, form: AnswerForm
-    ) -> Exchange:
-        adapter = self._adapter(body, any_model, adapter)
+    def _completion(self, call: Call, body: CompletionBody, adapter: str | None, form: AnswerForm) -> Exchange:
         prompts = self._prompts(body)
         key = msgspec.json.encode(msgspec.structs.replace(body, prompt="", model=None, user=None))
         if (request := self._completions.get(key)) is None:
@@ -109,7 +110,9 @@ class OpenAIContract:
         options = self._options(body, f"cmpl-{call.request_id}", request, adapter)
         requests = tuple(
             [
-                msgspec.structs.replace(request, request_id=f"{options.id}-{place}", prompt=prompt, adapter=adapter)
+                msgspec.structs.replace(
+                    request, request_id=f"{options.id}-{place}", prompt=prompt, adapter=adapter, **call.steering
+                )
                 for place, prompt in enumerate(prompts)
             ]
         )
@@ -131,10 +134,9 @@ class OpenAIContract:
             return [tuple(item) for item in prompt]  # type: ignore[arg-type]
         raise LeftToVllm("prompt")
 
-    def _chat(self, call: Call, body: ChatBody, any_model: bool, adapter: str | None, form: AnswerForm) -> Exchange:
+    def _chat(self, call: Call, body: ChatBody, adapter: str | None, form: AnswerForm) -> Exchange:
         if self._front_end.render is None:
             raise LeftToVllm("chats")
-        adapter = self._adapter(body, any_model, adapter)
         key = msgspec.json.encode(msgspec.structs.replace(body, messages=[], model=None, user=None))
         if (request := self._chats.get(key)) is None:
             given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -145,15 +147,13 @@ class OpenAIContract:
             request = self._chats.keep(key, msgspec.structs.replace(request, add_special_tokens=False))
         options = self._options(body, f"chatcmpl-{call.request_id}", request, adapter)
         try:
-            prompt = self._front_end.render([_message(message) for message in body.messages])
+            prompt = self._front_end.render(list(map(_message, body.messages)))
         except Exception as error:  # a template is the model's code, and may raise anything
             raise LeftToVllm(str(error)) from None
-        request = msgspec.structs.replace(request, request_id=options.id, prompt=prompt, adapter=adapter)
+        request = msgspec.structs.replace(
+            request, request_id=options.id, prompt=prompt, adapter=adapter, **call.steering
+        )
         return Exchange((request,), form.chat(options, stream=bool(body.stream)))
-
-    def _adapter(self, body: Body, any_model: bool, adapter: str | None) -> str | None:
-        name = body.model if adapter is None else adapter
-        return named_adapter(name, self._front_end.adapters, self._front_end.accepts, any_model=any_model)
 
     def _request(self, body: Body, sequences: int, max_tokens: int | None, logprobs: int | None) -> GenerationRequest:
         """Return the request for a prompt, without the id, the prompt and the adapter."""

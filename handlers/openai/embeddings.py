@@ -19,7 +19,8 @@ from engines.pooling import Pooling
 from engines.request import pooling_request
 from handlers.contract import Call, Exchange, Reply
 from handlers.json_cost import JsonDecoder
-from handlers.openai.body import LeftToVllm
+from handlers.openai.answer import VLLM_FORM, AnswerForm
+from handlers.openai.body import Body, LeftToVllm
 from handlers.openai.contract import is_common, named_adapter
 from handlers.openai.routes import EMBEDDINGS, refuse
 from handlers.pooled_answer import PooledAnswer, encode, json_fragment
@@ -48,25 +49,32 @@ class EmbeddingsContract:
     adapters: Collection[str]  # The names of the adapters.
 
     def parse(
-        self, call: Call, path: str, *, any_model: bool = False, adapter: str | None = None, **_: object
+        self,
+        call: Call,
+        path: str,
+        *,
+        any_model: bool = False,
+        adapter: str | None = None,
+        form: AnswerForm = VLLM_FORM,
+        body: Body | None = None,
     ) -> Exchange | None:
-        """See `OpenAIContract.parse`."""
+        """See `OpenAIContract.parse`. `form` and `body` are those of texts, and have no effect."""
         if path != EMBEDDINGS or not is_common(call):
             return None
         try:
-            body = _decode(call.body)
-            prompts = _prompts(body.input)
-            name = body.model if adapter is None else adapter
+            asked = _decode(call.body)
+            prompts = _prompts(asked.input)
+            name = asked.model if adapter is None else adapter
             chosen = named_adapter(name, self.adapters, self.accepts, any_model=any_model)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LeftToVllm):
             return None
-        pooling = Pooling(task="embed", activation=body.use_activation)
+        pooling = Pooling(task="embed", activation=asked.use_activation)
         answer_id = f"embd-{call.request_id}"
         requests = [
-            pooling_request(prompt, pooling, request_id=f"{answer_id}-{place}", adapter=chosen)
+            pooling_request(prompt, pooling, request_id=f"{answer_id}-{place}", adapter=chosen, **call.steering)
             for place, prompt in enumerate(prompts)
         ]
-        answer = _Embeddings(answer_id, chosen or self.model, len(requests), body.encoding_format == "base64")
+        answer = _Embeddings(answer_id, chosen or self.model, len(requests), asked.encoding_format == "base64")
         return Exchange(tuple(requests), answer)
 
 

@@ -225,13 +225,15 @@ class OpenAIHandler:
         """
         if adapter and call.body and adapter not in self._adapters:
             raise UnknownAdapter(adapter)
+        if call.fault is not None:
+            writer.reply(_refusal(call.fault, path, form))
+            return None
         try:
-            steering = call.steering()
             if len(call.body) >= LONG_BODY and path not in SPEECH:
                 async with self._long:
                     await asyncio.to_thread(check_readable, call.body, path, self._queue.engine.max_model_len)
         except InvalidRequest as error:
-            writer.reply(form.refusal(error_form(path).whole(refuse(error))))
+            writer.reply(_refusal(error, path, form))
             return None
         if path in (CHAT, COMPLETIONS) and (report := report_format(call)):
             writer = LoadReportWriter(writer, self._queue.engine, report)
@@ -248,7 +250,7 @@ class OpenAIHandler:
             if exchange is not None and len(exchange.requests) > 1:
                 exchange = await self._tokenized(exchange)
         if exchange is not None:
-            running = RunningCall(self._queue, exchange.steered_by(steering), writer, call.request_id)
+            running = RunningCall(self._queue, exchange, writer, call.request_id)
             began = time.monotonic()
             try:
                 await running.submit()
@@ -262,7 +264,11 @@ class OpenAIHandler:
                 pass  # vLLM's front end refuses it in vLLM's words
         model = (adapter or self._model) if adapter is not None and call.body else None
         openai_call = OpenAICall(
-            self._queue, any_model, self._vllm.media, steering.cache_salt, only_counts=path == COUNT_TOKENS
+            self._queue,
+            any_model,
+            self._vllm.media,
+            call.steering.get("cache_salt", ""),
+            only_counts=path == COUNT_TOKENS,
         )
         return VllmCall(self._vllm, openai_call, call, form.of_vllm(writer, call), path, model)
 
@@ -315,6 +321,10 @@ class _WholeReply:
 
     async def drain(self) -> None:
         return
+
+
+def _refusal(error: InvalidRequest, path: str, form: AnswerForm) -> Reply:
+    return form.refusal(error_form(path).whole(refuse(error)))
 
 
 def _belongs(known: str, request_id: str) -> bool:

@@ -66,7 +66,7 @@ class TeiContract:
             # Routes of other contracts pass calls on to this one, and would word the error in their way.
             raise ContractError(refuse(error), error.message) from None
         named = [
-            msgspec.structs.replace(request, request_id=f"{call.request_id}-{place}", adapter=adapter)
+            msgspec.structs.replace(request, request_id=f"{call.request_id}-{place}", adapter=adapter, **call.steering)
             for place, request in enumerate(requests)
         ]
         return Exchange(tuple(named), answer, notes)

@@ -86,6 +86,7 @@ class TgiContract:
                 want_prompt_tokens=parameters.prefill,
                 top_tokens=parameters.top_tokens if streams or parameters.details else 0,
                 adapter=adapter,
+                **call.steering,
             )
             for place, candidate in enumerate(candidates)
         )

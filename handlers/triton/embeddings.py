@@ -66,7 +66,7 @@ class GeneratedEmbeddingContract:
         prompt = embedding.input if isinstance(embedding.input, str) else tuple(embedding.input)
         counts = [name for name in ("input", "output") if switch(inputs, f"return_num_{name}_tokens")]
         adapter = self._setting.adapter_of(call, None)
-        request = pooling_request(prompt, _POOLING, request_id=call.request_id, adapter=adapter)
+        request = pooling_request(prompt, _POOLING, request_id=call.request_id, adapter=adapter, **call.steering)
         return Exchange((request,), _TextAnswer(name, request_id, dimensions, counts, events=self._events))
 
 
@@ -163,7 +163,7 @@ class InferContract:
         texts = _texts(body.inputs)
         adapter = self._setting.adapter_of(call, None)
         requests = [
-            pooling_request(text, _POOLING, request_id=f"{call.request_id}-{place}", adapter=adapter)
+            pooling_request(text, _POOLING, request_id=f"{call.request_id}-{place}", adapter=adapter, **call.steering)
             for place, text in enumerate(texts)
         ]
         return Exchange(tuple(requests), _TensorAnswer(len(texts), self._setting.settings.name, body.id, size))

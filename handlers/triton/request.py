@@ -18,6 +18,7 @@ import msgspec
 from engines.errors import InvalidParameter, InvalidRequest
 from engines.request import Constraint, GenerationRequest
 from handlers.constraints import decoded, refuse_unread, same_form
+from handlers.contract import Call
 from handlers.contract_routes import NO_ADAPTERS, ContractSetting
 from handlers.images import DATA_URL
 from handlers.json_cost import JsonDecoder
@@ -123,11 +124,11 @@ class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
         """True if the output `logprobs` has values. Without the parameter `logprobs` the output is "null"."""
         return "logprobs" in self.outputs and self.vllm.logprobs is not None
 
-    def for_engine(self, request_id: str, adapter: str | None) -> GenerationRequest:
+    def for_engine(self, call: Call, adapter: str | None) -> GenerationRequest:
         want_logprobs = self.shows_logprobs or not self.outputs.isdisjoint(("cumulative_logprob", "cum_log_probs"))
         return msgspec.structs.replace(
             self.vllm.request,
-            request_id=request_id,
+            request_id=call.request_id,
             prompt=self.prompt,
             add_special_tokens=self.add_special_tokens,
             stream=self.stream,
@@ -137,6 +138,7 @@ class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
             tokens_apart=True,  # Each step is an event, also one whose text is held back.
             top_tokens=(self.vllm.logprobs or 0) if self.shows_logprobs else 0,
             adapter=adapter,
+            **call.steering,
         )
 
 

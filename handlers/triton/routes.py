@@ -55,7 +55,7 @@ class TritonContract:
             answer = CollectedAnswer(model, request, events=self._events)
         notes = (f"parameters without effect: {', '.join(request.ignored)}",) if request.ignored else ()
         adapter = self._setting.adapter_of(call, request.adapter)
-        return Exchange((request.for_engine(call.request_id, adapter),), answer, notes, request.images, request.names)
+        return Exchange((request.for_engine(call, adapter),), answer, notes, request.images, request.names)
 
 
 EVENTS = "text/event-stream"

@@ -13,7 +13,7 @@ import pytest
 from engines.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest, RequestError
 from engines.interface import Generation, Sink
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
-from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply, not_held_header
+from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply, not_held_header, read_steering
 from handlers.contract_routes import ContractSetting
 from handlers.custom.formatter_thread import FormatterThread
 from handlers.djl_errors import overloaded
@@ -129,11 +129,16 @@ async def test_what_the_engine_refuses_has_the_clients_name(
     assert f"`{shown}`" in refused.value.reply.body.decode()
 
 
+def steered(given: Call, *headers: tuple[str, str]) -> Call:
+    """Return a call with an API key and these headers."""
+    steering, fault = read_steering(request_headers(*headers), "of the key")
+    return replace(given, steering=steering, fault=fault)
+
+
 async def test_headers_and_the_key_steer_every_prompt_of_a_call(queue: EngineQueue, engine: ScriptedEngine) -> None:
-    given = replace(call({"inputs": ["a", "b"]}), key_salt="of the key")
-    steering = request_headers(("Traceparent", "00-1-2-01"), ("X-Vllm-Priority", "-3"))
-    await EngineHandler(queue, CONTRACT).handle(replace(given, headers=steering), CollectedReply())
-    salted = replace(given, headers=request_headers(("X-Cache-Salt", "own")), request_id="s")
+    given = steered(call({"inputs": ["a", "b"]}), ("Traceparent", "00-1-2-01"), ("X-Vllm-Priority", "-3"))
+    await EngineHandler(queue, CONTRACT).handle(given, CollectedReply())
+    salted = replace(steered(given, ("X-Cache-Salt", "own")), request_id="s")
     await EngineHandler(queue, CONTRACT).handle(salted, CollectedReply())
     seen = [(r.trace_context, r.priority, r.cache_salt) for r in (running.request for running in engine.running)]
     first = ({"traceparent": "00-1-2-01"}, -3, "of the key")
@@ -142,7 +147,7 @@ async def test_headers_and_the_key_steer_every_prompt_of_a_call(queue: EngineQue
 
 @pytest.mark.parametrize("priority", ["high", "", "1.5", "2147483648", "99999999999999999999", "\xb2"])
 async def test_a_wrong_priority_is_refused_in_the_form_of_the_contract(queue: EngineQueue, priority: str) -> None:
-    given = replace(call({"inputs": "a"}), headers=request_headers(("X-Vllm-Priority", priority)))
+    given = steered(call({"inputs": "a"}), ("X-Vllm-Priority", priority))
     with pytest.raises(ContractError) as refused:
         await EngineHandler(queue, CONTRACT).handle(given, CollectedReply())
     assert refused.value.reply.status == 424
@@ -152,7 +157,7 @@ async def test_a_wrong_priority_is_refused_in_the_form_of_the_contract(queue: En
 
 @pytest.mark.parametrize("salt", ["../etc", "a@b", "a\\b", "x" * 129, "\xe9", "a b"])
 async def test_a_salt_that_vllm_would_refuse_is_refused(queue: EngineQueue, salt: str) -> None:
-    given = replace(call({"inputs": "a"}), headers=request_headers(("X-Cache-Salt", salt)))
+    given = steered(call({"inputs": "a"}), ("X-Cache-Salt", salt))
     with pytest.raises(ContractError) as refused:
         await EngineHandler(queue, CONTRACT).handle(given, CollectedReply())
     assert "`X-Cache-Salt` must have at most 128 characters of visible ASCII" in refused.value.reason
