@@ -63,7 +63,7 @@ def announced_size(headers: Mapping[bytes, bytes]) -> int:
 class BodyReader:
     """Reads the body of one request, and holds its share of the memory until `let_go`."""
 
-    __slots__ = ("_held", "_memory", "complete")
+    __slots__ = ("_held", "_memory")
 
     def __init__(self, memory: BodyMemory | None) -> None:
         """Create the body reader.
@@ -73,7 +73,6 @@ class BodyReader:
         """
         self._memory = memory
         self._held = 0
-        self.complete = False  # The whole body has been read.
 
     async def read(
         self,
@@ -104,7 +103,6 @@ class BodyReader:
             raise _too_large(limit)
         if (whole := received_body(receive)) is not None:
             self._check_size(len(whole), limit)
-            self.complete = True
             return whole
         waits = set() if waits is None else waits
         parts: list[bytes] = []
@@ -120,7 +118,6 @@ class BodyReader:
                     size += len(parts[-1])
                     self._check_size(size, limit)
                     if not message.get("more_body", False):
-                        self.complete = True
                         break
                     latest = loop.time()
                     timeout.reschedule(min(latest + seconds, began + GRACE_SECONDS + size / LEAST_RATE))

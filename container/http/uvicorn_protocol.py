@@ -88,10 +88,12 @@ class CorkedTransport:
         self.end: asyncio.TimerHandle | None = None
         self.lingering = False  # The server's side has ended. Further data of the client is dropped.
         self.paused = False  # The client has to take earlier writes first.
-        self.is_closing: Callable[[], bool] = transport.is_closing
         self.abort, self.get_write_buffer_size = transport.abort, transport.get_write_buffer_size
         self.pause_reading, self.resume_reading = transport.pause_reading, transport.resume_reading
         self.get_extra_info = transport.get_extra_info
+
+    def is_closing(self) -> bool:
+        return self.lingering or self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
         """Keep the data until the end of this turn. Nothing is written after `close`."""
@@ -119,13 +121,13 @@ class CorkedTransport:
 
     def close(self) -> None:
         """Close when everything is sent and the client has had time to read it."""
-        if self.lingering or self._transport.is_closing():
+        if self.is_closing():
             return
         self.flush()
         if self.closing is not None and (seconds := self.closing()):
             self._transport.write_eof()
             self._transport.resume_reading()
-            self.lingering, self.is_closing = True, lambda: True
+            self.lingering = True
             self.end = asyncio.get_running_loop().call_later(seconds, self._transport.close)
         else:
             self._transport.close()

@@ -203,9 +203,9 @@ async def test_bodies_that_come_with_their_heads_have_the_limits_of_others(frami
         try:
             body = await reader.read(dict(scope["headers"]), receive, 70_000, 60.0)
         except (BodyTooLarge, Overloaded) as error:
-            found.append((type(error), reader.complete))
+            found.append(type(error))
         else:
-            found.append((len(body or b""), reader.complete))
+            found.append(None if body is None else len(body))
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 
@@ -226,7 +226,7 @@ async def test_bodies_that_come_with_their_heads_have_the_limits_of_others(frami
             while head.startswith(b"HTTP/1.1 100"):
                 head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200")
-    assert found == [(0, True), (5, True), (65_536, True), (Overloaded, False), (BodyTooLarge, False)]
+    assert found == [0, 5, 65_536, Overloaded, BodyTooLarge]
 
 
 async def test_head_and_body_of_a_reply_leave_in_one_write() -> None:
