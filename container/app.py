@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from container.api_keys import ApiKeys
 from container.batch_transform import execution_parameters
 from container.console import page as console
 from container.console.state import console_state
-from container.contract_routes import contract_http_routes, management_http_routes
+from container.contract_routes import add_contracts, add_management
 from container.health import ping
 from container.http.cross_site import KnownHosts
 from container.http.request_head import KEY_SALT, RequestHead
 from container.http.route import AppState, HttpCounts, HttpRoute
-from container.http.router import ANY_METHOD, FOR_BROWSERS, WITH_SLASHES, Application, Mount, Router
+from container.http.router import ANY_METHOD, FOR_BROWSERS, Application, Mount, Router
 from container.metrics import Metrics
 from container.models.management import ModelManagement
 from container.models.registration import Registrar
@@ -30,21 +30,14 @@ from container.openapi import openapi_document, swagger_assets, swagger_page
 from container.prometheus_text import CONTENT_TYPE
 from container.request_capture import RecordFiles, RequestCapture
 from container.settings.settings import ServerReport, ServerSettings
-from engines.errors import CrossSite, RequestError
+from engines.errors import CrossSite
 from engines.model_settings import ModelSettings
 from engines.statistics import Distribution
 from handlers.all_contracts import all_contracts
 from handlers.contract import JSON, Call, Reply
-from handlers.contract_routes import ContractRoutes, GenerationRoute, InfoRoute, OpenAIRoute
 from handlers.djl_errors import front_end_refusal
-from handlers.management import Management
 from handlers.openai.handler import OpenAIHandler
 
-_WITH_METHODS = (GenerationRoute, InfoRoute, OpenAIRoute)  # Other methods than the declared ones are refused.
-# The contracts' own health routes. Like `/ping`, they need no API key if they are asked with GET.
-_PROBES = ("/", "/health", "/liveness", "/readiness", "/v2/health/live", "/v2/health/ready")
-# Paths that vLLM has as well, besides those of its contract.
-_OF_FASTAPI = ("/health", "/metrics", "/docs", "/openapi.json")
 # The API description shows this model if the server has several models, or none yet.
 _ANY_MODEL = ModelSettings(name="{model}", model_dir=Path(), model_id="")
 
@@ -81,8 +74,8 @@ class Applications:
         """Return True if a request is for a route that infers or tokenizes."""
         if scope["method"] in ("HEAD", "OPTIONS"):
             return False
-        route, _ = self.router.find(RequestHead(scope))
-        return isinstance(route, HttpRoute) and (route.by_attribute or route.names is not None)
+        route, _ = self.router.dispatch(head := RequestHead(scope))
+        return isinstance(route, HttpRoute) and (route.by_attribute or route.names(head) is not None)
 
     def _guarded(self, application: Application, router: Router) -> Application:
         return application if self.keys is None else _Guarded(application, router, self.keys, self.refusal)
@@ -107,7 +100,7 @@ class _Guarded:
                 headers, salt = found_key
                 scope = {**scope, "headers": headers, KEY_SALT: salt}
             elif not self.router.is_open(head := RequestHead(scope, self.router.id_header)):
-                route, _ = self.router.find(head)
+                route, _ = self.router.dispatch(head)
                 if isinstance(route, HttpRoute):
                     return route.serve(head, route.unauthorized(head.method), receive, send)
                 return self.refusal.serve(head, self.refusal.unauthorized(), receive, send)
@@ -154,10 +147,9 @@ def create_app(
     below = {
         prefix: HttpRoute(
             state,
+            contract,
             "unknown",
-            contract.refuse,
-            find=partial(_not_found, contract.not_found),
-            id_header=contract.id_header,
+            reply=partial(_not_found, contract.not_found),
         )
         for contract in contracts
         if contract.not_found is not None
@@ -180,8 +172,8 @@ def create_app(
             show = partial(console_state, state, report, endpoints, management=listener is management)
             listener.add("/console/state", "GET", _Page(show, state.hosts))
         router.add("/", FOR_BROWSERS, console.front_page())
-    _add_contracts(router, state, contracts)
-    _add_management(management, state, contracts, ModelManagement(models, registrar, multi_model=settings.multi_model))
+    add_contracts(router, state, contracts)
+    add_management(management, state, contracts, ModelManagement(models, registrar, multi_model=settings.multi_model))
     return Applications(
         router,
         None if management is router else management,
@@ -210,84 +202,8 @@ def _add_server_pages(router: Router, state: AppState, metrics: Metrics) -> None
         router.add(f"/docs/{file}", "GET", _Page(partial(FileResponse, path, media_type=kind)))
 
 
-def _add_contracts(router: Router, state: AppState, contracts: Sequence[ContractRoutes]) -> None:
-    for (path, method), route in contract_http_routes(state, contracts).items():
-        router.add(path, method, route, without_key=path in _PROBES and method in ("GET", "HEAD"))
-    for contract in contracts:
-        paths = [declared.path for declared in contract.routes if isinstance(declared, _WITH_METHODS)]
-        for path in paths:
-            _refuse_other_methods(router, state, path, contract.wrong_method, id_header=contract.id_header)
-        for path in (*paths, *_OF_FASTAPI) if contract.redirects else ():
-            router.add(path, WITH_SLASHES, _redirect(state, path, contract.refuse, id_header=contract.id_header))
-
-
-def _add_management(
-    router: Router, state: AppState, contracts: Sequence[ContractRoutes], management: Management
-) -> None:
-    for contract in contracts:
-        routes = list(management_http_routes(state, contract, management))
-        for path, method, route in routes:
-            router.add(path, method, route)
-            if contract.redirects:  # LMI's paths may end in slashes.
-                router.add(path, WITH_SLASHES, _redirect(state, path, route.refuse, same_site=True))
-        for path, _, _ in routes:
-            _refuse_other_methods(router, state, path, contract.wrong_method, same_site=True)
-
-
-def _refuse_other_methods(
-    router: Router,
-    state: AppState,
-    path: str,
-    refusal: Callable[[Call], Reply],
-    *,
-    same_site: bool = False,
-    id_header: str | None = None,
-) -> None:
-    """Answer the methods that a path does not have: with an error, and browsers' preflights if CORS is on."""
-    allow = (("allow", ", ".join(router.methods(path))),)
-    answer = partial(_wrong_method, refusal, allow)
-    route = HttpRoute(state, path, front_end_refusal, find=answer, same_site=same_site, id_header=id_header)
-    router.add(path, ANY_METHOD, route)
-    if state.settings.cors_allowed_origin and not same_site:
-        preflight = Reply(200, "", b"", allow)
-        router.add(path, "OPTIONS", HttpRoute(state, path, front_end_refusal, find=lambda _: preflight))
-
-
-def _wrong_method(refusal: Callable[[Call], Reply], allow: Sequence[tuple[str, str]], head: RequestHead) -> Reply:
-    reply = refusal(head.call(b""))
-    return replace(reply, headers=(*reply.headers, *allow))
-
-
 def _not_found(reply: Callable[[Call], Reply], head: RequestHead) -> Reply:
     return reply(head.call(b""))
-
-
-def _redirect(
-    state: AppState,
-    path: str,
-    refuse: Callable[[RequestError], Reply],
-    *,
-    same_site: bool = False,
-    id_header: str | None = None,
-) -> HttpRoute:
-    """Return a route that redirects from a path with slashes at its end to the path without them, as FastAPI does.
-
-    The address is relative to the request's. So it holds behind a proxy that removes a prefix of the path or speaks
-    TLS, and never leads to another host. After several slashes it begins at the root, since clients differ in what
-    `../` means there.
-    """
-
-    find = partial(_without_slashes, state)
-    return HttpRoute(state, path, refuse, find=find, same_site=same_site, id_header=id_header)
-
-
-def _without_slashes(state: AppState, head: RequestHead) -> Reply:
-    if head.method == "OPTIONS" and state.cors_headers:
-        return Reply(200, "", b"")  # Browsers follow no redirect of a preflight.
-    bare = head.raw_path.rstrip(b"/")
-    address = bare if head.raw_path.endswith(b"//") else b"../" + bare.rpartition(b"/")[2]
-    location = address + (b"?" + head.query if head.query else b"")
-    return Reply(307, "", b"", (("location", location.decode("latin-1")),))
 
 
 class _Description:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
-from operator import attrgetter
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from container.http.reply import HttpReply
 from container.http.request_head import RequestHead
-from container.http.route import AppState, HttpRoute
-from container.http.router import ANY_METHOD, ByKind
-from container.models.registry import Model, Models
+from container.http.route import AppState, Found, HttpRoute
+from container.http.router import ANY_METHOD, WITH_SLASHES, ByKind, Router
+from container.models.registry import Model
 from engines.errors import NotServed, RequestError
-from handlers.contract import Call, Handler, Reply
+from handlers.contract import Call, Reply, Running
 from handlers.contract_routes import (
     OWN_HANDLER,
     ContractRoutes,
@@ -27,25 +25,58 @@ from handlers.contract_routes import (
     InvocationRoute,
     ManagementRoute,
     ModelView,
-    OpenAIRoute,
     RenderedChat,
     Route,
     takes,
 )
+from handlers.djl_errors import front_end_refusal
 from handlers.forms import form_text, is_form
 from handlers.json_cost import JsonDecoder, off_the_loop
 from handlers.management import MAX_BODY, Management
-from handlers.openai.routes import QUEUED
 from handlers.service import Service
 
 _UNUSABLE = "this contract cannot be served with this model; the server's log says why"
 _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"
 _NO_CHATS = "chats need the vLLM engine (option.rolling_batch=vllm)"
 
+# The contracts' own health routes. Like `/ping`, they need no API key if they are asked with GET.
+_PROBES = ("/", "/health", "/liveness", "/readiness", "/v2/health/live", "/v2/health/ready")
+# Paths that vLLM has as well, besides those of its contract.
+_OF_FASTAPI = ("/health", "/metrics", "/docs", "/openapi.json")
+
 _LONG_TEXT = 4096  # Bytes. Longer bodies are answered in a thread: tokenizing takes longer than reading.
 _THREADS = 2  # Long bodies that are answered at a time. Each may take seconds, and 256 MB.
 
 T = TypeVar("T")
+
+
+def add_contracts(router: Router, state: AppState, contracts: Sequence[ContractRoutes]) -> None:
+    """Add the routes that contracts declare, other than those for management."""
+    for (path, method), route in contract_http_routes(state, contracts).items():
+        router.add(path, method, route, without_key=path in _PROBES and method in ("GET", "HEAD"))
+    for contract in contracts:
+        paths = [route.path for route in contract.routes if isinstance(route, GenerationRoute | InfoRoute)]
+        for path in paths:
+            _refuse_other_methods(router, state, contract, path)
+        for path in (*paths, *_OF_FASTAPI) if contract.redirects else ():
+            _redirect(router, state, contract, path)
+
+
+def add_management(
+    router: Router, state: AppState, contracts: Iterable[ContractRoutes], management: Management
+) -> None:
+    """Add the routes that manage models and adapters."""
+    for contract in contracts:
+        for declared in contract.routes:
+            if not isinstance(declared, ManagementRoute):
+                continue
+            route = _ManagementHttpRoute(state, contract, declared, management)
+            for method in declared.methods:
+                router.add(declared.path, method, route)
+            if declared.wrong_method is None:
+                _refuse_other_methods(router, state, contract, declared.path, same_site=True)
+            if contract.redirects:
+                _redirect(router, state, contract, declared.path, refuse=declared.refuse, same_site=True)
 
 
 def contract_http_routes(
@@ -56,51 +87,18 @@ def contract_http_routes(
     declarations: dict[tuple[str, str], list[tuple[Route, HttpRoute]]] = {}
     for contract in contracts:
         for declared in contract.routes:
-            if isinstance(declared, ManagementRoute):
-                continue
-            if isinstance(declared, InvocationRoute):
-                route = _invocation_route(state, contract, declared)
-            elif isinstance(declared, InfoRoute):
-                answers = _InfoAnswers(state.models, contract, declared, threads)
-                route = HttpRoute(
-                    state, declared.path, contract.refuse, answer=answers.answer, by_attribute=declared.by_attribute
-                )
-            else:
-                route = _generation_route(state, contract, declared)
+            match declared:
+                case GenerationRoute():
+                    route: HttpRoute = _GenerationHttpRoute(state, contract, declared)
+                case InvocationRoute():
+                    route = _InvocationHttpRoute(state, contract, declared)
+                case InfoRoute():
+                    route = _InfoHttpRoute(state, contract, declared, threads)
+                case ManagementRoute():
+                    continue
             for method in declared.methods:
                 declarations.setdefault((declared.path, method), []).append((declared, route))
     return {key: _of_kind(routes) for key, routes in declarations.items()}
-
-
-def management_http_routes(
-    state: AppState, contract: ContractRoutes, management: Management
-) -> Iterator[tuple[str, str, HttpRoute]]:
-    """Yield path, method and HTTP route of each route that manages models or adapters."""
-    for declared in contract.routes:
-        if isinstance(declared, ManagementRoute):
-            route = HttpRoute(
-                state,
-                declared.counted or declared.path,
-                declared.refuse or contract.refuse,
-                answer=partial(_manage, declared, management),
-                headers=_headers_of(contract),
-                same_site=True,
-                max_body=MAX_BODY,
-            )
-            for method in declared.operations if declared.wrong_method is None else (ANY_METHOD,):
-                yield declared.path, method, route
-
-
-async def _manage(declared: ManagementRoute, management: Management, call: Call, reply: HttpReply) -> None:
-    operation = declared.operations.get(call.method)
-    if operation is not None:
-        reply.reply(await operation(call, management))
-    elif declared.wrong_method is not None:
-        reply.reply(declared.wrong_method(call))
-
-
-def _headers_of(contract: ContractRoutes) -> list[tuple[bytes, bytes]]:
-    return [(name.encode(), value.encode()) for name, value in contract.headers]
 
 
 def _of_kind(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute | ByKind:
@@ -119,51 +117,89 @@ def _shared(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute:
         return routes[0][1]
     for (declared, route), (_, other) in (routes, reversed(routes)):
         if isinstance(declared, GenerationRoute | InfoRoute) and declared.with_field is not None:
-            choice = _FieldChoice(declared.with_field, route, other)
-            by_attribute = route.by_attribute and other.by_attribute
-            return HttpRoute(
-                route.state, route.path, route.refuse, find_by_body=choice.find_by_body, by_attribute=by_attribute
-            )
+            return _FieldChoice(declared.with_field, route, other)
     raise AssertionError(f"several contracts declare {routes[0][1].path}")
 
 
-class _FieldChoice:
-    """Chooses between two contracts of a path by a field of the body."""
+class _GenerationHttpRoute(HttpRoute):
+    """The model generates text, or makes vectors or scores. The path names it, or the body if the contract has that."""
 
-    def __init__(self, field: str, with_field: HttpRoute, without_field: HttpRoute) -> None:
-        self._with_field, self._without_field = with_field, without_field
-        self._mark = f'"{field}"'.encode()
-        shape = msgspec.defstruct("WithField", [("field", msgspec.Raw, msgspec.Raw())], rename={"field": field})
-        self._decode = JsonDecoder[Any](shape).decode
+    def __init__(self, state: AppState, contract: ContractRoutes, declared: GenerationRoute) -> None:
+        super().__init__(state, contract, declared.path)
+        self.by_attribute, self.queued, self._declared = declared.by_attribute, declared.queued, declared
 
-    async def find_by_body(self, _: RequestHead, call: Call) -> HttpRoute:
-        return self._with_field if await off_the_loop(call.body, self._has_field, call.body) else self._without_field
+    def find(self, head: RequestHead) -> Found:
+        if self.contract.body_names_model and self.state.models.only is None:
+            return None
+        return self._model(head, "")
 
-    def _has_field(self, body: bytes) -> bool:
-        if self._mark not in body:
-            return False
-        try:
-            return bool(bytes(self._decode(body).field))
-        except msgspec.DecodeError:
-            return False
+    async def find_by_body(self, head: RequestHead, call: Call) -> Model | Reply:
+        return self._model(head, await _name_in_body(self, call))
+
+    def _model(self, head: RequestHead, named: str) -> Model | Reply:
+        model = self.state.models.called(head.path_parameters, named)
+        if self._declared.refuse_path is not None:
+            return self._declared.refuse_path(head.path_parameters, model.lifecycle.model) or model
+        return model
+
+    def answer(self, call: Call, reply: HttpReply, service: Service | None) -> Awaitable[Running | None]:
+        assert service is not None, "a model was found"
+        declared, custom = self._declared, service.custom is not None
+        if custom and declared.own_handler:
+            return service.invocations.handle(call, reply)
+        handler = service.openai if declared.contract is None else service.generation.get(declared.path)
+        if handler is None:
+            unusable = _NOT_VLLM if declared.contract is None else _UNUSABLE
+            raise NotServed(OWN_HANDLER if custom else unusable)
+        return handler.handle(call, reply)
 
 
-@dataclass(frozen=True, slots=True)
-class _InfoAnswers:
-    """Answers a route that describes the model, or works on text without generating any."""
+class _InvocationHttpRoute(HttpRoute):
+    """The handler of `/invocations` answers. The head names the model, or else a form."""
 
-    models: Models
-    contract: ContractRoutes
-    declared: InfoRoute
-    threads: Executor
+    queued = True
 
-    async def answer(self, call: Call, reply: HttpReply) -> None:
-        declared, models = self.declared, self.models
+    def __init__(self, state: AppState, contract: ContractRoutes, declared: InvocationRoute) -> None:
+        super().__init__(state, contract, declared.counted)
+        self.by_attribute, self._declared = declared.by_attribute, declared
+
+    def names(self, head: RequestHead) -> tuple[str | None, str | None]:
+        return self._declared.names(self.state.models, head)
+
+    def find(self, head: RequestHead) -> Found:
+        if (refusal := self._declared.refuse_head(head)) is not None:
+            return refusal
+        name, version = self._declared.names(self.state.models, head)
+        if name is None and b"form" in head.headers.get(b"content-type", b"").lower():
+            return None
+        return self._model(head, name, version)
+
+    async def find_by_body(self, head: RequestHead, call: Call) -> Model | Reply:
+        name = await off_the_loop(call.body, form_text, call.body, call.content_type, self._declared.form_field)
+        return self._model(head, name, self.names(head)[1])
+
+    def _model(self, head: RequestHead, name: str | None, version: str | None) -> Model | Reply:
+        model = self.state.models.startup() if name is None else self.state.models.choose(name, version)
+        return self._declared.options if head.method == "OPTIONS" else model
+
+    def answer(self, call: Call, reply: HttpReply, service: Service | None) -> Awaitable[Running | None]:
+        assert service is not None, "a model was found"
+        return service.invocations.handle(call, reply)
+
+
+class _InfoHttpRoute(HttpRoute):
+    """Describes the model, or works on text without generating any."""
+
+    def __init__(self, state: AppState, contract: ContractRoutes, declared: InfoRoute, threads: Executor) -> None:
+        super().__init__(state, contract, declared.path)
+        self.by_attribute, self._declared, self._threads = declared.by_attribute, declared, threads
+
+    async def answer(self, call: Call, reply: HttpReply, _: Service | None) -> None:
+        declared, models = self._declared, self.state.models
         if declared.answer_all is not None and not models.single:
             reply.reply(declared.answer_all(call, [model.lifecycle.view() for model in models]))
             return
-        named = await _name_in_body(self.contract, models, call)
-        lifecycle = models.called(call.path_parameters, named).lifecycle
+        lifecycle = models.called(call.path_parameters, await _name_in_body(self, call)).lifecycle
         view = lifecycle.view()
         if declared.chat is not None and (chat := await self._run(declared.chat, call, view)) is not None:
             view = replace(view, rendered=await _rendered(chat, lifecycle.service))
@@ -173,7 +209,7 @@ class _InfoAnswers:
         """Call a function, in a thread if the body is long."""
         if len(call.body) < _LONG_TEXT:
             return function(call, view)
-        return await asyncio.get_running_loop().run_in_executor(self.threads, function, call, view)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, call, view)
 
 
 async def _rendered(chat: Call, service: Service | None) -> RenderedChat | RequestError:
@@ -186,98 +222,109 @@ async def _rendered(chat: Call, service: Service | None) -> RenderedChat | Reque
         return error
 
 
-def _generation_route(state: AppState, contract: ContractRoutes, declared: GenerationRoute | OpenAIRoute) -> HttpRoute:
-    """Return the route on which a model generates text, or makes vectors or scores."""
-    if isinstance(declared, GenerationRoute):
-        queued = not declared.streams_refusals
-    else:
-        queued = declared.path.removeprefix(declared.prefix) in QUEUED
-    choice = _ModelChoice(state.models, contract, declared)
-    return HttpRoute(
-        state,
-        declared.path,
-        contract.refuse,
-        find=choice.find,
-        find_by_body=choice.find_by_body,
-        handler_of=partial(_handler_of, declared),
-        queued=queued,
-        by_attribute=isinstance(declared, GenerationRoute) or declared.by_attribute,
-        id_header=contract.id_header,
-    )
+class _ManagementHttpRoute(HttpRoute):
+    """Manages models or adapters."""
+
+    def __init__(
+        self, state: AppState, contract: ContractRoutes, declared: ManagementRoute, management: Management
+    ) -> None:
+        path = declared.counted or declared.path
+        super().__init__(state, contract, path, refuse=declared.refuse, same_site=True, max_body=MAX_BODY)
+        self._declared, self._management = declared, management
+
+    async def answer(self, call: Call, reply: HttpReply, _: Service | None) -> None:
+        operation, wrong_method = self._declared.operations.get(call.method), self._declared.wrong_method
+        if operation is not None:
+            reply.reply(await operation(call, self._management))
+        elif wrong_method is not None:
+            reply.reply(wrong_method(call))
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelChoice:
-    """Finds the model of a generating route: by the path, or by the body if the contract's bodies name it."""
+class _FieldChoice(HttpRoute):
+    """Chooses between two contracts of a path by a field of the body."""
 
-    models: Models
-    contract: ContractRoutes
-    declared: GenerationRoute | OpenAIRoute
+    def __init__(self, field: str, with_field: HttpRoute, without_field: HttpRoute) -> None:
+        super().__init__(with_field.state, with_field.contract, with_field.path)
+        self.by_attribute = with_field.by_attribute and without_field.by_attribute
+        self._with_field, self._without_field = with_field, without_field
+        self._value = _reader_of(field)
 
-    def find(self, head: RequestHead) -> Model | Reply | None:
-        if self.contract.body_names_model and self.models.only is None:
-            return None
-        return self._model(head, "")
-
-    async def find_by_body(self, head: RequestHead, call: Call) -> Model | Reply:
-        return self._model(head, await _name_in_body(self.contract, self.models, call))
-
-    def _model(self, head: RequestHead, named: str) -> Model | Reply:
-        model = self.models.called(head.path_parameters, named)
-        if isinstance(self.declared, GenerationRoute) and self.declared.refuse_path is not None:
-            return self.declared.refuse_path(head.path_parameters, model.lifecycle.model) or model
-        return model
+    async def find_by_body(self, _: RequestHead, call: Call) -> HttpRoute:
+        return self._with_field if await off_the_loop(call.body, self._value, call.body) else self._without_field
 
 
-def _handler_of(declared: GenerationRoute | OpenAIRoute, service: Service) -> Handler:
-    handler: Handler | None
-    if isinstance(declared, GenerationRoute):
-        handler = service.generation.get(declared.path)
-    else:
-        handler = service.invocations if service.custom is not None and declared.own_handler else service.openai
-    if handler is not None:
-        return handler
-    if service.custom is not None:
-        raise NotServed(OWN_HANDLER)
-    raise NotServed(_UNUSABLE if isinstance(declared, GenerationRoute) else _NOT_VLLM)
+def _reader_of(field: str) -> Callable[[bytes], bytes]:
+    """Return a function that returns the encoded value of a field of a JSON object.
 
-
-def _invocation_route(state: AppState, contract: ContractRoutes, declared: InvocationRoute) -> HttpRoute:
-    models = state.models
-    return HttpRoute(
-        state,
-        declared.counted,
-        contract.refuse,
-        find=partial(declared.find, models),
-        find_by_body=partial(declared.find_by_body, models),
-        handler_of=attrgetter("invocations"),
-        names=partial(declared.names, models),
-        headers=_headers_of(contract),
-        queued=True,
-        by_attribute=declared.by_attribute,
-    )
-
-
-class _NamedModel(msgspec.Struct):
-    """The part of a body that names the model."""
-
-    model: msgspec.Raw = msgspec.Raw()
-
-
-_decode_name = JsonDecoder[_NamedModel](_NamedModel).decode
-
-
-async def _name_in_body(contract: ContractRoutes, models: Models, call: Call) -> str:
-    """Return the model that a JSON body or a form names. Empty if it names no model, or if the name does not matter.
-
-    Faults of the body are left to the route that answers the call.
+    It is empty if the object has no such field, or if a body is no object: the route that answers reports faults.
     """
-    if models.single or not contract.body_names_model:
+    shape = msgspec.defstruct("WithField", [("field", msgspec.Raw, msgspec.Raw())], rename={"field": field})
+    decode = JsonDecoder[Any](shape).decode
+
+    def read(body: bytes) -> bytes:
+        try:
+            return bytes(decode(body).field)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return b""
+
+    return read
+
+
+_model_in = _reader_of("model")
+
+
+async def _name_in_body(route: HttpRoute, call: Call) -> str:
+    """Return the model that a JSON body or a form names. Empty if it names no model, or if the name does not matter."""
+    if route.state.models.single or not route.contract.body_names_model:
         return ""
     if is_form(call.content_type):
         return await off_the_loop(call.body, form_text, call.body, call.content_type, "model") or ""
+    given = await off_the_loop(call.body, _model_in, call.body)
     try:
-        given = bytes((await off_the_loop(call.body, _decode_name, call.body)).model)
         return str(msgspec.json.decode(given)) if given.startswith(b'"') else ""
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return ""
+
+
+def _refuse_other_methods(
+    router: Router, state: AppState, contract: ContractRoutes, path: str, *, same_site: bool = False
+) -> None:
+    """Answer the methods that a path does not have: with an error, and browsers' preflights if CORS is on."""
+    allow = ("allow", ", ".join(router.methods(path)))
+
+    def reply(head: RequestHead) -> Reply:
+        if head.method == "OPTIONS" and state.settings.cors_allowed_origin and not same_site:
+            return Reply(200, "", b"", (allow,))
+        refusal = contract.wrong_method(head.call(b""))
+        return replace(refusal, headers=(*refusal.headers, allow))
+
+    route = HttpRoute(state, contract, path, refuse=front_end_refusal, reply=reply, same_site=same_site)
+    router.add(path, ANY_METHOD, route)
+
+
+def _redirect(
+    router: Router,
+    state: AppState,
+    contract: ContractRoutes,
+    path: str,
+    *,
+    refuse: Callable[[RequestError], Reply] | None = None,
+    same_site: bool = False,
+) -> None:
+    """Redirect from a path with slashes at its end to the path without them, as FastAPI does.
+
+    The address is relative to the request's. So it holds behind a proxy that removes a prefix of the path or speaks
+    TLS, and never leads to another host. After several slashes it begins at the root, since clients differ in what
+    `../` means there.
+    """
+
+    def reply(head: RequestHead) -> Reply:
+        if head.method == "OPTIONS" and state.cors_headers:
+            return Reply(200, "", b"")  # Browsers follow no redirect of a preflight.
+        bare = head.raw_path.rstrip(b"/")
+        address = bare if head.raw_path.endswith(b"//") else b"../" + bare.rpartition(b"/")[2]
+        location = address + (b"?" + head.query if head.query else b"")
+        return Reply(307, "", b"", (("location", location.decode("latin-1")),))
+
+    route = HttpRoute(state, contract, path, refuse=refuse, reply=reply, same_site=same_site)
+    router.add(path, WITH_SLASHES, route)

@@ -23,11 +23,11 @@ from engines.errors import RequestError
 from engines.model_settings import ModelSettings
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import JSON, Call, Reply
-from handlers.contract_routes import ContractRoutes, GenerationRoute, InfoRoute, OpenAIRoute, Operation, Route
+from handlers.contract_routes import ContractRoutes, GenerationRoute, InfoRoute, Operation, Route
 from handlers.json_schemas import OBJECT, STRING, Schema, either, struct
 from handlers.lmi import adapter_management as lmi_adapters
 from handlers.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
-from handlers.openai.routes import LOAD, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest, refuse_adapter
+from handlers.openai.routes import ALIASED, LOAD, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest, refuse_adapter
 
 _FOR_VLLM = ("/v1/chat/completions", "/v1/completions")  # LMI's routes take the bodies of these routes as well.
 _PARAMETER = re.compile(r"\{(\w+)(?::(\w+))?\}")
@@ -280,9 +280,9 @@ def _forwarded(vllm: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     paths: dict[str, dict[str, Any]] = {}
     for contract in CONTRACTS:
         for route in contract.routes:
-            if not isinstance(route, OpenAIRoute):
+            if not isinstance(route, GenerationRoute) or route.contract is not None:
                 continue
-            verbs = vllm.get("paths", {}).get(route.path.removeprefix(route.prefix), {})
+            verbs = vllm.get("paths", {}).get(route.path.removeprefix(ALIASED), {})
             for method in route.methods:
                 if (item := verbs.get(method.lower())) is not None:
                     responses = _responses(_errors(contract, route)) | item.get("responses", {})

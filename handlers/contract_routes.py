@@ -6,9 +6,9 @@ an HTTP route for each declared route.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -93,6 +93,8 @@ class ModelView:
         raise NotReady(f"the model {self.settings.name!r} is not loaded yet")
 
 
+# The name of a model's version in the head of a call, and as a parameter of the path that such a head leads to.
+MODEL_VERSION = "model_version"
 NO_ADAPTERS = "cannot be used: this server has no adapters"  # Follows the name of a parameter or header.
 
 
@@ -136,11 +138,15 @@ class GenerationRoute:
     """A route on which the engine works: it generates text, or makes vectors or scores."""
 
     path: str  # `{name}` is one segment, `{name:int}` one of digits.
-    contract: Callable[[ContractSetting], Contract]
+    # Creates the contract for a model. None: the model's handler of OpenAI's API answers (`handlers.openai.handler`).
+    contract: Callable[[ContractSetting], Contract] | None = None
     methods: tuple[str, ...] = ("POST",)
     models: KindsOfModels = "all"  # The path's other route takes the calls of the other models.
     with_field: str | None = None  # Takes only bodies with this field. The path's other route takes the rest.
-    streams_refusals: bool = False  # A call that asks for a stream is refused with an event.
+    # Every call needs a place in the queue, and its refusal does not depend on its body.
+    queued: bool = True
+    own_handler: bool = False  # A custom handler answers the route if the model has one.
+    by_attribute: bool = True  # `route` in SageMaker's custom attributes may name it: it infers or tokenizes.
     # Returns the refusal of wrong path parameters, which does not depend on the model's state. None if they are right.
     refuse_path: Callable[[Mapping[str, str], ModelSettings], Reply | None] | None = None
     about: Operation | None = None
@@ -188,40 +194,18 @@ class InfoRoute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAIRoute:
-    """A route of OpenAI's API, for `handlers.openai.handler`."""
-
-    path: str
-    methods: tuple[str, ...] = ("POST",)
-    prefix: str = ""  # The first part of `path`, which vLLM's path does not have.
-    own_handler: bool = False  # A custom handler answers the route if the model has one.
-    by_attribute: bool = False  # `route` in SageMaker's custom attributes may name it: it infers or tokenizes.
-
-
-class ServedModels(Protocol):
-    """The server's models, by their names. A model is an object of the server."""
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def startup(self) -> Any:
-        """Return the model with which the server started. Raises ModelNotNamed if there is not exactly one."""
-
-    def choose(self, name: str, version: str | None = None) -> Any:
-        """Return a model by its name. Raises UnknownModel."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class InvocationRoute:
     """A route for the handler of `/invocations`. It takes any method, and its head may name the model."""
 
+    methods: ClassVar[tuple[str, ...]] = ("*",)
     path: str
-    methods: tuple[str, ...] = ("*",)
     counted: str  # The path under which calls are counted.
-    # Returns the names of the model and the version in the head of a call; None for a part that it does not name.
-    names: Callable[[ServedModels, Head], tuple[str | None, str | None]]
-    # Returns the model, a reply, or None if the body has to be read to tell. It may raise RequestError.
-    find: Callable[[ServedModels, Head], Any]
-    find_by_body: Callable[[ServedModels, Head, Call], Awaitable[Any]]  # Returns the model or a reply.
+    # Returns the names of the model and the version in the head of a call; None for a part that it does not name. The
+    # first argument has the names of the server's models.
+    names: Callable[[Container[str], Head], tuple[str | None, str | None]]
+    form_field: str  # The field of a form that names the model if the head does not.
+    refuse_head: Callable[[Head], Reply | None]  # Returns the refusal of a wrong head. None if it is right.
+    options: Reply  # To OPTIONS, if the server has the model.
     by_attribute: bool = True  # `route` in SageMaker's custom attributes may name it.
 
 
@@ -238,10 +222,10 @@ class ManagementRoute:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        return tuple(self.operations)
+        return tuple(self.operations) if self.wrong_method is None else ("*",)
 
 
-Route = GenerationRoute | InfoRoute | OpenAIRoute | InvocationRoute | ManagementRoute
+Route = GenerationRoute | InfoRoute | InvocationRoute | ManagementRoute
 
 
 def takes(route: Route, *, pooling: bool) -> bool:

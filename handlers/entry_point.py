@@ -191,16 +191,16 @@ def generation_handlers(
     handlers: dict[str, Handler] = {}
     for contract in CONTRACTS:
         of_model = [route for route in contract.routes if takes(route, pooling=queue.engine.pooling is not None)]
-        routes = [route for route in of_model if isinstance(route, GenerationRoute)]
         try:
             handlers |= {
                 route.path: EngineHandler(
                     queue,
                     route.contract(setting),
-                    refuse_unread=None if route.streams_refusals else contract.refuse,
+                    refuse_unread=contract.refuse if route.queued else None,
                     images=images,
                 )
-                for route in routes
+                for route in of_model
+                if isinstance(route, GenerationRoute) and route.contract is not None
             }
         except Exception:
             logger.exception("the %s routes cannot be served with this model", contract.name)

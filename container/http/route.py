@@ -26,7 +26,8 @@ from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
 from engines.errors import BodyTimeout, CrossSite, InternalError, InvalidRequest, NotReady, RequestError, Unauthorized
 from engines.statistics import Distribution
-from handlers.contract import Call, ContractError, Handler, Reply, Running
+from handlers.contract import Call, ContractError, Reply, Running
+from handlers.contract_routes import ContractRoutes
 from handlers.service import Service
 
 logger = logging.getLogger("slipway.access")
@@ -35,9 +36,8 @@ _OVERLOADED = (429, 503)
 _TOO_DEEP = "the body is nested too deeply"
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
-# The model of a request, or the reply or the error with which it is answered. None: the body tells, or the route is for
-# no model.
-Found = Model | Reply | Exception | None
+# The model of a request, or the reply to it. None: the body tells, or the route is for no model.
+Found = Model | Reply | None
 
 
 class HttpCounts:
@@ -80,54 +80,77 @@ class AppState:
 
 
 class HttpRoute:
-    """One path and method. `Router.dispatch` finds the model, or the reply, of its requests."""
+    """One path and method: reads requests, has them answered, counts them and logs them.
+
+    A subclass finds the model of a request (`find`, `find_by_body`) and answers it (`answer`).
+    """
+
+    by_attribute = False  # The attribute `route` of SageMaker's custom attributes may name it: it infers or tokenizes.
+    queued = False  # Every call needs a place in the model's queue. If that is full, a long body is not read.
 
     def __init__(
         self,
         state: AppState,
+        contract: ContractRoutes,
         path: str,
-        refuse: Callable[[RequestError], Reply],
         *,
-        find: Callable[[RequestHead], Found] | None = None,
-        find_by_body: Callable[[RequestHead, Call], Awaitable[Model | Reply | HttpRoute]] | None = None,
-        handler_of: Callable[[Service], Handler] | None = None,
-        answer: Callable[[Call, HttpReply], Awaitable[None]] | None = None,
-        names: Callable[[RequestHead], tuple[str | None, str | None]] | None = None,
-        headers: Headers | None = None,
+        refuse: Callable[[RequestError], Reply] | None = None,
+        reply: Callable[[RequestHead], Reply] | None = None,
         same_site: bool = False,
-        queued: bool = False,
         max_body: int | None = None,
-        by_attribute: bool = False,
-        id_header: str | None = None,
     ) -> None:
         """Create the route.
 
         Args:
             state: The objects that all routes share.
+            contract: The contract of the route.
             path: The path in the route table, for counts.
-            refuse: Returns the reply to a request that failed, in the form of the route's contract.
-            find: Finds the model of a request by its head. It may raise RequestError.
-            find_by_body: Finds the model if the head does not tell it, or the route that answers in place of this one.
-            handler_of: Returns the handler of a model's service that answers. It may raise NotServed.
-            answer: Answers requests that are for no model. It may raise RequestError and ContractError.
-            names: Returns the names of the model and the version in a head. The attribute `route` of SageMaker's
-                custom attributes may name another route in place of such a route.
-            headers: Headers of every reply, beside the request's id and CORS. Replies that `find` gives lack them.
+            refuse: Returns the reply to a request that failed, if it has another form than the contract's.
+            reply: Returns the reply to every request, if the head alone decides it.
             same_site: Refuse requests that a browser sends for a page of another site, and send no CORS headers.
-            queued: Every call needs a place in the model's queue. If that is full, a long body is not read.
             max_body: The largest body in bytes, if it is smaller than the setting `max_request_size`.
-            by_attribute: The attribute `route` of SageMaker's custom attributes may name it.
-            id_header: The contract's name for the header with the request's id, which replies have besides.
         """
-        self.state, self.path, self.refuse, self.by_attribute, self.names = state, path, refuse, by_attribute, names
-        self.find, self.find_by_body, self.handler_of, self.answer = find, find_by_body, handler_of, answer
-        self._same_site, self._queued = same_site, queued
+        self.state, self.contract, self.path, self.refuse = state, contract, path, refuse or contract.refuse
+        self._reply, self._same_site = reply, same_site
         self._cors_headers: Headers = [] if same_site else state.cors_headers
-        self._headers = [*(headers or []), *self._cors_headers]
-        self._id_header = id_header.encode() if id_header else None
+        own = contract.headers if reply is None else ()
+        self._headers: Headers = [*((name.encode(), value.encode()) for name, value in own), *self._cors_headers]
+        self._id_header = contract.id_header.encode() if contract.id_header else None
         limit = state.settings.max_request_size
         self._max_body = limit if max_body is None else min(max_body, limit)
         self._short_body = min(UNCOUNTED, self._max_body)
+
+    def find(self, head: RequestHead) -> Found:
+        """Return the model of a request, or its reply. None: the body tells, or the route is for no model.
+
+        Raises:
+            RequestError: The request is refused.
+        """
+        return None if self._reply is None else self._reply(head)
+
+    async def find_by_body(self, head: RequestHead, call: Call) -> Model | Reply | HttpRoute | None:
+        """Return the model or the reply of a request whose head does not tell it, or the route that answers it.
+
+        Raises:
+            RequestError: The request is refused.
+        """
+        return None
+
+    def answer(self, call: Call, reply: HttpReply, service: Service | None) -> Awaitable[Running | None]:
+        """Answer a call. `service` is that of the model. It is None if the route is for no model.
+
+        Raises:
+            ContractError: The call is refused with the reply in the error.
+            RequestError: The call is refused.
+        """
+        raise NotImplementedError
+
+    def names(self, head: RequestHead) -> tuple[str | None, str | None] | None:
+        """Return the names of the model and the version in a head.
+
+        None: the attribute `route` of SageMaker's custom attributes cannot name another route in place of this one.
+        """
+        return None
 
     def unauthorized(self, method: str = "") -> Reply:
         """Return the refusal of a call without a key. Browsers may ask whether they may send one (CORS's preflight)."""
@@ -136,15 +159,16 @@ class HttpRoute:
         reply = self.refuse(Unauthorized())
         return replace(reply, headers=(*reply.headers, ("www-authenticate", "Bearer")))
 
-    async def serve(self, head: RequestHead, found: Found, receive: Receive, send: Send) -> None:
-        """Serve one request. `found` is what `Router.dispatch` has found."""
+    async def serve(self, head: RequestHead, refusal: Reply | None, receive: Receive, send: Send) -> None:
+        """Serve one request. `refusal` is the reply to it if it was refused before its model was looked up."""
         started = time.perf_counter()
-        state, route, request_id = self.state, self, head.request_id.encode()
-        headers = [(REQUEST_ID, request_id), *(self._cors_headers if isinstance(found, Reply) else self._headers)]
+        state, request_id = self.state, head.request_id.encode()
+        route: HttpRoute = self
+        ids: Headers = [(REQUEST_ID, request_id)]
         if self._id_header is not None:
-            headers.insert(1, (self._id_header, request_id))
+            ids.append((self._id_header, request_id))
         break_off = head.scope.get("extensions", {}).get(BREAK_OFF)
-        reply = HttpReply(send, headers, state.retry_after, break_off)
+        reply = HttpReply(send, [*ids, *self._headers], state.retry_after, break_off)
         watch = DisconnectWatch(receive)
         body: bytes | None = None
         reader: BodyReader | None = None
@@ -155,11 +179,12 @@ class HttpRoute:
             try:
                 if self._same_site and (fault := state.hosts.fault(head.headers)):
                     raise CrossSite(fault)
+                found = self.find(head) if refusal is None else refusal
                 service = found.service() if isinstance(found, Model) else None  # refuses before the body is read
                 if found is None or service is not None:
                     body = received_body(receive, self._short_body)
                     if body is None:
-                        if service is not None and self._queued and announced_size(head.headers) > UNCOUNTED:
+                        if service is not None and self.queued and announced_size(head.headers) > UNCOUNTED:
                             service.refuse_if_full()
                         reader, service = BodyReader(state.bodies), None  # The service may have changed afterwards.
                         seconds, waits = state.settings.request_read_timeout, state.models.reading
@@ -168,27 +193,19 @@ class HttpRoute:
                     call = head.call(body)
                     if state.settings.log_prompts:
                         logger.info("body: %s", _shown(body), extra={"request_id": head.request_id})
-                    while found is None and route.find_by_body is not None:
-                        told = await route.find_by_body(head, call)
+                    while found is None and (told := await route.find_by_body(head, call)) is not None:
                         if isinstance(told, HttpRoute):
                             route = told
                         else:
                             found = told
-                if isinstance(found, Exception):
-                    raise found
                 if isinstance(found, Reply):
+                    reply.headers = [*ids, *self._cors_headers]  # It has its own of the contract's.
                     reply.reply(found)
-                elif body is None:
-                    pass  # The client has left.
-                elif found is None:
-                    assert route.answer is not None, "a route without a model has it"
-                    await watch.unless_gone(route.answer(call, reply))
-                else:
-                    assert route.handler_of is not None, "a route of a model has it"
-                    handler = route.handler_of(service or found.service())
-                    lifecycle = found.lifecycle
-                    lifecycle.open_calls += 1
-                    running = await watch.unless_gone(handler.handle(call, reply))
+                elif body is not None:  # The client has not left.
+                    if found is not None:
+                        service, lifecycle = service or found.service(), found.lifecycle
+                        lifecycle.open_calls += 1
+                    running = await watch.unless_gone(route.answer(call, reply, service))
             except ClientGone:
                 pass
             except Exception as error:

@@ -1,4 +1,4 @@
-"""The route table. `Router.dispatch` decides which route answers a request, and for which model."""
+"""The route table. `Router.dispatch` decides which route answers a request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from starlette.routing import compile_path
 
 from container.custom_attributes import CUSTOM_ATTRIBUTES, is_plain_path, named_route
 from container.http.request_head import REQUEST_ID, RequestHead
-from container.http.route import Found, HttpRoute
-from container.models.registry import MODEL_VERSION
+from container.http.route import HttpRoute
 from engines.errors import InvalidRequest, UnknownModel
+from handlers.contract import Reply
+from handlers.contract_routes import MODEL_VERSION
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -125,48 +126,40 @@ class Router:
         if scope["type"] != "http":
             return _nothing()
         head = RequestHead(scope, self.id_header)
-        route, found = self.dispatch(head)
+        route, refusal = self.dispatch(head)
         if isinstance(route, HttpRoute):
-            return route.serve(head, found, receive, send)
+            return route.serve(head, refusal, receive, send)
         scope.setdefault("app", self)  # Starlette's key: a mounted application may call the container's own routes
         return route(scope, receive, send)
 
-    def dispatch(self, head: RequestHead) -> tuple[Application | HttpRoute, Found]:
-        """Decide which route answers a request, and for which model.
+    def dispatch(self, head: RequestHead) -> tuple[Application | HttpRoute, Reply | None]:
+        """Decide which route answers a request. The route finds the model.
 
         The head then has the path's parameters, and the path that is answered.
 
         Returns:
-            The route, and its model, or the reply or the error with which it answers. None instead if the body has to
-            be read to tell, or if the route has no model.
+            The route, and the refusal if the attribute `route` is wrong.
         """
-        route, found = self.find(head)
-        if found is None and isinstance(route, HttpRoute) and route.find is not None:
-            try:
-                found = route.find(head)
-            except Exception as error:  # The route words it.
-                found = error
-        return route, found
-
-    def find(self, head: RequestHead) -> tuple[Application | HttpRoute, Found]:
-        """Return the route that answers a request, and the reply if the head is wrong."""
         route = self._entry(head)
         if isinstance(route, ByKind):
             return route.route(head), None
-        if head.attributes and isinstance(route, HttpRoute) and route.names is not None:
+        if head.attributes and isinstance(route, HttpRoute) and (names := route.names(head)) is not None:
             named = named_route(head.headers[CUSTOM_ATTRIBUTES])
             if named is not None:
-                return self._named(head, route, route.names, named)
+                return self._named(head, route, names, named)
         return route, None
 
     def _named(
-        self,
-        head: RequestHead,
-        route: HttpRoute,
-        names: Callable[[RequestHead], tuple[str | None, str | None]],
-        named: bytes,
-    ) -> tuple[HttpRoute, Found]:
-        """Return the route that the attribute `route` of a request names, in place of `route`."""
+        self, head: RequestHead, route: HttpRoute, names: tuple[str | None, str | None], named: bytes
+    ) -> tuple[HttpRoute, Reply | None]:
+        """Return the route that the attribute `route` of a request names, in place of `route`.
+
+        Args:
+            head: The request.
+            route: The route of the request's own path.
+            names: The names of the model and the version in the head.
+            named: The value of the attribute.
+        """
         target = copy.copy(head)
         target.path, target.raw_path, target.path_parameters = named.decode("latin-1"), named, {}
         other = self._entry(target) if is_plain_path(named) else None
@@ -183,7 +176,7 @@ class Router:
             # SageMaker has chosen the model of a multi-model endpoint, and may have checked the right to it.
             fault = f"{_ROUTE} must not name another model than {asked}, which the call is for, got {given}"
             return route, route.refuse(InvalidRequest(fault))
-        name, version = names(head)
+        name, version = names
         if not target.path_parameters and name is not None:
             try:
                 route.state.models.versions(name, version)

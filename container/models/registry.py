@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from container.models.life_cycle import Lifecycle, State, until_none
 from engines.errors import ModelNotNamed, NotReady, NoWorkers, UnknownModel
+from handlers.contract_routes import MODEL_VERSION
 from handlers.service import Service
 
-MODEL_VERSION = "model_version"  # The parameter of a path for the version that SageMaker's attributes name.
 _NAMES_SHOWN = 20
 
 

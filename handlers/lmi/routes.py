@@ -5,16 +5,13 @@ Sources: DJL Serving, `InferenceRequestHandler` and `ManagementRequestHandler`; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
-from typing import Any
 from urllib.parse import parse_qs
 
 from handlers.contract import JSON, Call, Head, Reply
-from handlers.contract_routes import ContractRoutes, InvocationRoute, ManagementRoute, ServedModels
+from handlers.contract_routes import MODEL_VERSION, ContractRoutes, InvocationRoute, ManagementRoute
 from handlers.djl_errors import NO_CACHE, front_end_refusal, front_end_reply
-from handlers.forms import form_text
-from handlers.json_cost import off_the_loop
 from handlers.json_schemas import OBJECT
 from handlers.lmi import adapter_management as adapters
 from handlers.lmi import model_management as models
@@ -22,17 +19,18 @@ from handlers.management import ManagementOperation
 
 _OF_SAGEMAKER = "/models/{model}/invoke"  # SageMaker calls it for a model of a multi-model endpoint.
 _TARGET_MODEL = b"x-amzn-sagemaker-target-model"
-_NAME, _VERSION = "model_name", "model_version"
-_NAMING = frozenset({b"model_name", b"model_version", _TARGET_MODEL})  # The headers that may name a model.
+_NAME = "model_name"
+_NAMING = frozenset({_NAME.encode(), MODEL_VERSION.encode(), _TARGET_MODEL})  # The headers that may name a model.
 _SYNCHRONOUS, _TOKEN = b"x-synchronous", b"x-starting-token"  # DJL Serving's asynchronous inference.
 _NO_TOKENS = (
     "asynchronous inference (x-synchronous: false, x-starting-token) is not served: leave it out, and the answer has "
     "the result"
 )
+_OPTIONS = Reply(200, JSON, b"{}\n", NO_CACHE)
 _SHOWN = 1024  # Characters of an unknown path in the error.
 
 
-def named_model(served: ServedModels, head: Head) -> tuple[str | None, str | None]:
+def named_model(served: Container[str], head: Head) -> tuple[str | None, str | None]:
     """Return the model and the version that a request's head names; None for a part that it does not name.
 
     The order is: path, query, the headers `model_name` and `model_version`, SageMaker's custom attributes, SageMaker's
@@ -41,58 +39,26 @@ def named_model(served: ServedModels, head: Head) -> tuple[str | None, str | Non
     path, headers = head.path_parameters, head.headers
     if not (path or head.query or head.attributes) and _NAMING.isdisjoint(headers):
         return None, None
-    found = {key: headers[key.encode()].decode("latin-1") for key in (_NAME, _VERSION) if key.encode() in headers}
+    found = {key: headers[key.encode()].decode("latin-1") for key in (_NAME, MODEL_VERSION) if key.encode() in headers}
     for attribute, value in head.attributes:
         found.setdefault(attribute.decode("latin-1"), value.decode("latin-1"))
     asked = parse_qs(head.query.decode("latin-1")) if head.query else {}
     name = path.get("model") or next(iter(asked.get(_NAME, ())), None) or found.get(_NAME)
     if not name and _TARGET_MODEL in headers:
         name = _target_model(headers[_TARGET_MODEL].decode("latin-1"), served)
-    version = path.get("version") or next(iter(asked.get(_VERSION, ())), None) or found.get(_VERSION)
+    version = path.get("version") or next(iter(asked.get(MODEL_VERSION, ())), None) or found.get(MODEL_VERSION)
     return name or None, version
 
 
-def find(served: ServedModels, head: Head) -> Any:
-    """Return the model of a call, or the reply to OPTIONS. None if a field of a form may name the model.
-
-    A call is refused if it asks for a token, with which a later call would fetch the answer: no answer is kept.
-
-    Raises:
-        UnknownModel: The server has no such model, or the call has to name one.
-    """
-    if head.method != "OPTIONS" and _asks_for_token(head):
-        return front_end_reply(400, "BadRequestException", _NO_TOKENS)
-    name, version = named_model(served, head)
-    if name is None and b"form" in head.headers.get(b"content-type", b"").lower():
-        return None
-    return _model_or_reply(served, head, name, version)
+def _refuse_token(head: Head) -> Reply | None:
+    """Refuse a call that asks for a token, with which a later call would fetch the answer: no answer is kept."""
+    for given in (head.headers, dict(head.attributes)):
+        if head.method != "OPTIONS" and (_TOKEN in given or given.get(_SYNCHRONOUS, b"true").lower() != b"true"):
+            return front_end_reply(400, "BadRequestException", _NO_TOKENS)
+    return None
 
 
-async def find_by_body(served: ServedModels, head: Head, call: Call) -> Any:
-    """Return the model that a form names, or the startup model.
-
-    Raises:
-        UnknownModel: The server has no such model, or the call has to name one.
-    """
-    _, version = named_model(served, head)
-    name = await off_the_loop(call.body, form_text, call.body, call.content_type, _NAME)
-    return _model_or_reply(served, head, name, version)
-
-
-def _model_or_reply(served: ServedModels, head: Head, name: str | None, version: str | None) -> Any:
-    model = served.startup() if name is None else served.choose(name, version)
-    return Reply(200, JSON, b"{}\n", NO_CACHE) if head.method == "OPTIONS" else model
-
-
-def _asks_for_token(head: Head) -> bool:
-    headers = head.headers
-    if _TOKEN in headers or headers.get(_SYNCHRONOUS, b"true").lower() != b"true":
-        return True
-    given = dict(head.attributes)
-    return _TOKEN in given or given.get(_SYNCHRONOUS, b"true").lower() != b"true"
-
-
-def _target_model(artifact: str, served: ServedModels) -> str | None:
+def _target_model(artifact: str, served: Container[str]) -> str | None:
     """Return the model that SageMaker's Target-Model header names, such as `small.tar.gz`.
 
     None if the server has no such model. A client may send the header to an endpoint that has only one model.
@@ -106,8 +72,9 @@ def _invocation_route(path: str, counted: str, *, by_attribute: bool = True) -> 
         path=path,
         counted=counted,
         names=named_model,
-        find=find,
-        find_by_body=find_by_body,
+        form_field=_NAME,
+        refuse_head=_refuse_token,
+        options=_OPTIONS,
         by_attribute=by_attribute,
     )
 

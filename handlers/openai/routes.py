@@ -19,10 +19,10 @@ from engines.adapters import AdapterOrder
 from handlers.contract import JSON, Call, ContractError, Reply
 from handlers.contract_routes import (
     ContractRoutes,
+    GenerationRoute,
     InfoRoute,
     ManagementRoute,
     ModelView,
-    OpenAIRoute,
     Operation,
     error_body,
 )
@@ -286,26 +286,28 @@ _MODEL = Operation(
     summary="One name of the model",
     answers={"200": ("OpenAI's object of a model", {JSON: {}}), "404": ("There is no such name", {JSON: {}})},
 )
+
+
+def _route(path: str, method: str = "POST", *, own_handler: bool = False, by_attribute: bool = True) -> GenerationRoute:
+    queued = path in QUEUED
+    return GenerationRoute(
+        path=path, methods=(method,), queued=queued, own_handler=own_handler, by_attribute=by_attribute
+    )
+
+
 _VERSIONED = (
-    # In LMI this is another name of /invocations.
-    OpenAIRoute(path="/v1/chat/completions", own_handler=True, by_attribute=True),
-    *(
-        OpenAIRoute(path=path, by_attribute=True)
-        for path in (
-            *("/v1/chat/completions/batch", "/v1/completions", "/v1/responses"),
-            *(EMBEDDINGS, "/v1/score", "/v1/rerank"),
-            *SPEECH,
-        )
-    ),
-    OpenAIRoute(path="/v1/responses/{response_id}/cancel"),
-    OpenAIRoute(path="/v1/responses/{response_id}", methods=("GET",)),
+    _route(CHAT, own_handler=True),  # In LMI this is another name of /invocations.
+    *map(_route, ("/v1/chat/completions/batch", COMPLETIONS, "/v1/responses", EMBEDDINGS, "/v1/score", "/v1/rerank")),
+    *map(_route, SPEECH),
+    _route("/v1/responses/{response_id}/cancel", by_attribute=False),
+    _route("/v1/responses/{response_id}", "GET", by_attribute=False),
 )
-_MESSAGES = tuple(OpenAIRoute(path=path, by_attribute=True) for path in (MESSAGES, COUNT_TOKENS))
+_MESSAGES = tuple(map(_route, (MESSAGES, COUNT_TOKENS)))
 
 
-def _aliased(routes: Sequence[OpenAIRoute]) -> tuple[OpenAIRoute, ...]:
+def _aliased(routes: Sequence[GenerationRoute]) -> tuple[GenerationRoute, ...]:
     """Return the routes with the prefix below which any `model` is accepted."""
-    return tuple(replace(route, path=ALIASED + route.path, prefix=ALIASED) for route in routes)
+    return tuple(replace(route, path=ALIASED + route.path) for route in routes)
 
 
 def _adapter_route(path: str, operation: ManagementOperation) -> ManagementRoute:
@@ -321,14 +323,9 @@ OPENAI = ContractRoutes(
         InfoRoute.of_all(ALIASED + "/v1/models", models, about=_MODELS),
         InfoRoute.of_all("/v1/models/{id:path}", model, about=_MODEL),
         InfoRoute.of_all(ALIASED + "/v1/models/{id:path}", model, about=_MODEL),
-        *(
-            OpenAIRoute(path=path, by_attribute=True)
-            for path in ("/pooling", "/classify", "/score", "/rerank", "/v2/rerank", "/v2/embed")
-        ),
-        OpenAIRoute(path=SHORT_EMBEDDINGS, by_attribute=True),
-        OpenAIRoute(path="/tokenize", by_attribute=True),
-        OpenAIRoute(path="/detokenize", by_attribute=True),
-        OpenAIRoute(path="/version", methods=("GET",)),
+        *map(_route, ("/pooling", "/classify", "/score", "/rerank", "/v2/rerank", "/v2/embed", SHORT_EMBEDDINGS)),
+        *map(_route, ("/tokenize", "/detokenize")),
+        _route("/version", "GET", by_attribute=False),
         _adapter_route(LOAD, load_adapter),
         _adapter_route(UNLOAD, unload_adapter),
     ),

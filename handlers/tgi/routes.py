@@ -160,11 +160,11 @@ def _generation_route(
     summary: str,
     answer: Mapping[str, Schema],
     *,
-    streams_refusals: bool = False,
+    queued: bool = True,
     models: KindsOfModels = "all",
 ) -> GenerationRoute:
     about = _operation(summary, answer, _BODY)
-    return GenerationRoute(path=path, contract=contract, streams_refusals=streams_refusals, models=models, about=about)
+    return GenerationRoute(path=path, contract=contract, queued=queued, models=models, about=about)
 
 
 _HEALTH = Operation(
@@ -179,7 +179,7 @@ TGI = ContractRoutes(
             partial(TgiContract, streams=None),
             "Generate text; events with `stream`",
             {JSON: an_array(_ANSWER), EVENTS: _EVENT},
-            streams_refusals=True,
+            queued=False,  # A call that asks for a stream is refused with an event.
             models="generating",
         ),
         _generation_route("/generate", partial(TgiContract, streams=False), "Generate text", {JSON: _ANSWER}),
@@ -188,7 +188,7 @@ TGI = ContractRoutes(
             partial(TgiContract, streams=True),
             "Stream text, an event for each token; errors are events as well",
             {EVENTS: _EVENT},
-            streams_refusals=True,
+            queued=False,  # A call that asks for a stream is refused with an event.
         ),
         InfoRoute.of_all("/", health, methods=("GET", "HEAD"), about=_HEALTH, models="generating"),
         InfoRoute.of_all("/health", health, methods=("GET", "HEAD"), about=_HEALTH, models="generating"),

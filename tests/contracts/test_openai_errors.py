@@ -22,7 +22,7 @@ from engines.errors import (
 )
 from engines.model_settings import ModelSettings
 from handlers.contract import Call
-from handlers.contract_routes import InfoRoute, ModelView, OpenAIRoute
+from handlers.contract_routes import GenerationRoute, InfoRoute, ModelView
 from handlers.openai.routes import OPENAI, models
 
 CALL = Call(body=b"", request_id="r", path="/v1/models", method="GET")
@@ -117,7 +117,7 @@ def test_every_versioned_route_is_there_under_openai_too() -> None:
 def test_models_can_be_listed_whatever_runs_them() -> None:
     listing = [route for route in OPENAI.routes if route.path.endswith("/models")]
     assert all(isinstance(route, InfoRoute) for route in listing)
-    assert any(isinstance(route, OpenAIRoute) for route in OPENAI.routes)
+    assert any(isinstance(route, GenerationRoute) for route in OPENAI.routes)
 
 
 def view(**settings: object) -> ModelView:

@@ -381,5 +381,5 @@ def test_a_full_queue_is_refused_in_tgis_form_if_no_stream_was_asked_for() -> No
     for route in TGI.routes:
         if isinstance(route, GenerationRoute):
             answer = contract(route.path).parse(posted(bodies[route.path])).answer
-            assert route.streams_refusals == (route.path in ("/", "/generate_stream"))
+            assert route.queued == (route.path not in ("/", "/generate_stream"))
             assert route.path == "/generate_stream" or answer.fail(full) == TGI.refuse(full)

@@ -77,6 +77,7 @@ def call(document: Any, content_type: str = "application/json") -> Call:
 def contract(path: str, image_mark: Callable[[int], str] | None = None, **settings: Any) -> Contract:
     """Return the contract of a route. `image_mark`: that of a model that takes images."""
     route = next(route for route in TGI.routes if isinstance(route, GenerationRoute) and route.path == path)
+    assert route.contract is not None
     return route.contract(
         ContractSetting(settings=replace(MODEL, rolling_batch="lmi-dist", **settings), model=FakeModel(image_mark))
     )

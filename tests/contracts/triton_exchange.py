@@ -58,6 +58,7 @@ def parse(
     model = replace(MODEL, **settings)
     if found.refuse_path is not None and (refusal := found.refuse_path(names, model)) is not None:
         raise ContractError(refusal, "the path is wrong")
+    assert found.contract is not None
     contract = found.contract(ContractSetting(settings=model, model=LoadedText(image_mark)))
     call = Call(body=body_of(document), request_id="r", headers=headers or {}, path_parameters=names)
     return contract.parse(call)

@@ -6,22 +6,29 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+from container.http.reply import HttpReply
+from container.http.request_head import RequestHead
 from container.http.route import AppState, HttpRoute
 from container.http.router import Router
 from container.models.life_cycle import State
 from container.models.registry import Model
 from engines.errors import RequestError
 from handlers.contract import Call, Reply, ReplyWriter, Running
+from handlers.contract_routes import ContractRoutes
+from handlers.service import Service
 
 Answering = Callable[[Call, ReplyWriter], Awaitable[Running | None]]
 
 
-class _Handler:
-    def __init__(self, answering: Answering) -> None:
-        self._answering = answering
+class _Route(HttpRoute):
+    model: Model
+    answering: Answering
 
-    async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
-        return await self._answering(call, writer)
+    def find(self, head: RequestHead) -> Model:
+        return self.model
+
+    def answer(self, call: Call, reply: HttpReply, service: Service | None) -> Awaitable[Running | None]:
+        return self.answering(call, reply)
 
 
 def model_with(service: Any) -> Model:
@@ -45,5 +52,11 @@ def answering_route(
     def refuse(error: RequestError) -> Reply:
         return Reply(status(error), "text/plain", error.message.encode())
 
-    found, handler = model or model_with(object()), _Handler(answering)
-    return Router(HttpRoute(state, "/x", refuse, find=lambda _: found, handler_of=lambda _: handler, queued=queued))
+    route = _Route(state, contract_with(refuse), "/x")
+    route.queued, route.model, route.answering = queued, model or model_with(object()), answering
+    return Router(route)
+
+
+def contract_with(refuse: Callable[[RequestError], Reply]) -> ContractRoutes:
+    """Return a contract without routes that refuses requests with these replies."""
+    return ContractRoutes(name="x", routes=(), refuse=refuse, error={}, wrong_method=lambda _: Reply(405, "", b""))

@@ -241,7 +241,7 @@ def test_a_call_keeps_the_model_that_it_names(path: str, headers: dict[str, str]
     sent = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     scope = {"method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": sent}
     head = RequestHead(scope)
-    route, _ = router.find(head)
+    route, _ = router.dispatch(head)
     assert isinstance(route, HttpRoute)
     assert route.path == head.path.replace("/models/a/", "/models/{model}/")
     assert head.path_parameters == named

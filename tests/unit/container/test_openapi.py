@@ -10,7 +10,8 @@ import pytest
 from container.openapi import openapi_document
 from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.all_contracts import CONTRACTS
-from handlers.contract_routes import InvocationRoute, ManagementRoute, OpenAIRoute
+from handlers.contract_routes import GenerationRoute, InvocationRoute, ManagementRoute
+from handlers.openai.routes import ALIASED
 from tests.contracts.exchange import MODEL
 
 MODES = {
@@ -73,8 +74,10 @@ def vllms() -> dict[str, Any]:
     """Return the relevant part of vLLM's description: a different schema for each route."""
     paths: dict[str, Any] = {}
     schemas: dict[str, Any] = {"Request-Input": {"type": "object", "properties": {"shared": {"type": "string"}}}}
-    for route in (route for family in CONTRACTS for route in family.routes if isinstance(route, OpenAIRoute)):
-        path = route.path.removeprefix(route.prefix)
+    for route in (route for family in CONTRACTS for route in family.routes):
+        if not isinstance(route, GenerationRoute) or route.contract is not None:
+            continue
+        path = route.path.removeprefix(ALIASED)
         name = re.sub(r"\W", "", path.title()) + "Request"
         schemas[name] = {"type": "object", "properties": {name.lower(): {"$ref": "#/components/schemas/Request-Input"}}}
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}

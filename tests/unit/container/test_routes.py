@@ -24,7 +24,7 @@ from engines.model_settings import HandlerSettings
 from handlers import entry_point
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import Call, Contract, ReplyWriter, Running
-from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute, OpenAIRoute, takes
+from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute, takes
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.queue import EngineQueue
 from handlers.service import Service
@@ -38,7 +38,7 @@ ROUTES = [
     (family, route, method)
     for family in CONTRACTS
     for route in family.routes
-    if isinstance(route, GenerationRoute | InfoRoute | OpenAIRoute)
+    if isinstance(route, GenerationRoute | InfoRoute)
     for method in route.methods
 ]
 POSTS = [
@@ -100,7 +100,7 @@ async def test_no_two_families_declare_one_route_unless_the_body_or_the_models_k
     for family, route, method in ROUTES:
         if not takes(route, pooling=pooling):
             continue
-        key = (route.path, method, None if isinstance(route, OpenAIRoute) else route.with_field)
+        key = (route.path, method, route.with_field)
         assert key not in seen, f"{route.path} is {seen.get(key)}'s and {family.name}'s"
         seen[key] = family.name
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 
 from container.http.request_head import RequestHead
-from handlers.contract_routes import ServedModels
 from handlers.custom.handler_reply import response_headers
 from handlers.lmi.routes import named_model
 from tests.unit.container.one_model import make, with_engine
@@ -21,7 +20,7 @@ ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
 def named(query: bytes = b"", **headers: str) -> str | None:
     sent = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"method": "POST", "path": "/", "raw_path": b"/", "query_string": query, "headers": sent}
-    return named_model(cast(ServedModels, SERVED), RequestHead(scope))[0]
+    return named_model(SERVED, RequestHead(scope))[0]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from container.http.route import AppState, HttpCounts, HttpRoute
 from container.http.router import Router
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
-from engines.errors import GenerationFailed, RequestError
+from engines.errors import GenerationFailed, RequestError, UnknownModel
 from handlers.contract import Call, Reply, ReplyWriter, Running
-from tests.stand_ins.answering_route import Answering, answering_route
+from tests.freed import when_freed
+from tests.stand_ins.answering_route import Answering, answering_route, contract_with
 
 pytestmark = pytest.mark.asyncio
 
@@ -150,14 +153,38 @@ async def test_a_call_that_the_server_cancels_stays_cancelled() -> None:
 
 
 async def test_a_fault_while_the_model_is_looked_up_is_an_internal_error_in_the_form_of_the_route() -> None:
-    def find(head: RequestHead) -> Model:
-        raise ZeroDivisionError("a bug with a secret")
+    class Route(HttpRoute):
+        def find(self, head: RequestHead) -> Model:
+            raise ZeroDivisionError("a bug with a secret")
 
     def refuse(error: RequestError) -> Reply:
         return Reply(500, "text/plain", type(error).__name__.encode())
 
     counts = Counts()
-    route = HttpRoute(AppState(Models(), ServerSettings(), counts), "/x", refuse, find=find)
+    route = Route(AppState(Models(), ServerSettings(), counts), contract_with(refuse), "/x")
     client = Client()
     await asyncio.wait_for(Router(route)(SCOPE, client.receive, client.send), 60)
     assert (counts.statuses, client.sent[-1]["body"]) == ([500], b"InternalError")
+
+
+async def test_an_error_of_the_look_up_of_a_model_is_freed_with_the_request() -> None:
+    freed: list[threading.Event] = []
+
+    def unknown() -> UnknownModel:
+        error = UnknownModel("m", "there is no such model")
+        freed.append(when_freed(error))
+        return error
+
+    class Route(HttpRoute):
+        def find(self, head: RequestHead) -> Model:
+            raise unknown()
+
+    contract = contract_with(lambda error: Reply(404, "text/plain", error.message.encode()))
+    route, client = Route(AppState(Models(), ServerSettings(), Counts()), contract, "/x"), Client()
+    gc.disable()
+    try:
+        await asyncio.wait_for(Router(route)(SCOPE, client.receive, client.send), 60)
+        assert client.sent[0]["status"] == 404
+        assert freed[0].is_set()
+    finally:
+        gc.enable()

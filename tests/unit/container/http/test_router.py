@@ -59,14 +59,14 @@ def test_slashes_at_the_end_count_only_if_a_route_has_them(
     head = head_of(path, raw)
     assert made().is_open(head) is is_open
     for _ in range(2):  # A second search finds the same.
-        assert made().find(head)[0] is found
+        assert made().dispatch(head)[0] is found
         assert head.path == served
 
 
 def test_the_parameters_of_a_path_with_a_slash_at_its_end_are_read() -> None:
     for raw, name in (("/models/m/", "m"), ("/models/m%2f/", "m/")):
         head = head_of(raw.replace("%2f", "/"), raw)
-        made().find(head)
+        made().dispatch(head)
         assert head.path_parameters == {"model": name}
 
 
