@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,6 @@ from engines.statistics import Distribution
 from handlers.all_contracts import all_contracts
 from handlers.contract import JSON, Call, Reply
 from handlers.djl_errors import front_end_refusal
-from handlers.openai.handler import OpenAIHandler
 
 # The API description shows this model if the server has several models, or none yet.
 _ANY_MODEL = ModelSettings(name="{model}", model_dir=Path(), model_id="")
@@ -218,34 +217,24 @@ class _Description:
         self._of_kinds: dict[str, dict[str, Any]] = {}  # vLLM's documents, by the kind of the model.
 
     def __call__(self) -> Response:
-        new = self._new_kinds()
-        if new or not self._document:
-            self._of_kinds |= {kind: openai.openapi() for kind, openai in new.items()}
-            model = self._models.startup().lifecycle.model if self._models.single else _ANY_MODEL
-            content = openapi_document(model, _union(list(self._of_kinds.values())))
-            self._document = msgspec.json.encode(content)
-        return Response(self._document, media_type=JSON)
-
-    def _new_kinds(self) -> dict[str, OpenAIHandler]:
-        found: dict[str, OpenAIHandler] = {}
+        new = not self._document
         for model in self._models:
             service = model.lifecycle.service
             if service is None or service.openai is None:
                 continue
-            kind: str = "generation" if service.pooling is None else service.pooling.kind
+            kind = "generation" if service.pooling is None else service.pooling.kind
             if kind not in self._of_kinds:
-                found[kind] = service.openai
-        return found
-
-
-def _union(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the paths and the schemas of all documents. A name means the same in each."""
-    paths: dict[str, Any] = {}
-    schemas: dict[str, Any] = {}
-    for document in documents:
-        paths |= document.get("paths", {})
-        schemas |= document.get("components", {}).get("schemas", {})
-    return {"paths": paths, "components": {"schemas": schemas}}
+                self._of_kinds[kind], new = service.openai.openapi(), True
+        if new:
+            paths: dict[str, Any] = {}
+            schemas: dict[str, Any] = {}  # A name means the same for every kind.
+            for document in self._of_kinds.values():
+                paths |= document.get("paths", {})
+                schemas |= document.get("components", {}).get("schemas", {})
+            model_settings = self._models.startup().lifecycle.model if self._models.single else _ANY_MODEL
+            content = openapi_document(model_settings, {"paths": paths, "components": {"schemas": schemas}})
+            self._document = msgspec.json.encode(content)
+        return Response(self._document, media_type=JSON)
 
 
 def _response(reply: Reply) -> Response:

@@ -52,8 +52,24 @@ T = TypeVar("T")
 
 def add_contracts(router: Router, state: AppState, contracts: Sequence[ContractRoutes]) -> None:
     """Add the routes that contracts declare, other than those for management."""
-    for (path, method), route in contract_http_routes(state, contracts).items():
-        router.add(path, method, route, without_key=path in _PROBES and method in ("GET", "HEAD"))
+    threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts")
+    declarations: dict[tuple[str, str], list[tuple[Route, HttpRoute]]] = {}
+    for contract in contracts:
+        for declared in contract.routes:
+            match declared:
+                case GenerationRoute():
+                    route: HttpRoute = _GenerationHttpRoute(state, contract, declared)
+                case InvocationRoute():
+                    route = _InvocationHttpRoute(state, contract, declared)
+                case InfoRoute():
+                    route = _InfoHttpRoute(state, contract, declared, threads)
+                case ManagementRoute():
+                    continue
+            for method in declared.methods:
+                declarations.setdefault((declared.path, method), []).append((declared, route))
+    for (path, method), routes in declarations.items():
+        without_key = path in _PROBES and method in ("GET", "HEAD")
+        router.add(path, method, _of_kind(routes), without_key=without_key)
     for contract in contracts:
         paths = [route.path for route in contract.routes if isinstance(route, GenerationRoute | InfoRoute)]
         for path in paths:
@@ -77,28 +93,6 @@ def add_management(
                 _refuse_other_methods(router, state, contract, declared.path, same_site=True)
             if contract.redirects:
                 _redirect(router, state, contract, declared.path, refuse=declared.refuse, same_site=True)
-
-
-def contract_http_routes(
-    state: AppState, contracts: Iterable[ContractRoutes]
-) -> dict[tuple[str, str], HttpRoute | ByKind]:
-    """Return an HTTP route for each path and method that the contracts declare, other than those for management."""
-    threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts")
-    declarations: dict[tuple[str, str], list[tuple[Route, HttpRoute]]] = {}
-    for contract in contracts:
-        for declared in contract.routes:
-            match declared:
-                case GenerationRoute():
-                    route: HttpRoute = _GenerationHttpRoute(state, contract, declared)
-                case InvocationRoute():
-                    route = _InvocationHttpRoute(state, contract, declared)
-                case InfoRoute():
-                    route = _InfoHttpRoute(state, contract, declared, threads)
-                case ManagementRoute():
-                    continue
-            for method in declared.methods:
-                declarations.setdefault((declared.path, method), []).append((declared, route))
-    return {key: _of_kind(routes) for key, routes in declarations.items()}
 
 
 def _of_kind(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute | ByKind:

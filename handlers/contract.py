@@ -87,8 +87,9 @@ def read_steering(headers: Mapping[bytes, bytes], key_salt: str = "") -> tuple[S
             steering["priority"] = int(priority)
         elif fault is None:
             fault = InvalidParameter(_PRIORITY_HEADER, f"must be an integer of 32 bits, got {priority[:20]!r}")
-    if trace := {name.decode(): headers[name].decode("latin-1") for name in _TRACE_HEADERS if name in headers}:
-        steering["trace_context"] = trace
+    if b"traceparent" in headers or b"tracestate" in headers:
+        given = [(name, headers[name]) for name in _TRACE_HEADERS if name in headers]
+        steering["trace_context"] = {name.decode(): value.decode("latin-1") for name, value in given}
     return steering, fault
 
 

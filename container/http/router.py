@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -124,7 +125,7 @@ class Router:
     def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """Serve one ASGI connection."""
         if scope["type"] != "http":
-            return _nothing()
+            return asyncio.sleep(0)  # Nothing else is served.
         head = RequestHead(scope, self.id_header)
         route, refusal = self.dispatch(head)
         if isinstance(route, HttpRoute):
@@ -232,10 +233,6 @@ class Router:
             path = path.rstrip("/")
         methods = (ANY_METHOD, "GET" if head.method == "HEAD" else head.method)
         return any((path, method) in self._open for method in methods)
-
-
-async def _nothing() -> None:
-    """Serve a connection that is not HTTP."""
 
 
 def without_slashes(path: str) -> str:

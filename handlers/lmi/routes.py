@@ -6,6 +6,7 @@ Sources: DJL Serving, `InferenceRequestHandler` and `ManagementRequestHandler`; 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from functools import partial
 from urllib.parse import parse_qs
 
@@ -26,7 +27,6 @@ _NO_TOKENS = (
     "asynchronous inference (x-synchronous: false, x-starting-token) is not served: leave it out, and the answer has "
     "the result"
 )
-_OPTIONS = Reply(200, JSON, b"{}\n", NO_CACHE)
 _SHOWN = 1024  # Characters of an unknown path in the error.
 
 
@@ -44,8 +44,10 @@ def named_model(served: Container[str], head: Head) -> tuple[str | None, str | N
         found.setdefault(attribute.decode("latin-1"), value.decode("latin-1"))
     asked = parse_qs(head.query.decode("latin-1")) if head.query else {}
     name = path.get("model") or next(iter(asked.get(_NAME, ())), None) or found.get(_NAME)
-    if not name and _TARGET_MODEL in headers:
-        name = _target_model(headers[_TARGET_MODEL].decode("latin-1"), served)
+    if not name and _TARGET_MODEL in headers:  # Such as `small.tar.gz`. An endpoint with one model may get it, too.
+        artifact = headers[_TARGET_MODEL].decode("latin-1")
+        names = (artifact, artifact.rpartition("/")[2].removesuffix(".tar.gz"))
+        name = next((known for known in names if known in served), None)
     version = path.get("version") or next(iter(asked.get(MODEL_VERSION, ())), None) or found.get(MODEL_VERSION)
     return name or None, version
 
@@ -58,25 +60,14 @@ def _refuse_token(head: Head) -> Reply | None:
     return None
 
 
-def _target_model(artifact: str, served: Container[str]) -> str | None:
-    """Return the model that SageMaker's Target-Model header names, such as `small.tar.gz`.
-
-    None if the server has no such model. A client may send the header to an endpoint that has only one model.
-    """
-    name = artifact.rpartition("/")[2].removesuffix(".tar.gz")
-    return next((known for known in (artifact, name) if known in served), None)
-
-
-def _invocation_route(path: str, counted: str, *, by_attribute: bool = True) -> InvocationRoute:
-    return InvocationRoute(
-        path=path,
-        counted=counted,
-        names=named_model,
-        form_field=_NAME,
-        refuse_head=_refuse_token,
-        options=_OPTIONS,
-        by_attribute=by_attribute,
-    )
+_INVOCATIONS = InvocationRoute(
+    path="/invocations",
+    counted="/invocations",
+    names=named_model,
+    form_field=_NAME,
+    refuse_head=_refuse_token,
+    options=Reply(200, JSON, b"{}\n", NO_CACHE),
+)
 
 
 def _adapter_routes(prefix: str) -> tuple[ManagementRoute, ...]:
@@ -122,10 +113,10 @@ def lmi(not_ready: int = 503, internal: int = 500) -> ContractRoutes:
     return ContractRoutes(
         name="lmi",
         routes=(
-            _invocation_route("/invocations", "/invocations"),
-            _invocation_route("/predictions/{model}", "/predictions"),
-            _invocation_route("/predictions/{model}/{version}", "/predictions"),
-            _invocation_route(_OF_SAGEMAKER, _OF_SAGEMAKER, by_attribute=False),
+            _INVOCATIONS,
+            replace(_INVOCATIONS, path="/predictions/{model}", counted="/predictions"),
+            replace(_INVOCATIONS, path="/predictions/{model}/{version}", counted="/predictions"),
+            replace(_INVOCATIONS, path=_OF_SAGEMAKER, counted=_OF_SAGEMAKER, by_attribute=False),
             *_adapter_routes(""),
             *_adapter_routes("/models/{model}"),
             *_model_routes("/models", models.list_models),

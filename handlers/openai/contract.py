@@ -88,7 +88,7 @@ class OpenAIContract:
             return None
         try:
             if path == CHAT:
-                read: Body = body if isinstance(body, ChatBody) else read_chat(call.body)
+                read: ChatBody | CompletionBody = body if isinstance(body, ChatBody) else read_chat(call.body)
             elif path == COMPLETIONS:
                 read = body if isinstance(body, CompletionBody) else read_completion(call.body)
             else:

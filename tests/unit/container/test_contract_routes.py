@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from container.contract_routes import contract_http_routes
+from container.contract_routes import add_contracts
 from container.http.route import AppState, HttpCounts, HttpRoute
 from container.http.router import Router
 from container.models.life_cycle import Lifecycle
@@ -24,7 +24,7 @@ from handlers.contract_routes import ContractRoutes, InfoRoute, ModelView
 pytestmark = pytest.mark.asyncio
 
 
-async def ask(route: HttpRoute, body: bytes) -> None:
+async def ask(router: Router, body: bytes) -> None:
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> dict[str, Any]:
@@ -35,7 +35,7 @@ async def ask(route: HttpRoute, body: bytes) -> None:
     async def send(message: Any) -> None: ...
 
     scope = {"type": "http", "headers": [], "query_string": b"", "method": "POST", "path": "/t", "raw_path": b"/t"}
-    await Router(route)(scope, receive, send)
+    await router(scope, receive, send)
 
 
 class Text:
@@ -67,9 +67,9 @@ class Text:
         model = SimpleNamespace(lifecycle=SimpleNamespace(view=lambda: None))
         models = SimpleNamespace(single=True, called=lambda *_: model, open_calls=0, reading=set())
         state = AppState(cast(Models, models), ServerSettings(), HttpCounts())
-        route = contract_http_routes(state, [contract])["/t", "POST"]
-        assert isinstance(route, HttpRoute)
-        await asyncio.gather(*(ask(route, b"x" * length) for length in lengths))
+        router = Router(HttpRoute(state, contract, "unknown"))
+        add_contracts(router, state, [contract])
+        await asyncio.gather(*(ask(router, b"x" * length) for length in lengths))
 
 
 async def test_however_many_long_bodies_come_two_are_answered_at_a_time() -> None:
