@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from engines.pooling import PoolingModel
 from engines.request import GenerationRequest
+from handlers.all_contracts import CONTRACTS
 from handlers.contract import Call, Contract, Exchange, read_steering
-from handlers.contract_routes import ContractSetting
+from handlers.contract_routes import ContractSetting, GenerationRoute
 from handlers.happy_vllm.routes import HappyVllmContract
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
@@ -20,7 +22,9 @@ from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.openai.contract import OpenAIContract
 from handlers.openai.embeddings import EmbeddingsContract
 from handlers.openai.routes import EMBEDDINGS
+from handlers.tei.contracts import RootContract, TeiContract
 from handlers.tgi.routes import TgiContract
+from handlers.triton.embeddings import InferContract
 from handlers.triton.routes import TritonContract
 from tests.contracts.exchange import MODEL, call
 from tests.contracts.openai_exchange import FRONT_END
@@ -29,7 +33,13 @@ from tests.contracts.tgi_exchange import FakeModel
 from tests.stand_ins.request_headers import request_headers
 
 HEADERS = {"Traceparent": "00-1-2-01", "X-Cache-Salt": "own", "X-Vllm-Priority": "-3"}
-SETTING = ContractSetting(settings=MODEL, model=FakeModel())
+
+
+class TextModel(FakeModel):
+    pooling: PoolingModel | None = None
+
+
+SETTING = ContractSetting(settings=MODEL, model=TextModel())
 INPUTS = {"inputs": "x"}
 ROLLING = LmiRollingContract(MODEL)
 FORMATTED = FormatterContract(ROLLING, MODEL, read=None, write=lambda *_: "", writes_tokens=False, tokenizer=None)
@@ -80,12 +90,20 @@ def test_openais_contracts_steer_their_requests(
     check(exchange.requests)
 
 
+def test_every_contract_of_a_route_is_tested_here() -> None:
+    routes = [route for family in CONTRACTS for route in family.routes if isinstance(route, GenerationRoute)]
+    tested = (TgiContract, TritonContract, HappyVllmContract, TeiContract, RootContract, InferContract)
+    parses = {type(route.contract(SETTING)).parse for route in routes if route.contract is not None}
+    assert parses == {contract.parse for contract in tested}
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("path", "document"),
     [
         ("/invocations", {"inputs": ["a", "b"]}),
         ("/embed", {"inputs": ["a", "b"]}),
+        ("/", {"inputs": "a"}),
         ("/vertex", {"instances": [{"inputs": "a"}, {"inputs": "b"}]}),
         ("/v2/models/model/generate", {"text_input": "", "embedding_request": '{"input": "a"}'}),
         (
