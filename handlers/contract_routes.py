@@ -7,6 +7,7 @@ an HTTP route for each declared route.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -76,7 +77,9 @@ class ModelView:
         """
         assert self.rendered is not None, "`InfoRoute.chat` found no chat"
         if isinstance(self.rendered, RequestError):
-            raise self.rendered
+            raise copy(
+                self.rendered
+            )  # The traceback of the error itself would hold this object, which holds the error.
         return self.rendered
 
     def text(self) -> LoadedModel:

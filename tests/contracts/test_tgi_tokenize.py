@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 from typing import Any
 
@@ -12,6 +14,7 @@ from handlers.contract import Reply
 from handlers.contract_routes import RenderedChat
 from handlers.tgi.routes import TGI
 from tests.contracts.tgi_exchange import info_reply, view
+from tests.freed import when_freed
 
 TELL_ME = {"inputs": "Tell me"}
 
@@ -89,6 +92,19 @@ def test_a_chat_that_the_template_refuses_says_so() -> None:
     assert TGI.refuse(refused.value) == Reply(
         422, "application/json", b'{"error":"Template error: roles must alternate","error_type":"template_error"}'
     )
+
+
+def test_the_error_of_a_chat_that_is_refused_is_freed_with_its_call() -> None:
+    error = InvalidChat("roles must alternate")
+    freed = when_freed(error)
+    gc.disable()
+    try:
+        with contextlib.suppress(InvalidChat):
+            info_reply("POST", "/chat_tokenize", CHAT, rendered=error)
+        del error
+        assert freed.is_set()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
