@@ -167,8 +167,10 @@ class HttpRoute:
         ids: Headers = [(REQUEST_ID, request_id)]
         if self._id_header is not None:
             ids.append((self._id_header, request_id))
+        bare: Headers = [*ids, *self._cors_headers]  # Of a reply that the head decides.
         break_off = head.scope.get("extensions", {}).get(BREAK_OFF)
-        reply = HttpReply(send, [*ids, *self._headers], state.retry_after, break_off)
+        headers = [*ids, *self._headers] if refusal is None else bare
+        reply = HttpReply(send, headers, state.retry_after, break_off)
         watch = DisconnectWatch(receive)
         body: bytes | None = None
         reader: BodyReader | None = None
@@ -199,7 +201,7 @@ class HttpRoute:
                         else:
                             found = told
                 if isinstance(found, Reply):
-                    reply.headers = [*ids, *self._cors_headers]  # It has its own of the contract's.
+                    reply.headers = bare
                     reply.reply(found)
                 elif body is not None:  # The client has not left.
                     if found is not None:
