@@ -166,6 +166,7 @@ class Answer(Protocol):
 
     content_type: str
     cumulative: bool = False  # Each part repeats all before it. A client that lags needs only the latest.
+    blocks: bool = False  # A customer's formatter runs in `feed`.
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:

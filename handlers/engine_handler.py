@@ -6,11 +6,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
 from engines.errors import Overloaded, RequestError
 from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply, ReplyWriter
+from handlers.formatter_thread import FormatterThread
 from handlers.images import ImageLoader
 from handlers.queue import EngineQueue
 from handlers.running_call import RunningCall
@@ -27,6 +29,7 @@ class EngineHandler:
         contract: Contract,
         refuse_unread: Callable[[Overloaded], Reply] | None = None,
         images: ImageLoader | None = None,
+        thread: FormatterThread | None = None,
     ) -> None:
         """Create the handler.
 
@@ -36,8 +39,10 @@ class EngineHandler:
             refuse_unread: Makes the reply to a call if the queue has no place at all. The body is not read then. None
                 if the form of a refusal depends on the body.
             images: Loads the images of the calls. None if the model takes text only.
+            thread: Runs the contract and answers that block. None if the contract calls no formatters of a customer.
         """
-        self._queue, self._contract, self._refuse_unread, self._images = queue, contract, refuse_unread, images
+        self._queue, self._contract, self._refuse_unread = queue, contract, refuse_unread
+        self._images, self._thread = images, thread
 
     async def handle(self, call: Call, writer: ReplyWriter) -> RunningCall:
         queue = self._queue
@@ -46,21 +51,26 @@ class EngineHandler:
                 queue.refuse_if_full()
             except Overloaded as full:
                 raise ContractError(self._refuse_unread(full), full.message) from None
-        exchange = await self._parse(call)
+        if self._thread is not None:
+            exchange = await self._thread.read(partial(self._contract.parse, call))
+        elif len(call.body) < LONG_BODY:
+            exchange = self._contract.parse(call)
+        else:
+            exchange = await asyncio.to_thread(self._contract.parse, call)
         for note in exchange.notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
         if call.fault is not None:
             raise self._refusal(exchange, call.fault)
         try:
             if not exchange.images:
-                running = self._running_call(exchange, writer, call.request_id)
+                running = RunningCall(queue, exchange, writer, call.request_id, self._thread)
                 await running.submit()
                 return running
             assert self._images is not None, "no contract has images for a model of text"
             async with self._images.load(exchange.images) as images:
                 requests = [msgspec.structs.replace(request, images=images) for request in exchange.requests]
                 shown = replace(exchange, requests=tuple(requests), images=())
-                running = self._running_call(shown, writer, call.request_id)
+                running = RunningCall(queue, shown, writer, call.request_id, self._thread)
                 await running.submit()
                 return running
         except RequestError as error:
@@ -71,11 +81,3 @@ class EngineHandler:
     def _refusal(self, exchange: Exchange, error: RequestError) -> ContractError:
         self._queue.engine.statistics.calls.count(0.0, failed=True)
         return ContractError(exchange.answer.fail(error), error.message)
-
-    async def _parse(self, call: Call) -> Exchange:
-        if len(call.body) < LONG_BODY:
-            return self._contract.parse(call)
-        return await asyncio.to_thread(self._contract.parse, call)
-
-    def _running_call(self, exchange: Exchange, writer: ReplyWriter, request_id: str) -> RunningCall:
-        return RunningCall(self._queue, exchange, writer, request_id)

@@ -22,19 +22,15 @@ from handlers.contract import Contract, Handler
 from handlers.contract_routes import ContractSetting, GenerationRoute, takes
 from handlers.custom.custom_handler import CustomHandler
 from handlers.custom.engine_call import EngineLoader
-from handlers.custom.formatter_thread import FormatterThread
 from handlers.custom.formatters import Formatters, load_formatters
 from handlers.custom.model_imports import ModelImports, add_packages
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
 from handlers.images import ImageLoader
-from handlers.lmi.adapter_formatters import AdapterFormatters
-from handlers.lmi.async_formatters import AsyncFormatters
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
 from handlers.lmi.engine_adapters import EngineAdapterHost
 from handlers.lmi.formatter_contract import FormatterContract
-from handlers.lmi.formatter_handler import FormatterHandler
 from handlers.lmi.invocations import InvocationsHandler
 from handlers.lmi.pooling import pooling_contract
 from handlers.lmi.pooling_invocations import PoolingInvocations
@@ -80,6 +76,7 @@ async def _load_engine(
     held.callback(imports.remove)
     await add_packages(settings, imports)
     formatters = await asyncio.to_thread(load_formatters, settings, imports)
+    held.callback(formatters.thread.stop)
     sessions = await load_sessions(settings, limits.overload_status)
     held.push_async_callback(sessions.stop)
     settings = choose_engine(settings)
@@ -104,47 +101,39 @@ async def _serving(
     settings: ModelSettings,
     limits: Limits,
     engine: Engine,
-    formatters: Formatters | None,
+    formatters: Formatters,
     sessions: Sessions,
     held: contextlib.AsyncExitStack,
 ) -> Service:
     waiting = limits.queue_size if engine.pooling is None else max(limits.queue_size, _LARGEST_BATCH)
     queue = EngineQueue(engine, engine.max_sequences + waiting, limits.overload_status)
     openai = await openai_handler(queue, settings, limits.model_aliases)
-    thread = FormatterThread(settings.predict_timeout)
-    held.callback(thread.stop)
 
-    def formatted(given: Formatters | None) -> Handler:
+    def formatted(given: Formatters) -> Handler:
         """Return the handler of `/invocations` with the formatters of the model or of an adapter."""
         if engine.pooling is not None:
             return pooling_invocations(settings, queue, engine.pooling, openai)
         contract = _contract(settings, engine)
-        lmi, asynchronous = EngineHandler(queue, contract, refuse_unread=overloaded), None
-        if given is not None and isinstance(contract, LmiAsyncContract):
+        if isinstance(contract, LmiAsyncContract):
             if given.output is not None and openai is None:
                 raise EngineStartError("an output formatter with option.async_mode=true needs vLLM as the engine")
-            asynchronous = AsyncFormatters(contract, given, thread, engine.tokenizer)
-        elif given is not None:
-            contract = FormatterContract(
-                contract,
-                settings,
-                read=given.input,
-                write=given.output,
-                writes_tokens=given.output_takes_tokens,
-                tokenizer=engine.tokenizer,
-            )
-            lmi = FormatterHandler(queue, contract, thread, refuse_unread=overloaded)
-            if given.input is not None:
-                return lmi  # it reads bodies of any form
-        return InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status, asynchronous)
+            lmi = EngineHandler(queue, contract, refuse_unread=overloaded)
+            given = given.offering(tokenizer=engine.tokenizer)
+            return InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status, contract, given)
+        thread = None
+        if given.input is not None or given.output is not None:
+            contract, thread = FormatterContract(contract, settings, given, engine.tokenizer), given.thread
+        lmi = EngineHandler(queue, contract, refuse_unread=overloaded, thread=thread)
+        if given.input is not None:
+            return lmi  # it reads bodies of any form
+        return InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status)
 
     invocations = formatted(formatters)
     adapters = None
     if engine.adapters is not None:
-        invocations = own = AdapterFormatters(
-            invocations, formatted, formatters, settings.predict_timeout, settings.async_mode
-        )
-        adapters = await _adapters(settings, EngineAdapterHost(engine.adapters, own), limits)
+        host = EngineAdapterHost(engine.adapters, invocations, formatted, formatters, settings.async_mode)
+        adapters = await _adapters(settings, host, limits)
+        invocations = host
     return Service(
         settings,
         invocations,

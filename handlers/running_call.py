@@ -7,10 +7,11 @@ import logging
 import time
 from collections.abc import Sequence
 
-from engines.errors import InternalError, InvalidParameter, RequestError
+from engines.errors import GenerationFailed, InternalError, InvalidParameter, RequestError
 from engines.interface import Generation, give_turn
 from engines.request import TokenDelta
 from handlers.contract import Exchange, Reply, ReplyWriter, not_held_header
+from handlers.formatter_thread import FormatterQueue, FormatterThread
 from handlers.queue import EngineQueue
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,14 @@ _BYTES_PER_SECOND = 32 * 1024 * 1024  # The rate of longer parts of one cumulati
 class RunningCall:
     """One call in the engine: the sink of its first prompt, and what cancels it (`Running`)."""
 
-    def __init__(self, queue: EngineQueue, exchange: Exchange, writer: ReplyWriter, request_id: str) -> None:
+    def __init__(
+        self,
+        queue: EngineQueue,
+        exchange: Exchange,
+        writer: ReplyWriter,
+        request_id: str,
+        thread: FormatterThread | None = None,
+    ) -> None:
         self._queue, self._exchange, self._writer, self._request_id = queue, exchange, writer, request_id
         self._answer = exchange.answer
         self._begun_at = time.monotonic()
@@ -35,6 +43,9 @@ class RunningCall:
         self._length = 0  # Of the last part of a cumulative answer, in bytes.
         self._aborted = False
         self._not_held: tuple[tuple[str, str], ...] = ()  # The header that names what the answer may break.
+        self._formatting: FormatterQueue[tuple[int, TokenDelta]] | None = None  # The deltas for an answer that blocks.
+        if thread is not None and exchange.answer.blocks:
+            self._formatting = FormatterQueue(thread, lambda item: exchange.answer.feed(*item), self._take)
         self.begun = False  # The reply has begun as a stream.
         self.answered = False  # The reply is complete.
         queue.running[request_id] = self
@@ -84,6 +95,9 @@ class RunningCall:
     def on_delta(self, delta: TokenDelta, prompt: int = 0) -> None:
         if self.answered:
             return
+        if self._formatting is not None:
+            self._formatting.put((prompt, delta))
+            return
         try:
             data = self._answer.feed(prompt, delta)
         except RequestError as error:
@@ -120,6 +134,13 @@ class RunningCall:
         for generation in self._generations:
             generation.cancel()
         self._generations.clear()
+
+    def _take(self, done: list[tuple[tuple[int, TokenDelta], bytes]], error: Exception | None) -> None:
+        for (prompt, delta), data in done:
+            if not self.answered:
+                self._write(prompt, delta, data)
+        if error is not None:
+            self.on_error(error if isinstance(error, RequestError) else GenerationFailed(f"internal error: {error}"))
 
     def _write(self, prompt: int, delta: TokenDelta, data: bytes) -> None:
         if delta.last:
@@ -161,6 +182,9 @@ class RunningCall:
             del self._queue.running[self._request_id]
         if self._timer is not None:
             self._timer.cancel()
+        if self._formatting is not None:
+            self._formatting.close()
+            self._formatting = None  # It holds the call.
 
     def _tick(self) -> None:
         """Write a comment if the stream has said nothing since the last tick."""

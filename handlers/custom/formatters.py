@@ -1,47 +1,65 @@
-"""Loads a customer's input and output formatters from `model.py` into the server's process."""
+"""A customer's input and output formatters, which the server's process loads from `model.py`."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import logging
 import re
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from djl_python.output_formatter import takes_request_output
-from djl_python.service_loader import find_decorated_function, load_model_service
+from djl_python.service_loader import MODEL_FILE, find_decorated_function, load_model_service
+from engines.adapters import Adapter
+from engines.daemon_thread import in_daemon_thread
+from engines.errors import AdapterFailed
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
 from handlers.custom.model_imports import ModelImports
 from handlers.custom.worker_process.load_error import describe_error
+from handlers.formatter_thread import FormatterThread
 
 logger = logging.getLogger(__name__)
 
 Formatter = Callable[..., Any]
 
 
+_SHOWN = 200  # Characters of a path in a message.
+
+
 @dataclass(frozen=True, slots=True)
 class Formatters:
-    """The formatters of a model or of an adapter."""
+    """The formatters of a model or of an adapter, and the thread that runs them."""
 
-    input: Formatter | None
-    output: Formatter | None
+    thread: FormatterThread
+    input: Formatter | None = None
+    output: Formatter | None = None
+    module: str = ""  # The name of an adapter's module.
 
     @property
     def output_takes_tokens(self) -> bool:
         """True if the output formatter has the older form of LMI, which is called with each token."""
         return self.output is not None and not takes_request_output(self.output)
 
+    def offering(self, **keywords: Any) -> Formatters:
+        """Return formatters whose input formatter gets those of the keyword arguments that it accepts."""
+        if self.input is None:
+            return self
+        parameters = inspect.signature(self.input).parameters.values()
+        if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+            names = {parameter.name for parameter in list(parameters)[1:]}
+            keywords = {name: value for name, value in keywords.items() if name in names}
+        return replace(self, input=partial(self.input, **keywords))
 
-def formatters_of(module: ModuleType) -> Formatters:
-    """Return the decorated formatters of a module."""
-    return Formatters(
-        find_decorated_function(module, "is_input_formatter"), find_decorated_function(module, "is_output_formatter")
-    )
+    def forget(self) -> None:
+        """Remove an adapter's module from `sys.modules`."""
+        sys.modules.pop(self.module, None)
 
 
 # The signatures that LMI calls, by the kind of formatter and option.async_mode.
@@ -115,8 +133,8 @@ def _type_names(annotation: Any) -> set[str]:
     return set(re.findall(r"\w+", str(annotation)))
 
 
-def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatters | None:
-    """Import the model's `model.py` and return its formatters, or None if it has none.
+def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatters:
+    """Import the model's `model.py` and return its formatters.
 
     The formatters work until `imports` is removed.
 
@@ -124,33 +142,88 @@ def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatter
         EngineStartError: The file cannot be imported; the message has the file and the line. Or the file does not have
             the function that `option.output_formatter` names. Or the model's mode cannot call a formatter.
     """
-    path = settings.formatters
+    thread, path = FormatterThread(settings.predict_timeout), settings.formatters
     if path is None:
-        return None
+        return Formatters(thread)
     imports.add_own(path.parent)
-    module = _import(path, settings.name)
-    found = formatters_of(module)
+    try:
+        module = load_model_service(str(path.parent), path.name, namespace=settings.name).module
+    except BaseException as error:
+        logger.exception("%s cannot be imported", path.name)
+        raise EngineStartError(f"{path.name} cannot be imported: {describe_error(error, str(path.parent))}") from error
+    found = _found(module, thread)
     if settings.formatter_function is not None:
         output = getattr(module, settings.formatter_function, None)
         if not callable(output):
             raise EngineStartError(
                 f"option.output_formatter is {settings.formatter_function}: {path.name} has no such function"
             )
-        found = Formatters(found.input, output)
+        found = replace(found, output=output)
     elif settings.output_formatter is not None:  # The settings choose a built-in formatter.
-        found = Formatters(found.input, None)
+        found = replace(found, output=None)
     if found.input is None and found.output is None:
         logger.warning("%s has neither a handler nor formatters; the engine serves the model without it", path.name)
-        return None
     if fault := signature_fault(found, async_mode=settings.async_mode):
         raise EngineStartError(f"{path.name}: {fault}")
     return found
 
 
-def _import(path: Path, model: str) -> ModuleType:
-    directory = str(path.parent)
+async def load_adapter_formatters(adapter: Adapter, base: Formatters, *, async_mode: bool) -> Formatters | None:
+    """Run an adapter's `model.py` and return its formatters, or None if it has none.
+
+    Args:
+        adapter: The adapter. Its module has a unique name.
+        base: The model's formatters. An adapter with only one kind of formatter uses the other kind from here.
+        async_mode: The value of option.async_mode, which decides the formatters' signatures.
+
+    Raises:
+        AdapterFailed: The file cannot be run; the message has the file and the line. Or it takes too long. Or
+            the model's mode cannot call a formatter.
+    """
+    limit = base.thread.time_limit
+    loading = asyncio.ensure_future(in_daemon_thread(partial(_of_adapter, adapter, base.thread, async_mode)))
     try:
-        return load_model_service(directory, path.name, namespace=model).module
+        async with asyncio.timeout(limit):
+            own = await asyncio.shield(loading)
+    except TimeoutError:
+        raise AdapterFailed(f"{MODEL_FILE} of the adapter took longer than {limit:g} s") from None
+    finally:
+        if not loading.done():
+            loading.add_done_callback(_forget)
+    if own is None:
+        return None
+    return replace(own, input=own.input or base.input, output=own.output or base.output)
+
+
+def _of_adapter(adapter: Adapter, thread: FormatterThread, async_mode: bool) -> Formatters | None:
+    directory = str(adapter.path)
+    try:
+        if not (adapter.path / MODEL_FILE).is_file():
+            return None
+    except OSError as error:  # For example, the name is too long.
+        raise AdapterFailed(f"src: {directory[:_SHOWN]!r} cannot be read: {error.strerror}") from None
+    try:
+        module = load_model_service(directory, MODEL_FILE, namespace=f"{adapter.name}_{adapter.id}").module
     except BaseException as error:
-        logger.exception("%s cannot be imported", path.name)
-        raise EngineStartError(f"{path.name} cannot be imported: {describe_error(error, directory)}") from error
+        logger.exception("%s of the adapter %s cannot be run", MODEL_FILE, adapter.name)
+        raise AdapterFailed(f"{MODEL_FILE} of the adapter cannot be run: {describe_error(error, directory)}") from error
+    own = _found(module, thread)
+    if fault := signature_fault(own, async_mode=async_mode):
+        own.forget()
+        raise AdapterFailed(f"{MODEL_FILE} of the adapter: {fault}")
+    if own.input is own.output is None:
+        own.forget()
+        return None
+    return own
+
+
+def _forget(late: asyncio.Future[Formatters | None]) -> None:
+    """Remove the module of a `model.py` whose end nobody waited for."""
+    if not late.cancelled() and late.exception() is None and (formatters := late.result()) is not None:
+        formatters.forget()
+
+
+def _found(module: ModuleType, thread: FormatterThread) -> Formatters:
+    """Return the decorated functions of a module."""
+    read, write = (find_decorated_function(module, f"is_{kind}_formatter") for kind in ("input", "output"))
+    return Formatters(thread, read, write, module.__name__)

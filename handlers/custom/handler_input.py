@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
+from djl_python import Input
 from handlers.contract import Call
 from handlers.djl_errors import bad_request
 from handlers.forms import FormError, form_fields, is_form
@@ -74,6 +75,20 @@ def input_of(call: Call) -> HandlerInput:
         raise bad_request("The handler can't be overridden in a request")
     query = tuple((key, value.encode()) for key, value in call.query)
     return HandlerInput(headers, tuple(properties.values()), (*query, *_contents(call)))
+
+
+def sdk_input(call: Call) -> Input:
+    """Return the `Input` that LMI gives to formatters in this process.
+
+    Raises:
+        ContractError: See `input_of`.
+    """
+    _, properties, contents = input_of(call)
+    given = Input()
+    given.properties = dict(properties)
+    for key, value in contents:
+        given.content.add(key, value)
+    return given
 
 
 def priority_of(given: HandlerInput) -> int:

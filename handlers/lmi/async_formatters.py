@@ -1,125 +1,55 @@
-"""A customer's formatters for the asynchronous mode of LMI.
+"""A customer's formatters in the asynchronous mode of LMI: they change bodies and vLLM's answers.
 
-Source: djl_python, `lmi_vllm/vllm_async_service.py`.
+Source: djl_python, `lmi_vllm/vllm_async_service.py`. The formatters of the other modes are in
+`handlers.lmi.formatter_contract`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from djl_python.encode_decode import decode as decode_as_lmi
-from engines.errors import GenerationFailed, InvalidRequest, RequestError
-from handlers.contract import JSON, Call, media_type
-from handlers.custom.formatter_thread import FormatterThread
+from engines.errors import GenerationFailed, InvalidRequest
+from handlers.contract import JSON, Call, Reply, ReplyWriter, Running, media_type
 from handlers.custom.formatters import Formatter, Formatters
-from handlers.djl_errors import failed_dependency
+from handlers.custom.handler_input import sdk_input
+from handlers.djl_errors import FAILED_DEPENDENCY, failed_dependency, payload_error
+from handlers.formatter_thread import FAILED, FormatterQueue
 from handlers.forms import is_form
-from handlers.lmi.asynchronous import LmiAsyncContract
+from handlers.lmi.answer_forms import AsyncForm
 from handlers.lmi.body import decode
 from handlers.lmi.errors import payload_refused
-from handlers.lmi.formatter_contract import FAILED, accepted_keywords, handler_input
+from handlers.lmi.shaped_reply import ShapedReply, error_of, is_error
 
 logger = logging.getLogger(__name__)
 
-
-def _answer_object(path: str, body: bytes) -> Any:
-    from handlers.openai.vllm_app import answer_object  # imports vLLM
-
-    return answer_object(path, body)
+_END = b""  # Stands for the end of the stream among its events.
 
 
-class AsyncFormatters:
-    """The input formatter, which changes bodies before they are parsed, and the output formatter for answers."""
+def formatted_call(read: Formatter, call: Call) -> Call:
+    """Return the call with the body that the input formatter returns.
 
-    def __init__(
-        self,
-        contract: LmiAsyncContract,
-        given: Formatters,
-        thread: FormatterThread,
-        tokenizer: Any = None,
-        answer_object: Callable[[str, bytes], Any] = _answer_object,
-    ) -> None:
-        """Create the formatters.
+    As in LMI, `adapters` is taken out of the body before the formatter is called.
 
-        Args:
-            contract: The contract that parses bodies with `inputs`.
-            given: The customer's functions.
-            thread: The thread on which they run.
-            tokenizer: The value of the input formatter's argument `tokenizer`.
-            answer_object: Returns vLLM's object for an answer, from the path in its front end and the body.
-        """
-        self._contract, self._read, self._write = contract, given.input, given.output
-        self._answer_object = answer_object
-        self._keywords = accepted_keywords(self._read, {"tokenizer": tokenizer}) if self._read is not None else {}
-        self.thread = thread
-        self.writes = self._write is not None  # True if there is an output formatter.
-
-    async def read(self, call: Call) -> Call:
-        """Return the call with the body that the input formatter returns.
-
-        As in LMI, `adapters` is taken out of the body before the formatter is called.
-
-        Raises:
-            ContractError: The body cannot be decoded, or the formatter failed.
-        """
-        if self._read is None:
-            return call
-        try:
-            return await self.thread.run(partial(self._read_call, self._read, call))
-        except RequestError as error:
-            raise failed_dependency(error.message) from None
-
-    def _read_call(self, read: Formatter, call: Call) -> Call:
-        document = _decoded(call)
-        adapters = document.pop("adapters", None) if isinstance(document, dict) else None
-        try:
-            document = read(document, **self._keywords)
-            if not isinstance(document, dict):
-                raise TypeError(f"the input formatter returned {type(document).__name__}; expected dict")
-            if adapters is not None:
-                document.setdefault("adapters", adapters)
-            body = json.dumps(document).encode()
-        except Exception as error:
-            logger.exception("the input formatter failed", extra={"request_id": call.request_id})
-            raise failed_dependency(f"{FAILED}: {error}") from None
-        return replace(call, body=body, content_type=JSON)
-
-    def as_completion(self, call: Call) -> Call:
-        """Return a call with `inputs` as a call for a completion of vLLM, so that vLLM's front end answers it.
-
-        Raises:
-            ContractError: The call is refused.
-        """
-        completion, notes = self._contract.as_completion(call)
-        for note in notes:
-            logger.info("%s", note, extra={"request_id": call.request_id})
-        return completion
-
-    def written_answer(self, path: str, body: bytes) -> bytes:
-        """Return the output formatter's line for a whole answer of vLLM. `path` is a path of its front end.
-
-        Raises:
-            GenerationFailed: See `written`.
-        """
-        return self.written(self._answer_object(path, body))
-
-    def written(self, response: Any) -> bytes:
-        """Return the output formatter's line for vLLM's response, or for one event of its stream.
-
-        Raises:
-            GenerationFailed: The formatter raised an error, or returned a value that cannot be sent.
-        """
-        assert self._write is not None
-        try:
-            return _line(self._write(response))
-        except Exception as error:
-            logger.exception("the output formatter failed")
-            raise GenerationFailed(f"{FAILED}: {error}") from None
+    Raises:
+        ContractError: The body cannot be decoded, or the formatter failed.
+    """
+    document = _decoded(call)
+    adapters = document.pop("adapters", None) if isinstance(document, dict) else None
+    try:
+        document = read(document)
+        if not isinstance(document, dict):
+            raise TypeError(f"the input formatter returned {type(document).__name__}; expected dict")
+        if adapters is not None:
+            document.setdefault("adapters", adapters)
+        body = json.dumps(document).encode()
+    except Exception as error:
+        logger.exception("the input formatter failed", extra={"request_id": call.request_id})
+        raise failed_dependency(f"{FAILED}: {error}") from None
+    return replace(call, body=body, content_type=JSON)
 
 
 def _decoded(call: Call) -> Any:
@@ -127,14 +57,133 @@ def _decoded(call: Call) -> Any:
     try:
         if "json" in kind or is_form(kind) or kind in ("", "application/octet-stream"):
             return decode(call.body, "" if "json" in kind else call.content_type)
-        return decode_as_lmi(handler_input(call), call.content_type)
+        return decode_as_lmi(sdk_input(call), call.content_type)
     except InvalidRequest as error:
         raise payload_refused(error.message) from None
     except (ValueError, KeyError, ImportError) as error:
         raise payload_refused(f"the body is not valid {kind}: {error}") from None
 
 
-def _line(value: Any) -> bytes:
+class FormattedReply(ShapedReply):
+    """Passes vLLM's replies to another writer after a customer's output formatter has changed them.
+
+    The formatter gets vLLM's object for a whole answer, or each event of a stream as vLLM sends it. It does not get
+    errors.
+    """
+
+    def __init__(self, writer: ReplyWriter, formatters: Formatters, form: AsyncForm, path: str) -> None:
+        """Create the writer.
+
+        Args:
+            writer: Takes the changed reply.
+            formatters: The formatters. They have an output formatter.
+            form: The form of errors.
+            path: The path in vLLM's front end.
+        """
+        super().__init__(writer, form)
+        self._formatters, self._path = formatters, path
+        self._formatting: FormatterQueue[Reply | bytes] | None = None
+        self._running: Running | None = None
+
+    def follow(self, running: Running | None) -> None:
+        """Set the call that makes the reply. It is cancelled if the reply ends early."""
+        self._running = running
+        if self._ended:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Implement `Running`: the client has left, or the formatter has failed."""
+        if (running := self._close()) is not None:
+            running.cancel()
+
+    def reply(self, reply: Reply) -> None:
+        super().reply(reply)
+        if self._ended:
+            self._close()
+
+    def end(self, data: bytes) -> None:
+        self.write(data)
+        self._put(_END)
+
+    async def drain(self) -> None:
+        if self._formatting is not None:
+            await self._formatting.drain()
+        await super().drain()
+
+    def _whole(self, reply: Reply) -> None:
+        self._put(reply)
+
+    def _event(self, event: bytes) -> None:
+        self._put(event)
+
+    def _put(self, item: Reply | bytes) -> None:
+        if self._ended:
+            return
+        if self._formatting is None:
+            self._formatting = FormatterQueue(self._formatters.thread, self._format, self._take)
+        self._formatting.put(item)
+
+    def _format(self, item: Reply | bytes) -> bytes:
+        """Return the bytes for a whole answer or for an event. Runs on the formatters' thread."""
+        if isinstance(item, Reply):
+            from handlers.openai.vllm_app import answer_object  # imports vLLM
+
+            return self._line(answer_object(self._path, item.body))
+        if item == _END:
+            return b"\n"
+        return self._shape.event(item) if is_error(item) else self._line(f"data: {item.decode()}\n\n")
+
+    def _line(self, response: Any) -> bytes:
+        """Return the output formatter's line for an object or an event of vLLM.
+
+        Raises:
+            GenerationFailed: The formatter raised an error, or returned a value that cannot be sent.
+        """
+        assert self._formatters.output is not None
+        try:
+            return _encoded(self._formatters.output(response))
+        except Exception as error:
+            logger.exception("the output formatter failed")
+            raise GenerationFailed(f"{FAILED}: {error}") from None
+
+    def _take(self, done: list[tuple[Reply | bytes, bytes]], error: Exception | None) -> None:
+        for item, line in done:
+            if self._ended:
+                return
+            if isinstance(item, Reply):
+                self._close()
+                self._writer.reply(Reply(item.status, JSON, line, item.headers))
+            elif is_error(item):
+                self._fail(line, self._shape.refusal(Reply(error_of(item).code, JSON, item)))
+            else:
+                if not self._started:
+                    self._begin()
+                if item == _END:
+                    self._close()
+                    self._writer.end(line)
+                else:
+                    self._writer.write(line)
+        if error is not None and not self._ended:
+            last = payload_error(error.message if isinstance(error, GenerationFailed) else f"internal error: {error}")
+            self._fail(last, Reply(FAILED_DEPENDENCY, JSON, last))
+
+    def _fail(self, last: bytes, refusal: Reply) -> None:
+        self.cancel()
+        if self._started:
+            self._writer.end(last)
+        else:
+            self._writer.reply(refusal)
+
+    def _close(self) -> Running | None:
+        """Take nothing more, and return the call. The queue and the call hold this writer."""
+        self._ended = True
+        if self._formatting is not None:
+            self._formatting.close()
+        running, self._formatting, self._running = self._running, None, None
+        return running
+
+
+def _encoded(value: Any) -> bytes:
     if hasattr(value, "model_dump_json"):
         value = value.model_dump_json()
     elif hasattr(value, "model_dump"):

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
 from engines.errors import InvalidRequest, UnknownAdapter
 from engines.model_settings import ModelSettings
 from handlers.contract import JSON, Call, ContractError, Handler, ReplyWriter, Running, adapter_header, media_type
+from handlers.custom.formatters import Formatters
 from handlers.djl_errors import FAILED_DEPENDENCY, unknown_adapter
 from handlers.json_cost import JsonDecoder, off_the_loop
 from handlers.lmi.adapter_choice import adapter_query, adapters_in, adapters_of
 from handlers.lmi.answer_forms import AsyncForm, LmiChatForm
-from handlers.lmi.async_formatters import AsyncFormatters
+from handlers.lmi.async_formatters import FormattedReply, formatted_call
+from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.errors import payload_refused
-from handlers.lmi.formatted_reply import FormattedReply
 from handlers.lmi.sessions import SESSION_ID, Sessions
 from handlers.openai.answer import VLLM_FORM, AnswerForm
 from handlers.openai.body import Body, read_chat, read_completion
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.openai.handler import OpenAIHandler
+
+logger = logging.getLogger(__name__)
 
 # The first of these fields that a body has decides its kind. A body without any of them is LMI's, which refuses it.
 _ROLLING_BATCH = ("messages", "prompt", "inputs", "requestType")
@@ -44,7 +49,8 @@ class InvocationsHandler:
         settings: ModelSettings,
         sessions: Sessions,
         overload_status: int = 503,
-        formatters: AsyncFormatters | None = None,
+        contract: LmiAsyncContract | None = None,
+        formatters: Formatters | None = None,
     ) -> None:
         """Create the handler.
 
@@ -54,11 +60,12 @@ class InvocationsHandler:
             settings: The model's settings.
             sessions: Answers `requestType`.
             overload_status: The status of a reply if the queue is full.
-            formatters: The formatters of LMI's asynchronous mode. If there is an output formatter, vLLM's front end
-                answers bodies with `inputs` too.
+            contract: The contract of bodies with `inputs` in LMI's asynchronous mode.
+            formatters: The formatters of that mode. If there is an output formatter, vLLM's front end answers bodies
+                with `inputs` too.
         """
-        self._lmi, self._openai, self._settings, self._formatters = lmi, openai, settings, formatters
-        self._sessions, self._overload_status = sessions, overload_status
+        self._lmi, self._openai, self._settings, self._sessions = lmi, openai, settings, sessions
+        self._overload_status, self._contract, self._formatters = overload_status, contract, formatters
         self._order = _ASYNCHRONOUS if settings.async_mode else _ROLLING_BATCH
         self._forms = dict.fromkeys(_PATHS, VLLM_FORM)
         if settings.async_mode:
@@ -69,8 +76,8 @@ class InvocationsHandler:
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
         formatters = self._formatters
-        if formatters is not None:
-            call = await formatters.read(call)
+        if formatters is not None and formatters.input is not None:
+            call = await formatters.thread.read(partial(formatted_call, formatters.input, call))
         data, field, body = call.body, "inputs", None
         if b'"messages"' in data or b'"prompt"' in data or b'"requestType"' in data:
             call, field, body = await off_the_loop(data, self._read, call)
@@ -79,7 +86,7 @@ class InvocationsHandler:
             return None
         if _SESSION_HEADER in call.headers:
             await self._sessions.check(call)
-        if formatters is not None and formatters.writes:
+        if formatters is not None and formatters.output is not None:
             return await self._formatted(formatters, call, field, body, writer)
         if field == "inputs":
             return await self._lmi.handle(call, writer)
@@ -92,18 +99,21 @@ class InvocationsHandler:
         return await self._begin(self._openai, call, field, body, writer, self._forms[field])
 
     async def _formatted(
-        self, formatters: AsyncFormatters, call: Call, field: str, body: Body | None, writer: ReplyWriter
+        self, formatters: Formatters, call: Call, field: str, body: Body | None, writer: ReplyWriter
     ) -> Running | None:
         """Answer a call with vLLM's front end and the model's output formatter."""
         assert self._openai is not None, "the model has not loaded without it"
         form = AsyncForm(self._overload_status)
         if field == "inputs":
-            call = await off_the_loop(call.body, formatters.as_completion, call)
+            assert self._contract is not None
+            call, notes = await off_the_loop(call.body, self._contract.as_completion, call)
+            for note in notes:
+                logger.info("%s", note, extra={"request_id": call.request_id})
             call, field, body = await off_the_loop(call.body, self._read, call)
             form = AsyncForm(self._overload_status, FAILED_DEPENDENCY)
         reply = FormattedReply(writer, formatters, form, _PATHS[field])
-        reply.running = running = await self._begin(self._openai, call, field, body, reply, VLLM_FORM)
-        return running
+        reply.follow(await self._begin(self._openai, call, field, body, reply, VLLM_FORM))
+        return reply
 
     async def _begin(
         self, openai: OpenAIHandler, call: Call, field: str, body: Body | None, writer: ReplyWriter, form: AnswerForm

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,26 +17,28 @@ from djl_python.request_io import RequestInput, RequestOutput, TextGenerationOut
 from engines.errors import EngineDead, GenerationFailed, Overloaded
 from engines.request import FinishReason, Token, TokenDelta
 from handlers.contract import Call, ContractError, Exchange, Reply
-from handlers.custom.formatter_thread import FormatterThread
 from handlers.custom.formatters import Formatters
-from handlers.lmi.async_formatters import AsyncFormatters
+from handlers.formatter_thread import FormatterThread
+from handlers.lmi.answer_forms import AsyncForm
+from handlers.lmi.async_formatters import FormattedReply, formatted_call
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.formatter_contract import FormatterContract
 from handlers.lmi.rolling_batch import LmiRollingContract
 from tests.contracts.exchange import MODEL, a_joke, call
+from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.request_headers import request_headers
+from tests.waiting import until
 
+PAGE = Path(__file__).parents[2] / "docs" / "formatters.md"
 PROMPT = {"inputs": "Tell me", "parameters": {"max_new_tokens": 2}}
 
 
 def contract(
     read: Callable[..., Any] | None = None, write: Callable[..., Any] | None = None, **options: Any
 ) -> FormatterContract:
-    writes_tokens = options.pop("writes_tokens", False)
     model = replace(MODEL, **options)
-    return FormatterContract(
-        LmiRollingContract(model), model, read=read, write=write, writes_tokens=writes_tokens, tokenizer="tokenizer"
-    )
+    given = Formatters(FormatterThread(5), read, write)
+    return FormatterContract(LmiRollingContract(model), model, given, "tokenizer")
 
 
 def body(exchange: Exchange, *deltas: TokenDelta) -> str:
@@ -101,7 +105,7 @@ def test_the_older_kind_of_formatter_is_called_with_each_token() -> None:
         calls.append((token.as_dict(), first, last, generated_text, request_id))
         return json.dumps(details) if last else token.text
 
-    exchange = contract(write=write, writes_tokens=True).parse(call({**PROMPT, "stream": True}))
+    exchange = contract(write=write).parse(call({**PROMPT, "stream": True}))
     assert body(exchange) == " a{}"
     assert calls == [
         ({"id": 7, "text": " a", "log_prob": -0.5}, True, False, "", 0),
@@ -114,7 +118,7 @@ def test_the_older_kind_gets_details_where_the_request_asks_for_them() -> None:
         return json.dumps(details) if last else ""
 
     asked = {"inputs": "Tell me", "parameters": {"details": True}}
-    details = json.loads(body(contract(write=write, writes_tokens=True).parse(call(asked))))
+    details = json.loads(body(contract(write=write).parse(call(asked))))
     assert details["finish_reason"] == "length"
     assert details["generated_tokens"] == 2
     assert details["inputs"] == "Tell me"
@@ -185,6 +189,26 @@ def test_several_sequences_are_all_in_the_output() -> None:
     assert body(exchange, first, second) == '{"0": 1, "1": 2}'
 
 
+def example(number: int) -> dict[str, Any]:
+    """Return the names in an example of the page about formatters."""
+    names: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)[number], names)
+    return names
+
+
+def test_the_example_of_the_page_answers_whole_and_streamed() -> None:
+    names = example(1)
+    formatters = contract(names["read"], names["write"])
+    exchange = formatters.parse(call({"question": "Why?"}))
+    assert exchange.requests[0].prompt == "Why?"
+    assert body(exchange) == '{"answer": " a joke"}'
+    streamed = formatters.parse(call({"question": "Why?", "stream": True}))
+    assert [json.loads(streamed.answer.feed(0, delta)) for delta in a_joke()] == [
+        {"text": " a", "last": False},
+        {"text": " joke", "last": True},
+    ]
+
+
 def failing(*_: Any, **__: Any) -> Any:
     raise KeyError("question")
 
@@ -243,19 +267,16 @@ def test_bad_requests_are_refused_as_without_formatters(request_: Call, message:
 # Formatters of the asynchronous mode.
 
 
-def payload_formatters(
-    read: Callable[..., Any] | None = None, write: Callable[..., Any] | None = None, **options: Any
-) -> AsyncFormatters:
-    model = replace(MODEL, async_mode=True, **options)
-    return AsyncFormatters(LmiAsyncContract(model), Formatters(read, write), FormatterThread(5), "tokenizer")
-
-
 def changed_by(read: Callable[..., Any], request: Call) -> Call:
-    formatters = payload_formatters(read)
-    try:
-        return asyncio.run(formatters.read(request))
-    finally:
-        formatters.thread.stop()
+    formatters = Formatters(FormatterThread(5), read).offering(tokenizer="tokenizer")
+    assert formatters.input is not None
+    return formatted_call(formatters.input, request)
+
+
+def completion_of(document: Any) -> Call:
+    """Return the completion by which vLLM answers a body with `inputs`."""
+    completion, _ = LmiAsyncContract(replace(MODEL, async_mode=True)).as_completion(call(document))
+    return completion
 
 
 def renamed(decoded_payload: dict[str, Any], tokenizer: Any = None, **kwargs: Any) -> dict[str, Any]:
@@ -287,6 +308,14 @@ def test_a_payload_formatter_changes_the_body_before_it_is_parsed(
 ) -> None:
     changed = changed_by(renamed, call(body, content_type))
     assert (changed.body, changed.content_type) == (expected, "application/json")
+
+
+def test_the_example_of_the_page_for_the_asynchronous_mode_changes_bodies_and_events() -> None:
+    names = example(0)
+    changed = changed_by(names["read"], call({"question": "Why?"}))
+    assert json.loads(changed.body) == {"messages": [{"role": "user", "content": "Why?"}]}
+    assert names["write"]('data: {"id": "x"}\n\n') == 'data: {"id": "x", "reviewed": true}'
+    assert names["write"]("data: [DONE]\n\n") == "data: [DONE]\n\n"
 
 
 def test_a_payload_formatter_gets_the_tokenizer_where_it_takes_it_and_never_sees_adapters() -> None:
@@ -339,7 +368,7 @@ def test_a_request_with_inputs_becomes_a_completion_for_an_output_formatter() ->
         "model": "m",
         "parameters": {"max_new_tokens": 2, "do_sample": False, "stop_sequences": ["."], "return_full_text": True},
     }
-    completion = payload_formatters(write=str).as_completion(call(asked))
+    completion = completion_of(asked)
     assert completion.body == (
         b'{"prompt":"Tell me","stream":false,"max_tokens":2,"min_tokens":0,"temperature":0.0,"top_k":0,"top_p":1.0,'
         b'"min_p":0.0,"repetition_penalty":1.0,"presence_penalty":0.0,"frequency_penalty":0.0,"stop":["."],'
@@ -351,7 +380,7 @@ def test_a_request_with_inputs_becomes_a_completion_for_an_output_formatter() ->
 def test_details_and_streams_ask_vllm_for_tokens_and_usage_as_lmi_does() -> None:
     def completion(**more: Any) -> dict[str, Any]:
         given = {"inputs": "x", "parameters": {"details": True, "decoder_input_details": True}, **more}
-        document: dict[str, Any] = json.loads(payload_formatters(write=str).as_completion(call(given)).body)
+        document: dict[str, Any] = json.loads(completion_of(given).body)
         return document
 
     shown = {"logprobs": 1, "return_tokens_as_token_ids": True}
@@ -373,21 +402,15 @@ def test_details_and_streams_ask_vllm_for_tokens_and_usage_as_lmi_does() -> None
 @pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
 def test_a_constraint_stays_one(name: str, outputs: dict[str, Any], expected: dict[str, Any]) -> None:
     asked = {"inputs": "x", "parameters": {name: outputs}}
-    document = json.loads(payload_formatters(write=str).as_completion(call(asked)).body)
+    document = json.loads(completion_of(asked).body)
     one_line = "disable_any_whitespace" in outputs
     assert document["structured_outputs"] == {**expected, "disable_any_whitespace": one_line}
     assert "guided_decoding" not in document
 
 
-def test_parameters_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    payload_formatters(write=str).as_completion(call({"inputs": "x", "parameters": {"watermark": True}}))
-    assert "parameters without effect: watermark" in caplog.text
-
-
 def test_a_request_that_lmi_refuses_is_refused_before_it_becomes_a_completion() -> None:
     with pytest.raises(ContractError, match="`max_new_tokens` must be at least 1"):
-        payload_formatters(write=str).as_completion(call({"inputs": "x", "parameters": {"max_new_tokens": 0}}))
+        completion_of({"inputs": "x", "parameters": {"max_new_tokens": 0}})
 
 
 class Dumped:
@@ -402,6 +425,22 @@ class Dumpable:
         return {"id": "ü"}
 
 
+def formatted_event(value: Any) -> CollectedReply:
+    """Return the reply to a stream of one event, for which the output formatter returns the value."""
+
+    async def reply() -> CollectedReply:
+        client, formatters = CollectedReply(), Formatters(FormatterThread(5), output=lambda response: value)
+        writer = FormattedReply(client, formatters, AsyncForm(), "/v1/completions")
+        writer.start(200, "text/event-stream")
+        writer.write(b'data: {"id":"x"}\n\n')
+        await until(lambda: client.parts or client.finished)
+        writer.cancel()
+        formatters.thread.stop()
+        return client
+
+    return asyncio.run(reply())
+
+
 @pytest.mark.parametrize(
     ("value", "line"),
     [
@@ -413,10 +452,12 @@ class Dumpable:
     ],
 )
 def test_what_an_output_formatter_returns_is_sent_as_a_line(value: Any, line: bytes) -> None:
-    assert payload_formatters(write=lambda response: value).written("response") == line
+    assert formatted_event(value).parts == [line]
 
 
 @pytest.mark.parametrize("value", [None, 5, [1], b"x", {"x": object()}])
 def test_what_cannot_be_sent_fails_the_request(value: Any) -> None:
-    with pytest.raises(GenerationFailed, match="Custom formatter failed: "):
-        payload_formatters(write=lambda response: value).written("response")
+    reply = formatted_event(value).whole
+    assert reply is not None
+    assert (reply.status, reply.content_type) == (424, "application/json")
+    assert json.loads(reply.body)["error"].startswith("Custom formatter failed: ")

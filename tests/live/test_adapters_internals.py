@@ -81,13 +81,14 @@ def bytes_read() -> int:
 
 async def test_a_model_ends_at_once_while_the_engine_does_not_answer_to_a_new_adapter(source: Path) -> None:
     from engines.vllm.lora import VllmAdapters
-    from handlers.lmi.adapter_formatters import AdapterFormatters
+    from handlers.custom.formatters import Formatters
+    from handlers.formatter_thread import FormatterThread
     from handlers.lmi.engine_adapters import EngineAdapterHost
 
     llm: Any = Llm()
     adapters = VllmAdapters(llm, 60)
-    formatters = AdapterFormatters(llm, lambda _: None, None, 60)  # type: ignore[arg-type, return-value]
-    registry = AdapterRegistry(EngineAdapterHost(adapters, formatters), source)
+    host = EngineAdapterHost(adapters, llm, lambda _: llm, Formatters(FormatterThread(60)))
+    registry = AdapterRegistry(host, source)
     llm.answers.clear()
     order = asyncio.create_task(registry.register(AdapterOrder(name="a", src=str(source))))
     await until(lambda: llm.orders)

@@ -12,7 +12,8 @@ import pytest
 
 from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
 from engines.errors import AdapterConflict, AdapterFailed, InvalidParameter, InvalidRequest, UnknownAdapter
-from handlers.lmi.adapter_formatters import AdapterFormatters
+from handlers.custom.formatters import Formatters
+from handlers.formatter_thread import FormatterThread
 from handlers.lmi.engine_adapters import EngineAdapterHost
 from tests.waiting import until
 
@@ -397,8 +398,7 @@ def with_formatter(directory: Path) -> str:
 async def test_only_adapters_that_are_there_have_their_formatters_loaded(tmp_path: Path) -> None:
     engine, before = Engine(), set(sys.modules)
     otherwise: Any = None
-    formatters = AdapterFormatters(otherwise, lambda found: found, None, 10)  # type: ignore[arg-type, return-value]
-    host = EngineAdapterHost(engine, formatters)
+    host = EngineAdapterHost(engine, otherwise, lambda _: otherwise, Formatters(FormatterThread(10)))
     registry = AdapterRegistry(host, tmp_path)
     first, second = (with_formatter(tmp_path / name) for name in ("first", "second"))
 

@@ -15,20 +15,20 @@ from engines.interface import Generation, Sink
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply, not_held_header, read_steering
 from handlers.contract_routes import ContractSetting
-from handlers.custom.formatter_thread import FormatterThread
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
+from handlers.formatter_thread import FormatterThread
 from handlers.happy_vllm.answer import StreamAnswer
 from handlers.happy_vllm.routes import HappyVllmContract
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
-from handlers.lmi.formatter_handler import FormatterHandler
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.queue import EngineQueue
 from handlers.tgi.routes import TgiContract
 from handlers.triton.routes import TritonContract
 from tests.contracts.exchange import MODEL, call
 from tests.contracts.tgi_exchange import FakeModel
+from tests.freed import bytes_in_cycles
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.request_headers import request_headers
 from tests.stand_ins.scripted_engine import ScriptedEngine
@@ -320,6 +320,7 @@ class Shouting:
 
     content_type = "text/plain"
     headers = ()
+    blocks = True
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         if delta.text == "bad":
@@ -352,7 +353,7 @@ class ShoutingContract:
 
 async def shout(queue: EngineQueue, engine: ScriptedEngine, *deltas: TokenDelta) -> CollectedReply:
     writer = CollectedReply()
-    contract = FormatterHandler(queue, ShoutingContract(), FormatterThread(5))
+    contract = EngineHandler(queue, ShoutingContract(), thread=FormatterThread(5))
     await contract.handle(Call(body=b"", request_id="r"), writer)
     for delta in deltas:
         engine.sinks[-1].on_delta(delta)
@@ -381,7 +382,7 @@ async def test_a_formatter_that_fails_ends_its_request_and_frees_its_place(
 
 
 async def test_a_refusal_by_a_contract_that_may_block_is_a_refusal(queue: EngineQueue) -> None:
-    contract = FormatterHandler(queue, ShoutingContract(), FormatterThread(5))
+    contract = EngineHandler(queue, ShoutingContract(), thread=FormatterThread(5))
     with pytest.raises(ContractError):
         await contract.handle(Call(body=b"refuse", request_id="r"), CollectedReply())
 
@@ -390,14 +391,14 @@ async def test_a_refusal_by_a_contract_that_may_block_is_a_refusal(queue: Engine
 async def test_a_contract_that_hangs_or_exits_while_it_reads_refuses_its_call(
     queue: EngineQueue, body: bytes, reason: str
 ) -> None:
-    contract = FormatterHandler(queue, ShoutingContract(), FormatterThread(0.2))
+    contract = EngineHandler(queue, ShoutingContract(), thread=FormatterThread(0.2))
     with pytest.raises(ContractError, match=reason) as refused:
         await contract.handle(Call(body=body, request_id="r"), CollectedReply())
     assert refused.value.reply.status == 424
 
 
 async def test_nothing_more_is_formatted_for_a_client_that_has_gone(queue: EngineQueue, engine: ScriptedEngine) -> None:
-    contract = FormatterHandler(queue, ShoutingContract(), FormatterThread(5))
+    contract = EngineHandler(queue, ShoutingContract(), thread=FormatterThread(5))
     gone = await contract.handle(Call(body=b"", request_id="r"), CollectedReply())
     for _ in range(6000):
         engine.sinks[-1].on_delta(TokenDelta("x"))
@@ -405,6 +406,48 @@ async def test_nothing_more_is_formatted_for_a_client_that_has_gone(queue: Engin
     started = time.monotonic()
     await shout(queue, engine, last("next"))
     assert time.monotonic() - started < 30, "six thousand calls of 10 ms each were made for nobody"
+
+
+async def test_an_answer_that_does_not_block_does_not_wait_for_formatters(
+    queue: EngineQueue, engine: ScriptedEngine
+) -> None:
+    class Plain(Shouting):
+        blocks = False
+
+    class PlainContract(ShoutingContract):
+        def parse(self, call: Call) -> Exchange:
+            return replace(super().parse(call), answer=Plain())
+
+    thread, begun, release = FormatterThread(60), threading.Event(), threading.Event()
+    writer = CollectedReply()
+    await EngineHandler(queue, PlainContract(), thread=thread).handle(Call(body=b"", request_id="r"), writer)
+    blocking: asyncio.Future[object] = asyncio.ensure_future(thread.run(lambda: begun.set() or release.wait()))
+    await until(begun.is_set)
+    engine.sinks[-1].on_delta(last("done"))
+    assert writer.body == b"DONE"
+    release.set()
+    await blocking
+
+
+async def test_a_formatted_call_that_has_ended_is_in_no_cycle(queue: EngineQueue, engine: ScriptedEngine) -> None:
+    class Long(ShoutingContract):
+        def parse(self, call: Call) -> Exchange:
+            request = GenerationRequest(request_id="r", prompt=f"{len(call.body)}" * 100_000)
+            return replace(super().parse(call), requests=(request,))
+
+    async def ask(text: str) -> None:
+        writer = CollectedReply()
+        await EngineHandler(queue, Long(), thread=FormatterThread(5)).handle(Call(body=b"", request_id="r"), writer)
+        engine.sinks[-1].on_delta(last(text))
+        await until(lambda: writer.finished)
+        engine.sinks.clear()
+        engine.running.clear()
+
+    for text in ("done", "bad"):
+        await ask(text)
+        bytes_in_cycles()
+        await ask(text)
+        assert bytes_in_cycles() < 100_000
 
 
 async def test_a_body_that_takes_long_to_read_is_read_in_a_thread(queue: EngineQueue, engine: ScriptedEngine) -> None:

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 
+from engines.adapters import Adapter
+from engines.errors import AdapterFailed
 from engines.interface import EngineStartError
 from handlers.custom import model_imports
-from handlers.custom.formatters import Formatters, load_formatters, signature_fault
+from handlers.custom.formatters import Formatters, load_adapter_formatters, load_formatters, signature_fault
 from handlers.custom.model_imports import ModelImports, add_packages
+from handlers.formatter_thread import FormatterThread
 from tests.contracts.exchange import MODEL
 from tests.stand_ins.wheel import make_wheel
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 OUTPUT = """
 from djl_python.output_formatter import output_formatter
@@ -54,16 +57,13 @@ def unchanged_imports() -> Iterator[None]:
 IMPORTS: list[ModelImports] = []
 
 
-def load(directory: Path, code: str, **settings: Any) -> Formatters | None:
-    (directory / "model.py").write_text(code)
-    IMPORTS.append(ModelImports())
-    return load_formatters(replace(MODEL, formatters=directory / "model.py", **settings), IMPORTS[-1])
+NONE = Formatters(FormatterThread(5))
 
 
 def found(directory: Path, code: str, **settings: Any) -> Formatters:
-    formatters = load(directory, code, **settings)
-    assert formatters is not None
-    return formatters
+    (directory / "model.py").write_text(code)
+    IMPORTS.append(ModelImports())
+    return load_formatters(replace(MODEL, formatters=directory / "model.py", **settings), IMPORTS[-1])
 
 
 def name(function: Any) -> str:
@@ -92,7 +92,8 @@ def test_annotations_may_be_text(tmp_path: Path, annotation: str) -> None:
 
 
 def test_a_file_without_formatters_changes_nothing(tmp_path: Path) -> None:
-    assert load(tmp_path, "x = 1") is None
+    formatters = found(tmp_path, "x = 1")
+    assert formatters.input is formatters.output is None
 
 
 def test_modules_beside_model_py_can_be_imported(tmp_path: Path) -> None:
@@ -106,12 +107,12 @@ def test_an_output_formatter_may_be_named_instead_of_decorated(tmp_path: Path) -
 
 
 def test_a_built_in_format_in_the_settings_goes_before_a_decorated_function(tmp_path: Path) -> None:
-    assert load(tmp_path, OUTPUT, output_formatter="json") is None
+    assert found(tmp_path, OUTPUT, output_formatter="json").output is None
 
 
 def test_a_function_that_is_not_there_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match=r"option\.output_formatter is mine: model\.py has no such function"):
-        load(tmp_path, OUTPUT, formatter_function="mine")
+        found(tmp_path, OUTPUT, formatter_function="mine")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_code_that_cannot_be_imported_stops_the_start_with_file_and_line(
     tmp_path: Path, code: str, message: str
 ) -> None:
     with pytest.raises(EngineStartError, match=message):
-        load(tmp_path, code)
+        found(tmp_path, code)
 
 
 SIGNATURES = """
@@ -149,7 +150,7 @@ def modes_of(signature: str, kind: str) -> set[bool]:
     for code in (SIGNATURES, SIGNATURES.replace("from __future__ import annotations", "")):
         module: dict[str, Any] = {}
         exec(code.format(signature), module)
-        formatters = Formatters(**{"input": None, "output": None, kind: module["f"]})
+        formatters = replace(NONE, **{kind: module["f"]})
         modes.add(frozenset(mode for mode in BOTH if not signature_fault(formatters, async_mode=mode)))
     (found,) = modes  # Both forms of annotations give the same modes.
     return set(found)
@@ -194,18 +195,18 @@ def test_an_output_formatter_must_fit_the_mode_as_far_as_its_signature_tells(sig
 @pytest.mark.parametrize("async_mode", [True, False])
 def test_a_coroutine_function_is_no_formatter(tmp_path: Path, async_mode: bool) -> None:
     with pytest.raises(EngineStartError, match="is a coroutine function, which nobody awaits"):
-        load(tmp_path, INPUT.replace("def read", "async def read"), async_mode=async_mode)
+        found(tmp_path, INPUT.replace("def read", "async def read"), async_mode=async_mode)
 
 
 def test_a_formatter_of_the_other_mode_stops_the_start_and_shows_the_signature_that_is_wanted(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError) as of_output:
-        load(tmp_path, OUTPUT, async_mode=True)
+        found(tmp_path, OUTPUT, async_mode=True)
     assert str(of_output.value) == (
         "model.py: write(output: djl_python.request_io.RequestOutput) -> str is written for option.async_mode=false; "
         "with option.async_mode=true the output formatter has the signature f(response) -> dict | str | object"
     )
     with pytest.raises(EngineStartError) as of_input:
-        load(tmp_path, INPUT.replace("given,", "given: dict,"))
+        found(tmp_path, INPUT.replace("given,", "given: dict,"))
     assert str(of_input.value) == (
         "model.py: read(given: dict, **keywords) is written for option.async_mode=true; "
         "with option.async_mode=false the input formatter has the signature "
@@ -319,3 +320,65 @@ def test_a_load_that_is_given_up_while_its_directory_is_added_leaves_nothing(
         added.result(60)
         removed.result(60)
     assert str(tmp_path) not in sys.path
+
+
+def adapter(directory: Path, code: str = "") -> Adapter:
+    if code:
+        (directory / "model.py").write_text(code)
+    return Adapter(name="a", src="", path=directory, id=1)
+
+
+@pytest.mark.asyncio
+async def test_a_path_of_an_adapter_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AdapterFailed, match=r"src: '.*xxx' cannot be read: File name too long"):
+        await load_adapter_formatters(adapter(tmp_path / ("x" * 5000)), NONE, async_mode=False)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("code", ["", "x = 1"])
+async def test_an_adapter_without_formatters_leaves_no_module(tmp_path: Path, code: str) -> None:
+    assert await load_adapter_formatters(adapter(tmp_path, code), NONE, async_mode=False) is None
+    assert not modules_of(tmp_path)
+
+
+@pytest.mark.asyncio
+async def test_an_adapter_with_one_kind_of_formatter_has_the_other_of_its_model(tmp_path: Path) -> None:
+    base = replace(NONE, input=print, output=print)
+    own = await load_adapter_formatters(adapter(tmp_path, OUTPUT), base, async_mode=False)
+    assert own is not None
+    assert (own.input, name(own.output), own.thread) == (print, "write", base.thread)
+    own.forget()
+    assert not modules_of(tmp_path)
+
+
+@pytest.mark.asyncio
+async def test_a_formatter_of_the_other_mode_refuses_its_adapter(tmp_path: Path) -> None:
+    code = OUTPUT.replace("output: RequestOutput", "response: dict")
+    with pytest.raises(
+        AdapterFailed, match=r"model\.py of the adapter: write.* is written for option\.async_mode=true"
+    ):
+        await load_adapter_formatters(adapter(tmp_path, code), NONE, async_mode=False)
+    assert not modules_of(tmp_path)
+    assert await load_adapter_formatters(adapter(tmp_path, code), NONE, async_mode=True) is not None
+
+
+@pytest.mark.asyncio
+async def test_a_model_py_of_an_adapter_that_takes_too_long_leaves_no_module(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, time\n"
+        f"file = pathlib.Path({str(tmp_path / 'go')!r})\n"
+        "while not file.exists():\n"
+        "    time.sleep(0.01)\n"
+    )
+    with pytest.raises(AdapterFailed, match=r"took longer than 0\.2 s"):
+        await load_adapter_formatters(
+            adapter(tmp_path, code + OUTPUT), Formatters(FormatterThread(0.2)), async_mode=False
+        )
+    assert modules_of(tmp_path)
+    (tmp_path / "go").touch()
+    await until(lambda: not modules_of(tmp_path))
+
+
+def modules_of(directory: Path) -> list[str]:
+    files = {name: str(getattr(module, "__file__", "")) for name, module in list(sys.modules.items())}
+    return [name for name, file in files.items() if file.startswith(str(directory))]

@@ -12,7 +12,7 @@ import pytest
 
 from engines.errors import GenerationFailed
 from handlers.contract import ContractError
-from handlers.custom.formatter_thread import FormatterThread
+from handlers.formatter_thread import FormatterThread
 from tests.freed import bytes_in_cycles
 from tests.unit.handlers.custom.harness import Client, Recorder, serving
 from tests.waiting import until

@@ -1,26 +1,28 @@
-"""vLLM's replies, changed by an output formatter of the asynchronous mode."""
+"""A customer's formatters in the asynchronous mode: bodies and vLLM's replies that they change."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
-from handlers.custom.formatter_thread import FormatterThread
 from handlers.custom.formatters import Formatters
+from handlers.formatter_thread import FormatterThread
 from handlers.lmi.answer_forms import AsyncForm
-from handlers.lmi.async_formatters import AsyncFormatters
+from handlers.lmi.async_formatters import FormattedReply
 from handlers.lmi.asynchronous import LmiAsyncContract
-from handlers.lmi.formatted_reply import FormattedReply
 from handlers.lmi.invocations import InvocationsHandler
 from handlers.lmi.sessions import Sessions
 from tests.contracts.exchange import MODEL, call
+from tests.freed import bytes_in_cycles
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.waiting import until
 
@@ -41,13 +43,15 @@ def marked(response: Any) -> Any:
     return f"data: {json.dumps({**json.loads(response[6:]), 'processed_by': 'test'})}"
 
 
-def formatters(write: Write | None, read: Write | None = None, time_limit: float = 5) -> AsyncFormatters:
-    return AsyncFormatters(
-        LmiAsyncContract(ASYNCHRONOUS),
-        Formatters(read, write),
-        FormatterThread(time_limit),
-        answer_object=lambda path, body: {"path": path, **json.loads(body)},
-    )
+@pytest.fixture(autouse=True)
+def _answer_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make dicts of whole answers in place of vLLM's objects, whose import takes long."""
+    vllm_app = SimpleNamespace(answer_object=lambda path, body: {"path": path, **json.loads(body)})
+    monkeypatch.setitem(sys.modules, "handlers.openai.vllm_app", vllm_app)
+
+
+def formatters(write: Write | None, read: Write | None = None, time_limit: float = 5) -> Formatters:
+    return Formatters(FormatterThread(time_limit), read, write)
 
 
 class Cancelled:
@@ -63,7 +67,7 @@ class Cancelled:
 def formatted(write: Write, shape: AsyncForm | None = None) -> tuple[FormattedReply, CollectedReply, Cancelled]:
     client, running = CollectedReply(), Cancelled()
     reply = FormattedReply(client, formatters(write), shape or AsyncForm(), "/v1/completions")
-    reply.running = running
+    reply.follow(running)
     return reply, client, running
 
 
@@ -169,6 +173,60 @@ async def test_a_formatter_that_fails_at_once_is_an_error_and_no_stream(stream: 
     assert client.whole == Reply(424, "application/json", FAILED)
 
 
+async def test_a_call_that_begins_after_its_formatter_has_failed_is_cancelled() -> None:
+    client, running = CollectedReply(), Cancelled()
+    reply = FormattedReply(client, formatters(failing_at("n")), AsyncForm(), "/v1/completions")
+    reply.start(200, "text/event-stream")
+    reply.write(b'data: {"n":1}\n\n')
+    await until(lambda: client.whole is not None)
+    reply.follow(running)
+    assert running.times == 1
+
+
+async def test_nothing_more_is_formatted_for_a_client_that_has_gone() -> None:
+    begun, release, seen = threading.Event(), threading.Event(), []
+
+    def write(response: str) -> str:
+        seen.append(response)
+        begun.set()
+        release.wait()
+        return response
+
+    reply, client, running = formatted(write)
+    reply.start(200, "text/event-stream")
+    reply.write(b'data: {"n":1}\n\n')
+    await until(begun.is_set)
+    reply.write(b'data: {"n":2}\n\n')
+    reply.cancel()
+    release.set()
+    reply.write(b'data: {"n":3}\n\n')  # vLLM sends this before it notices the cancellation.
+    reply.end(b"")
+    following, other, _ = formatted(marked)
+    following.reply(Reply(200, "application/json", b"{}"))
+    await until(lambda: other.whole is not None)
+    assert seen == ['data: {"n":1}\n\n']
+    assert (running.times, client.status, client.parts) == (1, 0, [])
+
+
+@pytest.mark.parametrize("write", [marked, failing_at("x")])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_reply_that_has_ended_is_in_no_cycle(write: Write, stream: bool) -> None:
+    async def ask() -> None:
+        reply, client, running = formatted(write)
+        if stream:
+            reply.start(200, "text/event-stream")
+            reply.end(b'data: {"x":"%b"}\n\ndata: [DONE]\n\n' % (b"x" * 100_000))
+        else:
+            reply.reply(Reply(200, "application/json", b'{"x":"%b"}' % (b"x" * 100_000)))
+        running.writer = reply  # type: ignore[attr-defined]  # as every running call has
+        await until(lambda: client.finished)
+
+    await ask()
+    bytes_in_cycles()
+    await ask()
+    assert bytes_in_cycles() < 100_000
+
+
 async def test_vllm_waits_for_a_formatter_that_lags() -> None:
     release = threading.Event()
     reply, client, _ = formatted(lambda response: release.wait() and response)
@@ -204,6 +262,7 @@ async def asked(document: Any, write: Write | None, read: Write | None = None) -
         openai,  # type: ignore[arg-type]
         ASYNCHRONOUS,
         Sessions(None, 503),
+        contract=LmiAsyncContract(ASYNCHRONOUS),
         formatters=formatters(write, read),
     )
     await handler.handle(call(document), CollectedReply())
@@ -238,6 +297,12 @@ async def test_the_input_formatter_decides_what_kind_a_body_is() -> None:
     assert openai.call is not None
     assert openai.call.body == b'{"messages": ["x"]}'
     assert not isinstance(openai.writer, FormattedReply)
+
+
+async def test_parameters_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    await asked({"inputs": "x", "parameters": {"watermark": True}}, marked)
+    assert "parameters without effect: watermark" in caplog.text
 
 
 async def test_a_hanging_input_formatter_refuses_its_request() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engines.errors import GenerationFailed
-from handlers.custom.formatter_thread import FormatterThread
+from handlers.formatter_thread import FormatterThread
 from tests.waiting import until
 
 

@@ -1,4 +1,4 @@
-"""The thread that runs a model's formatters: one call at a time, in order, as in LMI. Formatters may block."""
+"""The thread that runs a customer's formatters: one call at a time, in order, as in LMI. Formatters may block."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from engines.errors import GenerationFailed
+from engines.errors import GenerationFailed, RequestError
+from handlers.djl_errors import failed_dependency
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+FAILED = "Custom formatter failed"  # LMI's message begins with it.
 _ITEMS_PER_JOB = 16  # Items of one reply that are formatted before other replies have their turn.
 _MOST_WAITING = 64  # Items of one reply that may wait. With more, `drain` waits.
 
 
 class FormatterThread:
-    """The thread that runs all formatters of one model.
+    """The thread that runs all formatters of one model, and those of its adapters.
 
     The methods must run on one event loop. A call that takes longer than the time limit fails. Its thread cannot be
     stopped, so the next call gets a new thread. A call whose client has left keeps its turn until it
@@ -30,7 +32,7 @@ class FormatterThread:
 
     def __init__(self, time_limit: float) -> None:
         """Set the time limit of a call, in seconds."""
-        self._time_limit = time_limit
+        self.time_limit = time_limit
         self._turn = asyncio.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._running: asyncio.Future[Any] | None = None  # The last call, whose client may have left.
@@ -48,7 +50,7 @@ class FormatterThread:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="formatters")
             loop = asyncio.get_running_loop()
-            self._overdue_at = loop.time() + self._time_limit
+            self._overdue_at = loop.time() + self.time_limit
             job = loop.run_in_executor(self._executor, partial(_call, work))
             job.add_done_callback(lambda job: job.cancelled() or job.exception())  # asyncio logs one that nobody reads.
             self._running = job
@@ -57,7 +59,18 @@ class FormatterThread:
                     return job.result()
             finally:
                 del job  # It holds its exception, whose traceback holds this frame.
-            raise GenerationFailed(f"the formatter did not return within predict_timeout ({self._time_limit:g} s)")
+            raise GenerationFailed(f"the formatter did not return within predict_timeout ({self.time_limit:g} s)")
+
+    async def read(self, work: Callable[[], T]) -> T:
+        """Run `work`, which reads a request with an input formatter, like `run`.
+
+        Raises:
+            ContractError: The call is refused.
+        """
+        try:
+            return await self.run(work)
+        except RequestError as error:
+            raise failed_dependency(error.message) from None
 
     async def _end_of(self, job: asyncio.Future[Any]) -> bool:
         """Wait for the end of a call. Return False if it is overdue: the next call gets a new thread then."""
@@ -83,7 +96,7 @@ def _call(work: Callable[[], T]) -> T:
         # A future cannot hold a StopIteration. Exceptions such as SystemExit would end the server or cancel its tasks.
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             raise
-        raise GenerationFailed(f"Custom formatter failed: {type(error).__name__}: {error}") from error
+        raise GenerationFailed(f"{FAILED}: {type(error).__name__}: {error}") from error
 
 
 class FormatterQueue(Generic[T]):
@@ -92,17 +105,17 @@ class FormatterQueue(Generic[T]):
     def __init__(
         self,
         thread: FormatterThread,
-        call: Callable[[T], bytes],
+        format: Callable[[T], bytes],
         take: Callable[[list[tuple[T, bytes]], Exception | None], None],
     ) -> None:
-        """Set the formatter and the receiver.
+        """Create the queue.
 
         Args:
             thread: The thread of the model's formatters.
-            call: Formats an item. It runs on the thread.
+            format: Formats an item. It runs on the thread.
             take: Gets the items with their bytes. After an error it gets the items before the error, and the error.
         """
-        self._thread, self._call, self._take = thread, call, take
+        self._thread, self._format, self._take = thread, format, take
         self._waiting: deque[T] = deque()
         self._task: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
@@ -116,6 +129,7 @@ class FormatterQueue(Generic[T]):
             self._task = asyncio.create_task(self._run())
 
     def close(self) -> None:
+        """Drop the waiting items."""
         self._waiting.clear()
         self._room.set()
 
@@ -131,10 +145,9 @@ class FormatterQueue(Generic[T]):
                     self._room.set()
                 try:
                     self._take(*await self._thread.run(partial(self._formatted, items)))
-                except GenerationFailed as failure:
-                    self._take([], failure)
                 except Exception as failure:
-                    logger.exception("cannot continue a formatted reply")
+                    if not isinstance(failure, GenerationFailed):
+                        logger.exception("cannot continue a formatted reply")
                     self._take([], failure)
         finally:
             self._task = None
@@ -143,7 +156,7 @@ class FormatterQueue(Generic[T]):
         done: list[tuple[T, bytes]] = []
         for item in items:
             try:
-                done.append((item, self._call(item)))
+                done.append((item, self._format(item)))
             except Exception as error:
                 return done, error
         return done, None
