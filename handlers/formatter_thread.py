@@ -106,7 +106,7 @@ class FormatterQueue(Generic[T]):
         self,
         thread: FormatterThread,
         format: Callable[[T], bytes],
-        take: Callable[[list[tuple[T, bytes]], Exception | None], None],
+        take: Callable[[list[tuple[T, bytes]], GenerationFailed | None], None],
     ) -> None:
         """Create the queue.
 
@@ -144,19 +144,26 @@ class FormatterQueue(Generic[T]):
                 if len(self._waiting) <= _MOST_WAITING:
                     self._room.set()
                 try:
-                    self._take(*await self._thread.run(partial(self._formatted, items)))
-                except Exception as failure:
-                    if not isinstance(failure, GenerationFailed):
-                        logger.exception("cannot continue a formatted reply")
-                    self._take([], failure)
+                    done, reason = await self._thread.run(partial(self._formatted, items))
+                    self._take(done, None if reason is None else GenerationFailed(reason))
+                except Exception as error:
+                    self._take([], GenerationFailed(_reason(error)))
         finally:
             self._task = None
 
-    def _formatted(self, items: list[T]) -> tuple[list[tuple[T, bytes]], Exception | None]:
+    def _formatted(self, items: list[T]) -> tuple[list[tuple[T, bytes]], str | None]:
+        # It returns no exception: the traceback of one holds the frame of the thread, which holds the result.
         done: list[tuple[T, bytes]] = []
         for item in items:
             try:
                 done.append((item, self._format(item)))
             except Exception as error:
-                return done, error
+                return done, _reason(error)
         return done, None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RequestError):
+        return error.message
+    logger.exception("cannot continue a formatted reply")
+    return f"internal error: {error}"

@@ -135,12 +135,12 @@ class RunningCall:
             generation.cancel()
         self._generations.clear()
 
-    def _take(self, done: list[tuple[tuple[int, TokenDelta], bytes]], error: Exception | None) -> None:
+    def _take(self, done: list[tuple[tuple[int, TokenDelta], bytes]], error: GenerationFailed | None) -> None:
         for (prompt, delta), data in done:
             if not self.answered:
                 self._write(prompt, delta, data)
         if error is not None:
-            self.on_error(error if isinstance(error, RequestError) else GenerationFailed(f"internal error: {error}"))
+            self.on_error(error)
 
     def _write(self, prompt: int, delta: TokenDelta, data: bytes) -> None:
         if delta.last:

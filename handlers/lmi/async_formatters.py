@@ -146,7 +146,7 @@ class FormattedReply(ShapedReply):
             logger.exception("the output formatter failed")
             raise GenerationFailed(f"{FAILED}: {error}") from None
 
-    def _take(self, done: list[tuple[Reply | bytes, bytes]], error: Exception | None) -> None:
+    def _take(self, done: list[tuple[Reply | bytes, bytes]], error: GenerationFailed | None) -> None:
         for item, line in done:
             if self._ended:
                 return
@@ -164,7 +164,7 @@ class FormattedReply(ShapedReply):
                 else:
                     self._writer.write(line)
         if error is not None and not self._ended:
-            last = payload_error(error.message if isinstance(error, GenerationFailed) else f"internal error: {error}")
+            last = payload_error(error.message)
             self._fail(last, Reply(FAILED_DEPENDENCY, JSON, last))
 
     def _fail(self, last: bytes, refusal: Reply) -> None:
