@@ -18,6 +18,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
@@ -88,6 +89,7 @@ class TokensApart:
 
 _CHARACTER_TOKENS = 4  # That vLLM looks at in front of a token to find the character that it ends.
 _END_OF_PROMPT = 16  # Tokens that show if a prompt ends within a character.
+_BLOCK = 1024  # Tokens that are decoded together if a text ends in a row of U+FFFD.
 
 
 class _StepLogprobs:
@@ -475,23 +477,22 @@ class PushedState(OwnState):
     def _whole_text(self, finish_reason: Any) -> str:
         """Return the text that vLLM's detokenizer makes of all tokens, one by one.
 
-        Between whole characters, the text of joined bytes is the joined text of the parts. If a character may be
-        incomplete, vLLM's detokenizer decides where it is left out.
+        After a whole character, it is the text of the joined bytes without an incomplete character at the end.
         """
         request, ids = self.core_request, self.detokenizer.token_ids
         params: Any = request and request.sampling_params
         prompt = self.prompt_token_ids or []
         if finish_reason == VllmFinishReason.STOP and not params.include_stop_str_in_output:
             ids = ids[:-1]
-        decode, skip = self.tokenizer.backend_tokenizer.decode, params.skip_special_tokens
-        text: str = decode(ids, skip_special_tokens=skip)
-        before: str = decode(prompt[-_END_OF_PROMPT:], skip_special_tokens=skip)
-        if "\ufffd" not in text + before[-1:] and (before or len(prompt) <= _END_OF_PROMPT):
-            return text
-        detokenizer = FastIncrementalDetokenizer(self.tokenizer, request)
-        detokenizer.update(ids, False)
-        made: str = detokenizer.output_text
-        return made
+        decode = partial(self.tokenizer.backend_tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        before, begun = decode(prompt[-_END_OF_PROMPT:]), ""
+        if before.endswith("\ufffd") or (not before and len(prompt) > _END_OF_PROMPT):
+            # The prompt may end within a character. vLLM's detokenizer decides which token ends it.
+            rest = iter(ids)
+            begun = next(filter(None, map(FastIncrementalDetokenizer(self.tokenizer, request).decode_next, rest)), "")
+            ids = list(rest)
+        text: str = decode(ids)
+        return begun + (_without_incomplete_end(decode, ids) if text.endswith("\ufffd") else text)
 
     def _finish_reason(self, reason: Any, stop_reason: int | str | None) -> FinishReason:
         if reason == VllmFinishReason.LENGTH:
@@ -508,3 +509,20 @@ class PushedState(OwnState):
         values = [value for chunk in chunks for value in chunk.logprobs[:, 0].tolist()]
         ranks = [rank for chunk in chunks for rank in chunk.selected_token_ranks.tolist()] if self.want_ranks else []
         return prompt_tokens(self.tokenizer, self.prompt_token_ids or (), self.special_ids, values, ranks)
+
+
+def _without_incomplete_end(decode: Callable[[list[int]], str], ids: list[int]) -> str:
+    """Return the text of tokens up to the last whole character that a token ends, as a stream has it.
+
+    A stream takes U+FFFD at the end for the beginning of a character, however long the row is.
+    """
+    silent = {token_id for token_id in set(ids) if not decode([token_id])}
+    ids = [token_id for token_id in ids if token_id not in silent]
+    # Each token has at least a byte, so that the tokens before this many do not matter to the end of a text.
+    seen = 2 * _CHARACTER_TOKENS
+    end = len(ids)
+    while end > _BLOCK and not decode(ids[end - _BLOCK : end]).strip("\ufffd"):
+        end -= _BLOCK - seen
+    while decode(ids[max(end - seen, 0) : end]).endswith("\ufffd"):
+        end -= 1
+    return decode(ids[:end])

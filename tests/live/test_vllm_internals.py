@@ -22,6 +22,7 @@ from engines.errors import EngineDead, InvalidParameter, InvalidRequest, Request
 from engines.interface import EngineStartError
 from engines.request import BeamSearch, Constraint, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from engines.statistics import EngineStatistics
+from tests.python_calls import python_calls
 from tests.stand_ins.recorder import Recorder
 from tests.unit.engines.test_tokenization import byte_fallback
 from tests.unit.engines.transformers.byte_model import MODEL
@@ -238,6 +239,29 @@ def test_a_whole_answer_has_the_text_that_its_tokens_have_one_by_one(
         one_by_one.update([token_id], ending == "STOP" and place == len(ids))
     (delta,) = sink.deltas
     assert (delta.text, delta.token_count, delta.last) == (one_by_one.output_text, len(ids), True)
+
+
+@pytest.mark.parametrize("written", ["\ufffd{}", "{}\ufffd", "\ufffd{}\ufffd a"])
+@pytest.mark.parametrize("filling", ["word", "\ufffd"])
+def test_the_work_for_a_whole_text_with_replacement_characters_does_not_grow_with_it(
+    tokenizers: dict[str, Any], written: str, filling: str
+) -> None:
+    """A token that is decoded alone calls the detokenizer of vLLM."""
+
+    def last_step(fillings: int) -> int:
+        processor, sink = Processor(MODEL.tokenizer, lean=True), Recorder()
+        text = written.format(filling * fillings)
+        *ids, last = MODEL.tokenizer.encode(text, add_special_tokens=False)
+        processor.add("a", sink, stream=False, want_tokens=False)
+        for token_id in ids:
+            processor.step(output("a", [token_id]))
+        step = output("a", [last], "LENGTH")
+        calls = python_calls(lambda: processor.step(step))
+        assert sink.deltas[0].text == text.rstrip("\ufffd")
+        return calls
+
+    last_step(1)
+    assert last_step(1500) <= last_step(10) + 20
 
 
 @pytest.mark.parametrize("alternatives", [0, 1, 200])
