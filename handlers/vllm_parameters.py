@@ -20,6 +20,7 @@ from engines.request import (
     BeamSearch,
     Constraint,
     EngineMemo,
+    FinishReason,
     GenerationRequest,
     SamplingParameters,
 )
@@ -29,6 +30,14 @@ from handlers.json_fields import Kind, ParameterReader, Reader
 DEFAULT_MAX_TOKENS = 16
 MAX_SEQUENCES = 16384  # vLLM's own limit on `n` (VLLM_MAX_N_SEQUENCES).
 GREEDY_BELOW = 1e-5  # vLLM's epsilon: a temperature below it is greedy decoding.
+# vLLM's names of the reasons for which a sequence ended.
+FINISH_REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.EOS: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
+}
 _NOT_FOR_CLIENTS = {
     "logits_processors": "is not allowed: a request cannot bring code into the engine",
     **dict.fromkeys(

@@ -15,17 +15,10 @@ from engines.request import FinishReason, TokenDelta
 from handlers.contract import JSON, Answer, Reply
 from handlers.happy_vllm.errors import refuse
 from handlers.happy_vllm.request import GenerationParameters
+from handlers.vllm_parameters import FINISH_REASONS
 
-_FINISH_REASONS = {
-    None: '"None"',
-    FinishReason.LENGTH: '"length"',
-    FinishReason.EOS: '"stop"',
-    FinishReason.STOP: '"stop"',
-    FinishReason.ABORT: '"abort"',
-    FinishReason.ERROR: '"abort"',
-}
-_UNFINISHED = _FINISH_REASONS[None]
-_ABORTED = _FINISH_REASONS[FinishReason.ABORT]
+_UNFINISHED, _ABORTED = '"None"', '"abort"'
+_FINISH_REASONS = {reason: f'"{name}"' for reason, name in FINISH_REASONS.items()} | {FinishReason.ERROR: _ABORTED}
 
 
 class _Style(NamedTuple):

@@ -163,9 +163,8 @@ class LmiChatDocument(DocumentAnswer):
     """One JSON document when everything has finished."""
 
     def _document(self) -> str:
-        options, sequences = self._options, self._sequences
-        choices = ", ".join([self._choice(index) for index in range(len(sequences))])
-        usage = _usage(sequences[0].prompt_token_count, sum([sequence.count for sequence in sequences]))
+        options, usage = self._options, _usage(self._prompt_tokens, self._tokens)
+        choices = ", ".join(map(self._choice, range(len(self._sequences))))
         return (
             f'{{"id": {quote(options.id)}, "object": "chat.completion", "created": {options.created}, '
             f'"choices": [{choices}], "usage": {usage}}}'

@@ -17,7 +17,8 @@ from typing import ClassVar
 import msgspec
 
 from engines.errors import EngineFault, GenerationFailed, RequestError
-from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
+from engines.request import GeneratedSequence, Token, TokenDelta
+from handlers import vllm_parameters
 from handlers.contract import JSON, Answer, Call, Reply, ReplyWriter
 from handlers.openai.routes import refuse
 
@@ -25,14 +26,7 @@ EVENTS = "text/event-stream; charset=utf-8"
 _LEAST = -9999.0  # In the place of minus infinity.
 _FAULT = "Internal server error"  # vLLM's message when its engine has failed at a request.
 
-FINISH_REASONS = {
-    None: "null",
-    FinishReason.LENGTH: '"length"',
-    FinishReason.EOS: '"stop"',
-    FinishReason.STOP: '"stop"',
-    FinishReason.ABORT: '"abort"',
-    FinishReason.ERROR: '"error"',
-}
+FINISH_REASONS = {None: "null"} | {reason: quote(name) for reason, name in vllm_parameters.FINISH_REASONS.items()}
 _DETAILS = ',"completion_tokens_details":null'
 _NO_TOKEN_IDS = ',"prompt_token_ids":null,"token_ids":null}]'
 # The part after the text in a record that has only text.
@@ -123,13 +117,17 @@ class DocumentAnswer(Answer):
         self._sequences = [GeneratedSequence() for _ in range(prompts * options.sequences)]
         self._stops: list[int | str | None] = [None] * len(self._sequences)
         self._open = prompts
+        self._prompt_tokens = self._tokens = 0  # Of the prompts and the sequences that have ended.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         index = prompt * self._options.sequences + delta.sequence
         self._sequences[index].add(delta)
         if delta.finish_reason is not None:
             self._stops[index] = delta.stop_reason
-        self._open -= delta.last
+            self._tokens += delta.token_count
+        if delta.last:
+            self._open -= 1
+            self._prompt_tokens += delta.prompt_token_count
         return b"" if self._open else self._document().encode()
 
     def fail(self, error: RequestError) -> Reply:
@@ -139,10 +137,8 @@ class DocumentAnswer(Answer):
     def _choice(self, index: int) -> str: ...
 
     def _document(self) -> str:
-        options, sequences = self._options, self._sequences
-        prompt_tokens = sum([sequence.prompt_token_count for sequence in sequences[:: options.sequences]])
-        usage = usage_of(prompt_tokens, sum([sequence.count for sequence in sequences]))
-        choices = ",".join([self._choice(index) for index in range(len(sequences))])
+        options, usage = self._options, usage_of(self._prompt_tokens, self._tokens)
+        choices = ",".join(map(self._choice, range(len(self._sequences))))
         fingerprint = "null" if options.fingerprint is None else quote(options.fingerprint)
         return (
             f'{{{_head(options, self.kind)},"choices":[{choices}],"service_tier":null,'

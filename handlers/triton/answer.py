@@ -15,22 +15,15 @@ from math import isfinite
 from typing import Any
 
 from engines.errors import RequestError
-from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
+from engines.request import GeneratedSequence, Token, TokenDelta
 from handlers.contract import JSON, Answer, Reply
 from handlers.triton.errors import VERSION, SeveralResponses, error_object, message_of, refusal
 from handlers.triton.request import TritonRequest
+from handlers.vllm_parameters import FINISH_REASONS
 
 EVENTS = "text/event-stream; charset=utf-8"
 
-# vLLM's names, as its backend writes them.
-_FINISH_REASONS = {
-    None: "None",
-    FinishReason.LENGTH: "length",
-    FinishReason.EOS: "stop",
-    FinishReason.STOP: "stop",
-    FinishReason.ABORT: "abort",
-    FinishReason.ERROR: "error",
-}
+_FINISH_REASONS = {None: "None", **FINISH_REASONS}  # As vLLM's backend writes them.
 _FLOAT32 = struct.Struct("f")
 
 
