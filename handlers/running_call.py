@@ -129,8 +129,6 @@ class RunningCall:
         if self.answered and not self._generations:
             return
         self._close()
-        self._queue.open_sequences -= self._places
-        self._places = 0
         for generation in self._generations:
             generation.cancel()
         self._generations.clear()
@@ -144,13 +142,13 @@ class RunningCall:
 
     def _write(self, prompt: int, delta: TokenDelta, data: bytes) -> None:
         if delta.last:
-            places = self._exchange.requests[prompt].sequences_in_engine
             self._open_prompts -= 1
-            self._places -= places
-            self._queue.open_sequences -= places
             if self._open_prompts == 0:
                 self._finish(data)
                 return
+            places = self._exchange.requests[prompt].sequences_in_engine
+            self._places -= places
+            self._queue.open_sequences -= places
         if not (data or self._answer.cumulative):
             return
         if not self.begun:
@@ -176,8 +174,10 @@ class RunningCall:
             self._writer.reply(Reply(200, self._answer.content_type, data, headers))
 
     def _close(self) -> None:
-        """Nothing more is written but what ends the reply."""
+        """Give back its places. Nothing more is written but what ends the reply."""
         self.answered = True
+        self._queue.open_sequences -= self._places
+        self._places = 0
         if self._queue.running.get(self._request_id) is self:  # ids are the clients', who may use one twice
             del self._queue.running[self._request_id]
         if self._timer is not None:

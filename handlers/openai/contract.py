@@ -120,8 +120,8 @@ class OpenAIContract:
 
     def _prompts(self, body: CompletionBody) -> Sequence[str | tuple[int, ...]]:
         prompt = body.prompt
-        if isinstance(prompt, str):
-            prompt = [prompt]
+        if isinstance(prompt, str) and prompt:
+            return [prompt]
         if not prompt or not all(prompt):
             raise LeftToVllm("prompt")
         if all(isinstance(item, int) for item in prompt):
