@@ -167,11 +167,7 @@ class Answer(Protocol):
     content_type: str
     cumulative: bool = False  # Each part repeats all before it. A client that lags needs only the latest.
     blocks: bool = False  # A customer's formatter runs in `feed`.
-
-    @property
-    def headers(self) -> tuple[tuple[str, str], ...]:
-        """Further headers of the reply. They are read when it begins."""
-        return ()
+    headers: tuple[tuple[str, str], ...] = ()  # Further headers of the reply. They are read when it begins.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """Return the bytes that a delta adds to the body.

@@ -6,19 +6,16 @@ The form of chats and completions of this mode is in `handlers.lmi.answer_forms`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from json.encoder import encode_basestring as quote
-from math import isfinite
 from typing import Any
 
 import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest, RequestError
 from engines.model_settings import ModelSettings
-from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
 from handlers.constraints import FORMS, refuse_unread
-from handlers.contract import JSON, Answer, Call, Exchange, Reply
+from handlers.contract import JSON, Call, Exchange, Reply
 from handlers.contract_routes import error_body
 from handlers.djl_errors import FAILED_DEPENDENCY, payload_error
 from handlers.json_fields import ParameterReader, json_kind
@@ -26,8 +23,8 @@ from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import notes_of, read_body, stream_of
 from handlers.lmi.errors import failure, payload_refused
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, NOT_READ
-from handlers.lmi.rolling_batch import FINISH_REASONS
 from handlers.parameter_memo import ParameterMemo
+from handlers.token_answer import TokenDocument, TokenForm, TokenStream
 from handlers.vllm_parameters import VllmParameters, read_vllm_parameters, vllm_names
 
 _FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
@@ -50,8 +47,10 @@ VLLM_PARAMETERS = frozenset(
 )
 # The parameters that a model's generation config may set.
 _MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
-_STREAM_END = b"\n\n"  # LMI sends an empty line for vLLM's chunk of usage, and another for `[DONE]`.
-_NO_TOKEN = Token(-1, "")
+_FORM = TokenForm(token=('{"id": ', ', "text": ', ', "logprob": '), nulls=True)
+# The members of `details` in a document, and at the end of a stream.
+_DETAILS = ("finish_reason", "generated_tokens", "seed", "prefill", "tokens")
+_LAST = ("finish_reason", "seed", "generated_tokens", "input_length")
 
 
 class LmiAsyncContract:
@@ -77,7 +76,10 @@ class LmiAsyncContract:
         request = msgspec.structs.replace(
             parameters.vllm.request, request_id=call.request_id, prompt=prompt, adapter=adapter, **call.steering
         )
-        answer = (StreamAnswer if stream else WholeAnswer)(prompt, parameters)
+        details = (_LAST if stream else _DETAILS) if parameters.details else ()
+        form = msgspec.structs.replace(_FORM, details=details, full_text=parameters.full_text)
+        seed = request.sampling.seed
+        answer = StreamAnswer(form, prompt, seed) if stream else WholeAnswer(form, (prompt,), (seed,))
         notes = notes_of(document, self._fields, parameters.ignored)
         return Exchange((request,), answer, notes, names=parameters.names)
 
@@ -211,82 +213,31 @@ def _read_parameters(values: Mapping[str, Any], model_defaults: Mapping[str, Any
     )
 
 
-class _Answer(Answer):
-    """The common base of whole and streamed answers."""
+class WholeAnswer(TokenDocument):
+    """An answer in one JSON document."""
 
-    def __init__(self, prompt: str, parameters: AsyncParameters) -> None:
-        self._parameters = parameters
-        self._sequence = GeneratedSequence(text=[prompt] if parameters.full_text else [])
-        seed = parameters.vllm.request.sampling.seed
-        self._seed = "null" if seed is None else str(seed)
+    around = ("{", "", "}\n")
 
     def fail(self, error: RequestError) -> Reply:
-        # In generation: vLLM's server, whose statuses LMI passes on here, says 400 or 500.
-        status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
-        return failure(error, payload_error(error.message, status), status)
+        return _failure(error)
+
+
+class StreamAnswer(TokenStream):
+    """A line for each token."""
+
+    content_type = "application/jsonlines"
+    head, after = '{"index": 0, "token": ', "\n"
+    done = "\n\n"  # LMI sends an empty line for vLLM's chunk of usage, and another for `[DONE]`.
+
+    def fail(self, error: RequestError) -> Reply:
+        return _failure(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
         message = error.message.encode("utf-8", "replace").decode()
         return error_body(message, "InternalServerError", 500) + b"\n\n"
 
 
-class WholeAnswer(_Answer):
-    """An answer in one JSON document."""
-
-    content_type = JSON
-
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        sequence = self._sequence
-        sequence.add(delta)
-        if not delta.last:
-            return b""
-        text = f'{{"generated_text": {quote("".join(sequence.text))}'
-        if self._parameters.details:
-            text += (
-                f', "details": {{"finish_reason": {_reason(delta.finish_reason)}, '
-                f'"generated_tokens": {delta.token_count}, "seed": {self._seed}, '
-                f'"prefill": {_tokens(sequence.prompt_tokens)}, "tokens": {_tokens(sequence.tokens)}}}'
-            )
-        return (text + "}\n").encode()
-
-
-class StreamAnswer(_Answer):
-    """A line for each token. The last line has the whole text."""
-
-    content_type = "application/jsonlines"
-
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return a line for each token of the delta.
-
-        This is the hot path: it is called for each token of each stream.
-        """
-        self._sequence.text.append(delta.text)
-        if not delta.last:
-            return "".join([_record(token) for token in delta.tokens]).encode()
-        *earlier, final = delta.tokens or [_NO_TOKEN]
-        details = "null"
-        if self._parameters.details:
-            details = (
-                f'{{"finish_reason": {_reason(delta.finish_reason)}, "seed": {self._seed}, '
-                f'"generated_tokens": {delta.token_count}, "input_length": {delta.prompt_token_count}}}'
-            )
-        records = [_record(token) for token in earlier]
-        records.append(_record(final, quote("".join(self._sequence.text)), details))
-        return "".join(records).encode() + _STREAM_END
-
-
-def _reason(reason: FinishReason | None) -> str:
-    return "null" if reason is None else f'"{FINISH_REASONS[reason]}"'
-
-
-def _record(token: Token, text: str = "null", details: str = "null") -> str:
-    return f'{{"index": 0, "token": {_token(token)}, "generated_text": {text}, "details": {details}}}\n'
-
-
-def _tokens(tokens: Iterable[Token]) -> str:
-    return f"[{', '.join([_token(token) for token in tokens])}]"
-
-
-def _token(token: Token) -> str:
-    known = token.logprob is not None and isfinite(token.logprob)
-    return f'{{"id": {token.id}, "text": {quote(token.text)}, "logprob": {token.logprob if known else "null"}}}'
+def _failure(error: RequestError) -> Reply:
+    # In generation: vLLM's server, whose statuses LMI passes on here, says 400 or 500.
+    status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
+    return failure(error, payload_error(error.message, status), status)

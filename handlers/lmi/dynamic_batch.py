@@ -6,7 +6,7 @@ Source: LMI schema v0.31, "Dynamic Batch/Static Batch Schema".
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from json.encoder import encode_basestring, encode_basestring_ascii
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 import msgspec
@@ -14,13 +14,14 @@ import msgspec
 from engines.errors import InvalidParameter, InvalidRequest, RequestError
 from engines.model_settings import ModelSettings
 from engines.request import FinishReason, TokenDelta
-from handlers.contract import JSON, Answer, Call, ContractError, Exchange, Reply
+from handlers.contract import Answer, Call, ContractError, Exchange, Reply
 from handlers.djl_errors import handler_failure
 from handlers.json_fields import json_kind
 from handlers.lmi.body import notes_of, read_body, request_ids
 from handlers.lmi.errors import failure, status_of
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
 from handlers.parameter_memo import ParameterMemo
+from handlers.token_answer import TokenDocument, TokenForm
 
 STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on the new tokens of a streamed answer.
 
@@ -103,7 +104,7 @@ class LmiDynamicContract:
 
     def _answer(self, prompts: tuple[str, ...], full_text: bool) -> Answer:
         if self._streaming == "false":
-            return ListAnswer(prompts if full_text else ("",) * len(prompts))
+            return ListAnswer(TokenForm(colon=":", full_text=full_text), prompts)
         # The value "huggingface" names the streamer of the transformers library, which begins with the prompt.
         with_prompt = self._streaming == "huggingface" and full_text
         return RecordListAnswer(len(prompts), self._pad_text, prompts if with_prompt else ())
@@ -146,28 +147,10 @@ def _parameters(values: dict[str, Any], given: Mapping[str, Any], rules: Paramet
     return msgspec.structs.replace(parameters, names={**parameters.names, **names})
 
 
-class ListAnswer(Answer):
+class ListAnswer(TokenDocument):
     """A JSON array with a text for each prompt, in order. It is sent when all prompts have finished."""
 
-    content_type = JSON
-
-    def __init__(self, beginnings: Sequence[str]) -> None:
-        """Create the answer.
-
-        Args:
-            beginnings: The beginning of each text, which is the prompt or empty.
-        """
-        self._texts = [[text] for text in beginnings]
-        self._open = len(beginnings)
-
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        if delta.sequence == 0:  # Further sequences are less probable.
-            self._texts[prompt].append(delta.text)
-        self._open -= delta.last
-        if self._open:
-            return b""
-        objects = (f'  {{\n    "generated_text":{encode_basestring("".join(parts))}\n  }}' for parts in self._texts)
-        return ("[\n" + ",\n".join(objects) + "\n]").encode()
+    around = ("[\n  {\n    ", "\n  },\n  {\n    ", "\n  }\n]")
 
     def fail(self, error: RequestError) -> Reply:
         return _failure(error)

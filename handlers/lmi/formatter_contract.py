@@ -30,7 +30,7 @@ from handlers.djl_errors import failed_dependency, payload_error
 from handlers.formatter_thread import FAILED
 from handlers.lmi.body import read_body
 from handlers.lmi.errors import failure, status_of
-from handlers.lmi.rolling_batch import FINISH_REASONS
+from handlers.token_answer import FINISH_REASONS
 
 logger = logging.getLogger(__name__)
 

@@ -5,35 +5,36 @@ Source: LMI schema v0.31, "Rolling Batch/Continuous Batch Schema".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from json.encoder import encode_basestring as quote
-from math import isfinite
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest, RequestError, UnknownAdapter
 from engines.model_settings import ModelSettings
-from engines.request import FinishReason, GeneratedSequence, GenerationRequest, Token, TokenDelta
-from handlers.contract import JSON, Answer, Call, ContractError, Exchange, Reply
+from engines.request import GenerationRequest
+from handlers.contract import Answer, Call, ContractError, Exchange, Reply
 from handlers.djl_errors import unknown_adapter
 from handlers.json_fields import json_kind
 from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import notes_of, read_body, request_ids, stream_of
 from handlers.lmi.errors import failure, payload_refused, request_error, status_of, stream_error, tgi_error_type
-from handlers.lmi.parameters import LmiParameters, ParameterRules, read_parameters
+from handlers.lmi.parameters import ParameterRules, read_parameters
 from handlers.parameter_memo import ParameterMemo
+from handlers.token_answer import TokenDocument, TokenForm, TokenStream, without
 
-FINISH_REASONS = {
-    FinishReason.LENGTH: "length",
-    FinishReason.EOS: "eos_token",
-    FinishReason.STOP: "stop_sequence",
-    FinishReason.ABORT: "abort",
-    FinishReason.ERROR: "error",
-}
+_FORM = TokenForm(token=('{"id": ', ', "text": ', ', "log_prob": '), ends=("}", ', "special_token": true}'))
+# With option.tgi_compat.
+_TGI_FORM = TokenForm(token=('{"id": ', ', "text": ', ', "logprob": '), ends=("}", ', "special": true}'))
+# The members of `details` in a document, in one with several sequences, and at the end of a stream, and those of a
+# further sequence.
+_COUNTS = ("finish_reason", "generated_tokens")
+_DETAILS = (*_COUNTS, "inputs", "tokens", "prefill", "top_tokens")
+_SEVERAL = ("inputs", *_COUNTS, "tokens", "prefill", "top_tokens", "best_of_sequences")
+_LAST = (*_COUNTS, "inputs", "prefill", "top_tokens")
+_OTHER = (*_COUNTS, "tokens", "prefill", "top_tokens", "generated_text")
 _FORMATTERS = ("json", "jsonlines", "sse")
 _FIELDS = frozenset({"inputs", "parameters", "stream"})
-_NO_TOKEN = Token(-1, "")
 
 
 def parameter_rules(settings: ModelSettings) -> ParameterRules:
@@ -49,22 +50,11 @@ def parameter_rules(settings: ModelSettings) -> ParameterRules:
     )
 
 
-class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of an answer, from the request's parameters and the model's settings."""
-
-    details: bool = False
-    full_text: bool = False
-    prefill: bool = False
-    top_tokens: bool = False
-    several: bool = False  # The answer has several sequences. It always has details then.
-    tgi: bool = False  # The fields have TGI's names (option.tgi_compat).
-
-
 class _ParsedParameters(msgspec.Struct, frozen=True):
     """The results of parsing a request's parameters, which do not depend on its prompts."""
 
     formatter: str
-    options: AnswerOptions
+    form: TokenForm
     request: GenerationRequest  # Without the id and the prompt.
     notes: tuple[str, ...]
     names: Mapping[str, str]  # See `Exchange`.
@@ -100,13 +90,15 @@ class LmiRollingContract:
         except InvalidParameter as error:
             formatter = self._formatter(body.parameters.get("output_formatter"), stream)
             write = request_error if formatter == "json" and not stream else stream_error
-            refusal = _failure(error, AnswerOptions(tgi=self._settings.tgi_compat), write)
+            refusal = _failure(error, write, tgi=self._settings.tgi_compat)
             raise ContractError(refusal, error.message) from None
         answer: Answer
+        tgi = self._settings.tgi_compat
         if records:
-            answer = RecordAnswer(prompts[0], parsed.options, sse=parsed.formatter == "sse")
+            answer = RecordAnswer(parsed.form, prompts[0], sse=parsed.formatter == "sse", tgi=tgi)
         else:
-            answer = JsonAnswer(prompts, parsed.options, in_array=isinstance(body.document["inputs"], list))
+            in_array = tgi or isinstance(body.document["inputs"], list)
+            answer = JsonAnswer(parsed.form, prompts, in_array=in_array, tgi=tgi)
         requests = [
             msgspec.structs.replace(
                 parsed.request, request_id=request_id, prompt=prompt, adapter=adapter, **call.steering
@@ -124,19 +116,31 @@ class LmiRollingContract:
         records = formatter != "json"
         asked = parameters.request
         several = not records and (max(asked.sequences, asked.candidates) > 1 or asked.beam_search is not None)
-        options = AnswerOptions(
-            details=parameters.details or several,
+        asked_for = {"prefill": parameters.decoder_input_details, "top_tokens": parameters.top_n_tokens > 0}
+        left_out = [name for name, asked in asked_for.items() if not asked]
+        names = _SEVERAL if several else _LAST if records else _DETAILS
+        form = msgspec.structs.replace(
+            _TGI_FORM if self._settings.tgi_compat else _FORM,
+            details=without(names, left_out) if parameters.details or several else (),
+            others=without(_OTHER, left_out),
             full_text=parameters.return_full_text,
-            prefill=parameters.decoder_input_details,
-            top_tokens=parameters.top_n_tokens > 0,
-            several=several,
-            tgi=self._settings.tgi_compat,
         )
         notes = notes_of({}, (), parameters.ignored)
         if parameters.output_formatter not in (None, formatter):
             notes += (f"unknown output_formatter, {formatter} used instead",)
-        request = _request(parameters, options, records)
-        return _ParsedParameters(formatter, options, request, notes, parameters.names)
+        want_tokens = records or bool(form.details)
+        request = msgspec.structs.replace(
+            asked,
+            stream=records,
+            # A stream shows one sequence, so no more are generated for it.
+            sequences=1 if records else asked.sequences,
+            candidates=1 if records else asked.candidates,
+            want_tokens=want_tokens,
+            want_logprobs=want_tokens and parameters.token_logprobs,
+            want_prompt_tokens="prefill" in form.details,
+            top_tokens=parameters.top_n_tokens if form.details else 0,
+        )
+        return _ParsedParameters(formatter, form, request, notes, parameters.names)
 
     def _formatter(self, asked: Any, stream: bool) -> str:
         if asked in _FORMATTERS:
@@ -162,152 +166,41 @@ def _prompts(inputs: Any) -> tuple[str, ...]:
     return tuple(inputs)
 
 
-def _request(parameters: LmiParameters, options: AnswerOptions, records: bool) -> GenerationRequest:
-    asked, want_tokens = parameters.request, records or options.details
-    return msgspec.structs.replace(
-        asked,
-        stream=records,
-        # A stream shows one sequence, so no more are generated for it.
-        sequences=1 if records else asked.sequences,
-        candidates=1 if records else asked.candidates,
-        want_tokens=want_tokens,
-        want_logprobs=want_tokens and parameters.token_logprobs,
-        want_prompt_tokens=options.details and options.prefill,
-        top_tokens=parameters.top_n_tokens if options.details else 0,
-    )
-
-
-class JsonAnswer(Answer):
+class JsonAnswer(TokenDocument):
     """A JSON document, or an array with a document for each prompt if the client sent an array of prompts."""
 
-    content_type = JSON
-
-    def __init__(self, prompts: Sequence[str], options: AnswerOptions, in_array: bool) -> None:
-        self._prompts = prompts
-        self._options = options
-        self._in_array = in_array or options.tgi
-        self._sequences: list[dict[int, GeneratedSequence]] = [{} for _ in prompts]
-        self._open = len(prompts)
-
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        self._sequences[prompt].setdefault(delta.sequence, GeneratedSequence()).add(delta)
-        self._open -= delta.last
-        if self._open:
-            return b""
-        documents = [self._document(*pair) for pair in zip(self._prompts, self._sequences, strict=True)]
-        return (f"[{', '.join(documents)}]" if self._in_array else documents[0]).encode()
+    def __init__(self, form: TokenForm, prompts: Sequence[str], *, in_array: bool, tgi: bool) -> None:
+        super().__init__(form, prompts)
+        self._tgi = tgi
+        if in_array:
+            self.around = ("[{", "}, {", "}]")
 
     def fail(self, error: RequestError) -> Reply:
-        return _failure(error, self._options, request_error)
-
-    def _document(self, prompt: str, sequences: dict[int, GeneratedSequence]) -> str:
-        options, (best, *others) = self._options, [sequences[rank] for rank in sorted(sequences)]
-        text = f'{{"generated_text": {_text(prompt, best, options)}'
-        if not options.details:
-            return text + "}"
-        if not options.several:
-            return f'{text}, "details": {{{_counts(best)}, "inputs": {quote(prompt)}, {_token_lists(best, options)}}}}}'
-        details = f'"inputs": {quote(prompt)}, {_counts(best)}, {_token_lists(best, options)}'
-        if others:
-            rest = ", ".join(self._other(prompt, other) for other in others)
-            details += f', "best_of_sequences": [{rest}]'
-        return f'{text}, "details": {{{details}}}}}'
-
-    def _other(self, prompt: str, sequence: GeneratedSequence) -> str:
-        text = _text(prompt, sequence, self._options)
-        return f'{{{_counts(sequence)}, {_token_lists(sequence, self._options)}, "generated_text": {text}}}'
+        return _failure(error, request_error, tgi=self._tgi)
 
 
-class RecordAnswer(Answer):
-    """A record for each token, as a line or as a server-sent event. The last record has the whole text."""
+class RecordAnswer(TokenStream):
+    """A record for each token, as a line or as a server-sent event."""
 
-    def __init__(self, prompt: str, options: AnswerOptions, sse: bool) -> None:
+    def __init__(self, form: TokenForm, prompt: str, *, sse: bool, tgi: bool) -> None:
         self.content_type = "text/event-stream" if sse else "application/jsonlines"
-        self._prompt = prompt
-        self._options = options
-        self._before, self._after = ("data: ", "\n\n") if sse else ("", "\n")
-        self._head, self._tail = self._before + '{"token": ', "}" + self._after
-        self._sequence = GeneratedSequence()
-
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return a record for each token of the delta.
-
-        This is the hot path: it is called for each token of each stream.
-        """
-        if delta.sequence:
-            return b""
-        sequence, tokens = self._sequence, delta.tokens
-        sequence.text.append(delta.text)
-        if self._options.top_tokens:
-            sequence.tokens.extend(tokens)
-        if delta.prompt_tokens is not None:
-            sequence.prompt_tokens = delta.prompt_tokens
-        if not delta.last:
-            if len(tokens) == 1:
-                return (self._head + _token(tokens[0], self._options) + self._tail).encode()
-            return "".join([self._head + _token(token, self._options) + self._tail for token in tokens]).encode()
-        sequence.finish_reason, sequence.count = delta.finish_reason, delta.token_count
-        options = self._options
-        *earlier, final = tokens or [_NO_TOKEN]
-        records = [self._head + _token(token, options) + self._tail for token in earlier]
-        return ("".join(records) + self._head + _token(final, options) + self._end()).encode()
+        self._before, self.after = ("data: ", "\n\n") if sse else ("", "\n")
+        self.head, self._tgi = self._before + '{"token": ', tgi
+        super().__init__(form, prompt)
 
     def fail(self, error: RequestError) -> Reply:
         """Return the error's record as a JSON document, because the stream has not begun."""
-        return _failure(error, self._options, stream_error)
+        return _failure(error, stream_error, tgi=self._tgi)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        return (self._before + _error(error, self._options, stream_error) + self._after).encode()
-
-    def _end(self) -> str:
-        sequence, options = self._sequence, self._options
-        end = f', "generated_text": {_text(self._prompt, sequence, options)}'
-        if options.details:
-            details = f'{_counts(sequence)}, "inputs": {quote(self._prompt)}{_prompt_and_top(sequence, options)}'
-            end += f', "details": {{{details}}}'
-        return end + "}" + self._after
+        return (self._before + _error(error, stream_error, tgi=self._tgi) + self.after).encode()
 
 
-def _failure(error: RequestError, options: AnswerOptions, write: Callable[[str, int, str | None], str]) -> Reply:
+def _failure(error: RequestError, write: Callable[[str, int, str | None], str], *, tgi: bool) -> Reply:
     if isinstance(error, UnknownAdapter):
         return unknown_adapter(error)
-    return failure(error, _error(error, options, write).encode())
+    return failure(error, _error(error, write, tgi=tgi).encode())
 
 
-def _error(error: RequestError, options: AnswerOptions, write: Callable[[str, int, str | None], str]) -> str:
-    return write(error.message, status_of(error), tgi_error_type(error) if options.tgi else None)
-
-
-def _text(prompt: str, sequence: GeneratedSequence, options: AnswerOptions) -> str:
-    text = "".join(sequence.text)
-    return quote(prompt + text if options.full_text else text)
-
-
-def _counts(sequence: GeneratedSequence) -> str:
-    reason = f'"{FINISH_REASONS[sequence.finish_reason]}"' if sequence.finish_reason else "null"
-    return f'"finish_reason": {reason}, "generated_tokens": {sequence.count}'
-
-
-def _token_lists(sequence: GeneratedSequence, options: AnswerOptions) -> str:
-    return f'"tokens": {_tokens(sequence.tokens, options)}{_prompt_and_top(sequence, options)}'
-
-
-def _prompt_and_top(sequence: GeneratedSequence, options: AnswerOptions) -> str:
-    text = ""
-    if options.prefill:
-        text += f', "prefill": {_tokens(sequence.prompt_tokens, options)}'
-    if options.top_tokens:
-        lists = ", ".join(_tokens(token.top, options) for token in sequence.tokens)
-        text += f', "top_tokens": [{lists}]'
-    return text
-
-
-def _tokens(tokens: Iterable[Token], options: AnswerOptions) -> str:
-    return f"[{', '.join([_token(token, options) for token in tokens])}]"
-
-
-def _token(token: Token, options: AnswerOptions) -> str:
-    number = "null" if token.logprob is None or not isfinite(token.logprob) else repr(token.logprob)
-    key, special_key = ("logprob", "special") if options.tgi else ("log_prob", "special_token")
-    special = f', "{special_key}": true' if token.special else ""
-    return f'{{"id": {token.id}, "text": {quote(token.text)}, "{key}": {number}{special}}}'
+def _error(error: RequestError, write: Callable[[str, int, str | None], str], *, tgi: bool) -> str:
+    return write(error.message, status_of(error), tgi_error_type(error) if tgi else None)

@@ -32,9 +32,11 @@ class TeiAnswer(PooledAnswer):
         self._characters, self._begun_at = characters, time.monotonic()
         self._tokenization = self._queue = 0.0  # Seconds, of all prompts together.
 
-    @property
-    def headers(self) -> tuple[tuple[str, str], ...]:
-        """Counts, and times in milliseconds. Those of tokenizing and waiting are means of the prompts, as in TEI."""
+    def counts_and_times(self) -> tuple[tuple[str, str], ...]:
+        """Return headers with counts and with times in milliseconds.
+
+        The times of tokenizing and waiting are means of the prompts, as in TEI.
+        """
         total = time.monotonic() - self._begun_at
         prompts = len(self._parts)
         tokenization, queue = self._tokenization / prompts, self._queue / prompts
@@ -55,7 +57,9 @@ class TeiAnswer(PooledAnswer):
         return super().feed(prompt, delta)
 
     def document(self, parts: Sequence[Any]) -> bytes:
-        return encode(self.content(parts))
+        body = encode(self.content(parts))
+        self.headers = self.counts_and_times()
+        return body
 
     def content(self, parts: Sequence[Any]) -> Any:
         """Return the content of the document. See `PooledAnswer.document`."""

@@ -70,8 +70,7 @@ class _VertexAnswer(TeiAnswer):
         super().__init__(ends[-1], 0)
         self._answers, self._ends = answers, ends
 
-    @property
-    def headers(self) -> tuple[tuple[str, str], ...]:
+    def counts_and_times(self) -> tuple[tuple[str, str], ...]:
         return ()
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:

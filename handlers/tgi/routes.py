@@ -24,12 +24,13 @@ from handlers.contract_routes import (
 )
 from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
 from handlers.parameter_memo import ParameterMemo
-from handlers.tgi.answer import IDLE_COMMENT, AnswerOptions, StreamAnswer, WholeAnswer, stream_headers
+from handlers.tgi.answer import DETAILS, FORM, IDLE_COMMENT, LAST, OTHER, StreamAnswer, WholeAnswer, stream_headers
 from handlers.tgi.errors import EVENTS, refuse, refuse_stream
 from handlers.tgi.images import with_marks
 from handlers.tgi.info import health, info
 from handlers.tgi.request import TgiParameters, TgiRequest, unread_names, validate
 from handlers.tgi.tokenize import ChatRequest, chat, chat_tokenize, tokenize
+from handlers.token_answer import without
 
 _NO_IMAGES: tuple[str, ...] = ()
 _NAMES = {"adapter": "adapter_id", "stop_token_ids": "stop"}  # Stop texts may be special tokens.
@@ -49,7 +50,8 @@ class TgiContract:
         self._setting, self._streams = setting, streams
         self._memo = ParameterMemo[TgiParameters]()
         self._image_mark = setting.model.texts.image_mark
-        self._special_texts = {token_id: text for text, token_id in setting.model.texts.special_tokens.items()}
+        special_texts = {token_id: text for text, token_id in setting.model.texts.special_tokens.items()}
+        self._form = msgspec.structs.replace(FORM, special_texts=special_texts)
 
     def parse(self, call: Call) -> Exchange:
         body, document = read_request(call, TgiRequest)
@@ -91,19 +93,21 @@ class TgiContract:
             for place, candidate in enumerate(candidates)
         )
         full_text = body.parameters.return_full_text if body.parameters is not None else None
-        options = AnswerOptions(
-            prompt=body.inputs if (self._streams is None if full_text is None else full_text) else "",
-            details=parameters.details,
-            top_tokens=parameters.top_tokens > 0,
-            in_array=self._streams is None,
-            seeds=tuple(candidate.shown_seed for candidate in candidates),
-            special_texts=self._special_texts,
-            characters=len(body.inputs),
-            compute_type=self._setting.settings.rolling_batch,
+        left_out = () if parameters.top_tokens else ("top_tokens",)
+        form = msgspec.structs.replace(
+            self._form,
+            details=without(LAST if streams else DETAILS, left_out) if parameters.details else (),
+            others=without(OTHER, left_out),
+            full_text=self._streams is None if full_text is None else full_text,
         )
+        seeds = [candidate.shown_seed for candidate in candidates]
+        compute_type = self._setting.settings.rolling_batch
         if streams:
-            return Exchange(requests, StreamAnswer(options), notes, images, _NAMES, IDLE_COMMENT)
-        return Exchange(requests, WholeAnswer(options), notes, images, _NAMES)
+            answer = StreamAnswer(form, body.inputs, seeds[0], compute_type)
+            return Exchange(requests, answer, notes, images, _NAMES, IDLE_COMMENT)
+        in_array = self._streams is None
+        whole = WholeAnswer(form, body.inputs, seeds, in_array=in_array, compute_type=compute_type)
+        return Exchange(requests, whole, notes, images, _NAMES)
 
     def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
         unknown = unread_names(document)

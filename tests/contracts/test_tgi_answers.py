@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from engines.request import FinishReason, Token, TokenDelta
 from handlers.contract import Reply
-from handlers.tgi.answer import float32
 from handlers.tgi.errors import IncompleteGeneration, refuse
 from tests.contracts.exchange import whole
 from tests.contracts.tgi_exchange import END, TURN, parse
@@ -226,6 +225,12 @@ def test_content_types_are_those_of_json_and_of_events() -> None:
     assert parse("/", PROMPT | {"stream": True}).answer.content_type == "text/event-stream"
 
 
+def number(logprob: float | None) -> str:
+    """Return a log probability as an answer has it."""
+    body = answer("/generate", {"details": True}, whole(" a", Token(7, " a", logprob))).decode()
+    return body.partition('"logprob":')[2].partition(",")[0]
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -243,12 +248,12 @@ def test_content_types_are_those_of_json_and_of_events() -> None:
     ],
 )
 def test_numbers_are_written_with_as_few_digits_as_single_precision_needs(value: float | None, text: str) -> None:
-    assert float32(value) == text
+    assert number(value) == text
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_a_number_of_single_precision_is_read_back_as_it_was(value: float) -> None:
-    assert struct.pack("<f", json.loads(float32(value))) == struct.pack("<f", value)
+    assert struct.pack("<f", json.loads(number(value))) == struct.pack("<f", value)
 
 
 def test_special_tokens_that_are_stop_texts_are_stop_tokens() -> None:

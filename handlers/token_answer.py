@@ -1,0 +1,166 @@
+"""Answers that show tokens: a JSON document, or a record for each token. LMI and TGI have them.
+
+A contract is a `TokenForm`, and tuples with the members of its objects in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from json.encoder import encode_basestring as quote
+from math import isfinite
+
+import msgspec
+
+from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
+from handlers.contract import JSON, Answer
+
+FINISH_REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.EOS: "eos_token",
+    FinishReason.STOP: "stop_sequence",
+    FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
+}
+_NO_TOKEN = Token(-1, "")
+
+
+class ShownSequence(GeneratedSequence):
+    """A sequence, and the members that the engine does not know."""
+
+    prompt: str = ""
+    seed: int | None = None
+    others: Sequence[str] = ()  # The objects of `best_of_sequences`, which is left out if this is empty.
+
+
+class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON of one contract, and the members that a request asks for."""
+
+    token: tuple[str, str, str] = ("", "", "")  # The text before a token's id, its text and its log probability.
+    ends: tuple[str, str] = ("}", "}")  # The text after the log probability of a common and of a special token.
+    prefill: TokenForm | None = None  # The form of the prompt's tokens, if it is another.
+    number: Callable[[float], str] = repr  # Writes a finite log probability. Others are null.
+    special_texts: Mapping[int, str] = {}  # The texts of special tokens that the generated text lacks, by id.
+    comma: str = ", "
+    colon: str = ": "
+    nulls: bool = False  # Each record of a stream has `generated_text` and `details`, which are null at first.
+    details: tuple[str, ...] = ()  # The members of `details`. Empty: the answer has none.
+    others: tuple[str, ...] = ()  # The members of each object in `best_of_sequences`.
+    full_text: bool = False  # The text begins with the prompt.
+
+    def sequence(self, prompt: str, seed: int | None = None) -> ShownSequence:
+        return ShownSequence(text=[prompt] if self.full_text else [], prompt=prompt, seed=seed)
+
+    def token_of(self, token: Token) -> str:
+        """Return a token's object. The hot path: called for each token of each stream."""
+        text, logprob, special = token.text, token.logprob, token.special
+        if special and not text:
+            text = self.special_texts.get(token.id, "")
+        before_id, before_text, before_logprob = self.token
+        number = "null" if logprob is None or not isfinite(logprob) else self.number(logprob)
+        return f"{before_id}{token.id}{before_text}{quote(text)}{before_logprob}{number}{self.ends[special]}"
+
+    def array(self, values: Iterable[str]) -> str:
+        return f"[{self.comma.join(values)}]"
+
+    def tokens(self, tokens: Iterable[Token]) -> str:
+        return self.array(map(self.token_of, tokens))
+
+    def object(self, names: Iterable[str], sequence: ShownSequence) -> str:
+        """Return an object with these members of a sequence."""
+        values = [(name, _VALUES[name](self, sequence)) for name in names]
+        return "{" + self.comma.join([f'"{name}"{self.colon}{value}' for name, value in values if value]) + "}"
+
+    def texts(self, sequence: ShownSequence, *, nulls: bool = False) -> str:
+        """Return `generated_text` and `details`, which are null or left out if the answer has none."""
+        text = f'"generated_text"{self.colon}{quote("".join(sequence.text))}'
+        if not (self.details or nulls):
+            return text
+        details = self.object(self.details, sequence) if self.details else "null"
+        return f'{text}{self.comma}"details"{self.colon}{details}'
+
+
+_REASONS = {None: "null"} | {reason: quote(name) for reason, name in FINISH_REASONS.items()}
+# The members of objects. A member without a value is left out.
+_VALUES: Mapping[str, Callable[[TokenForm, ShownSequence], str]] = {
+    "generated_text": lambda form, sequence: quote("".join(sequence.text)),
+    "finish_reason": lambda form, sequence: _REASONS[sequence.finish_reason],
+    "generated_tokens": lambda form, sequence: str(sequence.count),
+    "input_length": lambda form, sequence: str(sequence.prompt_token_count),
+    "inputs": lambda form, sequence: quote(sequence.prompt),
+    "seed": lambda form, sequence: "null" if sequence.seed is None else str(sequence.seed),
+    "prefill": lambda form, sequence: (form.prefill or form).tokens(sequence.prompt_tokens),
+    "tokens": lambda form, sequence: form.tokens(sequence.tokens),
+    "top_tokens": lambda form, sequence: form.array([form.tokens(token.top) for token in sequence.tokens]),
+    "best_of_sequences": lambda form, sequence: form.array(sequence.others) if sequence.others else "",
+}
+
+
+def without(names: Iterable[str], left_out: Collection[str]) -> tuple[str, ...]:
+    """Return the members of an object that the request asks for."""
+    return tuple([name for name in names if name not in left_out])
+
+
+class TokenDocument(Answer):
+    """A document for each prompt when all have finished. It has the best sequence, and in its details the others."""
+
+    content_type = JSON
+    around = ("{", "", "}")  # The text before, between and after the members of the documents.
+
+    def __init__(self, form: TokenForm, prompts: Sequence[str], seeds: Sequence[int | None] = ()) -> None:
+        self._form, self._prompts, self._seeds = form, prompts, seeds
+        self._sequences: list[dict[int, ShownSequence]] = [{} for _ in prompts]  # By rank.
+        self._open = len(prompts)
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        sequences = self._sequences[prompt]
+        if (sequence := sequences.get(delta.sequence)) is None:
+            seed = self._seeds[prompt] if self._seeds else None
+            sequence = sequences[delta.sequence] = self._form.sequence(self._prompts[prompt], seed)
+        sequence.add(delta)
+        self._open -= delta.last
+        if self._open:
+            return b""
+        before, between, after = self.around
+        return f"{before}{between.join(self._documents())}{after}".encode()
+
+    def _documents(self) -> list[str]:
+        """Return the members of each document."""
+        return [self._document(*map(ranked.__getitem__, sorted(ranked))) for ranked in self._sequences]
+
+    def _document(self, best: ShownSequence, *others: ShownSequence) -> str:
+        if others:
+            best.others = [self._form.object(self._form.others, other) for other in others]
+        return self._form.texts(best)
+
+
+class TokenStream(Answer):
+    """A record for each token. The last one has the whole text."""
+
+    head: str  # Before each token.
+    after: str  # After each record.
+    done = ""  # At the end.
+
+    def __init__(self, form: TokenForm, prompt: str, seed: int | None = None) -> None:
+        self._form, self._sequence = form, form.sequence(prompt, seed)
+        nulls = f'{form.comma}"generated_text"{form.colon}null{form.comma}"details"{form.colon}null'
+        self._tail = f"{nulls if form.nulls else ''}}}{self.after}"
+        self._between = self._tail + self.head
+        self._keeps = "prefill" in form.details or "top_tokens" in form.details  # The end shows them.
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """Return a record for each token of the delta. The hot path: called for each token of each stream."""
+        tokens, end = delta.tokens, self._tail
+        if delta.last or self._keeps:
+            self._sequence.add(delta)
+        else:
+            self._sequence.text.append(delta.text)
+        if delta.last:
+            tokens, end = tokens or [_NO_TOKEN], self._end()
+        elif not tokens:
+            return b""
+        return f"{self.head}{self._between.join(map(self._form.token_of, tokens))}{end}".encode()
+
+    def _end(self) -> str:
+        """Return the text after the last token."""
+        form = self._form
+        return f"{form.comma}{form.texts(self._sequence, nulls=form.nulls)}}}{self.after}{self.done}"
