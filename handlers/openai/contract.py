@@ -120,9 +120,11 @@ class OpenAIContract:
 
     def _prompts(self, body: CompletionBody) -> Sequence[str | tuple[int, ...]]:
         prompt = body.prompt
-        if isinstance(prompt, str) and prompt:
+        if not prompt:
+            raise LeftToVllm("prompt")
+        if isinstance(prompt, str):
             return [prompt]
-        if not prompt or not all(prompt):
+        if not all(prompt):
             raise LeftToVllm("prompt")
         if all(isinstance(item, int) for item in prompt):
             return [tuple(prompt)]  # type: ignore[arg-type]
