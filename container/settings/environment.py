@@ -285,6 +285,12 @@ def for_hub_model(environment: Environment) -> Environment:
     return _without(environment, _CHOICE_OF_MODELS | {API_KEYS, API_KEYS_FILE})
 
 
+def for_given_model(environment: Environment, model: Value, others: Collection[str]) -> Environment:
+    """Return the variables with HF_MODEL_ID as the command line gives it. `others` are further names of models."""
+    rest = _without(environment, {"HF_MODEL_ID", *others})
+    return replace(rest, variables={**rest.variables, "HF_MODEL_ID": model})
+
+
 def _without(environment: Environment, names: Collection[str]) -> Environment:
     """Leave out variables, and the aliases that stand for them."""
     aliases = [alias for alias in environment.aliases if alias.target in names]

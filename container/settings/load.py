@@ -22,12 +22,13 @@ from container.settings import options, server
 from container.settings.environment import (
     SERVER_DEFAULTS_OF_MODEL_KEYS,
     for_each_model,
+    for_given_model,
     for_hub_model,
     option_layer,
     read_environment,
     sagemaker_model_layer,
 )
-from container.settings.model import model_fields
+from container.settings.model import model_fields, other_arguments
 from container.settings.options import BY_KEY, DEFAULT, Lookup, Sources
 from container.settings.properties import read_properties
 from container.settings.secure_mode import SecureMode, read_secure_mode
@@ -80,8 +81,8 @@ def load_settings(
     layer = server_layer(variables, command_line or {}, lookup)
     offline = is_true(variables.get("DJL_OFFLINE"))
     remote = RemoteModels(environment.downloads, offline=offline)
-    directory = _model_dir(_place(model_dir, layer), variables, remote, lookup)
-    sources = _sources(directory, environment, layer, arguments or {}, remote, lookup)
+    found = _model_dir(_place(model_dir, layer), variables, remote, lookup)
+    sources = _sources(found, environment, layer, arguments or {}, remote, lookup)
     fields = server_fields(layer, lookup)
     model = model_fields(sources)
     required, reserved = _memory(sources, "required_memory_mb"), _memory(sources, "reserved_memory_mb")
@@ -111,6 +112,28 @@ def load_settings(
     )
 
 
+def setting_faults(
+    environ: Mapping[str, str], model_dir: Path | None = None, *, has_code: bool = False
+) -> tuple[list[str], list[str]]:
+    """Return the problems and the warnings of a container's settings that do not depend on its model and its machine.
+
+    Args:
+        environ: The environment variables of the container.
+        model_dir: The model directory, whose serving.properties is read; None: it is not here.
+        has_code: The model may have code, which may read settings that nobody else knows.
+    """
+    environment = read_environment(environ, 0)
+    lookup = _lookup(environment)
+    layer = server_layer(environment.variables, {}, lookup)
+    sources = _sources(model_dir, environment, layer, {}, RemoteModels(environment.downloads, offline=True), lookup)
+    server_fields(layer, lookup)
+    for option in (*options.SERVED, options.ENGINE, *options.HANDLER_OPTIONS, *options.MEMORY, *options.NOT_SERVED):
+        sources.value(option)
+    batching = sources.model.get(options.ROLLING_BATCH.key)
+    other_arguments(sources.model, "" if batching is None else batching.word, lookup, reads_names=has_code)
+    return lookup.problems, lookup.warnings
+
+
 def load_server(environment: Environment, command_line: Mapping[str, str]) -> ServerReport:
     """Read and check the settings of a server that has no model yet, or several.
 
@@ -136,7 +159,10 @@ def load_server(environment: Environment, command_line: Mapping[str, str]) -> Se
 
 
 def _lookup(environment: Environment) -> Lookup:
-    return Lookup(warnings=list(environment.warnings), problems=list(environment.problems))
+    allows_unknown = is_true(environment.variables.get(options.ALLOW_UNKNOWN))
+    return Lookup(
+        warnings=list(environment.warnings), problems=list(environment.problems), allows_unknown=allows_unknown
+    )
 
 
 # The model directory and its settings
@@ -149,14 +175,17 @@ def _place(model_dir: Path | str | Value | None, layer: Mapping[str, Value]) -> 
     return model_dir or layer.get("model_store")
 
 
-def _model_dir(place: Value | None, variables: Mapping[str, Value], remote: RemoteModels, lookup: Lookup) -> Path:
+def _model_dir(
+    place: Value | None, variables: Mapping[str, Value], remote: RemoteModels, lookup: Lookup
+) -> Path | None:
+    """Return the model directory. Return None if there is none at the place that is given, which is a problem."""
     if place is not None and is_s3(place.text):
         return _remote_dir("model directory", place, remote, lookup)
     try:
         directory, *others = _directories(place)
     except ModelNotFound as error:
         lookup.problems.append(str(error))
-        return location.DEFAULT_MODEL_DIR
+        return None
     if others:
         listed = ", ".join(model.name for model in (directory, *others))
         lookup.problems.append(f"model directory: {directory.parent} holds several models ({listed}): name one")
@@ -182,18 +211,18 @@ def _directories(place: Value | None) -> tuple[Path, ...]:
         raise ModelNotFound(f"model directory ({place.source}): {error}") from None
 
 
-def _remote_dir(name: str, place: Value, remote: RemoteModels, lookup: Lookup) -> Path:
+def _remote_dir(name: str, place: Value, remote: RemoteModels, lookup: Lookup) -> Path | None:
     try:
         directory = remote.open(place.text)
     except SourceError as error:
         lookup.problems.append(f"{place.describe(name)}: {error}")
-        return location.DEFAULT_MODEL_DIR
+        return None
     lookup.entries.append(SettingEntry("model_dir", str(directory), place.source, f"of {place.text.strip()}"))
     return directory
 
 
 def _sources(
-    directory: Path,
+    found: Path | None,
     environment: Environment,
     layer: dict[str, Value],
     arguments: Mapping[str, Value],
@@ -205,8 +234,9 @@ def _sources(
     Keys that say something of the model are taken out of the server's `layer`.
     """
     variables = environment.variables
+    directory = found or location.DEFAULT_MODEL_DIR
     from_environment = option_layer(variables, lookup.problems)
-    in_file = read_properties(directory, lookup.problems)
+    in_file = read_properties(found, lookup.problems) if found is not None else {}
     empty = {key: value for key, value in in_file.items() if _is_unset(key, value)}
     lookup.warnings += [f"{key} ({value.source}) is ignored: it is empty" for key, value in empty.items()]
     given = from_environment | {key: value for key, value in in_file.items() if key not in empty}
@@ -224,6 +254,7 @@ def _sources(
         layer["job_queue_size"] = queue
     return Sources(
         directory,
+        found is not None,
         variables,
         layer,
         model,
@@ -285,6 +316,7 @@ def load_startup(
     environ: Mapping[str, str],
     command_line: Mapping[str, str],
     gpus: int | None = None,
+    model: str | None = None,
 ) -> Startup:
     """Read the environment, find the models and read their settings.
 
@@ -293,11 +325,14 @@ def load_startup(
         environ: The environment variables of the process.
         command_line: As for `load_settings`.
         gpus: As for `read_environment`.
+        model: A model of the hub, instead of those that variables name.
 
     Raises:
         SettingsError: A setting is wrong.
     """
     environment = read_environment(environ, gpus)
+    if model is not None:
+        environment = for_given_model(environment, Value(model, "command line: --model"), _MODEL_VARIABLES)
     of_one_model = replace(environment, one_model=True)
     variables = environment.variables
     layer = server_layer(variables, command_line, Lookup())  # its faults are reported with the settings

@@ -41,6 +41,7 @@ from container.sources import location
 from container.sources.location import ModelNotFound, SourceError, is_s3
 from engines.adapters import ON_HUB
 from engines.parallelism import why_one_copy
+from engines.vllm.known_arguments import allowed_instead
 from engines.vllm.parser_choice import NAMES as PARSERS
 from engines.vllm.parser_choice import name_fault
 
@@ -105,7 +106,8 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     for option in options.NOT_SERVED:
         sources.value(option)
     handle_before_engine = _has_handle_before_engine(sources, code)
-    arguments |= _other_arguments(layer, fields["rolling_batch"], lookup)
+    reads_names = code is not None or fields["djl_engine"]
+    arguments |= other_arguments(layer, fields["rolling_batch"], lookup, reads_names=reads_names)
     _check_json(arguments, lookup)
     _check_parsers(arguments, fields["rolling_batch"], lookup)
     _set_draft_model(arguments, fields["rolling_batch"], lookup)
@@ -231,8 +233,17 @@ def _set_formatters(layer: Mapping[str, Value], fields: dict[str, Any], code: Pa
     fields["formatter_function"], fields["output_formatter"] = name, None
 
 
-def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Lookup) -> dict[str, Value]:
-    """Handle keys that are not options of Slipway. Keys with `option.` go to the engine. Other keys have no effect."""
+def other_arguments(
+    layer: Mapping[str, Value], rolling_batch: str, lookup: Lookup, *, reads_names: bool
+) -> dict[str, Value]:
+    """Handle keys that are not options of Slipway. Keys with `option.` go to the engine. Other keys have no effect.
+
+    Args:
+        layer: The keys and their values.
+        rolling_batch: The value of the option.
+        lookup: Gets the problems and warnings.
+        reads_names: Code of the model, or another engine of DJL, may know names that nobody else knows.
+    """
     arguments: dict[str, Value] = {}
     for key, value in layer.items():
         name = key.removeprefix(PREFIX)
@@ -246,12 +257,21 @@ def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Loo
             if option is not ENVIRONMENT and for_handler and value.text.strip() != option.default:
                 lookup.ignore(key, value, "it belongs to custom handlers, and the model has none")
         elif name and name != key:
+            if key not in options.KNOWN:
+                meant = options.closest(key, options.KNOWN)
+                if not reads_names:
+                    lookup.unknown(key, value, meant)
+                    continue
+                if meant:
+                    lookup.warnings.append(f"{key} ({value.place}): no setting of Slipway; did you mean {meant}?")
+            if allowed := allowed_instead(name, value.text):
+                lookup.problems.append(f"{value.describe(key)}; allowed: {allowed}")
             arguments[name] = value
             lookup.entries.append(SettingEntry(key, value.text, value.source, "for the engine"))
+        elif meant := f"{PREFIX}{key}" if f"{PREFIX}{key}" in BY_KEY else options.closest(key, BY_KEY):
+            lookup.unknown(key, value, meant)
         else:
-            known = f"{PREFIX}{key}" in BY_KEY
-            hint = f"{PREFIX}{key} is meant" if known else "options of the engine start with option."
-            lookup.ignore(key, value, f"the model has no such setting; {hint}")
+            lookup.ignore(key, value, "the model has no such setting; options of the engine start with option.")
     return arguments
 
 
@@ -469,6 +489,8 @@ def _set_model(sources: Sources, fields: dict[str, Any], *, required: bool) -> N
         except (ModelNotFound, SourceError) as error:
             if required or isinstance(error, SourceError):
                 lookup.problems.append(f"{value.describe(MODEL_ID.key)}: {error}")
+    elif value is None and not sources.has_model_dir:
+        pass  # It is reported, and may have named the model.
     elif value is None and required and not location.has_model(sources.model_dir):
         lookup.problems.append(
             f"there is no model: give option.model_id in serving.properties or HF_MODEL_ID in the environment, or put "

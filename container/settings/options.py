@@ -6,7 +6,8 @@ docs/configuration.md explains each setting. A test compares its tables with the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -35,9 +36,13 @@ from container.settings.values import (
     integer_or,
 )
 from engines.vllm.ignored_arguments import WITHOUT_EFFECT
+from engines.vllm.known_arguments import ARGUMENTS
 
 PREFIX = "option."
 DEFAULT = "default"  # The source of a default value.
+# Names that nobody knows are an error, unless this variable is true.
+ALLOW_UNKNOWN = "SERVING_ALLOW_UNKNOWN_SETTINGS"
+_ALIKE = 0.8  # The least likeness of a name and the known one that is meant (difflib's ratio).
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,7 @@ class Lookup:
     entries: list[SettingEntry] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    allows_unknown: bool = False  # Names that nobody knows are warnings.
 
     def value(
         self, option: Option, layer: Mapping[str, Value], variables: Mapping[str, Value] = MappingProxyType({})
@@ -137,6 +143,22 @@ class Lookup:
         self.warnings.append(f"{key} ({value.source}) is ignored: {reason}")
         self.entries.append(SettingEntry(key, value.text, value.source, f"ignored: {reason}"))
 
+    def unknown(self, key: str, value: Value, meant: str = "") -> None:
+        """Add a problem for a name that nobody knows, or a warning if such names are allowed.
+
+        Args:
+            key: The name.
+            value: Its value.
+            meant: The known name that is probably meant.
+        """
+        hint = f"did you mean {meant}?" if meant else "docs/configuration.md has all names"
+        if self.allows_unknown:
+            self.ignore(key, value, f"there is no such setting; {hint}")
+        else:
+            self.problems.append(
+                f"{key} ({value.place}): there is no such setting; {hint} ({ALLOW_UNKNOWN}=true makes this a warning)"
+            )
+
     def replace(self, entry: SettingEntry) -> None:
         self.entries = [entry if other.name == entry.name else other for other in self.entries]
 
@@ -144,7 +166,7 @@ class Lookup:
         try:
             value = option.parser(given.text)
         except ValueError:
-            self.problems.append(f"{given.describe(key)}; allowed: {option.allowed}")
+            self.problems.append(f"{given.describe(key)}; allowed: {option.allowed}{_example(option, given.text)}")
             return None
         if option.serves is not None and value not in option.serves:
             self.problems.append(
@@ -155,11 +177,24 @@ class Lookup:
         return value
 
 
+def _example(option: Option, text: str) -> str:
+    """Return the right value that is probably meant, or an example of one, for the end of a message."""
+    if meant := closest(text.strip().lower(), option.parser.words, 0.6):
+        return f"; did you mean {meant}?"
+    return f"; for example {option.default}" if (option.default or "").isdigit() else ""
+
+
+def closest(name: str, known: Iterable[str], likeness: float = _ALIKE) -> str:
+    """Return the known name that is most like `name`; "" if none is."""
+    return next(iter(difflib.get_close_matches(name, list(known), 1, likeness)), "")
+
+
 @dataclass(frozen=True, slots=True)
 class Sources:
     """The texts of all settings by key, each from the most important source that has it."""
 
     model_dir: Path
+    has_model_dir: bool  # False: it is only the default, in place of one that was not found.
     variables: Mapping[str, Value]
     server: Mapping[str, Value]
     model: dict[str, Value]
@@ -362,6 +397,16 @@ TENSORRT_LLM = (
     "rotary_scaling_type rotary_scaling_factor smoothquant_alpha smoothquant_per_token smoothquant_per_channel "
     "multi_query_mode awq_format awq_calib_size q_format calib_size calib_batch_size"
 )
+# Names of LMI's former engines: DeepSpeed, FasterTransformer, transformers and Neuron.
+_FORMER_ENGINES = (
+    "checkpoint save_mp_checkpoint_path ds_config triangular_mask return_tuple training_mp_size max_tokens "
+    "enable_cuda_graph replace_method smoothquant paged_attention decoding_strategy max_batch_size beam_width "
+    "amp n_positions unroll load_split_model split_model_file neuron_optimize_level compiled_graph_path "
+    "context_length_estimate group_query_attention fuse_qkv collectives_layout attention_layout cache_layout "
+    "on_device_embedding on_device_generation shard_over_sequence all_reduce_dtype cast_logits_dtype model_loader "
+    "partition_schema compilation_worker_count sequence_parallel_norm sequence_parallel_norm_threshold "
+    "fold_scale_norm save_sharded_checkpoint continuous_batching"
+)
 LMI_DIST = "draft_model_compiled_path record_acceptance_rate"
 _IGNORED_OPTIONS = {
     "it belongs to `option.rolling_batch=disable`": _TRANSFORMERS,
@@ -369,16 +414,46 @@ _IGNORED_OPTIONS = {
     "it belongs to TensorRT-LLM; see `option.max_model_len`": "max_output_len max_input_len",
     "it belongs to TensorRT-LLM; see `option.max_rolling_batch_prefill_tokens`": "max_num_tokens",
     "it belongs to TensorRT-LLM": f"{TENSORRT_LLM} backend",
+    "it belongs to an engine that LMI no longer has": _FORMER_ENGINES,
     "it belongs to lmi-dist": f"{LMI_DIST} use_passive_workers",
     "vLLM shares a draft model out to the same GPUs as the model": "draft_model_tp_size",
     "it belongs to scikit-learn and XGBoost models": "default_accept",
     "the engine starts and numbers its processes itself": "mpi_mode waiting_steps cluster_size device_id",
     "`option.reasoning_parser` alone switches it on": "enable_reasoning",
 }
+_FORMER_ARGUMENTS = (
+    "swap_space use_v2_block_manager disable_log_requests num_scheduler_steps multi_step_stream_outputs device "
+    "max_seq_len_to_capture max_context_len_to_capture preemption_mode num_lookahead_slots scheduler_delay_factor "
+    "worker_use_ray engine_use_ray enable_prompt_adapter max_prompt_adapters max_prompt_adapter_token "
+    "lora_extra_vocab_size long_lora_scaling_factors qlora_adapter_name_or_path disable_async_output_proc "
+    "speculative_model_quantization speculative_draft_tensor_parallel_size speculative_disable_by_batch_size "
+    "speculative_disable_mqa_scorer speculative_max_model_len ngram_prompt_lookup_max ngram_prompt_lookup_min "
+    "spec_decoding_acceptance_method typical_acceptance_sampler_posterior_threshold "
+    "typical_acceptance_sampler_posterior_alpha disable_logprobs_during_spec_decoding tokenizer_pool_size "
+    "tokenizer_pool_type tokenizer_pool_extra_config guided_decoding_disable_fallback "
+    "guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties logits_processor_pattern "
+    "disable_mm_preprocessor_cache override_neuron_config override_attention_dtype calculate_kv_scales "
+    "quantization_param_path max_num_partial_prefills max_long_partial_prefills cuda_graph_sizes full_cuda_graph "
+    "enable_multimodal_encoder_data_parallel num_redundant_experts eplb_window_size eplb_step_interval "
+    "eplb_log_balancedness image_input_type image_token_id image_input_shape image_feature_size "
+    "disable_image_processor max_paddings"
+)
+_FORMER: Mapping[str, str] = {
+    **dict.fromkeys(_FORMER_ARGUMENTS.split(), "vLLM no longer has this argument"),
+    "guided_decoding_backend": "vLLM no longer has this argument; see `option.structured_outputs_config`",
+    "override_pooler_config": "vLLM no longer has this argument; see `option.pooler_config`",
+    **dict.fromkeys(
+        ("rope_scaling", "rope_theta"),
+        "vLLM no longer has this argument; set `option.hf_overrides` to all `rope_parameters`",
+    ),
+}
 # The settings of LMI and of vLLM that have no effect if an engine serves the model, and the reason.
 IGNORED: Mapping[str, str] = {
     **{f"option.{name}": reason for name, reason in WITHOUT_EFFECT.items()},
     **{f"option.{name}": reason for reason, names in _IGNORED_OPTIONS.items() for name in names.split()},
+    **{f"option.{name}": reason for name, reason in _FORMER.items() if name not in ARGUMENTS},
     "load_on_device": "LMI does not read it either; `load_on_devices` is meant",
     **dict.fromkeys(("log_request_metric", "metrics_aggregation"), "metrics are at /metrics"),
 }
+# All names of the settings of a model that an engine serves.
+KNOWN = frozenset({*BY_KEY, *IGNORED, *(f"{PREFIX}{name}" for name in ARGUMENTS), "job_queue_size"})

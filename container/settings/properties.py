@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from pathlib import Path
 
 import javaproperties
@@ -10,6 +11,7 @@ import javaproperties
 from container.settings.values import NOT_TEXT, Value
 
 FILE_NAME = "serving.properties"
+_LINE_END = re.compile("\r\n|\r|\n")
 
 
 def read_properties(directory: Path, problems: list[str]) -> dict[str, Value]:
@@ -31,7 +33,7 @@ def parse_properties(data: bytes, problems: list[str]) -> dict[str, Value]:
     part of the first key, is skipped.
     """
     try:
-        texts = javaproperties.loads(data.removeprefix(codecs.BOM_UTF8).decode("iso-8859-1"))
+        elements = list(javaproperties.parse(data.removeprefix(codecs.BOM_UTF8).decode("iso-8859-1")))
     except javaproperties.InvalidUEscapeError as error:
         problems.append(
             f"{FILE_NAME}: {ascii(error.escape)[1:-1]} is not an escape; "
@@ -39,9 +41,15 @@ def parse_properties(data: bytes, problems: list[str]) -> dict[str, Value]:
         )
         return {}
     values: dict[str, Value] = {}
-    for key, text in texts.items():
-        if NOT_TEXT.search(text) or not key.isprintable():
-            problems.append(f"{FILE_NAME}: {key!a} has a NUL or half a surrogate pair, or cannot be shown")
-        else:
-            values[key] = Value(text, f"{FILE_NAME}: {key}")
+    line = 1
+    for element in elements:
+        if isinstance(element, javaproperties.KeyValue):
+            key, text = element.key, element.value
+            if NOT_TEXT.search(text) or not key.isprintable():
+                problems.append(
+                    f"{FILE_NAME}, line {line}: {key!a} has a NUL or half a surrogate pair, or cannot be shown"
+                )
+            else:
+                values[key] = Value(text, f"{FILE_NAME}: {key}", line)
+        line += len(_LINE_END.findall(element.source))
     return values

@@ -14,7 +14,7 @@ from typing import Any
 from container.api_keys import ApiKeys, keys_in, keys_in_file
 from container.error_rates import error_rate
 from container.settings.environment import sagemaker_server_layer, serving_layer
-from container.settings.options import Lookup, Option, refused
+from container.settings.options import ALLOW_UNKNOWN, Lookup, Option, closest, refused
 from container.settings.settings import SettingEntry
 from container.settings.values import (
     BOOLEAN,
@@ -42,6 +42,7 @@ SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")  # 
 _ON_SAGEMAKER = {"request_id_header_key": "X-Amzn-SageMaker-Inference-Id", "console": "false"}
 _ADDRESS = re.compile(r"http://(\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9_.-]+))(:(?P<port>[0-9]{1,5}))?/?")
 _DEFAULT_PORT = "80"
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _LARGEST_PORT = 65535
 _NO_KEYS = "SageMaker passes no key on to the container; IAM decides who may call the endpoint"
 _TLS = "let a proxy in front of the container do TLS"
@@ -56,6 +57,12 @@ def address(text: str) -> tuple[str, str]:
     if not 1 <= int(port) <= _LARGEST_PORT:
         raise ValueError(text)
     return match["v6"] or match["host"], port
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL of a listener for a client on this machine."""
+    host = _LOOPBACK.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 _HTTP_ADDRESS = checked(address, "http://host:port, without TLS")
@@ -86,6 +93,7 @@ SERVED = (
     Option("engine_restart_when_stalled", BOOLEAN, "false"),
     Option("log_format", choice(("plain", "json")), "plain"),
     Option("log_level", LOG_LEVEL, "info"),
+    Option("verbose", BOOLEAN, "false"),
     Option("log_prompts", BOOLEAN, "false"),
     Option("capture", TEXT),
     Option("request_id_header_key", HEADER_NAME, "x-request-id", field_name="request_id_header"),
@@ -117,12 +125,14 @@ LOAD_MODELS = Option(
     "ALL",
     shows_default=False,
 )
-# The settings that say which models there are, and where.
+ALLOW_UNKNOWN_OPTION = Option(ALLOW_UNKNOWN.removeprefix("SERVING_").lower(), BOOLEAN, "false", shows_default=False)
+# The settings that say which models there are, and where, and how their settings are read.
 FOR_MODELS = (
     MODEL_NAME_OPTION,
     Option("model_store", TEXT, "/opt/ml/model"),
     LOAD_MODELS,
     Option("download_dir", TEXT, variables=("DJL_CACHE_DIR",)),
+    ALLOW_UNKNOWN_OPTION,
 )
 
 NOT_SERVED = (
@@ -164,6 +174,10 @@ def server_layer(variables: Mapping[str, Value], command_line: Mapping[str, str]
     return {**given, **serving, **sagemaker_server_layer(variables, lookup.problems)}
 
 
+def _variable(key: str) -> str:
+    return f"SERVING_{key.upper()}"
+
+
 def _flag(key: str) -> str:
     return "--api-key" if key == API_KEYS.key else f"--{key.replace('_', '-')}"
 
@@ -180,7 +194,7 @@ def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
     fields[API_KEYS.field] = _api_keys(fields[API_KEYS.field], layer, lookup)
     for name in ("model_aliases", "allowed_hosts"):
         fields[name] = names(str(fields[name]))
-    for option in (LOAD_MODELS, *NOT_SERVED):
+    for option in (LOAD_MODELS, ALLOW_UNKNOWN_OPTION, *NOT_SERVED):
         lookup.value(option, layer)
     if fields["management_address"] is not None and _is_main_listener(layer, fields):
         fields["management_address"] = None
@@ -191,6 +205,8 @@ def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
             continue
         elif value.source.startswith("command line"):
             lookup.problems.append(f"{value.source}: there is no such option")
+        elif meant := closest(key, _KEYS):
+            lookup.unknown(_variable(key), value, _variable(meant))
         else:
             lookup.ignore(key, value, "the server has no such setting")
     return fields

@@ -38,6 +38,7 @@ class ServerSettings:
     engine_restart_when_stalled: bool = False
     log_format: Literal["plain", "json"] = "plain"
     log_level: str = "info"
+    verbose: bool = False  # The log has the lines of vLLM and other libraries.
     log_prompts: bool = False
     capture: str | None = None  # The directory for the records of inference requests.
     request_id_header: str = "x-request-id"

@@ -61,6 +61,12 @@ class Value:
 
     text: str
     source: str
+    line: int = 0  # Of the file; 0: the value is not in a file.
+
+    @property
+    def place(self) -> str:
+        """The source for a message that names the key."""
+        return f"{self.source.partition(':')[0]}, line {self.line}" if self.line else self.source
 
     @property
     def word(self) -> str:
@@ -68,7 +74,7 @@ class Value:
 
     def describe(self, key: str) -> str:
         """Return `<key> is "<text>" (<source>)`, for a message."""
-        return f"{key} is {quoted(key, self.text)} ({self.source})"
+        return f"{key} is {quoted(key, self.text)} ({self.place})"
 
 
 def is_true(value: Value | None) -> bool:
@@ -84,6 +90,7 @@ class Parser:
     convert: Callable[[str], Scalar]
     allowed: str
     keeps_blanks: bool = False  # Blanks at the ends of a text belong to the value.
+    words: tuple[str, ...] = ()  # The allowed words, if there are some.
 
     def __call__(self, text: str) -> Scalar:
         """Convert `text`.
@@ -128,7 +135,7 @@ def choice(values: Mapping[str, Scalar] | tuple[str, ...]) -> Parser:
             raise ValueError(text)
         return folded[text.lower()]
 
-    return Parser(convert, ", ".join(words))
+    return Parser(convert, ", ".join(words), words=tuple(words))
 
 
 def matching(pattern: str, allowed: str, flags: re.RegexFlag = re.NOFLAG) -> Parser:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import json
 import logging
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,11 +20,13 @@ from engines.daemon_thread import LastingThreads
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
 from engines.parallelism import ModelMemory, Weights, tensor_parallel_sizes
+from engines.vllm.known_arguments import KINDS
 from tests.engine_arguments import PAGE, REFUSED, TRIALS, Trial, command_line, files, results_in
 from tests.live.server import write_model
 from tests.settings import load_settings
 
 ROOT = Path(__file__).parents[2]
+ARGUMENTS_FILE = ROOT / "engines" / "vllm" / "arguments.json"
 MODELS: dict[str, Any] = json.loads((ROOT / "tests" / "fixtures" / "model_configs.json").read_bytes())
 WITH_LORA = {
     name
@@ -272,6 +276,41 @@ def test_each_argument_of_vllm_serve_has_an_effect_or_a_reason() -> None:
     assert taken - read - WITHOUT_EFFECT.keys() == {"api_key", "lora_modules"}  # They are settings of Slipway's own.
     assert WITHOUT_EFFECT.keys() - NO_ARGUMENTS.keys() <= taken
     assert not [name for name in taken if name.startswith("no_")]  # Such a name would be read as a negation.
+
+
+def _kind(action: Any) -> str | list[str]:
+    """Return the kind of an argument's value, by what the type of vLLM's parser takes."""
+    if action.nargs == 0:
+        return "boolean"
+    if action.nargs in ("+", "*"):
+        return "text"  # Several values.
+    if action.choices:
+        return [str(choice) for choice in action.choices]
+
+    def takes(text: str) -> bool:
+        try:
+            (action.type or str)(text)
+        except (ValueError, TypeError, argparse.ArgumentTypeError):
+            return False
+        return True
+
+    if takes("word") or takes("{}") or not takes("1"):
+        return "text"
+    return "number" if takes("1.5") else "size" if takes("8k") else "integer"
+
+
+def test_the_arguments_that_are_known_without_vllm_are_those_of_vllm_serve() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    actions = make_arg_parser(FlexibleArgumentParser())._actions
+    kinds = {action.dest: _kind(action) for action in sorted(actions, key=lambda action: action.dest)}
+    kinds.pop("help")
+    if os.environ.get("UPDATE_TABLES"):
+        lines = [f"  {json.dumps(name)}: {json.dumps(kind)}" for name, kind in kinds.items()]
+        ARGUMENTS_FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    assert json.loads(ARGUMENTS_FILE.read_bytes()) == kinds
+    assert {kind for kind in kinds.values() if isinstance(kind, str)} == KINDS.keys()
 
 
 @pytest.mark.parametrize(("name", "text"), [("api_key", "hidden"), ("no_such_thing", "1")])

@@ -209,7 +209,8 @@ async def test_a_model_that_has_failed_shows_why(model_dir: Path) -> None:
 
 
 async def test_secrets_are_masked(model_dir: Path) -> None:
-    response = await console(model_dir, **SECRETS).get("/console/state")
+    allowed = {"SERVING_ALLOW_UNKNOWN_SETTINGS": "true"}
+    response = await console(model_dir, **SECRETS, **allowed).get("/console/state")
     names = {entry["name"] for entry in response.json()["models"][0]["settings"]["settings"]}
     assert "option.registry_api_key" in names
     assert not [secret for secret in SECRETS.values() if secret in response.text]

@@ -226,7 +226,7 @@ def test_a_feature_that_is_missing_stops_the_start(model_dir: Path, properties: 
     (problem,) = problems(model_dir, properties)
     key, _, text = properties.partition("=")
     assert NOT_SERVED in problem
-    assert problem.startswith(f'{key} is "{text}" (serving.properties: {key})')
+    assert problem.startswith(f'{key} is "{text}" (serving.properties, line 1)')
 
 
 @pytest.mark.parametrize(
@@ -298,8 +298,8 @@ def test_option_model_is_option_model_id(model_dir: Path) -> None:
     assert load(model_dir, environ={"OPTION_MODEL": "org/name"}).model.model_id == "org/name"
     assert load(model_dir, "option.model=org/name\noption.model_id=org/name").model.model_id == "org/name"
     (problem,) = problems(model_dir, "option.model=org/name\noption.model_id=org/other")
-    assert 'option.model_id is "org/other" (serving.properties: option.model_id)' in problem
-    assert 'option.model is "org/name" (serving.properties: option.model)' in problem
+    assert 'option.model_id is "org/other" (serving.properties, line 2)' in problem
+    assert 'option.model is "org/name" (serving.properties, line 1)' in problem
 
 
 def test_option_model_names_the_model_of_an_empty_directory(tmp_path: Path) -> None:
@@ -363,7 +363,6 @@ def test_what_asks_for_nothing_missing_is_accepted_in_silence(model_dir: Path, p
         ("option.speculative_draft_model=x\noption.rolling_batch=disable", {}),
         ("option.max_output_len=512", {}),
         ("minWorkers=2\noption.rolling_batch=disable", {}),
-        ("dtype=fp16", {}),
         ("nonsense=1", {}),
         ("", {"SERVING_USE_NATIVE_IO": "true"}),
         ("", {"SERVING_NONSENSE": "true"}),
@@ -425,14 +424,15 @@ def test_two_draft_models_are_refused(model_dir: Path) -> None:
 
 
 def test_an_option_without_its_prefix_is_pointed_out(model_dir: Path) -> None:
-    assert "option.dtype is meant" in load(model_dir, "dtype=fp16").warnings[0]
+    (problem,) = problems(model_dir, "dtype=fp16")
+    assert "did you mean option.dtype?" in problem
 
 
 def test_two_names_of_an_option_must_agree(model_dir: Path) -> None:
     assert load(model_dir, "option.max_rolling_batch_size=4\noption.max_num_seqs= 4").model.max_rolling_batch_size == 4
     (problem,) = problems(model_dir, "option.tensor_parallel_degree=4", {"OPTION_TENSOR_PARALLEL_SIZE": "2"})
     assert problem == (
-        'option.tensor_parallel_degree is "4" (serving.properties: option.tensor_parallel_degree), but '
+        'option.tensor_parallel_degree is "4" (serving.properties, line 1), but '
         'option.tensor_parallel_size is "2" (environment: OPTION_TENSOR_PARALLEL_SIZE); '
         "both are the same option: give one of them"
     )
@@ -457,7 +457,7 @@ def test_a_batch_size_that_does_not_count_is_warned_of(model_dir: Path) -> None:
     (warning,) = load(model_dir, "batch_size=2\nmax_dynamic_batch_size=4").warnings
     assert warning == (
         "max_dynamic_batch_size (serving.properties: max_dynamic_batch_size) is ignored: "
-        'batch_size is "2" (serving.properties: batch_size)'
+        'batch_size is "2" (serving.properties, line 1)'
     )
 
 
@@ -495,9 +495,9 @@ def test_all_problems_are_listed_at_once(model_dir: Path) -> None:
     expected = [
         'port is "tcp://10.0.0.1:8080" (environment: SERVING_PORT); allowed: an integer from 1 to 65535',
         "command line: --nonsense: there is no such option",
-        'option.trust_remote_code is "maybe" (serving.properties: option.trust_remote_code); allowed: true or false',
-        'option.dtype is "fp17" (serving.properties: option.dtype); allowed: auto, fp32, fp16, bf16, ',
-        'option.predict_timeout is "soon" (serving.properties: option.predict_timeout); allowed: seconds',
+        'option.trust_remote_code is "maybe" (serving.properties, line 3); allowed: true or false',
+        'option.dtype is "fp17" (serving.properties, line 1); allowed: auto, fp32, fp16, bf16, ',
+        'option.predict_timeout is "soon" (serving.properties, line 2); allowed: seconds',
         f'option.bedrock_compat is "true" (environment: OPTION_BEDROCK_COMPAT): {NOT_SERVED}; ',
     ]
     assert len(found) == len(expected)
@@ -633,7 +633,7 @@ def test_a_relative_model_id_is_looked_for_below_the_model_directory(model_dir: 
 @pytest.mark.parametrize("text", ["/no/such/directory", "./weights", "a/b/c", "two words", "../x"])
 def test_a_model_id_must_be_a_hub_id_or_be_there(model_dir: Path, text: str) -> None:
     (problem,) = problems(model_dir, f"option.model_id={text}")
-    assert problem.startswith(f'option.model_id is "{text}" (serving.properties: option.model_id): ')
+    assert problem.startswith(f'option.model_id is "{text}" (serving.properties, line 1): ')
 
 
 def test_without_a_model_it_is_said_how_to_give_one(tmp_path: Path) -> None:
@@ -810,3 +810,88 @@ def test_devices_have_a_warning_without_gpus(model_dir: Path, monkeypatch: pytes
     monkeypatch.setattr(environment, "gpu_count", lambda: 0)
     (warning,) = load(model_dir, environ={"SERVING_LOAD_ON_DEVICES": "0;1"}).warnings
     assert "SERVING_LOAD_ON_DEVICES" in warning
+
+
+@pytest.mark.parametrize(
+    ("properties", "environ", "said"),
+    [
+        ("\n# mine\noption.quantise=awq", {}, "option.quantise (serving.properties, line 3)|option.quantize?"),
+        ("option.max_modellen=3", {}, "option.max_modellen (serving.properties, line 1)|option.max_model_len?"),
+        ("batchsize=3", {}, "batchsize (serving.properties, line 1)|batch_size?"),
+        ("tensor_parallel_degree=3", {}, "tensor_parallel_degree (|option.tensor_parallel_degree?"),
+        (
+            "",
+            {"OPTION_MAX_MODELLEN": "3"},
+            "option.max_modellen (environment: OPTION_MAX_MODELLEN)|option.max_model_len?",
+        ),
+        ("", {"SM_VLLM_MAX_MODELLEN": "3"}, "option.max_modellen (|option.max_model_len?"),
+        ("", {"SERVING_LOG_LEVL": "info"}, "SERVING_LOG_LEVL (environment: SERVING_LOG_LEVL)|SERVING_LOG_LEVEL?"),
+        ("", {"ARGS_BATCHSIZE": "3"}, "batchsize (environment: ARGS_BATCHSIZE)|batch_size?"),
+        ("option.zzz=1", {}, "option.zzz (serving.properties, line 1)|SERVING_ALLOW_UNKNOWN_SETTINGS=true"),
+    ],
+)
+def test_a_name_that_nobody_knows_is_refused_or_warned_of(
+    model_dir: Path, properties: str, environ: dict[str, str], said: str
+) -> None:
+    (problem,) = problems(model_dir, properties, environ)
+    settings = load(model_dir, properties, environ | {"SERVING_ALLOW_UNKNOWN_SETTINGS": "true"})
+    begin, end = said.split("|")
+    assert problem.startswith(begin)
+    assert end in problem
+    (warning,) = settings.warnings
+    assert warning.startswith(begin.partition(" (")[0])
+    assert settings.model.engine_arguments == {}
+
+
+@pytest.mark.parametrize(
+    ("properties", "environ"),
+    [
+        ("option.swap_space=4\noption.use_v2_block_manager=true\noption.tokens_per_block=64", {}),
+        ("translatorFactory=ai.djl.Mine\nwidth=224", {}),
+        ("option.paged_attention=true\noption.kv_cache_free_gpu_mem_fraction=0.9", {}),
+        ("", {"SERVING_SERVICE_HOST": "10.0.0.1", "SERVING_PORT_8080_TCP_ADDR": "10.0.0.1", "MY_OPTION": "1"}),
+        ("", {"OPTION_ENABLE_CUDA_GRAPH": "true", "SAGEMAKER_REGION": "us-east-1"}),
+    ],
+)
+def test_names_of_others_do_not_keep_a_server_from_starting(
+    model_dir: Path, properties: str, environ: dict[str, str]
+) -> None:
+    settings = load(model_dir, properties, environ)
+    assert len(settings.warnings) == len([name for name in environ if name.startswith(("OPTION", "SERVING"))]) + len(
+        properties.splitlines()
+    )
+    assert settings.model.engine_arguments == {}
+
+
+def test_code_of_the_model_may_read_names_that_nobody_else_knows(model_dir: Path) -> None:
+    (model_dir / "model.py").write_text("from djl_python.output_formatter import output_formatter\n")
+    settings = load(model_dir, "option.mine=1\noption.max_modellen=2")
+    assert settings.model.engine_arguments == {"mine": "1", "max_modellen": "2"}
+    assert [warning.partition(" (")[0] for warning in settings.warnings] == ["option.max_modellen"]
+
+
+def test_all_wrong_values_are_said_at_once_with_right_ones(model_dir: Path) -> None:
+    properties = "option.dtype=bf17\noption.max_model_len=abc\noption.gpu_memory_utilization=90%\noption.quantise=a"
+    found = problems(model_dir, properties, {"SERVING_PORT": "x", "OPTION_KV_CACHE_DTYPE": "fp9"})
+    texts = {problem.partition(" ")[0]: problem for problem in found}
+    assert texts.keys() == {
+        *("option.dtype", "option.max_model_len", "option.gpu_memory_utilization", "option.quantise"),
+        *("port", "option.kv_cache_dtype"),
+    }
+    assert "did you mean bf16?" in texts["option.dtype"]
+    assert "8192" in texts["option.max_model_len"]
+    assert "0.9" in texts["option.gpu_memory_utilization"]
+    assert "for example 8080" in texts["port"]
+    assert "fp8_e4m3" in texts["option.kv_cache_dtype"]
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        *("option.max_model_len=16k", "option.max_model_len=-1", "option.max_model_len=auto", "option.seed=None"),
+        *("option.gpu_memory_utilization=1e-1", "option.linear_backend=FLASHINFER-CUTLASS", "option.enforce_eager="),
+        *('option.hf_overrides={"a": 1}', "option.limit_mm_per_prompt=image=2,video=1", "option.enforce_eager=1"),
+    ],
+)
+def test_values_that_vllm_takes_are_not_refused(model_dir: Path, properties: str) -> None:
+    load(model_dir, properties)

@@ -60,7 +60,7 @@ def test_a_value_knows_its_key_in_the_file() -> None:
 )
 def test_a_broken_entry_is_a_problem(data: bytes, problem: str) -> None:
     (found,) = Parsed(data).problems
-    assert re.match(f"serving.properties: {problem}", found), found
+    assert re.match(rf"serving.properties(, line \d+)?: {problem}", found), found
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_key() -> None:

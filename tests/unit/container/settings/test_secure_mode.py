@@ -41,7 +41,7 @@ def test_the_mode_is_off_unless_it_is_asked_for(model_dir: Path) -> None:
 def test_a_hubs_model_that_the_model_directory_names_cannot_be_checked(model_dir: Path, control: str, key: str) -> None:
     (model_dir / "config.json").write_text("{}")
     refusal = refused(model_dir, control, properties=f"{key}=owner/model")
-    assert f'{control}: {key} is "owner/model" (serving.properties: {key}): ' in refusal
+    assert f'{control}: {key} is "owner/model" (serving.properties, line 1): ' in refusal
     assert "cannot be checked" in refusal
     load(model_dir, control, HF_MODEL_ID="owner/model")
 

@@ -1,0 +1,44 @@
+"""The names and the kinds of values of the arguments of vLLM. This module needs no vLLM.
+
+`arguments.json` has them, as the parser of `vllm serve` does. A test compares both, and writes the file under
+`UPDATE_TABLES=1`. vLLM itself checks each value once more when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+# The kind of each argument's value: a key of `KINDS`, or the list of its words.
+ARGUMENTS: Mapping[str, str | list[str]] = json.loads(Path(__file__).with_name("arguments.json").read_bytes())
+_WORDS = frozenset({"true", "false", "1", "0", "yes", "no", "on", "off", ""})
+
+
+def _matches(pattern: str) -> Callable[[str], bool]:
+    compiled = re.compile(pattern, re.IGNORECASE)
+    return lambda text: compiled.fullmatch(text) is not None
+
+
+# By the kind: checks a value without blanks at its ends, and describes the allowed values.
+KINDS: Mapping[str, tuple[Callable[[str], bool], str]] = {
+    "boolean": (lambda text: text.lower() in _WORDS, "true or false"),
+    "integer": (_matches(r"[+-]?\d+|none"), "an integer"),
+    "size": (_matches(r"[+-]?\d+(\.\d+)?([kmgt]i?)?|auto|none"), "an integer such as 8192, or 8k"),
+    "number": (_matches(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|none"), "a number such as 0.9"),
+    "text": (lambda text: True, "text"),
+}
+
+
+def _folded(word: str) -> str:
+    return word.lower().replace("-", "_")
+
+
+def allowed_instead(name: str, text: str) -> str:
+    """Return the allowed values of an argument that has a wrong one; "" if the value may be right."""
+    kind = ARGUMENTS.get(name, "text")
+    if isinstance(kind, list):
+        return "" if _folded(text.strip()) in map(_folded, kind) else ", ".join(kind)
+    is_right, allowed = KINDS[kind]
+    return "" if is_right(text.strip()) else allowed
