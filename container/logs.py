@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import time
+from collections import deque
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,20 @@ FLUSH_SECONDS = 1.0  # The time that a process waits at its end until its log ha
 _OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
 _PLAIN = "%(asctime)s %(levelname)-7s %(replica)s%(name)s%(request)s: %(message)s"
 _ACCESS = logging.getLogger("slipway.access")
+# Libraries whose lines below `warning` are held back.
+_LIBRARIES = frozenset({"vllm", "torch", "transformers", "huggingface_hub", "httpx", "uvicorn"})
+# Begin warnings of vLLM that no user can act on: Slipway chose the setting, or the device has nothing better.
+_WITHOUT_REMEDY = (
+    "Enforce eager set, disabling torch.compile",
+    "Inductor compilation was disabled by user settings",
+    "Triton is not installed.",
+    "Model Runner V2 requires Triton",
+    "Failed to create oneDNN linear, fallback to torch linear",
+    "[shutdown] Process manager: force killing remaining process",
+)
+_HELD_LINES, _HELD_LENGTH = 200, 4096
+# A line of another process in the form of `_PLAIN`, without the name of a replica.
+_PLAIN_LINE = re.compile(r"\S+Z (?P<level>[A-Z]+) +(?P<logger>[\w.]+): (?P<message>.*)")
 # Characters that end lines or move a terminal's cursor, and characters that cannot be encoded.
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -96,7 +111,7 @@ class JsonFormatter(logging.Formatter):
             record.exc_text = self.formatException(record.exc_info)
         if record.exc_text:
             fields["traceback"] = record.exc_text
-        return json.dumps(fields, ensure_ascii=False)
+        return json.dumps(fields | getattr(record, "fields", {}), ensure_ascii=False)
 
     def foreign(self, stream: str, line: str) -> str:
         """Return a line that was written to a stream past the log. Processes of vLLM write JSON already."""
@@ -115,13 +130,77 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields | {"message": message, "request_id": identity}, ensure_ascii=False)
 
 
+class HeldLines:
+    """The latest lines that libraries wrote and the log does not show. They are shown if a start fails.
+
+    These are vLLM's lines below `warning`, for example. While a server starts, they are also the lines that no logger
+    wrote, such as progress bars.
+    """
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=_HELD_LINES)
+        self.latest = ""  # The text of the latest one.
+        self.holds_output = False  # Lines that no logger wrote are held as well.
+        self._in_error: set[str] = set()  # The streams whose latest record is an error. Its traceback may follow.
+
+    def take(self) -> list[str]:
+        """Return the lines, and forget them."""
+        return [self._lines.popleft() for _ in range(len(self._lines))]
+
+    def keep(self, line: str, message: str) -> None:
+        """Keep a line. `message` is its text, or empty if it tells nothing of the progress."""
+        self._lines.append(line[:_HELD_LENGTH])
+        self.latest = message.strip()[:_HELD_LENGTH] or self.latest
+
+    def holds(self, logger: str, level: int, message: str) -> bool:
+        """Return True if this record is not to be shown."""
+        if logger == "py.warnings":
+            return self.holds_output
+        if logger.partition(".")[0] not in _LIBRARIES:
+            return False
+        return level < logging.WARNING or (level == logging.WARNING and message.startswith(_WITHOUT_REMEDY))
+
+    def keeps_line(self, stream: str, line: str, formatter: PlainFormatter | JsonFormatter) -> bool:
+        """Keep a line of a stream, unless it has to be shown. Other processes log in the form of this one."""
+        name, logger, message = _parts(line)
+        if logger:
+            level = logging.getLevelNamesMapping().get(name, logging.WARNING)
+            (self._in_error.add if level >= logging.ERROR else self._in_error.discard)(stream)
+            is_held = self.holds(logger, level, message)
+        else:
+            is_held = self.holds_output and stream not in self._in_error
+        if is_held:
+            self.keep(formatter.foreign(stream, line), message)
+        return is_held
+
+
+def _parts(line: str) -> tuple[str, str, str]:
+    """Return the level, the logger and the message of a line in the form of the log; else the line as the message."""
+    if found := _PLAIN_LINE.fullmatch(line):
+        return found["level"], found["logger"], found["message"]
+    try:
+        fields = json.loads(line) if line.startswith("{") else {}
+        return fields["level"].upper(), fields["logger"], fields["message"]
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return "", "", line
+
+
 class LogHandler(logging.Handler):
     """Has records formatted and written in a thread, so that no line waits for who reads it."""
 
-    def __init__(self, writer: Writer, formatter: PlainFormatter | JsonFormatter) -> None:
+    def __init__(
+        self, writer: Writer, formatter: PlainFormatter | JsonFormatter, held: HeldLines | None = None
+    ) -> None:
+        """Create the handler.
+
+        Args:
+            writer: Writes the lines.
+            formatter: Formats the records.
+            held: Keeps the lines that are not shown. None: all are shown.
+        """
         super().__init__()
         self.setFormatter(formatter)
-        self._writer = writer
+        self._writer, self._held = writer, held
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a record for the writer's thread.
@@ -135,6 +214,9 @@ class LogHandler(logging.Handler):
             if record.exc_info:
                 record.exc_text = record.exc_text or logging.Formatter().formatException(record.exc_info)
                 record.exc_info = None
+            if self._held is not None and self._held.holds(record.name, record.levelno, record.msg):
+                self._held.keep(self.format(record), "" if record.name == "uvicorn.error" else record.msg)
+                return
             self._writer.add(len(record.msg) + len(record.exc_text or ""), self.format, record)
         except Exception:
             self.handleError(record)
@@ -163,17 +245,22 @@ class _Log:
     def __init__(self) -> None:
         self.output: Output | None = None
         self.handler: logging.Handler | None = None
+        self.held: HeldLines | None = None  # None: all lines are shown.
 
-    def start(self, log_format: str, replica: str, redirect: bool) -> None:
+    def start(self, log_format: str, replica: str, redirect: bool, quiet: bool) -> None:
         formatter = (JsonFormatter if log_format == "json" else PlainFormatter)(replica)
+        held = self.held = HeldLines() if quiet else None
 
         def notice(dropped: int) -> str:
             text = f"{dropped} lines were dropped because the log's reader is slow"
             fields = {"name": __name__, "levelname": "WARNING", "levelno": logging.WARNING, "msg": text}
             return formatter.format(logging.makeLogRecord(fields))
 
-        self.output = Output(notice, formatter.foreign if redirect else None)
-        self.handler = LogHandler(self.output.log, formatter)
+        def is_held(stream: str, line: str) -> bool:
+            return held is not None and held.keeps_line(stream, line, formatter)
+
+        self.output = Output(notice, formatter.foreign if redirect else None, is_held)
+        self.handler = LogHandler(self.output.log, formatter, held)
         access_log.write_to(self.output.log, formatter)
 
 
@@ -190,6 +277,29 @@ def flush(seconds: float = FLUSH_SECONDS) -> None:
     """Write the waiting lines. Call this function before the process ends."""
     if _log.output is not None:
         _log.output.flush(seconds)
+
+
+def hold_output(hold: bool) -> None:
+    """Hold lines that no logger wrote, too, or show them again. No effect if the log shows all lines."""
+    if _log.held is not None:
+        _log.held.holds_output = hold
+
+
+def latest_held() -> str:
+    """Return the text of the latest line that is not shown."""
+    return _log.held.latest if _log.held is not None else ""
+
+
+def show_held() -> None:
+    """Write the lines that were held back, because a start has failed. This may take a second."""
+    if _log.held is None or _log.output is None:
+        return
+    _log.output.flush(FLUSH_SECONDS)  # the engine's last lines may be on their way
+    lines = _log.held.take()
+    if lines:
+        logging.getLogger(__name__).error("the last %d lines that were not shown (--verbose shows all):", len(lines))
+    for line in lines:
+        _log.output.log.add(len(line), str, line)
 
 
 def dropped_lines() -> int:
@@ -213,7 +323,7 @@ def configuration(log_format: str, level: str, replica: str = "") -> dict[str, A
     }
 
 
-def configure(log_format: str, level: str, replica: str = "", *, redirect: bool = False) -> None:
+def configure(log_format: str, level: str, replica: str = "", *, redirect: bool = False, quiet: bool = False) -> None:
     """Set up logging in this process.
 
     Args:
@@ -222,8 +332,9 @@ def configure(log_format: str, level: str, replica: str = "", *, redirect: bool 
         replica: The name of this replica, if the server has several.
         redirect: Send everything that is written to standard output and standard error through the log. This includes
             the output of processes that are started later.
+        quiet: Hold back lines of vLLM and other libraries (`HeldLines`).
     """
-    _log.start(log_format, replica, redirect)
+    _log.start(log_format, replica, redirect, quiet)
     logging.config.dictConfig(configuration(log_format, level, replica))
     logging.captureWarnings(True)
     atexit.register(flush)

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from container.models.registration import Registrar
 from container.models.registry import Model, Models
 from container.settings.environment import KEY_VARIABLES
 from container.settings.load import further_settings
-from container.settings.server import address
+from container.settings.server import address, url_of
 from container.settings.settings import Settings, Startup
 from container.settings.values import Value
 from engines.cache_dir import cache_dir, is_writable
@@ -69,6 +70,8 @@ _FAILED_SECONDS = 3.0  # How long a model that failed to load can be asked for i
 _END_SECONDS, _STOP_SECONDS = 25.0, 5.0
 _LAST_SECONDS = 3.0  # The time for clients to read the sent data.
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
+_ENGINES = {"vllm": "vLLM", "dynamic_batch": "transformers", "python": "Python"}  # Names for people.
+_PROGRESS_SECONDS = 30.0  # The time between two lines of the log while a server starts.
 _EXIT_SECONDS = 3.0  # The time for which abandoned threads may delay the end of the process.
 
 
@@ -225,8 +228,8 @@ class ModelServer:
         Raises:
             EngineStartError: One of them cannot be loaded.
         """
-        self._loop_watch.start()
         await self.registrar.start()
+        self._loop_watch.start()  # imports and the start of an engine hold up the event loop
 
     async def watch(self) -> None:
         """Watch the engines; returns when the process should end, as `fail_fast` says.
@@ -297,6 +300,9 @@ class Process:
             clean_up: Called if the process ends at once.
         """
         self._settings = startup.server
+        given = [model.settings.model for model in startup.models]
+        # A customer's code may print while the model is loaded.
+        self._has_own_code = any(m.handler or m.formatters or m.handler_before_engine for m in given)
         self._clean_up = clean_up
         self.server = ModelServer(startup, mounts)
         applications = self.server.applications
@@ -332,9 +338,12 @@ class Process:
         return self.exit_code
 
     async def _load(self) -> None:
+        logs.hold_output(not self._has_own_code)
+        telling = asyncio.create_task(_tell_progress())
         try:
             await self.server.load()
         except Exception as error:
+            await asyncio.to_thread(logs.show_held)
             known = isinstance(error, EngineStartError)
             logger.critical("the model cannot be served: %s", error if known else "internal error", exc_info=not known)
             self.exit_code = EXIT_FAILED_TO_START
@@ -342,7 +351,31 @@ class Process:
             await self.server.models.drain(self._settings.drain_timeout)  # Other models may have calls.
             self._end()
         else:
+            telling.cancel()
+            logs.hold_output(False)
+            self._greet()
             await self.watch()
+        finally:
+            telling.cancel()
+
+    def _greet(self) -> None:
+        """Log the models, their engines and the addresses: three lines, or one record with fields in the JSON log."""
+        settings = self._settings
+        url = url_of(settings.host, settings.port)
+        models = [model.lifecycle.view() for model in self.server.models]
+        fields: dict[str, Any] = {
+            "version": version("slipway"),
+            "models": [model.settings.name for model in models],
+            "engines": sorted({f"{_ENGINES.get(m.engine, m.engine)} {m.engine_version}" for m in models}),
+            "address": url,
+            "console": f"{url}/console" if settings.console else None,
+            "docs": f"{url}/docs",
+        }
+        names = ", ".join(fields["models"]) or "no model yet"
+        lines = [f"Slipway {fields['version']} serves {names} ({', '.join(fields['engines']) or 'no engine'}) at {url}"]
+        lines += [f"  console:  {fields['console']}"] if settings.console else []
+        lines += [f"  API docs: {fields['docs']}"]
+        logger.info("%s", "\n".join(lines), extra={"fields": fields})
 
     async def watch(self) -> None:
         await self.server.watch()
@@ -355,6 +388,8 @@ class Process:
         models = self.server.models
         nothing_runs = models.starting and not models.loaded
         if self._stopping is not None or nothing_runs:
+            if nothing_runs:
+                logs.show_held()  # somebody may have waited in vain for the start
             logger.warning("%s: ending at once", name)
             self._end_now(EXIT_OK if nothing_runs else 128 + number)
         drain = self._settings.drain_timeout
@@ -407,6 +442,16 @@ def listen(host: str, port: int) -> socket.socket:
         raise SystemExit(f"cannot listen on {host} port {port}: {error.strerror}") from None
     listener.listen(2048)
     return listener
+
+
+async def _tell_progress() -> None:
+    """Log now and then that the server still starts, with the latest line that the log does not show."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while True:
+        await asyncio.sleep(_PROGRESS_SECONDS)
+        latest = logs.latest_held()
+        logger.info("still loading after %.0f s%s", loop.time() - began, f": {latest}" if latest else "")
 
 
 async def _run(process: Process, clean_up: Callable[[], None]) -> int:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 _MOST_BYTES = 8 << 20  # The size of the queue. The thread may hold as much again.
@@ -115,8 +116,10 @@ def _made(make: Callable[..., str], arguments: tuple[Any, ...]) -> str:
 class _Redirected:
     """A standard stream that was replaced by a pipe, and the thread that reads the pipe."""
 
-    def __init__(self, descriptor: int, writer: Writer, shape: Callable[[str], str]) -> None:
-        self._descriptor, self._writer, self._shape = descriptor, writer, shape
+    def __init__(
+        self, descriptor: int, writer: Writer, shape: Callable[[str], str], is_held: Callable[[str], bool]
+    ) -> None:
+        self._descriptor, self._writer, self._shape, self._is_held = descriptor, writer, shape, is_held
         self._mark = f"slipway-{os.urandom(8).hex()}"
         self._marked = threading.Event()
         self._reader, write_end = os.pipe()
@@ -143,20 +146,26 @@ class _Redirected:
                 text = line.decode("utf-8", "backslashreplace").rstrip("\r").rpartition("\r")[2]
                 if text == self._mark:
                     self._marked.set()
-                elif text.strip():
+                elif text.strip() and not self._is_held(text):
                     self._writer.add(len(text), self._shape, text)
 
 
 class Output:
     """Standard output and standard error of this process."""
 
-    def __init__(self, notice: Callable[[int], str], shape: Callable[[str, str], str] | None = None) -> None:
+    def __init__(
+        self,
+        notice: Callable[[int], str],
+        shape: Callable[[str, str], str] | None = None,
+        is_held: Callable[[str, str], bool] = lambda stream, line: False,
+    ) -> None:
         """Start the threads.
 
         Args:
             notice: Makes the line that reports a number of dropped lines.
             shape: Formats a line that did not come through the log, given the stream's name (`stdout`, `stderr`) and
                 the line. None: the streams are not replaced.
+            is_held: Given the same, returns True for a line that is not to be written.
         """
         _open_missing()
         self._redirected: list[_Redirected] = []
@@ -171,7 +180,7 @@ class Output:
             stream.flush()
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         for descriptor, name, writer in ((1, "stdout", self._writers[0]), (2, "stderr", self._writers[-1])):
-            self._redirected.append(_Redirected(descriptor, writer, _Shape(shape, name)))
+            self._redirected.append(_Redirected(descriptor, writer, partial(shape, name), partial(is_held, name)))
 
     @property
     def log(self) -> Writer:
@@ -206,11 +215,3 @@ def _open_missing() -> None:
         if getattr(sys, name) is None:  # as Python sets it if the descriptor is closed
             stream = open(descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
-
-
-class _Shape:
-    def __init__(self, shape: Callable[[str, str], str], stream: str) -> None:
-        self._shape, self._stream = shape, stream
-
-    def __call__(self, line: str) -> str:
-        return self._shape(self._stream, line)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -14,6 +16,23 @@ from deploy.sagemaker import commands as sagemaker
 from deploy.serve import config, serve
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"slipway {version('slipway')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve language models behind the contracts of LMI, OpenAI, TGI, TEI and Triton, and deploy them."""
+
+
 app.command()(serve)
 app.command()(config)
 

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -21,6 +21,7 @@ from container.models.placement import gpu_plan
 from container.settings.load import load_startup
 from container.settings.report import startup_json, startup_text
 from container.settings.settings import SettingsError, Startup
+from container.sources.location import is_s3
 from deploy.local.command import (
     Adapters,
     AsyncFailures,
@@ -35,18 +36,35 @@ from deploy.local.command import (
 )
 
 ModelDir = Annotated[
-    str | None, typer.Option("--model-dir", "-m", help="Directory, or s3://, with the model or its serving.properties.")
+    str | None,
+    typer.Option(
+        "--model-dir",
+        "-m",
+        help="Directory, or s3://, with the model or its serving.properties.",
+        show_default="/opt/ml/model",
+    ),
 ]
-Port = Annotated[int | None, typer.Option("--port", "-p", help="Port to listen on.")]
-Host = Annotated[str | None, typer.Option("--host", help="Address to listen on.")]
+ModelArgument = Annotated[str | None, typer.Argument(help="The same as --model.", metavar="MODEL")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="The model: its name on the Hugging Face hub, a directory, or s3://."),
+]
+Port = Annotated[int | None, typer.Option("--port", "-p", help="Port to listen on.", show_default="8080")]
+Host = Annotated[str | None, typer.Option("--host", help="Address to listen on.", show_default="0.0.0.0")]
 ApiKeys = Annotated[
     list[str] | None,
     typer.Option("--api-key", help="A key that callers need, beside SERVING_API_KEYS_FILE; repeatable."),
 ]
-ModelName = Annotated[str | None, typer.Option("--model-name", help="Name of the model in routes and in /ping.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Log all lines of vLLM and other libraries.")]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model-name", help="Name of the model in routes and in /ping.", show_default="from the model"),
+]
 
 
 def serve(
+    model_argument: ModelArgument = None,
+    model: ModelOption = None,
     model_dir: ModelDir = None,
     port: Port = None,
     host: Host = None,
@@ -59,9 +77,19 @@ def serve(
     async_failures: AsyncFailures = None,
     s3_folder: S3Folder = None,
     capture: Capture = None,
+    verbose: Verbose = False,
 ) -> None:
     """Serve a model until told to stop."""
-    startup = read_startup(model_dir, port, host, model_name, api_key, None if capture is None else str(capture))
+    startup = read_startup(
+        model_dir,
+        port,
+        host,
+        model_name,
+        api_key,
+        None if capture is None else str(capture),
+        model=_one_model(model_argument, model),
+        verbose=verbose,
+    )
     if startup.server.capture is not None:
         make_directory("--capture", Path(startup.server.capture))
     options = LocalOptions(
@@ -93,7 +121,8 @@ def run(startup: Startup, mounts: Sequence[Mount] = (), greeting: str = "") -> N
 
     atexit.register(end)  # first, since exit functions run in the reverse order: it ends the process after all others
     logging_as = startup.server.log_format, startup.server.log_level
-    logs.configure(*logging_as, redirect=True)
+    quiet = not startup.server.verbose and startup.server.log_level != "debug"
+    logs.configure(*logging_as, redirect=True, quiet=quiet)
     logs.configure_vllm(*logging_as)
     if greeting:
         typer.echo(greeting)
@@ -105,7 +134,16 @@ def run(startup: Startup, mounts: Sequence[Mount] = (), greeting: str = "") -> N
     sys.exit(codes[0])
 
 
+def _one_model(argument: str | None, option: str | None) -> str | None:
+    """Return the model that is given as an argument or as --model."""
+    if argument is not None and option is not None and argument != option:
+        raise typer.BadParameter(f"is {option!r}, but the argument is {argument!r}", param_hint="--model")
+    return argument if option is None else option
+
+
 def config(
+    model_argument: ModelArgument = None,
+    model: ModelOption = None,
     model_dir: ModelDir = None,
     port: Port = None,
     host: Host = None,
@@ -120,7 +158,8 @@ def config(
         machine = machine_gpus() if gpus is None else described_gpus(gpus)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpus") from None
-    startup = read_startup(model_dir, port, host, model_name, gpus=len(machine))
+    model = _one_model(model_argument, model)
+    startup = read_startup(model_dir, port, host, model_name, gpus=len(machine), model=model)
     os.environ.update(startup.exports)  # the hub may be asked for the files of a model
     startup = with_parsers_shown(startup)
     plan = gpu_plan([model.settings for model in startup.models], machine)
@@ -135,17 +174,28 @@ def read_startup(
     api_keys: Sequence[str] | None = None,
     capture: str | None = None,
     gpus: int | None = None,
+    *,
+    model: str | None = None,
+    verbose: bool = False,
 ) -> Startup:
     """Read the settings of the server and its models. If they are wrong, print the faults and exit with code 2.
 
-    `gpus` is the number of GPUs; None: those that this process sees.
+    `gpus` is the number of GPUs; None: those that this process sees. `model` is a model directory, or the hub's model.
     """
-    given = {"port": port, "host": host, "model_name": model_name, "capture": capture}
+    if model is not None and (is_s3(model) or os.path.isdir(model)):
+        if model_dir is not None:
+            raise typer.BadParameter(
+                "names a directory, and so does --model-dir: give one of them", param_hint="--model"
+            )
+        model_dir, model = model, None
+    given: dict[str, Any] = {"port": port, "host": host, "model_name": model_name, "capture": capture}
+    if verbose:
+        given["verbose"] = "true"
     if api_keys:
         given["api_keys"] = json.dumps(list(api_keys))
     command_line = {name: str(value) for name, value in given.items() if value is not None}
     try:
-        return load_startup(model_dir, os.environ, command_line, gpus)
+        return load_startup(model_dir, os.environ, command_line, gpus, model)
     except SettingsError as error:
         for problem in error.problems:
             typer.echo(f"slipway: {problem}", err=True)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 
+from container import logs
 from container.gpus import SliceNotChosen
 from container.models.memory import OutOfMemory, check_room
 from container.models.placement import placed
@@ -64,3 +65,4 @@ class Loads:
         del self.running[model]
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s", error, exc_info=None if isinstance(error, _REFUSALS) else error)
+            asyncio.get_running_loop().run_in_executor(None, logs.show_held)

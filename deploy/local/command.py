@@ -15,6 +15,7 @@ import typer
 from container import logs
 from container.http.cross_site import KnownHosts
 from container.http.router import Mount, Router
+from container.settings.server import url_of
 from container.settings.settings import ServerSettings
 from container.settings.values import names
 from container.sources.location import S3Url, SourceError
@@ -26,7 +27,6 @@ from deploy.local.storage import folder_url
 
 _DRAIN_SECONDS = ServerSettings().drain_timeout
 _S3_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 LocalEndpoints = Annotated[
     list[str] | None,
@@ -186,17 +186,13 @@ def _silence_httpx() -> None:
 
 
 def _greeting(host: str, port: int, settings: LocalSettings) -> str:
-    url = _url(host, port)
+    url = url_of(host, port)
     return (
         f"SageMaker's runtime API at {url}; endpoints: {', '.join(settings.endpoints)}\n"
         f"export AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME={url}\n"
         f"export AWS_DEFAULT_REGION={REGION} AWS_ACCESS_KEY_ID=local AWS_SECRET_ACCESS_KEY=local"
         "  # SDKs want some; any will do"
     )
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://{_LOOPBACK.get(host, f'[{host}]' if ':' in host else host)}:{port}"
 
 
 def _checked(option: str, names: list[str]) -> tuple[str, ...]:

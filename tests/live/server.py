@@ -117,8 +117,9 @@ class Server:
         return command
 
     def all_variables(self) -> dict[str, str]:
-        """Return the environment of the process."""
-        return preloaded.plain_environment() | {"HF_HUB_OFFLINE": "1", "SERVING_ENGINE_RESTART": "0"} | self.environment
+        """Return the environment of the process. The log has all lines, for tests that fail."""
+        given = {"HF_HUB_OFFLINE": "1", "SERVING_ENGINE_RESTART": "0", "SERVING_VERBOSE": "true"}
+        return preloaded.plain_environment() | given | self.environment
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS

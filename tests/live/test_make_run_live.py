@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
@@ -32,6 +33,7 @@ MEMINFO = Path("/sys/devices/system/node/node0/meminfo")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 GIB = 1 << 30
 STOP_SECONDS = 60.0
+MOST_LINES = 25  # Of the log of a first start.
 CURL = "curl --silent --show-error --fail-with-body "
 OF_THE_TESTS = ("HF_HUB_OFFLINE", "HF_MODEL_ID")
 THREADS_OF_THE_TESTS = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
@@ -153,6 +155,12 @@ def quick_start() -> list[Command]:
 def test_make_run_answers_what_the_readme_asks(tmp_path: Path) -> None:
     with make_run(tmp_path) as server:
         assert server.answer()
+        address = f"http://127.0.0.1:{server.port}"
+        assert f"serves model (vLLM {version('vllm')}) at {address}" in server.wait_for(f"Slipway {version('slipway')}")
+        assert f"{address}/console" in server.wait_for("console: ")
+        assert f"{address}/docs" in server.wait_for("API docs: ")
+        start = server.text().partition("API docs: ")[0].splitlines()
+        assert len([line for line in start if "still loading after" not in line]) < MOST_LINES
         assert shutil.which("curl"), "README's commands need curl"
         asking = quick_start()
         assert len(asking) > 5

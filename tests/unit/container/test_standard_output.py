@@ -162,3 +162,52 @@ def test_a_process_may_be_started_without_its_standard_streams(closed: str) -> N
     )
     done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], check=False)
     assert done.returncode == 7
+
+
+QUIET = """
+import logging, subprocess, sys, warnings
+from container import logs
+logs.configure(FORMAT, "info", redirect=True, quiet=True)
+logs.hold_output(True)
+child = '''
+import logging, sys
+from container import logs
+logs.configure(FORMAT, "info")
+logging.getLogger("vllm.engine").info("of the child")
+logging.getLogger("vllm.engine").warning("Triton is not installed. It is expected.")
+logging.getLogger("vllm.engine").warning("heed this")
+logs.flush()
+print("a progress bar", flush=True)
+logging.getLogger("vllm.engine").error("it fails")
+logs.flush()
+print("a traceback", flush=True)
+'''.replace("FORMAT", repr(FORMAT))
+logging.getLogger("vllm.config").info("of this process")
+logging.getLogger("container").info("of the server")
+warnings.warn("a library's")
+print("printed", flush=True)
+logs.flush()
+subprocess.run([sys.executable, "-c", child], check=True)
+logs.flush()
+logs.hold_output(False)
+print("printed later", flush=True)
+if FAILS:
+    logs.show_held()
+"""
+
+
+@pytest.mark.parametrize("log_format", ["plain", "json"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_lines_of_libraries_are_shown_only_if_a_start_fails(log_format: str, fails: bool) -> None:
+    script = f"FORMAT, FAILS = {log_format!r}, {fails}\n{QUIET}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stdout.splitlines()
+    if log_format == "json":
+        lines = [json.loads(line)["message"] for line in lines]
+    said = [line.rpartition(": ")[2] for line in lines]
+    shown = ["of the server", "heed this", "it fails", "a traceback", "printed later"]
+    held = ["of this process", "a library's", "printed", "of the child", "It is expected.", "a progress bar"]
+    assert [text for text in said if text in shown] == shown
+    found = [text for text in held if any(line.endswith(text) or f": {text}" in line for line in lines)]
+    assert found == (held if fails else [])
+    assert lines.index(next(line for line in lines if "printed later" in line)) < len(shown)

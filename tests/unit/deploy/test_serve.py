@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,7 +69,7 @@ def test_slipway_serve_takes_api_keys(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_a_refusal_comes_with_the_warnings_that_may_explain_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "serving.properties").write_text("model_id=org/name\n")
+    (tmp_path / "serving.properties").write_text("translatorFactory=org.Mine\n")
     monkeypatch.setattr("os.environ", {})
     with pytest.raises(SystemExit) as caught:
         read_startup(str(tmp_path), None, None, None)
@@ -76,9 +77,61 @@ def test_a_refusal_comes_with_the_warnings_that_may_explain_it(
     refusal, warning = capsys.readouterr().err.splitlines()
     assert refusal.startswith("slipway: there is no model: give option.model_id")
     assert warning == (
-        "slipway: warning: model_id (serving.properties: model_id) is ignored: "
-        "the model has no such setting; option.model_id is meant"
+        "slipway: warning: translatorFactory (serving.properties: translatorFactory) is ignored: "
+        "the model has no such setting; options of the engine start with option."
     )
+
+
+def test_a_wrong_model_directory_is_one_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.environ", {})
+    with pytest.raises(SystemExit):
+        read_startup(str(tmp_path / "none"), None, None, None)
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert f"there is no directory {tmp_path}/none" in problem
+
+
+@pytest.mark.parametrize("form", [["org/name"], ["--model", "org/name"]])
+def test_a_model_of_the_hub_is_served_by_its_name_whatever_the_environment_names(
+    form: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"HF_MODEL_ID": "other/model", "OPTION_MODEL_ID": "third/model", "SERVING_MODEL_STORE": ""}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (model,) = _served(form, monkeypatch).models
+    assert (model.settings.model.model_id, model.settings.model.name) == ("org/name", "org_name")
+
+
+@pytest.mark.parametrize("option", [[], ["--model"], ["--model-dir"]])
+def test_a_directory_may_be_given_as_the_model(
+    option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path, "Llama-3.2-1B")
+    (model,) = _served([*option, str(folder)], monkeypatch).models
+    assert model.settings.model.model_id == str(folder)
+
+
+def _served(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Startup:
+    served: list[Startup] = []
+
+    def run(startup: Startup) -> NoReturn:
+        served.append(startup)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("deploy.serve.run", run)
+    done = CliRunner().invoke(app, ["serve", *arguments])
+    assert done.exit_code == 0, done.output
+    return served[0]
+
+
+def test_two_different_models_are_refused(tmp_path: Path) -> None:
+    for arguments in (["a/b", "--model", "c/d"], [str(tmp_path), "--model-dir", str(tmp_path)]):
+        assert CliRunner().invoke(app, ["serve", *arguments]).exit_code == 2
+
+
+def test_the_command_line_has_a_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"slipway {version('slipway')}\n"
 
 
 def write_model(folder: Path, name: str) -> Path:
