@@ -28,6 +28,7 @@ from deploy.sagemaker.configuration import (
     read_configuration,
     read_file,
     read_options,
+    setting_faults_of,
 )
 from deploy.sagemaker.ecr import PushFailed, ecr_image
 from deploy.sagemaker.ecr import push as push_image
@@ -115,7 +116,10 @@ def _read(
     values = merge_tables(read_file(file) if file else {}, read_options(options))
     in_ecr, given = ecr_image(str(values.get("image"))), values.get("region")
     aws = Aws(given if isinstance(given, str) else None, profile, otherwise=in_ecr.region if in_ecr else None)
-    configuration = read_configuration({"region": aws.region, **values})
+    values = {"region": aws.region, **values}
+    configuration = read_configuration(values)
+    for warning in setting_faults_of(values)[1]:
+        typer.echo(f"slipway: warning: {warning}", err=True)
     return _Deployment(aws, configuration, _stack(aws, configuration.name))
 
 

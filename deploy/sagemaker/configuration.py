@@ -6,37 +6,77 @@ all.
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import re
 import tomllib
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, field
 
+from container.settings.load import setting_faults
+from container.settings.options import closest
 from deploy.sagemaker.ecr import ecr_image
 
 
-def _matching(pattern: str) -> Meta:
-    """Require a text that matches as a whole. No message shows the text, which may be a credential."""
-    return Meta(pattern=rf"^({pattern})\Z")
+def _matching(pattern: str, expected: str, *examples: str, longest: int | None = None) -> Meta:
+    """Require a text that matches as a whole. No message shows the text, which may be a credential.
+
+    Args:
+        pattern: The regular expression.
+        expected: The allowed texts, for a message. It is followed by the first example.
+        *examples: Allowed texts.
+        longest: The number of characters that the text may have.
+    """
+    said = f"{expected}, such as {examples[0]}" if examples else expected
+    return Meta(pattern=rf"^({pattern})\Z", max_length=longest, description=said, examples=list(examples))
 
 
 _S3 = r"s3://[^/\s$]+(/[^\s$]*)?"
 _MAX_NAME = 63  # Characters of the name of an endpoint or a component.
-Name = Annotated[str, Meta(pattern=r"^([a-zA-Z0-9](-*[a-zA-Z0-9])*)\Z", max_length=_MAX_NAME)]
-Model = Annotated[str, _matching(rf"{_S3}|\w[\w.-]*(/\w[\w.-]*)?")]
-InstanceType = Annotated[str, _matching(r"ml\.[a-z0-9-]+\.[a-z0-9]+")]
-S3Prefix = Annotated[str, Meta(pattern=rf"^({_S3})\Z", max_length=512)]
-S3Archive = Annotated[str, _matching(r"s3://[^/\s$]+/[^\s$]+\.tar\.gz")]
-Topic = Annotated[str, _matching(r"arn:aws[a-z-]*:sns:[a-z0-9-]*:[0-9]{12}:[a-zA-Z0-9_.-]+")]
+_HOSTED = r"[^\s/]+[.:][^\s/]*/\S+"
+Name = Annotated[
+    str,
+    _matching(
+        r"[a-zA-Z0-9](-*[a-zA-Z0-9])*", "at most 63 letters, digits and hyphens", "my-endpoint", longest=_MAX_NAME
+    ),
+]
+Model = Annotated[
+    str,
+    _matching(
+        rf"{_S3}|\w[\w.-]*(/\w[\w.-]*)?",
+        "the name of a model on the Hugging Face hub, an s3:// prefix or an s3:// archive",
+        "org/name",
+    ),
+]
+Image = Annotated[
+    str,
+    _matching(_HOSTED, "an image in a registry", "123456789012.dkr.ecr.us-east-1.amazonaws.com/slipway:gpu"),
+]
+InstanceType = Annotated[str, _matching(r"ml\.[a-z0-9-]+\.[a-z0-9]+", "an instance type", "ml.g6e.xlarge")]
+S3Prefix = Annotated[str, _matching(_S3, "an S3 prefix of at most 512 characters", "s3://bucket/prefix/", longest=512)]
+S3Archive = Annotated[
+    str, _matching(r"s3://[^/\s$]+/[^\s$]+\.tar\.gz", "an archive on S3", "s3://bucket/adapter.tar.gz")
+]
+Topic = Annotated[
+    str,
+    _matching(
+        r"arn:aws[a-z-]*:sns:[a-z0-9-]*:[0-9]{12}:[a-zA-Z0-9_.-]+",
+        "the ARN of an SNS topic",
+        "arn:aws:sns:us-east-1:123456789012:topic",
+    ),
+]
 Text = str | int | float | bool
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Seconds = Annotated[int, Meta(ge=60, le=3600)]
 _INSTANCES = frozenset({"InstanceType", "InstancePools", "ServerlessConfig"})  # Properties of a variant.
+_ENTRY_POINTS = frozenset({"OPTION_ENTRYPOINT", "DJL_ENTRY_POINT"})  # Variables that name a custom handler.
 _INTERVALS = (10, 30, 60, 120, 180, 240, 300)  # Seconds between metrics that SageMaker allows.
 
 
@@ -108,7 +148,9 @@ class DataCapture(_Table, frozen=True):
 
     destination: S3Prefix
     percent: Annotated[int, Meta(ge=0, le=100)]  # Share of the requests.
-    modes: Annotated[tuple[Annotated[str, _matching("Input|Output")], ...], Meta(min_length=1)] = ("Input", "Output")
+    modes: Annotated[
+        tuple[Annotated[str, _matching("Input|Output", "Input or Output", "Input")], ...], Meta(min_length=1)
+    ] = ("Input", "Output")
 
 
 class Metrics(_Table, frozen=True):
@@ -117,14 +159,16 @@ class Metrics(_Table, frozen=True):
     detailed: bool = True
     interval: int = 60  # Seconds; one of `_INTERVALS`.
     # The container's route, if it is not /metrics. CloudFormation knows it for components only.
-    path: Annotated[str, Meta(pattern=r"^/(?!.*\.\.)[a-zA-Z0-9/_.-]+\Z", max_length=256)] | None = None
+    path: Annotated[str, _matching(r"/(?!.*\.\.)[a-zA-Z0-9/_.-]+", "a path", "/metrics", longest=256)] | None = None
 
 
 class Rollout(_Table, frozen=True):
     """The way an update replaces instances, and the alarms that undo an update."""
 
     # "blue-green" shifts all traffic at once.
-    strategy: Annotated[str, _matching("blue-green|canary|linear|rolling")] = "blue-green"
+    strategy: Annotated[
+        str, _matching("blue-green|canary|linear|rolling", "blue-green, canary, linear or rolling", "rolling")
+    ] = "blue-green"
     step_percent: Annotated[int, Meta(ge=5, le=50)] = 50
     wait: Annotated[int, Meta(ge=0, le=3600)] = 300  # Seconds between steps, and before the old instances end.
     alarms: tuple[str, ...] = ()
@@ -135,7 +179,7 @@ class Configuration(_Table, frozen=True, kw_only=True):
 
     name: Name  # The name of the endpoint.
     model: Model  # A hub id, an s3:// prefix, or an s3:// archive.
-    image: str
+    image: Image
     region: str
     push: str | None = None  # A local image that is pushed as `image` first.
     upload: str | None = None  # A local directory that is uploaded to the prefix `model` first.
@@ -265,19 +309,118 @@ def merge_tables(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str
 
 
 def read_configuration(values: Mapping[str, Any]) -> Configuration:
-    """Read and check all fields.
+    """Read and check all fields, and the settings of the container as far as they can be checked here.
 
     Raises:
-        ConfigurationError: A field is missing, unknown or wrong, or two fields contradict each other.
+        ConfigurationError: A field is missing, unknown or wrong, or two fields contradict each other. The error has
+            all faults. Contradictions are looked for if each field has a possible value.
     """
-    try:
-        read = msgspec.convert(values, Configuration)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$.")
-        raise ConfigurationError(f"{path.rstrip('`')}: {message}" if path else message) from None
-    if problems := list(_problems(read)):
-        raise ConfigurationError(*problems)
+    problems: list[str] = []
+    rest = copy.deepcopy(dict(values))
+    while True:
+        try:
+            read = msgspec.convert(rest, Configuration)
+            break
+        except msgspec.ValidationError as error:
+            message, _, path = str(error).partition(" - at `$")
+            problem, goes_on = _without_fault(rest, message, _PARTS.findall(path.rstrip("`")))
+            problems.append(problem)
+            if not goes_on:
+                break
+    if not problems:
+        problems += _problems(read)
+    problems += setting_faults_of(values)[0]
+    if problems:
+        raise ConfigurationError(*dict.fromkeys(problems))
     return read
+
+
+def setting_faults_of(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the problems and the warnings of the settings that `env` and a local model directory have."""
+    env, model, upload = values.get("env", {}), values.get("model"), values.get("upload")
+    if not isinstance(env, dict) or not all(isinstance(value, Text) for value in env.values()):
+        return [], []  # The fields are wrong.
+    directory = Path(upload) if isinstance(upload, str) and os.path.isdir(upload) else None
+    is_elsewhere = directory is None and isinstance(model, str) and model.startswith("s3://")
+    has_code = is_elsewhere or not _ENTRY_POINTS.isdisjoint(env)
+    if directory is not None:
+        has_code |= any(name.endswith(".py") for name in os.listdir(directory))
+    return setting_faults(_as_text(env), directory, has_code=has_code)
+
+
+_PARTS = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+_FIELD = re.compile("`(.+)`")
+
+
+def _without_fault(values: dict[str, Any], message: str, path: list[tuple[str, str]]) -> tuple[str, bool]:
+    """Return the words for a fault of msgspec, and amend `values` so that the next fault is found.
+
+    Args:
+        values: The configuration.
+        message: The fault.
+        path: The names of fields, and the indices of lists.
+
+    Returns:
+        The words, and whether the values could be amended.
+    """
+    place = "".join(f".{name}" if name else f"[{index}]" for name, index in path).removeprefix(".")
+    if message.startswith(("Object contains unknown field", "Object missing required field")):
+        path = [*path, (_FIELD.findall(message)[0], "")]
+        place = f"{place}.{path[-1][0]}" if place else path[-1][0]
+    inner: Any = values
+    holder, fields, found = inner, {}, None
+    kind: Any = Configuration
+    for name, index in path:
+        if index:  # Wrong items of lists and values of tables leave with the whole.
+            if not index.isdigit() or (name, index) == path[-1]:
+                break
+            inner, kind = inner[int(index)], get_args(kind)[0]
+            continue
+        holder, fields = inner, {field.encode_name: field for field in msgspec.structs.fields(kind)}
+        if (found := fields.get(name)) is None:
+            del holder[name]
+            meant = closest(name, fields, 0.6)
+            hint = f"did you mean {meant}?" if meant else f"expected one of {', '.join(fields)}"
+            return f"{place}: there is no such field; {hint}", True
+        inner, kind = holder.get(name), _plain(found.type)
+    assert found is not None, "a configuration is a table"
+    missing = message.startswith("Object missing")
+    meta = next((part for part in _parts_of(found.type) if isinstance(part, Meta)), Meta())
+    words = f"{place}: {'missing; ' if missing else ''}expected {meta.description or _expected(found.type, meta)}"
+    if not missing and not found.required:
+        del holder[found.encode_name]
+        return words, True
+    example = (meta.examples or [meta.ge if meta.ge is not None else 1])[0]
+    example = "text" if _plain(found.type) is str and not meta.examples else example
+    amended = holder.get(found.encode_name) != example
+    holder[found.encode_name] = example
+    return words, amended
+
+
+def _parts_of(kind: Any) -> list[Any]:
+    """Return a type and all that it is made of."""
+    return [kind, *(part for argument in get_args(kind) for part in _parts_of(argument))]
+
+
+def _plain(kind: Any) -> Any:
+    """Return a field's type without None and without its bounds."""
+    while get_origin(kind) in (Annotated, types.UnionType, Union):
+        kind = get_args(kind)[0]
+    return kind
+
+
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a table", tuple: "a list"}
+
+
+def _expected(kind: Any, meta: Meta) -> str:
+    """Return the allowed values of a field without a description."""
+    plain = _plain(kind)
+    words = _WORDS.get(get_origin(plain) or plain, "a table")
+    if meta.gt is not None:
+        return f"{words} above {meta.gt}"
+    if meta.ge is None:
+        return words
+    return f"{words} of at least {meta.ge}" if meta.le is None else f"{words} from {meta.ge} to {meta.le}"
 
 
 def _problems(read: Configuration) -> Iterator[str]:

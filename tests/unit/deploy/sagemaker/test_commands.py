@@ -174,7 +174,10 @@ def test_an_update_of_what_is_not_there_is_in_the_way(cloudformation: FakeCloudF
     ("arguments", "said"),
     [
         (["deploy"], "Object missing required field `name`"),
-        (["deploy", *SHORT, "--instance-type", "g6e.xlarge"], "instance_type: Expected `str` matching regex"),
+        (
+            ["deploy", *SHORT, "--instance-type", "g6e.xlarge"],
+            "instance_type: expected an instance type, such as ml.g6e.xlarge",
+        ),
         (["deploy", *SHORT, "--env", "HF_TOKEN"], "--env: expected NAME=VALUE"),
         (["deploy", "none.toml"], "none.toml: No such file"),
         (["invoke", "e"], "--prompt: missing"),

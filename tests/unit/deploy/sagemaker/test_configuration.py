@@ -28,26 +28,27 @@ _CAPTURE = {"destination": "s3://captured/", "percent": 1}
 _SERVERLESS = {"ServerlessConfig": {"MemorySizeInMB": 6144, "MaxConcurrency": 2}}
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"name": "my_llm"}, "name: Expected `str` matching regex '^([a-zA-Z0-9]"),
-    ({"name": "x" * 64}, "name: Expected `str` of length <= 63"),
-    ({"name": "x-" * 33 + "x"}, "name: Expected `str` of length <= 63"),
-    ({"model": "a b"}, "model: Expected `str` matching regex '^(s3://"),
-    ({"model": 7}, "model: Expected `str`, got `int`"),
-    ({"model": None}, "Object missing required field `model`"),
-    ({"image": None}, "Object missing required field `image`"),
+    ({"name": "my_llm"}, "name: expected at most 63 letters, digits and hyphens, such as my-endpoint"),
+    ({"name": "x" * 64}, "name: expected at most 63 letters"),
+    ({"name": "x-" * 33 + "x"}, "name: expected at most 63 letters"),
+    ({"model": "a b"}, "model: expected the name of a model on the Hugging Face hub"),
+    ({"model": 7}, "model: expected the name of a model on the Hugging Face hub"),
+    ({"model": None}, "model: missing; expected the name of a model"),
+    ({"image": None}, "image: missing; expected an image in a registry"),
     (
         {"image": "111122223333.dkr.ecr.us-east-1.amazonaws.com/slipway"},
         "image is in us-east-1; expected one in eu-west-1",
     ),
+    ({"image": "foo"}, "image: expected an image in a registry, such as 123456789012.dkr.ecr."),
     ({"push": "slipway:gpu", "image": "docker.io/slipway"}, "push: expected an image in ECR in the field image"),
-    ({"instance_type": "g5.xlarge"}, "instance_type: Expected `str` matching regex '^(ml"),
+    ({"instance_type": "g5.xlarge"}, "instance_type: expected an instance type, such as ml.g6e.xlarge"),
     ({"instance_type": None}, "instance_type: missing; expected a type such as ml.g6e.xlarge"),
-    ({"properties": {"Model": 1}}, "properties[...]: Expected `object`, got `int`"),
-    ({"startup_timeout": 10}, "startup_timeout: Expected `int` >= 60"),
-    ({"instances": True}, "instances: Expected `int`, got `bool`"),
-    ({"component": {"gpus": 1, "cpus": float("nan")}}, "component.cpus: Expected `float` > 0.0"),
-    ({"component": {"copies": 1}}, "component: Object missing required field `gpus`"),
-    ({"env": ["X"]}, "env: Expected `object`, got `array`"),
+    ({"properties": {"Model": 1}}, "properties[...]: expected a table"),
+    ({"startup_timeout": 10}, "startup_timeout: expected an integer from 60 to 3600"),
+    ({"instances": True}, "instances: expected an integer of at least 1"),
+    ({"component": {"gpus": 1, "cpus": float("nan")}}, "component.cpus: expected a number above 0"),
+    ({"component": {"copies": 1}}, "component.gpus: missing; expected an integer of at least 0"),
+    ({"env": ["X"]}, "env: expected a table"),
     ({"autoscaling": {"min": 0, "max": 2, "target": 1}}, "only inference components"),
     ({"autoscaling": {"min": 3, "max": 2, "target": 1}}, "expected at least min, which is 3"),
     (
@@ -69,7 +70,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"component": {"gpus": 1}, "adapters": [{"name": "a" * 60, "source": "s3://b/a.tar.gz"}]},
         "adapters[0].name: the component ",
     ),
-    ({"autoscaling": {"min": 1, "max": 2}}, "autoscaling: Object missing required field `target`"),
+    ({"autoscaling": {"min": 1, "max": 2}}, "autoscaling.target: missing; expected a number above 0"),
     (
         {"adapters": [{"name": "a", "source": "s3://b/a.tar.gz"}]},
         "an adapter is an inference component on top of another one",
@@ -82,14 +83,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         },
         "expected names that differ",
     ),
-    ({"component": {"gpus": 1, "path": "/other"}}, "component: Object contains unknown field `path`"),
+    (
+        {"component": {"gpus": 1, "path": "/other"}},
+        "component.path: there is no such field; expected one of gpus, copies, cpus, memory_mb",
+    ),
     ({"upload": "model/"}, "upload: expected an s3:// prefix as model"),
-    ({"rollout": {"strategy": "fast"}}, "rollout.strategy: Expected `str` matching regex '^(blue-green|canary|"),
-    ({"async": {"output": "https://a/"}}, "async.output: Expected `str` matching regex '^(s3://"),
-    ({"async": {"output": "s3://a/" + "b" * 506}}, "async.output: Expected `str` of length <= 512"),
+    ({"rollout": {"strategy": "fast"}}, "rollout.strategy: expected blue-green, canary, linear or rolling"),
+    (
+        {"async": {"output": "https://a/"}},
+        "async.output: expected an S3 prefix of at most 512 characters, such as s3://bucket/prefix/",
+    ),
+    ({"async": {"output": "s3://a/" + "b" * 506}}, "async.output: expected an S3 prefix of at most 512 characters"),
     (
         {"async": {"output": "s3://a/", "error_topic": "errors"}},
-        "async.error_topic: Expected `str` matching regex '^(arn",
+        "async.error_topic: expected the ARN of an SNS topic",
     ),
     ({"async": {"output": "s3://a/"}, "component": {"gpus": 1}}, "asynchronous calls cannot name a component"),
     (
@@ -103,22 +110,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"prefix_aware_routing": {"prefix_length": 4096}},
-        "prefix_aware_routing: Object missing required field `concurrency_threshold`",
+        "prefix_aware_routing.concurrency_threshold: missing; expected an integer from 1 to 1024",
     ),
-    ({"data_capture": {"destination": "a", "percent": 1}}, "data_capture.destination: Expected `str` matching regex"),
-    ({"data_capture": {"percent": 1}}, "data_capture: Object missing required field `destination`"),
-    ({"data_capture": {**_CAPTURE, "modes": []}}, "data_capture.modes: Expected `array` of length >= 1"),
-    ({"data_capture": {**_CAPTURE, "modes": ["Both"]}}, "data_capture.modes[0]: Expected `str` matching regex"),
+    ({"data_capture": {"destination": "a", "percent": 1}}, "data_capture.destination: expected an S3 prefix"),
+    ({"data_capture": {"percent": 1}}, "data_capture.destination: missing; expected an S3 prefix"),
+    ({"data_capture": {**_CAPTURE, "modes": []}}, "data_capture.modes: expected Input or Output"),
+    ({"data_capture": {**_CAPTURE, "modes": ["Both"]}}, "data_capture.modes[0]: expected Input or Output"),
     ({"metrics": {"interval": 20}}, "metrics.interval is 20; expected one of 10, 30, 60, 120, 180, 240, 300"),
     ({"metrics": {"path": "/metrics"}}, "metrics.path: expected a [component] table"),
-    ({"metrics": {"path": "/a/../b"}, "component": {"gpus": 1}}, "metrics.path: Expected `str` matching regex"),
+    ({"metrics": {"path": "/a/../b"}, "component": {"gpus": 1}}, "metrics.path: expected a path, such as /metrics"),
     (
         {"metrics": {"path": "/metrics", "detailed": False}, "component": {"gpus": 1}},
         "expected metrics.detailed = true",
     ),
     ({"properties": {"EndpointConfiguration": {"ProductionVariants": _SERVERLESS}}}, "expected no ServerlessConfig"),
     ({"properties": {"EndpointConfiguration": {"ProductionVariants": [_SERVERLESS]}}}, "expected no ServerlessConfig"),
-    ({"nmae": "x"}, "Object contains unknown field `nmae`"),
+    ({"nmae": "x"}, "nmae: there is no such field; did you mean name?"),
 ]
 
 
@@ -140,8 +147,50 @@ def test_all_fields_that_do_not_go_together_are_said_at_once() -> None:
     assert len(raised.value.problems) == 2
 
 
+def test_all_wrong_fields_and_settings_are_said_at_once_with_the_names_that_are_meant() -> None:
+    wrong = {
+        "name": "my endpoint",
+        "instance_typ": "ml.g5.xlarge",
+        "instances": 0,
+        "image": None,
+        "autoscaling": {"min": "one", "max": 2},
+        "env": {"OPTION_DTYPE": "bf17", "OPTION_QUANTISE": "awq", "OTHER": "x"},
+    }
+    with pytest.raises(ConfigurationError) as raised:
+        read_configuration(_plain(**wrong))
+    problems = raised.value.problems
+    places = {problem.partition(":")[0]: problem for problem in problems}
+    assert places.keys() == {
+        *("name", "instance_typ", "instances", "image", "autoscaling.min", "autoscaling.target"),
+        *('option.dtype is "bf17" (environment', "option.quantise (environment"),
+    }
+    assert len(problems) == len(places)
+    assert "did you mean instance_type?" in places["instance_typ"]
+    assert "did you mean bf16?" in places['option.dtype is "bf17" (environment']
+    assert "did you mean option.quantize?" in places["option.quantise (environment"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"env": {"OPTION_MINE": "1", "OPTION_ENTRYPOINT": "my_module"}},  # the handler may read it
+        {"env": {"OPTION_MINE": "1"}, "model": "s3://bucket/model/"},  # the model may have a handler
+        {"env": {"OPTION_MINE": "1", "SERVING_ALLOW_UNKNOWN_SETTINGS": "true"}},
+        {"env": {"OPTION_SWAP_SPACE": "4", "SERVING_SERVICE_HOST": "10.0.0.1"}},
+    ],
+)
+def test_settings_that_somebody_may_know_are_not_refused(changes: dict[str, Any]) -> None:
+    assert read_configuration(_plain(**changes)).environment.items() >= changes["env"].items()
+
+
+def test_the_settings_of_an_uploaded_directory_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "serving.properties").write_text("# mine\noption.dtype=bf17\n")
+    with pytest.raises(ConfigurationError, match=r'option.dtype is "bf17" \(serving.properties, line 2\)'):
+        read_configuration(_plain(upload=str(tmp_path), model="s3://bucket/model/"))
+
+
 def test_what_is_wrong_on_the_command_line_is_said_as_in_a_file() -> None:
-    with pytest.raises(ConfigurationError, match=r"autoscaling\.max: Expected `int` >= 1"):
+    with pytest.raises(ConfigurationError, match=r"autoscaling\.max: expected an integer of at least 1"):
         read_configuration(merge_tables(VALUES["real_time"], read_options({"set": ["autoscaling.max=-1"]})))
 
 
@@ -189,8 +238,8 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_truth_values_and_numbers_of_the_environment_are_written_as_in_a_properties_file() -> None:
-    read = configuration("private", env={"OPTION_ENABLE_LORA": True, "OPTION_X": 0.5, "OPTION_Y": 7})
-    assert read.environment == {"OPTION_ENABLE_LORA": "true", "OPTION_X": "0.5", "OPTION_Y": "7"}
+    read = configuration("private", env={"OPTION_ENABLE_LORA": True, "OPTION_WATERMARK": 0.5, "OPTION_SEED": 7})
+    assert read.environment == {"OPTION_ENABLE_LORA": "true", "OPTION_WATERMARK": "0.5", "OPTION_SEED": "7"}
 
 
 _LIMITS = [
@@ -212,7 +261,9 @@ def test_the_limits_of_a_number_are_those_of_sagemakers_service_model(shape: str
 
     assert read(least) != read(most)
     for number in (least - 1, most + 1):
-        with pytest.raises(ConfigurationError, match=rf"^{re.escape(path)}: Expected `int` [<>]= \d+$"):
+        with pytest.raises(
+            ConfigurationError, match=rf"^{re.escape(path)}: expected an integer from {least} to {most}$"
+        ):
             read(number)
 
 
