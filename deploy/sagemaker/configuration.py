@@ -349,7 +349,7 @@ def setting_faults_of(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 _PARTS = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-_FIELD = re.compile("`(.+)`")
+_FIELD = re.compile("`(.*)`", re.DOTALL)
 
 
 def _without_fault(values: dict[str, Any], message: str, path: list[tuple[str, str]]) -> tuple[str, bool]:
