@@ -181,7 +181,10 @@ def test_an_update_of_what_is_not_there_is_in_the_way(cloudformation: FakeCloudF
         (["deploy", *SHORT, "--env", "HF_TOKEN"], "--env: expected NAME=VALUE"),
         (["deploy", "none.toml"], "none.toml: No such file"),
         (["invoke", "e"], "--prompt: missing"),
-        (["template", *SHORT, "--set", "component.path=/other"], "component.path: there is no such field; expected one of gpus"),
+        (
+            ["template", *SHORT, "--set", "component.path=/other"],
+            "component.path: there is no such field; expected one of gpus",
+        ),
     ],
 )
 def test_what_is_wrong_is_exit_code_two_and_a_line(arguments: list[str], said: str) -> None:

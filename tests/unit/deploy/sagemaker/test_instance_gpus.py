@@ -70,7 +70,13 @@ def model(tmp_path: Path) -> Path:
 
 
 def configured(instance_type: str, model: str = "s3://models/llama/", **fields: Any) -> Configuration:
-    given = {"name": "m", "image": "registry.example.com/slipway", "region": "eu-west-1", "instance_type": instance_type, "model": model}
+    given = {
+        "name": "m",
+        "image": "registry.example.com/slipway",
+        "region": "eu-west-1",
+        "instance_type": instance_type,
+        "model": model,
+    }
     return read_configuration(given | fields)
 
 
