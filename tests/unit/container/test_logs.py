@@ -40,6 +40,19 @@ def test_a_message_about_no_request_may_have_several_lines() -> None:
     assert _line("first\nsecond").endswith(": first\nsecond")
 
 
+def test_a_record_with_fields_has_them_in_json_and_lines_in_plain_text() -> None:
+    said = {
+        "name": "n",
+        "levelname": "INFO",
+        "msg": "served\n  console: a",
+        "fields": {"console": "a", "models": ["m"]},
+    }
+    record = logging.makeLogRecord(said)
+    written = json.loads(JsonFormatter().format(record))
+    assert (written["message"], written["console"], written["models"]) == ("served\n  console: a", "a", ["m"])
+    assert PlainFormatter().format(record).endswith("served\n  console: a")
+
+
 def test_replicas_have_their_names_in_every_line() -> None:
     record = logging.makeLogRecord({"name": "n", "levelname": "INFO", "msg": "said", "request_id": "id"})
     assert PlainFormatter("r1").format(record).endswith(" INFO    r1 n [id]: said")

@@ -130,8 +130,8 @@ def test_without_a_plan_the_reason_is_told(model: Path) -> None:
     assert unknown == "slipway: note: no plan of the GPUs: those of ml.c7i.xlarge are not known"
     archive = plan(configured("ml.g5.12xlarge", "s3://models/m.tar.gz"), reads_s3=True)
     assert archive == "slipway: note: no plan of the GPUs: the model is in an archive"
-    wrong = plan(configured("ml.g5.12xlarge", upload=str(model), env={"OPTION_DTYPE": "nonsense"}))
-    assert "no plan of the GPUs: option.dtype" in wrong
+    wrong = plan(configured("ml.g5.12xlarge", upload=str(model), env={"OPTION_LORA_MODULES": "a=none"}))
+    assert "no plan of the GPUs: option.lora_modules" in wrong
 
 
 def test_the_page_has_the_plans_of_instance_types(tmp_path: Path) -> None:
