@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import sys
@@ -13,6 +14,8 @@ from engines.interface import EngineStartError
 from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.custom.requirements import needs_packages, prepare_interpreter
 
+_OF_THE_SERVER = frozenset({"container", "deploy", "engines", "handlers"})
+"""The server's packages. They are imported already, so code in this process gets them under these names."""
 _own_directories: list[str] = []  # The directories of all loaded models. Each model adds its directory once.
 
 
@@ -36,8 +39,13 @@ class ModelImports:
         are removed from `sys.modules`. Code that has imported them already keeps them.
 
         Raises:
-            EngineStartError: The load of the model was given up.
+            EngineStartError: The load of the model was given up, or its code would import a package of the server.
         """
+        if hidden := _OF_THE_SERVER & _imported(directory):
+            name = min(hidden)
+            raise EngineStartError(
+                f"`import {name}` gets the server's package of this name instead of {directory / name}: rename it"
+            )
         with self._changing:
             if self._removed:
                 raise EngineStartError("the load of the model was given up")
@@ -81,6 +89,19 @@ def _own_directory_of(module: ModuleType | None) -> str | None:
         return None
     places = (place for place in _own_directories if file.startswith(place + os.sep) and not __file__.startswith(place))
     return max(places, key=len, default=None)  # The innermost directory.
+
+
+def _imported(directory: Path) -> set[str]:
+    """Return the names of the modules in a directory that the Python files in it import."""
+    names = set[str]()
+    for file in directory.glob("*.py"):
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # The import reports it.
+            for node in ast.walk(ast.parse(file.read_bytes())):
+                if isinstance(node, ast.Import):
+                    names.update(alias.name.partition(".")[0] for alias in node.names)
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    names.add(node.module.partition(".")[0])
+    return {name for name in names if _is_there(name, directory)}
 
 
 def _is_there(name: str, directory: Path) -> bool:

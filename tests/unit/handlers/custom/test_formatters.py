@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -99,6 +100,23 @@ def test_a_file_without_formatters_changes_nothing(tmp_path: Path) -> None:
 def test_modules_beside_model_py_can_be_imported(tmp_path: Path) -> None:
     (tmp_path / "beside_model_py.py").write_text(OUTPUT)
     assert name(found(tmp_path, "from beside_model_py import write").output) == "write"
+
+
+@pytest.mark.parametrize(
+    "code", ["from handlers.rules import PREFIX", "import handlers", "def f():\n    import handlers.rules"]
+)
+def test_a_folder_with_the_name_of_a_package_of_the_server_stops_the_start_if_it_is_imported(
+    tmp_path: Path, code: str
+) -> None:
+    (tmp_path / "handlers").mkdir()
+    (tmp_path / "handlers" / "rules.py").write_text("PREFIX = 'p'\n")
+    with pytest.raises(EngineStartError, match=re.escape(str(tmp_path / "handlers"))):
+        load(tmp_path, f"{code}\n{OUTPUT}")
+
+
+def test_a_folder_with_such_a_name_is_allowed_beside_code_that_does_not_import_it(tmp_path: Path) -> None:
+    (tmp_path / "deploy").mkdir()
+    assert load(tmp_path, OUTPUT) is not None
 
 
 def test_an_output_formatter_may_be_named_instead_of_decorated(tmp_path: Path) -> None:
