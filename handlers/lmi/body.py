@@ -71,7 +71,7 @@ def decode(body: bytes, content_type: str) -> Any:
     """Return a body as a JSON document.
 
     - text/plain is the prompt.
-    - text/csv has a prompt in each row, in the column `inputs`.
+    - text/csv has a prompt in each row, in the column `inputs`. A single cell is the prompt.
     - A form has the prompt in `inputs`, or else in `data`, or else in the first field that is not named `parameters`,
       `stream`, `adapters` or `adapter`.
     - JSON is also accepted without a content type, as application/octet-stream, or with curl's default content type.
@@ -109,12 +109,17 @@ def _csv(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"the CSV has {len(body)} bytes; at most {_MOST_CSV} are taken")
     try:
         reader = csv.reader(io.StringIO(_text(body.removeprefix(codecs.BOM_UTF8)), newline=""), strict=True)
-        columns = {name: place for place, name in enumerate(next(reader, ())) if name in _READ_OF_CSV}
+        header = next(reader, [])
+        columns = {name: place for place, name in enumerate(header) if name in _READ_OF_CSV}
         rows = list(islice(_cells(reader, columns), _MOST_ROWS + 1))
     except csv.Error as error:
         raise InvalidRequest(f"the body is not valid CSV: {error}") from None
+    if not rows and len(header) == 1 and header[0] not in ("", _PROMPT):
+        return {_PROMPT: header[0]}  # A line of a file that batch transform has split.
     if not rows or rows[0].get(_PROMPT) is None:
-        raise InvalidRequest(f"the CSV must have a header row with a column `{_PROMPT}`, and at least one row after it")
+        raise InvalidRequest(
+            f"the CSV must have a header row with a column `{_PROMPT}` and at least one row after it, or one cell"
+        )
     if len(rows) > _MOST_ROWS:
         raise InvalidRequest(f"the CSV has more than {_MOST_ROWS} rows")
     for row in rows:

@@ -336,6 +336,8 @@ def test_a_payload_error_is_written_as_lmi_writes_it() -> None:
         ("application/x-www-form-urlencoded", b"parameters={}&stream=true&text=Tell+me", "Tell me"),
         ("application/x-www-form-urlencoded", b'{"inputs": "Tell me"}', "Tell me"),
         ("text/csv", b"\xef\xbb\xbfinputs\r\nTell me\r\n", "Tell me"),
+        ("text/csv", b"Tell me\n", "Tell me"),
+        ("text/csv", b'"Tell me, please"', "Tell me, please"),
         ("", b'{"inputs": "Tell me"}', "Tell me"),
         ("application/json; charset=utf-8", b'{"inputs": "Tell me"}', "Tell me"),
     ],
@@ -391,7 +393,14 @@ def test_what_is_wrong_with_a_form_is_named() -> None:
     assert body == b'{"error":"Input Parsing failed. The form has no field `inputs`.","code":424}'
 
 
-@pytest.mark.parametrize(("content_type", "body"), [("image/png", b"x"), ("text/plain", b"\xff"), ("text/csv", b"a")])
+@pytest.mark.parametrize(
+    ("content_type", "body"),
+    [
+        ("image/png", b"x"),
+        ("text/plain", b"\xff"),
+        *(("text/csv", body) for body in (b"", b"inputs", b'""', b"a,b", b"a\nb", b"a,inputs\nb")),
+    ],
+)
 def test_what_cannot_be_a_prompt_is_refused(content_type: str, body: bytes) -> None:
     assert refusal(body, content_type).status == 424
 

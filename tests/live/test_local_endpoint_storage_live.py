@@ -286,6 +286,15 @@ def test_batch_transform_finds_its_parameters(server: Server) -> None:
     assert server.client.get("/execution-parameters").json() == expected
 
 
+def test_a_csv_that_batch_transform_has_split_by_line_gets_an_object_for_each_line(server: Server) -> None:
+    lines = [b'"One, two,"', b"Once upon a time"]
+    csv = [server.client.post("/invocations", content=line, headers={"content-type": "text/csv"}) for line in lines]
+    texts = [server.invoke(prompt).json() for prompt in ("One, two,", "Once upon a time")]
+    assert [answer.json() for answer in csv] == texts
+    joined = server.client.post("/invocations", content=b"\n".join(lines), headers={"content-type": "text/csv"})
+    assert joined.status_code == 424
+
+
 @pytest.mark.long
 def test_plain_vllm_answers_behind_the_local_endpoint(sample_model: Path, tmp_path: Path) -> None:
     bare = f"http://127.0.0.1:{(port := free_port())}"
