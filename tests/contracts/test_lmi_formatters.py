@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +27,6 @@ from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.request_headers import request_headers
 from tests.waiting import until
 
-PAGE = Path(__file__).parents[2] / "docs" / "formatters.md"
 PROMPT = {"inputs": "Tell me", "parameters": {"max_new_tokens": 2}}
 
 
@@ -187,26 +184,6 @@ def test_several_sequences_are_all_in_the_output() -> None:
     second = TokenDelta("bc", [Token(1, "b"), Token(2, "c")], sequence=1, finish_reason=FinishReason.EOS, last=True)
     assert exchange.requests[0].sequences == 2
     assert body(exchange, first, second) == '{"0": 1, "1": 2}'
-
-
-def example(number: int) -> dict[str, Any]:
-    """Return the names in an example of the page about formatters."""
-    names: dict[str, Any] = {}
-    exec(re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)[number], names)
-    return names
-
-
-def test_the_example_of_the_page_answers_whole_and_streamed() -> None:
-    names = example(1)
-    formatters = contract(names["read"], names["write"])
-    exchange = formatters.parse(call({"question": "Why?"}))
-    assert exchange.requests[0].prompt == "Why?"
-    assert body(exchange) == '{"answer": " a joke"}'
-    streamed = formatters.parse(call({"question": "Why?", "stream": True}))
-    assert [json.loads(streamed.answer.feed(0, delta)) for delta in a_joke()] == [
-        {"text": " a", "last": False},
-        {"text": " joke", "last": True},
-    ]
 
 
 def failing(*_: Any, **__: Any) -> Any:

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from container.sources.sample_model import prepare
 from tests.live.page_commands import at_port, commands, is_shown, printed
-from tests.live.server import Server, serving, write_model
+from tests.live.server import Server, write_model
 from tests.live.small_model import prepare_small_model
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs" / "tasks").glob("*.md")), ROOT / "docs" / "migrating.md"]
-VECTORS = ROOT / "docs" / "tasks" / "vectors.md"  # Its server has a model for vectors.
-ALL_GPUS = ROOT / "docs" / "tasks" / "all_gpus.md"  # Its server has two copies of the model.
-MOST_WORDS = 900
+MOST_WORDS = 700
+SMALL: dict[str, object] = {"dtype": "fp32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 512}
 AWS = {
     "AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME": "http://localhost:8080",
     "AWS_DEFAULT_REGION": "us-east-1",
@@ -31,28 +32,63 @@ AWS = {
 }
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page not in (VECTORS, ALL_GPUS)], ids=lambda page: page.stem
-)
+def engine_with(**options: object) -> Callable[[Path], Server]:
+    """Return a function that starts a server for the sample model with these options."""
+
+    def start(directory: Path) -> Server:
+        model = write_model(directory / "served", model_id=prepare(), **SMALL, **options)
+        return Server(model, directory / "server.log", arguments=("--local-endpoint", "my-endpoint"))
+
+    return start
+
+
+def example(name: str) -> Callable[[Path], Server]:
+    """Return a function that starts a server for a model directory of examples/."""
+
+    def start(directory: Path) -> Server:
+        options = {f"OPTION_{option.upper()}": str(value) for option, value in SMALL.items()}
+        environment = {"HF_MODEL_ID": str(prepare()), **options}
+        arguments = ("--local-endpoint", "my-endpoint")
+        return Server(ROOT / "examples" / name, directory / "server.log", environment, arguments=arguments)
+
+    return start
+
+
+def small_embedding_model(directory: Path) -> Server:
+    model = write_model(directory / "served", model_id=prepare_small_model(), task="text-embedding", **SMALL)
+    return Server(model, directory / "server.log", arguments=("--local-endpoint", "my-endpoint"))
+
+
+def two_copies(directory: Path) -> Server:
+    model = write_model(directory / "served", model_id=prepare_small_model(), **SMALL)
+    return Server(model, directory / "server.log", {"SERVING_MAX_WORKERS": "2"})
+
+
+# Pages whose commands need another server than that of `make run`.
+SERVERS: dict[str, Callable[[Path], Server]] = {
+    "adapters": engine_with(enable_lora="true"),
+    "all_gpus": two_copies,
+    "own_format": example("own_format"),
+    "own_handler": example("own_handler"),
+    "several_models": engine_with(),
+    "tools_and_json": engine_with(tool_call_parser="hermes", enable_auto_tool_choice="true"),
+    "vectors": small_embedding_model,
+}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in SERVERS], ids=lambda page: page.stem)
 def test_the_commands_of_a_page_print_what_it_shows(sample_server: Server, tmp_path: Path, page: Path) -> None:
     assert_commands(page, sample_server, tmp_path)
 
 
-def test_the_commands_for_vectors_print_what_the_page_shows(tmp_path: Path) -> None:
-    options = {"task": "text-embedding", "dtype": "fp32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 512}
-    model = write_model(tmp_path / "served", model_id=prepare_small_model(), **options)
-    server = Server(model, tmp_path / "server.log", arguments=("--local-endpoint", "my-endpoint"))
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem in SERVERS], ids=lambda page: page.stem)
+def test_the_commands_of_a_page_with_its_own_server_print_what_it_shows(tmp_path: Path, page: Path) -> None:
+    server = SERVERS[page.stem](tmp_path)
     try:
         server.wait_until_ready()
-        assert_commands(VECTORS, server, tmp_path)
+        assert_commands(page, server, tmp_path)
     finally:
         server.stop()
-
-
-def test_the_commands_about_copies_print_what_the_page_shows(tmp_path: Path, small_options: dict[str, object]) -> None:
-    (served := tmp_path / "served").mkdir()
-    with serving(served, {"SERVING_MAX_WORKERS": "2"}, **small_options) as server:
-        assert_commands(ALL_GPUS, server, tmp_path)
 
 
 def assert_commands(page: Path, server: Server, tmp_path: Path) -> None:
