@@ -148,6 +148,14 @@ class AsyncCalls:
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
+    async def read(self, url: S3Url) -> bytes:
+        """Return an object of the storage.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+        return await self._in_thread(lambda: self._storage.read(url))
+
     async def drain(self, seconds: float) -> None:
         """Refuse further calls, give up those that wait, and wait for the others, at most `seconds`.
 

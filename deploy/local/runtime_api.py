@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -13,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from container.http.body_limits import BodyReader, BodyTimeout, BodyTooLarge
 from container.http.cross_site import KnownHosts
 from container.settings.settings import ServerSettings
+from container.sources.location import SourceError
 from deploy.local.asynchronous import MAX_INLINE, AsyncCall, AsyncCalls
 from deploy.local.data_capture import DataCapture
 from deploy.local.errors import RuntimeApiError, internal_failure, unknown_operation, validation_error
@@ -21,7 +23,7 @@ from deploy.local.invocation import ClientGone, ContainerRequest, Invocation
 from deploy.local.openai_path import OpenAIPath, PassedReply, openai_error
 from deploy.local.parameters import Api, Headers, read_parameters, reply_headers
 from deploy.local.settings import LocalSettings
-from deploy.local.storage import location, storage_of
+from deploy.local.storage import StorageError, location, object_url, storage_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ READ_SECONDS = ServerSettings().request_read_timeout
 _PATH = re.compile(r"/endpoints/([^/]+)/(.+)")
 _APIS = {"invocations": Api.INVOKE, "invocations-response-stream": Api.STREAM, "async-invocations": Api.ASYNC}
 _JSON = (b"content-type", b"application/json")
+_OBJECTS = "s3/"
+_NO_OBJECT = b"<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>"
 
 
 class RuntimeApi:
@@ -82,6 +86,10 @@ class RuntimeApi:
         if (found := _PATH.fullmatch(path)) is None:
             raise unknown_operation(scope["method"], path)
         name, operation = found.groups()
+        if scope["method"] == "GET" and operation.startswith(_OBJECTS):
+            self._settings.check_name(name)
+            await self._send_object(operation.removeprefix(_OBJECTS), send, _common(request_id))
+            return
         api = _APIS.get(operation)
         if api is None or scope["method"] != "POST":
             raise unknown_operation(scope["method"], path)
@@ -133,8 +141,23 @@ class RuntimeApi:
             (b"x-amzn-sagemaker-outputlocation", location(call.output).encode()),
             (b"x-amzn-sagemaker-failurelocation", location(call.failure).encode()),
         ]
+        if self._settings.keeps_objects:
+            places.append((b"x-slipway-objects", f"{PREFIX}{call.request.endpoint}/s3".encode()))
         answer = json.dumps({"InferenceId": call.inference_id}).encode()
         await _send_reply(send, 202, [_JSON, *common, *places], answer)
+
+    async def _send_object(self, place: str, send: Send, common: Headers) -> None:
+        """Answer as S3 does, with the answer or the failure of an asynchronous call. `place` is bucket and key."""
+        settings = self._settings
+        folders = (settings.async_output, settings.async_failures or settings.async_output)
+        if self._async_calls is not None and settings.keeps_objects:
+            with contextlib.suppress(SourceError, StorageError):  # A wrong key, or the call waits or runs.
+                url = object_url(f"s3://{place}")
+                if any(url.bucket == each.bucket and url.prefix.startswith(each.key_prefix) for each in folders):
+                    body = await self._async_calls.read(url)
+                    await _send_reply(send, 200, [(b"content-type", b"binary/octet-stream"), *common], body)
+                    return
+        await _send_reply(send, 404, [(b"content-type", b"application/xml"), *common], _NO_OBJECT)
 
     def _invocation(self, scope: Scope, receive: Receive, request: ContainerRequest) -> Invocation:
         keep = self._capture is not None

@@ -38,6 +38,11 @@ class LocalSettings:
     uses_s3: bool = False  # Without that directory: True for S3 by boto3, False for a temporary directory.
     capture: Path | None = None  # The directory for the records of calls.
 
+    @property
+    def keeps_objects(self) -> bool:
+        """True if a directory stands for S3."""
+        return self.s3_folder is not None or not self.uses_s3
+
     def check_name(self, name: str) -> None:
         """Check the name of an endpoint.
 

@@ -41,13 +41,14 @@ class Aws:
     def has_credentials(self) -> bool:
         return self._session.get_credentials() is not None
 
-    def client(self, service: str, *, attempts: int = 8, connections: int = 10) -> Any:
+    def client(self, service: str, *, attempts: int = 8, connections: int = 10, url: str | None = None) -> Any:
         """Return a client.
 
         Args:
             service: The service.
             attempts: The number of times that a call is sent.
             connections: The number of calls that run together.
+            url: The server. None: as the environment and boto3 say.
 
         Raises:
             ConfigurationError: AWS is configured wrongly, such as an AWS_ENDPOINT_URL that is no URL.
@@ -62,7 +63,7 @@ class Aws:
             user_agent_extra="slipway",
         )
         try:
-            return self._session.client(service, region_name=self.region, config=config)
+            return self._session.client(service, region_name=self.region, config=config, endpoint_url=url)
         except ValueError as error:
             raise ConfigurationError(f"AWS: {error}") from None
 

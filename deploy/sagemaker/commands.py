@@ -268,8 +268,8 @@ def invoke(
     if asynchronous or input_location:
         _check_asynchronous(request, input_location, stream, component)
         places = endpoint.invoke_asynchronously(runtime, name, request=request, location=input_location, route=route)
-        answer = endpoint.wait_for_answer(aws.client("s3"), places, wait) if asynchronous else places.output
-        typer.echo(answer)
+        s3 = aws.client("s3", url=places.s3)
+        typer.echo(endpoint.wait_for_answer(s3, places, wait) if asynchronous else places.output)
         return
     if not stream:
         typer.echo(endpoint.invoke(runtime, name, request, component, route))

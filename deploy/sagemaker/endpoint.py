@@ -39,6 +39,7 @@ class Places:
 
     output: str
     failure: str | None  # None: the endpoint has no place for failures.
+    s3: str | None = None  # The URL that a local endpoint has in place of S3.
 
 
 def body(prompt: str, *, max_new_tokens: int, chat: bool, stream: bool) -> bytes:
@@ -106,7 +107,9 @@ def invoke_asynchronously(
     """
     content = {"Body": request} if location is None else {"InputLocation": location}
     answer = runtime.invoke_endpoint_async(EndpointName=endpoint, ContentType=_JSON, **content, **_attributes(route))
-    return Places(str(answer["OutputLocation"]), answer.get("FailureLocation"))
+    s3 = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-slipway-objects")
+    url = runtime.meta.endpoint_url.rstrip("/") + s3 if s3 else None
+    return Places(str(answer["OutputLocation"]), answer.get("FailureLocation"), url)
 
 
 def wait_for_answer(s3: Any, places: Places, seconds: float) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from deploy.local.asynchronous import AsyncCall, AsyncCalls
 from deploy.local.errors import RuntimeApiError
 from deploy.local.invocation import ContainerRequest
 from deploy.local.storage import FolderStorage
+from deploy.sagemaker.aws import Aws
+from deploy.sagemaker.endpoint import NoAnswer, invoke_asynchronously, wait_for_answer
 from tests.runtime_client import runtime_at
 from tests.unit.deploy.local.local_endpoint import (
     ScriptedContainer,
@@ -395,3 +397,55 @@ async def test_boto3_raises_the_apis_errors(tmp_path: Path) -> None:
         with pytest.raises(ClientError, match="Exactly one of InputLocation and Body") as refused:
             await invoke(Body=b"x", InputLocation="s3://in/a")
     assert refused.value.response["Error"]["Code"] == "ValidationError"
+
+
+@contextlib.contextmanager
+def aws_at(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Let `Aws` make clients of the runtime at this URL, and no client of AWS."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "local")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "local")
+    yield Aws("us-east-1")
+
+
+async def test_slipway_invoke_reads_an_answer_and_a_failure_without_s3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(seen: Seen, send: Send) -> None:
+        await answering(424 if seen.body == b"wrong" else 200, b"ok", LENGTH)(seen, send)
+
+    async with local_endpoint(ScriptedContainer(script), async_output=OUTPUT, s3_folder=tmp_path) as client:
+        with aws_at(str(client.base_url), monkeypatch) as aws:
+
+            def asked(request: bytes) -> bytes:
+                runtime = aws.client("sagemaker-runtime")
+                places = invoke_asynchronously(runtime, "e", request=request)
+                return wait_for_answer(aws.client("s3", url=places.s3), places, 20)
+
+            assert await asyncio.to_thread(asked, b"right") == b"ok"
+            with pytest.raises(NoAnswer, match="CLIENT_ERROR_FROM_MODEL"):
+                await asyncio.to_thread(asked, b"wrong")
+
+
+async def test_the_endpoint_shows_the_answers_of_its_folder_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "secret").write_bytes(b"secret")
+    (tmp_path / "secret").write_bytes(b"secret")
+    container = ScriptedContainer(answering(200, b"ok", LENGTH))
+    async with local_endpoint(container, async_output=OUTPUT, s3_folder=tmp_path) as client:
+        head = {"X-Amzn-SageMaker-Content-Type": "text/plain"}
+        accepted = await client.post("/endpoints/e/async-invocations", content=b"a", headers=head)
+        place = accepted.headers[f"{X}outputlocation"]
+        await content(tmp_path, place)
+        objects = accepted.headers["x-slipway-objects"]
+        assert (await client.get(f"{objects}/{place.removeprefix('s3://')}")).content == b"ok"
+        for other in ("out/secret", "out/answers/none", "out/answers/%2e%2e/secret", "secret/x"):
+            refused = await client.get(f"{objects}/{other}")
+            assert (refused.status_code, b"NoSuchKey" in refused.content) == (404, True), other
+        assert (await client.get("/endpoints/other/s3/out/answers/x")).status_code == 400
+
+
+async def test_an_endpoint_with_s3_shows_no_objects(tmp_path: Path) -> None:
+    async with local_endpoint(ScriptedContainer(), async_output=OUTPUT, uses_s3=True) as client:
+        assert (await client.get("/endpoints/e/s3/out/answers/x")).status_code == 404
