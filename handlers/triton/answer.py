@@ -23,7 +23,7 @@ from handlers.vllm_parameters import FINISH_REASONS
 
 EVENTS = "text/event-stream; charset=utf-8"
 
-_FINISH_REASONS = {None: "None", **FINISH_REASONS}  # As vLLM's backend writes them.
+_FINISH_REASONS = {None: "None"} | FINISH_REASONS  # As vLLM's backend writes them.
 _FLOAT32 = struct.Struct("f")
 
 

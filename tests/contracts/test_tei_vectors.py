@@ -34,12 +34,12 @@ async def test_headers_have_the_means_of_the_times_of_the_texts(monkeypatch: pyt
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     answer = Vectors(2, 16)
+    now = 102.0
     for prompt, (submitted_at, queued) in enumerate([(100.25, 0.125), (100.75, 0.25)]):
         numbers = np.array(QUARTER, np.float32)
         answer.feed(
             prompt, TokenDelta("", last=True, numbers=numbers, submitted_at=submitted_at, queued_seconds=queued)
         )
-    now = 102.0
     headers = dict(answer.headers)
     assert [headers[f"x-{name}-time"] for name in ("total", "tokenization", "queue", "inference")] == [
         *("2000", "500", "187", "1312"),

@@ -198,8 +198,8 @@ def test_the_times_of_a_plain_reply_are_parts_of_the_whole(monkeypatch: pytest.M
     exchange = parse("/generate", PROMPT)
     delta = whole(" a joke", A, JOKE, prompt_token_count=5)
     delta.submitted_at, delta.queued_seconds = 101.0, 2.0
-    exchange.answer.feed(0, delta)
     now = 108.0
+    exchange.answer.feed(0, delta)
     headers = dict(exchange.answer.headers)
     names = ("x-total-time", "x-validation-time", "x-queue-time", "x-inference-time", "x-time-per-token")
     assert [headers[name] for name in names] == ["8000", "1000", "2000", "5000", "2500"]
