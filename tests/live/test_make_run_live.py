@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from container.gpus import gpu_count
+from engines.vllm import RELEASE
 from tests.live.page_commands import Command, commands, is_shown, printed
 from tests.live.server import START_SECONDS, free_port
 from tests.without_make import without_make
@@ -156,7 +157,7 @@ def test_make_run_answers_what_the_readme_asks(tmp_path: Path) -> None:
     with make_run(tmp_path) as server:
         assert server.answer()
         address = f"http://127.0.0.1:{server.port}"
-        assert f"serves model (vLLM {version('vllm')}) at {address}" in server.wait_for(f"Slipway {version('slipway')}")
+        assert f"serves model (vLLM {RELEASE}) at {address}" in server.wait_for(f"Slipway {version('slipway')}")
         assert f"{address}/console" in server.wait_for("console: ")
         assert f"{address}/docs" in server.wait_for("API docs: ")
         start = server.text().partition("API docs: ")[0].splitlines()
