@@ -157,7 +157,8 @@ def test_make_run_answers_what_the_readme_asks(tmp_path: Path) -> None:
     with make_run(tmp_path) as server:
         assert server.answer()
         address = f"http://127.0.0.1:{server.port}"
-        assert f"serves model (vLLM {RELEASE}) at {address}" in server.wait_for(f"Slipway {version('slipway')}")
+        banner = server.wait_for(f"Slipway {version('slipway')} serves model (vLLM {RELEASE}.")
+        assert banner.endswith(f") at {address}")
         assert f"{address}/console" in server.wait_for("console: ")
         assert f"{address}/docs" in server.wait_for("API docs: ")
         start = server.text().partition("API docs: ")[0].splitlines()
