@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,7 +290,10 @@ def test_a_payload_formatter_changes_the_body_before_it_is_parsed(
 
 
 def test_the_example_of_the_page_for_the_asynchronous_mode_changes_bodies_and_events() -> None:
-    names = example(0)
+    page = (Path(__file__).parents[2] / "docs" / "formatters.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
     changed = changed_by(names["read"], call({"question": "Why?"}))
     assert json.loads(changed.body) == {"messages": [{"role": "user", "content": "Why?"}]}
     assert names["write"]('data: {"id": "x"}\n\n') == 'data: {"id": "x", "reviewed": true}'

@@ -13,6 +13,8 @@ from engines.request import GenerationRequest
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import Call, Contract, Exchange, read_steering
 from handlers.contract_routes import ContractSetting, GenerationRoute
+from handlers.custom.formatters import Formatters
+from handlers.formatter_thread import FormatterThread
 from handlers.happy_vllm.routes import HappyVllmContract
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
@@ -42,7 +44,8 @@ class TextModel(FakeModel):
 SETTING = ContractSetting(settings=MODEL, model=TextModel())
 INPUTS = {"inputs": "x"}
 ROLLING = LmiRollingContract(MODEL)
-FORMATTED = FormatterContract(ROLLING, MODEL, read=None, write=lambda *_: "", writes_tokens=False, tokenizer=None)
+FORMATTERS = Formatters(FormatterThread(5), output=lambda *_: "")
+FORMATTED = FormatterContract(ROLLING, MODEL, FORMATTERS, None)
 
 
 def steered(document: Any) -> Call:

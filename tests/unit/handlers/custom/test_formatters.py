@@ -111,12 +111,12 @@ def test_a_folder_with_the_name_of_a_package_of_the_server_stops_the_start_if_it
     (tmp_path / "handlers").mkdir()
     (tmp_path / "handlers" / "rules.py").write_text("PREFIX = 'p'\n")
     with pytest.raises(EngineStartError, match=re.escape(str(tmp_path / "handlers"))):
-        load(tmp_path, f"{code}\n{OUTPUT}")
+        found(tmp_path, f"{code}\n{OUTPUT}")
 
 
 def test_a_folder_with_such_a_name_is_allowed_beside_code_that_does_not_import_it(tmp_path: Path) -> None:
     (tmp_path / "deploy").mkdir()
-    assert load(tmp_path, OUTPUT) is not None
+    assert name(found(tmp_path, OUTPUT).output) == "write"
 
 
 def test_an_output_formatter_may_be_named_instead_of_decorated(tmp_path: Path) -> None:
