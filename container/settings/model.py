@@ -268,10 +268,10 @@ def other_arguments(
                 lookup.problems.append(f"{value.describe(key)}; allowed: {allowed}")
             arguments[name] = value
             lookup.entries.append(SettingEntry(key, value.text, value.source, "for the engine"))
-        elif meant := f"{PREFIX}{key}" if f"{PREFIX}{key}" in BY_KEY else options.closest(key, BY_KEY):
-            lookup.unknown(key, value, meant)
-        else:
-            lookup.ignore(key, value, "the model has no such setting; options of the engine start with option.")
+        else:  # LMI ignores such a name, too.
+            meant = f"{PREFIX}{key}" if f"{PREFIX}{key}" in BY_KEY else options.closest(key, BY_KEY)
+            hint = f"did you mean {meant}?" if meant else "options of the engine start with option."
+            lookup.ignore(key, value, f"the model has no such setting; {hint}")
     return arguments
 
 
