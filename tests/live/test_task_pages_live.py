@@ -71,7 +71,7 @@ SERVERS: dict[str, Callable[[Path], Server]] = {
     "own_format": example("own_format"),
     "own_handler": example("own_handler"),
     "several_models": engine_with(),
-    "tools_and_json": engine_with(tool_call_parser="hermes", enable_auto_tool_choice="true"),
+    "tools_and_json": engine_with(tool_call_parser="hermes"),
     "vectors": small_embedding_model,
 }
 
