@@ -250,16 +250,18 @@ class _FieldChoice(HttpRoute):
 def _reader_of(field: str) -> Callable[[bytes], bytes]:
     """Return a function that returns the encoded value of a field of a JSON object.
 
-    It is empty if the object has no such field, or if a body is no object: the route that answers reports faults.
+    It is empty if the object has no such field or null in it, or if a body is no object: the route that answers reports
+    faults.
     """
     shape = msgspec.defstruct("WithField", [("field", msgspec.Raw, msgspec.Raw())], rename={"field": field})
     decode = JsonDecoder[Any](shape).decode
 
     def read(body: bytes) -> bytes:
         try:
-            return bytes(decode(body).field)
+            value = bytes(decode(body).field)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return b""
+        return b"" if value == b"null" else value
 
     return read
 

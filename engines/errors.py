@@ -20,6 +20,12 @@ class RequestError(Exception):
         super().__init__(message)
         self.message = message
 
+    def __copy__(self) -> RequestError:
+        """Return the error without its traceback. The arguments of a subclass are not known here."""
+        error = type(self).__new__(type(self), *self.args)
+        error.__dict__ |= self.__dict__
+        return error
+
 
 class UnknownModel(RequestError):
     """The model, or the version of it, that the call names is not served here."""

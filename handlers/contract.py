@@ -133,7 +133,7 @@ class Call:
     key_salt: str = ""  # Differs for each API key. Empty if the server has no keys.
     # The results of `read_steering`. Every contract puts the fields into its requests.
     steering: Steering = field(default_factory=Steering)
-    fault: InvalidParameter | None = None  # The call is refused with this error, in the form of its answer.
+    steering_fault: InvalidParameter | None = None  # The call is refused with this error, in the form of its answer.
 
     def header(self, name: str) -> str | None:
         """Return the value of a header. `name` may have any case."""

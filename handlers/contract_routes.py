@@ -77,9 +77,8 @@ class ModelView:
         """
         assert self.rendered is not None, "`InfoRoute.chat` found no chat"
         if isinstance(self.rendered, RequestError):
-            raise copy(
-                self.rendered
-            )  # The traceback of the error itself would hold this object, which holds the error.
+            # The traceback of the error itself would hold this object, which holds the error.
+            raise copy(self.rendered)
         return self.rendered
 
     def text(self) -> LoadedModel:

@@ -59,8 +59,8 @@ class EngineHandler:
             exchange = await asyncio.to_thread(self._contract.parse, call)
         for note in exchange.notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
-        if call.fault is not None:
-            raise self._refusal(exchange, call.fault)
+        if call.steering_fault is not None:
+            raise self._refusal(exchange, call.steering_fault)
         try:
             if not exchange.images:
                 running = RunningCall(queue, exchange, writer, call.request_id, self._thread)

@@ -128,13 +128,13 @@ class TokenDocument(Answer):
         return [self._document(*map(ranked.__getitem__, sorted(ranked))) for ranked in self._sequences]
 
     def _document(self, best: ShownSequence, *others: ShownSequence) -> str:
-        if others:
+        if others and self._form.details:
             best.others = [self._form.object(self._form.others, other) for other in others]
         return self._form.texts(best)
 
 
 class TokenStream(Answer):
-    """A record for each token. The last one has the whole text."""
+    """A record for each token of one sequence. The last one has the whole text."""
 
     head: str  # Before each token.
     after: str  # After each record.
@@ -158,7 +158,9 @@ class TokenStream(Answer):
             tokens, end = tokens or [_NO_TOKEN], self._end()
         elif not tokens:
             return b""
-        return f"{self.head}{self._between.join(map(self._form.token_of, tokens))}{end}".encode()
+        token_of = self._form.token_of
+        records = token_of(tokens[0]) if len(tokens) == 1 else self._between.join(map(token_of, tokens))
+        return f"{self.head}{records}{end}".encode()
 
     def _end(self) -> str:
         """Return the text after the last token."""

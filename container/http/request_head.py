@@ -69,7 +69,7 @@ class RequestHead:
             path_parameters=self.path_parameters,
             key_salt=key_salt,
             steering=steering,
-            fault=fault,
+            steering_fault=fault,
         )
 
 

@@ -144,9 +144,9 @@ class Router:
         route = self._entry(head)
         if isinstance(route, ByKind):
             return route.route(head), None
-        if head.attributes and isinstance(route, HttpRoute) and (names := route.names(head)) is not None:
+        if head.attributes and isinstance(route, HttpRoute):
             named = named_route(head.headers[CUSTOM_ATTRIBUTES])
-            if named is not None:
+            if named is not None and (names := route.names(head)) is not None:
                 return self._named(head, route, names, named)
         return route, None
 

@@ -127,5 +127,5 @@ def _call_of(message: Message, key_salt: str) -> Call:
         query=query,
         key_salt=key_salt,
         steering=steering,
-        fault=fault,
+        steering_fault=fault,
     )

@@ -40,7 +40,7 @@ class Formatters:
     thread: FormatterThread
     input: Formatter | None = None
     output: Formatter | None = None
-    module: str = ""  # The name of an adapter's module.
+    module: str = ""  # Its name in `sys.modules`.
 
     @property
     def output_takes_tokens(self) -> bool:

@@ -49,7 +49,7 @@ def formatted_call(read: Formatter, call: Call) -> Call:
     except Exception as error:
         logger.exception("the input formatter failed", extra={"request_id": call.request_id})
         raise failed_dependency(f"{FAILED}: {error}") from None
-    return replace(call, body=body, content_type=JSON)
+    return replace(call, body=body, content_type=JSON, fields=None)
 
 
 def _decoded(call: Call) -> Any:

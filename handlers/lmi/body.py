@@ -114,7 +114,7 @@ def _csv(body: bytes) -> dict[str, Any]:
         rows = list(islice(_cells(reader, columns), _MOST_ROWS + 1))
     except csv.Error as error:
         raise InvalidRequest(f"the body is not valid CSV: {error}") from None
-    if not rows and len(header) == 1 and header[0] not in ("", _PROMPT):
+    if not rows and len(header) == 1 and header[0] not in {"", *_READ_OF_CSV}:
         return {_PROMPT: header[0]}  # A line of a file that batch transform has split.
     if not rows or rows[0].get(_PROMPT) is None:
         raise InvalidRequest(

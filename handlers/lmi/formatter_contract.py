@@ -24,7 +24,7 @@ from engines.errors import GenerationFailed, InvalidRequest, RequestError
 from engines.model_settings import ModelSettings
 from engines.request import Token, TokenDelta
 from handlers.contract import JSON, Answer, Call, Contract, Exchange, Reply
-from handlers.custom.formatters import Formatters
+from handlers.custom.formatters import Formatter, Formatters
 from handlers.custom.handler_input import sdk_input
 from handlers.djl_errors import failed_dependency, payload_error
 from handlers.formatter_thread import FAILED
@@ -51,6 +51,7 @@ class FormatterContract:
             tokenizer: The value of the input formatter's argument `tokenizer`.
         """
         self._contract, self._settings, self._tokenizer = contract, settings, tokenizer
+        self._by_token = formatters.output_takes_tokens
         self._formatters = formatters.offering(
             configs=SimpleNamespace(
                 model_id_or_path=settings.model_id,
@@ -77,9 +78,9 @@ class FormatterContract:
             return self._contract.parse(call)  # This reports the fault.
         self._complete(request, call)
         formatter = request.output_formatter if isinstance(request.output_formatter, str) else None
-        formatted = self._formatters.output is not None and formatter not in _BUILT_IN
+        write = None if formatter in _BUILT_IN else self._formatters.output
         stream = bool(request.parameters.get("stream")) or formatter in _STREAMING
-        document = _document(request, formatter, stream, formatted)
+        document = _document(request, formatter, stream, write is not None)
         exchange = self._contract.parse(
             Call(
                 body=document,
@@ -90,7 +91,7 @@ class FormatterContract:
                 steering=call.steering,
             )
         )
-        if not formatted:
+        if write is None:
             return exchange
         if len(exchange.requests) > 1:
             raise failed_dependency(
@@ -100,7 +101,10 @@ class FormatterContract:
             exchange.requests[0], stream=True, want_tokens=True, want_logprobs=self._settings.token_logprobs, memo=None
         )
         return Exchange(
-            (asked,), FormatterAnswer(self._formatters, request, stream), exchange.notes, names=exchange.names
+            (asked,),
+            FormatterAnswer(write, request, stream=stream, by_token=self._by_token),
+            exchange.notes,
+            names=exchange.names,
         )
 
     def _read(self, call: Call) -> RequestInput | None:
@@ -182,9 +186,8 @@ class FormatterAnswer(Answer):
     content_type = ""
     blocks = True
 
-    def __init__(self, formatters: Formatters, request: RequestInput, stream: bool) -> None:
-        assert formatters.output is not None
-        self._write, self._by_token = formatters.output, formatters.output_takes_tokens
+    def __init__(self, write: Formatter, request: RequestInput, *, stream: bool, by_token: bool) -> None:
+        self._write, self._by_token = write, by_token
         self._request, self._stream = request, stream
         self._output = TextGenerationOutput(request_id=request.request_id, input=request)
 

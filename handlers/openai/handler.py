@@ -225,8 +225,8 @@ class OpenAIHandler:
         """
         if adapter and call.body and adapter not in self._adapters:
             raise UnknownAdapter(adapter)
-        if call.fault is not None:
-            writer.reply(_refusal(call.fault, path, form))
+        if call.steering_fault is not None:
+            writer.reply(_refusal(call.steering_fault, path, form))
             return None
         try:
             if len(call.body) >= LONG_BODY and path not in SPEECH:

@@ -398,7 +398,7 @@ def test_what_is_wrong_with_a_form_is_named() -> None:
     [
         ("image/png", b"x"),
         ("text/plain", b"\xff"),
-        *(("text/csv", body) for body in (b"", b"inputs", b'""', b"a,b", b"a\nb", b"a,inputs\nb")),
+        *(("text/csv", body) for body in (b"", b"inputs", b"parameters", b'""', b"a,b", b"a\nb", b"a,inputs\nb")),
     ],
 )
 def test_what_cannot_be_a_prompt_is_refused(content_type: str, body: bytes) -> None:

@@ -50,7 +50,7 @@ FORMATTED = FormatterContract(ROLLING, MODEL, FORMATTERS, None)
 
 def steered(document: Any) -> Call:
     steering, fault = read_steering(request_headers(*HEADERS.items()), "of the key")
-    return replace(call(document), steering=steering, fault=fault)
+    return replace(call(document), steering=steering, steering_fault=fault)
 
 
 def check(requests: Any) -> None:

@@ -204,6 +204,9 @@ def test_responses_and_anthropics_messages_come_with_vllm(client: openai.OpenAI,
 
 def test_tokenize_and_detokenize_are_inverse(server: Server) -> None:
     tokens = server.client.post("/tokenize", json={"prompt": "Once upon a time"}).json()["tokens"]
+    assert (
+        tokens == server.client.post("/tokenize", json={"prompt": "Once upon a time", "inputs": None}).json()["tokens"]
+    )
     assert server.client.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "Once upon a time"
     assert server.client.get("/version").json()["version"].startswith("0.3")
 

@@ -132,7 +132,7 @@ async def test_what_the_engine_refuses_has_the_clients_name(
 def steered(given: Call, *headers: tuple[str, str]) -> Call:
     """Return a call with an API key and these headers."""
     steering, fault = read_steering(request_headers(*headers), "of the key")
-    return replace(given, steering=steering, fault=fault)
+    return replace(given, steering=steering, steering_fault=fault)
 
 
 async def test_headers_and_the_key_steer_every_prompt_of_a_call(queue: EngineQueue, engine: ScriptedEngine) -> None:
