@@ -153,7 +153,8 @@ def test_the_reports_make_the_metrics_that_vllms_logger_makes(
     from engines.vllm.metrics import EngineReports
 
     if scraped.endswith("waiting"):
-        monkeypatch.setattr("engines.vllm.metrics._MOST_WAITING", 2)
+        monkeypatch.setattr("engines.statistics.MOST_WAITING", 2)
+        monkeypatch.setattr("engines.vllm.metrics.MOST_WAITING", 2)
     ours = EngineReports(config, [0, 1])
     theirs = PrometheusStatLogger(config, [0, 1])  # The last one has the registry of the process.
     try:
