@@ -115,13 +115,8 @@ class JsonFormatter(logging.Formatter):
 
     def foreign(self, stream: str, line: str) -> str:
         """Return a line that was written to a stream past the log. Processes of vLLM write JSON already."""
-        if line.startswith("{") and line.endswith("}"):
-            try:
-                json.loads(line)
-            except ValueError:
-                pass
-            else:
-                return line
+        if _json_object(line) is not None:
+            return line
         fields = {"time": _timestamp(time.time()), "level": "info", **self._replica, "logger": stream, "message": line}
         return json.dumps(fields, ensure_ascii=False)
 
@@ -178,11 +173,20 @@ def _parts(line: str) -> tuple[str, str, str]:
     """Return the level, the logger and the message of a line in the form of the log; else the line as the message."""
     if found := _PLAIN_LINE.fullmatch(line):
         return found["level"], found["logger"], found["message"]
+    match _json_object(line):
+        case {"level": str(level), "logger": str(logger), "message": str(message)}:
+            return level.upper(), logger, message
+    return "", "", line
+
+
+def _json_object(line: str) -> dict[str, Any] | None:
+    if not (line.startswith("{") and line.endswith("}")):
+        return None
     try:
-        fields = json.loads(line) if line.startswith("{") else {}
-        return fields["level"].upper(), fields["logger"], fields["message"]
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return "", "", line
+        found: dict[str, Any] = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found
 
 
 class LogHandler(logging.Handler):

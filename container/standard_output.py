@@ -146,8 +146,14 @@ class _Redirected:
                 text = line.decode("utf-8", "backslashreplace").rstrip("\r").rpartition("\r")[2]
                 if text == self._mark:
                     self._marked.set()
-                elif text.strip() and not self._is_held(text):
+                elif text.strip() and not self._holds(text):
                     self._writer.add(len(text), self._shape, text)
+
+    def _holds(self, text: str) -> bool:
+        try:
+            return self._is_held(text)
+        except Exception:  # the thread must not end: processes would block on a full pipe
+            return False
 
 
 class Output:

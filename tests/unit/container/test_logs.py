@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.logs import AccessLog, JsonFormatter, LogHandler, PlainFormatter
+from container.logs import AccessLog, HeldLines, JsonFormatter, LogHandler, PlainFormatter
 from container.standard_output import Writer
 
 
@@ -101,7 +101,10 @@ def test_a_record_is_logged_as_it_was() -> None:
     assert record.exc_info is not None  # other handlers get it whole
 
 
-@pytest.mark.parametrize("line", ["plain", "{", "{not json}", "12", '{"a": 1} ', ""])
+TOO_DEEP = ['{"a":' + "[" * 60_000, '{"a":' + "[" * 60_000 + "}"]
+
+
+@pytest.mark.parametrize("line", ["plain", "{", "{not json}", "12", '{"a": 1} ', "", *TOO_DEEP])
 def test_every_line_of_others_is_json_where_the_log_is(line: str) -> None:
     assert json.loads(JsonFormatter().foreign("stderr", line)) | {"time": ""} == {
         "time": "",
@@ -111,6 +114,31 @@ def test_every_line_of_others_is_json_where_the_log_is(line: str) -> None:
     }
     assert JsonFormatter().foreign("stdout", '{"a": 1}') == '{"a": 1}'
     assert PlainFormatter().foreign("stdout", line) == line
+
+
+@pytest.mark.parametrize("formatter", [PlainFormatter(), JsonFormatter()])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"level": "info", "logger": 1, "message": "x"}',
+        '{"level": "info", "logger": ["vllm"], "message": "x"}',
+        '{"level": "info", "logger": "vllm", "message": null}',
+        '{"level": {}, "logger": "vllm", "message": "x"}',
+        '{"level": "info", "logger": "vllm"}',
+        "{}",
+        *TOO_DEEP,
+    ],
+)
+def test_a_printed_line_that_only_looks_like_a_record_is_a_line_like_others(
+    line: str, formatter: PlainFormatter | JsonFormatter
+) -> None:
+    held = HeldLines()
+    assert not held.keeps_line("stdout", line, formatter)
+    held.holds_output = True
+    assert held.keeps_line("stdout", line, formatter)
+    assert held.latest == line[: len(held.latest)]
+    assert held.keeps_line("stdout", '{"level": "info", "logger": "vllm", "message": "x"}', formatter)
+    assert held.latest == "x"
 
 
 CONFIGURED = """

@@ -164,6 +164,19 @@ def test_a_process_may_be_started_without_its_standard_streams(closed: str) -> N
     assert done.returncode == 7
 
 
+def test_a_filter_that_fails_holds_nothing_and_ends_nothing() -> None:
+    script = """
+from container.standard_output import Output
+output = Output(str, lambda stream, line: line, lambda stream, line: 1 / 0)
+print("first", flush=True)
+output.flush(60)
+print("second", flush=True)
+output.flush(60)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "first\nsecond\n"
+
+
 QUIET = """
 import logging, subprocess, sys, warnings
 from container import logs
