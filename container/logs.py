@@ -18,6 +18,7 @@ from typing import Any
 
 from container.standard_output import Output, Writer
 
+FIELDS = "slipway_fields"  # The attribute of a record with its further fields in the JSON log.
 FLUSH_SECONDS = 1.0  # The time that a process waits at its end until its log has been read.
 _OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
 _PLAIN = "%(asctime)s %(levelname)-7s %(replica)s%(name)s%(request)s: %(message)s"
@@ -111,7 +112,8 @@ class JsonFormatter(logging.Formatter):
             record.exc_text = self.formatException(record.exc_info)
         if record.exc_text:
             fields["traceback"] = record.exc_text
-        return json.dumps(fields | getattr(record, "fields", {}), ensure_ascii=False)
+        # Its own fields come first and keep their values.
+        return json.dumps(fields | getattr(record, FIELDS, {}) | fields, ensure_ascii=False, default=str)
 
     def foreign(self, stream: str, line: str) -> str:
         """Return a line that was written to a stream past the log. Processes of vLLM write JSON already."""

@@ -375,7 +375,7 @@ class Process:
         lines = [f"Slipway {fields['version']} serves {names} ({', '.join(fields['engines']) or 'no engine'}) at {url}"]
         lines += [f"  console:  {fields['console']}"] if settings.console else []
         lines += [f"  API docs: {fields['docs']}"]
-        logger.info("%s", "\n".join(lines), extra={"fields": fields})
+        logger.info("%s", "\n".join(lines), extra={logs.FIELDS: fields})
 
     async def watch(self) -> None:
         await self.server.watch()

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.logs import AccessLog, HeldLines, JsonFormatter, LogHandler, PlainFormatter
+from container.logs import FIELDS, AccessLog, HeldLines, JsonFormatter, LogHandler, PlainFormatter
 from container.standard_output import Writer
 
 
@@ -45,12 +45,26 @@ def test_a_record_with_fields_has_them_in_json_and_lines_in_plain_text() -> None
         "name": "n",
         "levelname": "INFO",
         "msg": "served\n  console: a",
-        "fields": {"console": "a", "models": ["m"]},
+        FIELDS: {"console": "a", "models": ["m"], "at": Path("/a"), "level": 3, "message": "other"},
     }
     record = logging.makeLogRecord(said)
     written = json.loads(JsonFormatter().format(record))
     assert (written["message"], written["console"], written["models"]) == ("served\n  console: a", "a", ["m"])
+    assert (written["at"], written["level"]) == ("/a", "info")
     assert PlainFormatter().format(record).endswith("served\n  console: a")
+
+
+@pytest.mark.parametrize("fields", [["a"], {"level": 3}, {"a": object()}, None, 1])
+def test_attributes_of_a_library_s_record_change_nothing(fields: Any) -> None:
+    record = {"name": "n", "levelname": "INFO", "msg": "said"}
+    written = JsonFormatter().format(logging.makeLogRecord(record | {"fields": fields, "request_id": Path("/r")}))
+    assert json.loads(written) | {"time": ""} == {
+        "time": "",
+        "level": "info",
+        "logger": "n",
+        "message": "said",
+        "request_id": "/r",
+    }
 
 
 def test_replicas_have_their_names_in_every_line() -> None:
