@@ -128,7 +128,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class HeldLines:
-    """The latest lines that libraries wrote and the log does not show. They are shown if a start fails.
+    """The latest lines that libraries wrote and the log does not show. They are shown if a start or an engine fails.
 
     These are vLLM's lines below `warning`, for example. While a server starts, they are also the lines that no logger
     wrote, such as progress bars.
@@ -137,11 +137,12 @@ class HeldLines:
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=_HELD_LINES)
         self.latest = ""  # The text of the latest one.
+        self.holds_lines = True
         self.holds_output = False  # Lines that no logger wrote are held as well.
         self._in_error: set[str] = set()  # The streams whose latest record is an error. Its traceback may follow.
 
     def take(self) -> list[str]:
-        """Return the lines, and forget them."""
+        """Return the lines, and forget them. Only the event loop's thread calls this; others may add lines."""
         return [self._lines.popleft() for _ in range(len(self._lines))]
 
     def keep(self, line: str, message: str) -> None:
@@ -151,6 +152,8 @@ class HeldLines:
 
     def holds(self, logger: str, level: int, message: str) -> bool:
         """Return True if this record is not to be shown."""
+        if not self.holds_lines:
+            return False
         if logger == "py.warnings":
             return self.holds_output
         if logger.partition(".")[0] not in _LIBRARIES:
@@ -165,7 +168,7 @@ class HeldLines:
             (self._in_error.add if level >= logging.ERROR else self._in_error.discard)(stream)
             is_held = self.holds(logger, level, message)
         else:
-            is_held = self.holds_output and stream not in self._in_error
+            is_held = self.holds_lines and self.holds_output and stream not in self._in_error
         if is_held:
             self.keep(formatter.foreign(stream, line), message)
         return is_held
@@ -296,11 +299,20 @@ def latest_held() -> str:
     return _log.held.latest if _log.held is not None else ""
 
 
+def hold_lines() -> None:
+    """Hold lines of libraries again, after `show_held`: a model is started."""
+    if _log.held is not None:
+        _log.held.holds_lines = True
+
+
 def show_held() -> None:
-    """Write the lines that were held back, because a start has failed. This may take a second."""
+    """Write the lines that were held back, because a start or an engine has failed.
+
+    Later lines are written as they come, until the next start.
+    """
     if _log.held is None or _log.output is None:
         return
-    _log.output.flush(FLUSH_SECONDS)  # the engine's last lines may be on their way
+    _log.held.holds_lines = False
     lines = _log.held.take()
     if lines:
         logging.getLogger(__name__).error("the last %d lines that were not shown (--verbose shows all):", len(lines))

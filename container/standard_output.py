@@ -201,9 +201,11 @@ class Output:
         """Wait at most `seconds` until all that was written has reached the reader."""
         deadline = time.monotonic() + seconds
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with contextlib.suppress(OSError, ValueError):  # a model's code closed it
+                stream.flush()
         for redirected in self._redirected:
-            redirected.drain(max(deadline - time.monotonic(), 0.0))
+            with contextlib.suppress(OSError):
+                redirected.drain(max(deadline - time.monotonic(), 0.0))
         for writer in self._writers:
             writer.flush(max(deadline - time.monotonic(), 0.0))
 

@@ -16,6 +16,7 @@ from functools import partial
 
 import msgspec
 
+from container import logs
 from container.models.stall_watch import StallWatch
 from container.settings.settings import RemoteWeights, Settings
 from container.sources.location import FetchTimeout, SourceError
@@ -212,6 +213,7 @@ class Lifecycle:
             EngineStartError: The model, or a copy, cannot be loaded, or cannot generate.
         """
         if (engine := self._engine_to_restart) is not None:
+            logs.hold_lines()
             try:
                 await engine.restart()
                 self._is_back()
@@ -222,6 +224,7 @@ class Lifecycle:
                 if self.stage is State.DRAINING:
                     engine.give_up()
                     raise
+                logs.show_held()
                 logger.error(
                     "model %s: %s; it is loaded anew, and calls that wait get an error", self.model.name, error
                 )
@@ -270,6 +273,7 @@ class Lifecycle:
                 self.model = await asyncio.to_thread(place, self.settings.model)
             continue_calls = server.continue_calls if server.engine_restart else 0
             model = dataclasses.replace(self.model, continue_calls=continue_calls)
+            logs.hold_lines()
             service = await load_service(model, limits, self.startup_times)
             if service.engine is not None:
                 with self.startup_times.phase("first token"):

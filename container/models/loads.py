@@ -64,5 +64,5 @@ class Loads:
     def _ended(self, model: Model, task: asyncio.Task[None]) -> None:
         del self.running[model]
         if not task.cancelled() and (error := task.exception()) is not None:
+            logs.show_held()
             logger.error("%s", error, exc_info=None if isinstance(error, _REFUSALS) else error)
-            asyncio.get_running_loop().run_in_executor(None, logs.show_held)

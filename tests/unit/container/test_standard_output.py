@@ -204,6 +204,7 @@ subprocess.run([sys.executable, "-c", child], check=True)
 logs.flush()
 logs.hold_output(False)
 print("printed later", flush=True)
+logs.flush()
 if FAILS:
     logs.show_held()
 """
@@ -224,3 +225,24 @@ def test_lines_of_libraries_are_shown_only_if_a_start_fails(log_format: str, fai
     found = [text for text in held if any(line.endswith(text) or f": {text}" in line for line in lines)]
     assert found == (held if fails else [])
     assert lines.index(next(line for line in lines if "printed later" in line)) < len(shown)
+
+
+def test_lines_after_a_failure_are_shown_until_the_next_start() -> None:
+    script = """
+import logging
+from container import logs
+logs.configure("plain", "info", redirect=True, quiet=True)
+logs.hold_output(True)
+def say(text):
+    logging.getLogger("vllm.config").info(text)
+    print(text, flush=True)
+    logs.flush()
+say("before")
+logs.show_held()
+say("after")
+logs.hold_lines()
+say("of the next start")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    said = [line.rpartition(": ")[2] for line in done.stdout.splitlines()]
+    assert sorted(said[1:]) == ["after", "after", "before", "before"]
