@@ -260,6 +260,7 @@ class ModelServer:
                 ended = lifecycle.reason if failed else lifecycle.lost or (stalled if ends_when_stalled else "")
                 if ended and model not in reported:
                     reported.add(model)
+                    logs.show_held()
                     logger.critical("%s; /ping now answers 500", ended)
             if reported and server.fail_fast:
                 return

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 
+from container import logs
 from container.models.life_cycle import State
 from container.models.loads import LoadFailed, Loads
 from container.models.registry import EngineRestart, Model, Models
@@ -58,6 +59,7 @@ class EngineRestarts:
         ends = self._models.draining or model in self._models.leaving
         if recent >= most or not is_vllm(lifecycle.model) or (ends and not lifecycle.calls_can_wait()):
             if missing := lifecycle.missing:
+                logs.show_held()
                 limit = f"each copy is started again at most {most} times within {WINDOW_SECONDS / 60:g} minutes"
                 logger.error("model %s: %s, for good: %s", model.title, missing, limit)
             lifecycle.give_up()
@@ -69,6 +71,7 @@ class EngineRestarts:
         elif not lifecycle.calls_can_wait():
             lifecycle.fail(f"{reason}; it is started again")
             status = "/ping now answers 500"
+        logs.show_held()
         logger.error(
             "model %s: %s; %s; %s is started again in %g s (%d of %d within %g minutes)",
             *(model.title, reason, status, what, pause, recent + 1, most, WINDOW_SECONDS / 60),

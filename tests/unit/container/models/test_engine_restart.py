@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from container import logs
 from container.models import engine_restart
 from container.models.engine_restart import EngineRestarts
 from container.models.life_cycle import State
@@ -59,6 +60,8 @@ async def test_an_engine_is_started_again_as_often_as_it_may(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine_restart, "LONGEST_PAUSE_SECONDS", 0.01)
+    shown: list[int] = []
+    monkeypatch.setattr(logs, "show_held", lambda: shown.append(life.attempts))
     life: Any = Failed()
     model = Model(life, "m")
     models = Models([model])
@@ -69,6 +72,7 @@ async def test_an_engine_is_started_again_as_often_as_it_may(
         assert registrar.engine_restarts.begin(model, "the engine has died"), "one at a time"
         await until(lambda: not registrar.loading)
         assert (life.attempts, life.last) == (attempt, attempt == 2)
+    assert shown == [0, 1, 1], "the log has what was held at each death and at each restart that fails"
     assert not life.gave_up
     assert not registrar.engine_restarts.begin(model, "the engine has died")
     assert life.gave_up, "no call waits for an engine that is not started again"
