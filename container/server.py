@@ -342,22 +342,23 @@ class Process:
         logs.hold_output(not self._has_own_code)
         telling = asyncio.create_task(_tell_progress())
         try:
-            await self.server.load()
+            try:
+                await self.server.load()
+            finally:
+                telling.cancel()
         except Exception as error:
-            await asyncio.to_thread(logs.show_held)
+            self.exit_code = EXIT_FAILED_TO_START
+            logs.show_held()
+            await asyncio.to_thread(logs.flush)  # the engine's last lines are written before the reason
             known = isinstance(error, EngineStartError)
             logger.critical("the model cannot be served: %s", error if known else "internal error", exc_info=not known)
-            self.exit_code = EXIT_FAILED_TO_START
             await asyncio.sleep(_FAILED_SECONDS)  # /ping says why, as LMI's does
             await self.server.models.drain(self._settings.drain_timeout)  # Other models may have calls.
             self._end()
         else:
-            telling.cancel()
             logs.hold_output(False)
             self._greet()
             await self.watch()
-        finally:
-            telling.cancel()
 
     def _greet(self) -> None:
         """Log the models, their engines and the addresses: three lines, or one record with fields in the JSON log."""

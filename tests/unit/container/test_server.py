@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from container import server
+from container import logs, server
 from container.http.router import Mount
 from container.models.life_cycle import State
 from container.models.registry import Model, Models
@@ -160,6 +160,71 @@ async def test_further_applications_end_their_work_with_the_drain() -> None:
     draining = server.ModelServer(Startup(ServerSettings(drain_timeout=3.0), ()), mounts)
     await draining.drain()
     assert drained == [3.0]
+
+
+@pytest.mark.asyncio
+async def test_the_death_of_an_engine_shows_what_was_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[None] = []
+    monkeypatch.setattr(logs, "show_held", lambda: shown.append(None))
+    lifecycle: Any = Stalled()
+    lifecycle.fail("the engine has died")
+    lifecycle.give_up = lambda: None
+    lifecycle.copies, lifecycle.calls_can_wait = (), lambda: False
+    assert await watched(monkeypatch, lifecycle, engine_restart=0) is None
+    assert len(shown) == 1
+
+
+FAILING = """
+import asyncio, logging, sys
+from container import logs, server
+from container.settings.settings import ServerSettings, Startup
+from engines.interface import EngineStartError
+
+class Failing(server.ModelServer):
+    async def load(self):
+        logging.getLogger("vllm.early").info("held")
+        print("a progress bar", flush=True)
+        while not logging.getLogger("container.server").told:
+            await asyncio.sleep(0)
+        raise EngineStartError("no memory") if "known" in sys.argv else RuntimeError("a bug")
+
+class Drained:
+    async def drain(self, seconds):
+        print("printed late", flush=True)
+        logging.getLogger("vllm.late").info("logged late")
+
+def told(record):
+    server.logger.told |= record.msg.startswith("still loading")
+    return True
+
+def listening(startup):
+    process = Process(startup)
+    process.server.models.drain = Drained().drain
+    return process
+
+server.logger.told = False
+server.logger.addFilter(told)
+server.ModelServer, server._PROGRESS_SECONDS, server._FAILED_SECONDS = Failing, 0.01, 0.1
+Process = server.Process
+server.Process = lambda startup, mounts, clean_up: listening(startup)
+logs.configure("plain", "info", redirect=True, quiet=True)
+settings = ServerSettings(host="127.0.0.1", port=int(sys.argv[1]), multi_model=True)
+sys.exit(server.serve(Startup(settings, ())))
+"""
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("known", "no memory"), ("unknown", "internal error")])
+def test_a_failed_start_shows_what_was_held_then_its_reason_and_all_later_lines(kind: str, reason: str) -> None:
+    command = [sys.executable, "-c", FAILING, str(free_port()), kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == server.EXIT_FAILED_TO_START, done.stderr
+    lines = done.stdout.splitlines()
+    (at,) = [i for i, line in enumerate(lines) if " CRITICAL " in line]
+    assert lines[at].endswith(reason)
+    said = [line.rpartition(": ")[2] for line in lines]
+    assert {"held", "a progress bar"} < set(said[:at])
+    assert {"printed late", "logged late"} < set(said[at:])
+    assert not [line for line in lines[at:] if "still loading" in line]
 
 
 HANGING = """
