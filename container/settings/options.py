@@ -292,7 +292,7 @@ SERVED = (
     Option("option.allowed_media_networks", NETWORKS),
     Option("option.enable_lora", BOOLEAN, "false"),
     Option("option.lora_modules", ADAPTERS, shows_default=False, field_name="adapters"),
-    Option("option.dtype", DTYPE, "auto"),
+    Option("option.dtype", DTYPE, "auto", aliases=("option.data_type",)),
     Option(
         "option.tensor_parallel_degree",
         integer_or("max", 1),
@@ -397,6 +397,18 @@ TENSORRT_LLM = (
     "rotary_scaling_type rotary_scaling_factor smoothquant_alpha smoothquant_per_token smoothquant_per_channel "
     "multi_query_mode awq_format awq_calib_size q_format calib_size calib_batch_size"
 )
+# Those that LMI's secure mode does not allow.
+_NEWER_TENSORRT_LLM = (
+    "max_beam_width enable_block_reuse host_cache_size onboard_blocks max_attention_window sink_token_length "
+    "cross_kv_cache_fraction secondary_offload_min_priority event_buffer_max_size enable_overlap_scheduler "
+    "context_parallel_size moe_tensor_parallel_size moe_expert_parallel_size enable_attention_dp auto_parallel "
+    "auto_parallel_world_size iter_stats_max_iterations request_stats_max_iterations embedding_parallel_mode "
+    "fast_build enable_build_cache batching_type normalize_log_probs gather_generation_logits "
+    "extended_runtime_perf_knob_config num_checkpoint_workers num_engine_workers max_draft_len trt_llm_model_name "
+    "quant_algo kv_cache_quant_algo group_size smoothquant_val clamp_val use_meta_recipe has_zero_point "
+    "pre_quant_scales exclude_modules calib_dataset calib_batches calib_max_seq_length random_seed "
+    "tokenizer_max_seq_length use_smoothquant"
+)
 # Names of LMI's former engines: DeepSpeed, FasterTransformer, transformers and Neuron.
 _FORMER_ENGINES = (
     "checkpoint save_mp_checkpoint_path ds_config triangular_mask return_tuple training_mp_size max_tokens "
@@ -405,19 +417,58 @@ _FORMER_ENGINES = (
     "context_length_estimate group_query_attention fuse_qkv collectives_layout attention_layout cache_layout "
     "on_device_embedding on_device_generation shard_over_sequence all_reduce_dtype cast_logits_dtype model_loader "
     "partition_schema compilation_worker_count sequence_parallel_norm sequence_parallel_norm_threshold "
-    "fold_scale_norm save_sharded_checkpoint continuous_batching"
+    "fold_scale_norm save_sharded_checkpoint continuous_batching deepspeed_config_path triangular_masking base_dir "
+    "use_triton max_new_tokens max_sparsity max_splits multi_gpu enable_mixed_precision_accumulation "
+    "enable_saturate_infinity fuse_mlp fused_rmsnorm_qkv mlp_out_weight_transpose multi_node sequence_parallel "
+    "neuron_cc_pipeline_factor neuron_quant on_device_embedding_config qkv_tiling weight_tiling rolling_batch_strategy"
+)
+# Arguments of the script with which LMI quantizes and partitions a model before it is served.
+_PARTITION = (
+    "awq_block_size awq_ignore_layers awq_mm_version awq_weight_bit_width awq_zero_point fp8_activation_scheme "
+    "fp8_ignore fp8_ignore_patterns fp8_kv_cache_quant_targets fp8_scheme partition_handler properties_dir "
+    "upload_checkpoints_s3url"
+)
+# Options of DJL's engines PyTorch and OnnxRuntime.
+_DJL = (
+    "mapLocation extraFiles modelName modelId optimization max_output_size cpuArenaAllocator customOpLibrary "
+    "disablePerSessionThreads executionMode interOpNumThreads intraOpNumThreads memoryPatternOptimization optLevel "
+    "ortDevice"
 )
 LMI_DIST = "draft_model_compiled_path record_acceptance_rate"
 _IGNORED_OPTIONS = {
     "it belongs to `option.rolling_batch=disable`": _TRANSFORMERS,
-    "it belongs to TensorRT-LLM; see `option.gpu_memory_utilization`": "kv_cache_free_gpu_mem_fraction",
-    "it belongs to TensorRT-LLM; see `option.max_model_len`": "max_output_len max_input_len",
+    "it belongs to TensorRT-LLM; see `option.gpu_memory_utilization`": (
+        "kv_cache_free_gpu_mem_fraction free_gpu_memory_fraction"
+    ),
+    "it belongs to TensorRT-LLM; see `option.max_model_len`": "max_output_len max_input_len max_seq_len",
+    "it belongs to TensorRT-LLM; see `option.attention_backend`": "attn_backend",
+    "it belongs to TensorRT-LLM; see `option.enforce_eager`": "use_cuda_graph",
     "it belongs to TensorRT-LLM; see `option.max_rolling_batch_prefill_tokens`": "max_num_tokens",
-    "it belongs to TensorRT-LLM": f"{TENSORRT_LLM} backend",
+    "it belongs to TensorRT-LLM": f"{TENSORRT_LLM} {_NEWER_TENSORRT_LLM} backend",
     "it belongs to an engine that LMI no longer has": _FORMER_ENGINES,
-    "it belongs to lmi-dist": f"{LMI_DIST} use_passive_workers",
+    "it belongs to lmi-dist": f"{LMI_DIST} use_passive_workers speculative_telemetry",
+    "it belongs to LMI's script that quantizes models": _PARTITION,
+    "it belongs to DJL's engines PyTorch and OnnxRuntime": _DJL,
+    "see `option.speculative_draft_model`": "draft_model_id speculative_draft_model_id",
+    "see `option.speculative_length`": "spec_length",
+    "see `option.speculative_config`": "speculative_method",
+    "see `option.max_rolling_batch_prefill_tokens`": "max_batch_prefill_tokens",
+    "see `option.dtype`": "torch_dtype",
+    "see `option.attention_backend`": "enable_flash_attention",
+    "see `option.lora_modules`": "adapters peft_model enable_loras",
+    "a function of model.py with LMI's decorator `input_formatter` is used": "input_formatter",
+    "the model directory is --model-dir, or SERVING_MODEL_STORE": "model_dir",
+    "LMI sets it itself": "preloaded_model model_id_or_path is_mpi kwargs",
+    "the processor of the model says it": "image_placeholder_token image_processor image_processor_revision",
+    "sessions have no such limit": "sessions_limit sessions_file_size",
+    "set HF_TOKEN": "use_auth_token",
+    "it belongs to models of images": (
+        "height width num_images_per_prompt save_compiled_model save_image_dir use_stable_diffusion"
+    ),
     "vLLM shares a draft model out to the same GPUs as the model": "draft_model_tp_size",
-    "it belongs to scikit-learn and XGBoost models": "default_accept",
+    "it belongs to scikit-learn and XGBoost models": (
+        "default_accept model_format skops_trusted_types trust_insecure_model_files"
+    ),
     "the engine starts and numbers its processes itself": "mpi_mode waiting_steps cluster_size device_id",
     "`option.reasoning_parser` alone switches it on": "enable_reasoning",
 }

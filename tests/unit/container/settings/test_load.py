@@ -424,8 +424,8 @@ def test_two_draft_models_are_refused(model_dir: Path) -> None:
 
 
 def test_an_option_without_its_prefix_is_pointed_out(model_dir: Path) -> None:
-    (problem,) = problems(model_dir, "dtype=fp16")
-    assert "did you mean option.dtype?" in problem
+    (warning,) = load(model_dir, "dtype=fp16").warnings
+    assert "did you mean option.dtype?" in warning
 
 
 def test_two_names_of_an_option_must_agree(model_dir: Path) -> None:
@@ -817,8 +817,6 @@ def test_devices_have_a_warning_without_gpus(model_dir: Path, monkeypatch: pytes
     [
         ("\n# mine\noption.quantise=awq", {}, "option.quantise (serving.properties, line 3)|option.quantize?"),
         ("option.max_modellen=3", {}, "option.max_modellen (serving.properties, line 1)|option.max_model_len?"),
-        ("batchsize=3", {}, "batchsize (serving.properties, line 1)|batch_size?"),
-        ("tensor_parallel_degree=3", {}, "tensor_parallel_degree (|option.tensor_parallel_degree?"),
         (
             "",
             {"OPTION_MAX_MODELLEN": "3"},
@@ -826,7 +824,6 @@ def test_devices_have_a_warning_without_gpus(model_dir: Path, monkeypatch: pytes
         ),
         ("", {"SM_VLLM_MAX_MODELLEN": "3"}, "option.max_modellen (|option.max_model_len?"),
         ("", {"SERVING_LOG_LEVL": "info"}, "SERVING_LOG_LEVL (environment: SERVING_LOG_LEVL)|SERVING_LOG_LEVEL?"),
-        ("", {"ARGS_BATCHSIZE": "3"}, "batchsize (environment: ARGS_BATCHSIZE)|batch_size?"),
         ("option.zzz=1", {}, "option.zzz (serving.properties, line 1)|SERVING_ALLOW_UNKNOWN_SETTINGS=true"),
     ],
 )
@@ -847,8 +844,11 @@ def test_a_name_that_nobody_knows_is_refused_or_warned_of(
     ("properties", "environ"),
     [
         ("option.swap_space=4\noption.use_v2_block_manager=true\noption.tokens_per_block=64", {}),
-        ("translatorFactory=ai.djl.Mine\nwidth=224", {}),
+        ("translatorFactory=ai.djl.Mine\nwidth=224\nbatchsize=3\ntensor_parallel_degree=3", {}),
         ("option.paged_attention=true\noption.kv_cache_free_gpu_mem_fraction=0.9", {}),
+        ("option.max_seq_len=4096\noption.free_gpu_memory_fraction=0.9\noption.fast_build=true", {}),
+        ("option.draft_model_id=a/b\noption.spec_length=0\noption.input_formatter=mine", {}),
+        ("option.fp8_scheme=x\noption.qkv_tiling=true\noption.mapLocation=true\noption.model_dir=/a", {}),
         ("", {"SERVING_SERVICE_HOST": "10.0.0.1", "SERVING_PORT_8080_TCP_ADDR": "10.0.0.1", "MY_OPTION": "1"}),
         ("", {"OPTION_ENABLE_CUDA_GRAPH": "true", "SAGEMAKER_REGION": "us-east-1"}),
     ],
@@ -861,6 +861,11 @@ def test_names_of_others_do_not_keep_a_server_from_starting(
         properties.splitlines()
     )
     assert settings.model.engine_arguments == {}
+
+
+def test_the_older_name_of_the_type_of_weights_is_the_same_option(model_dir: Path) -> None:
+    settings = load(model_dir, "option.data_type=fp16")
+    assert (settings.model.dtype, settings.warnings) == ("float16", ())
 
 
 def test_code_of_the_model_may_read_names_that_nobody_else_knows(model_dir: Path) -> None:
