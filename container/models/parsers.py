@@ -7,7 +7,7 @@ from dataclasses import replace
 from container.settings.options import DEFAULT, PREFIX
 from container.settings.settings import SettingEntry, Settings, Startup
 from engines.choice import is_vllm
-from engines.vllm.parser_choice import NAMES, NONE, parser_of
+from engines.vllm.parser_choice import GENERATION, NAMES, NONE, parser_of
 
 
 def with_parsers_shown(startup: Startup) -> Startup:
@@ -17,7 +17,7 @@ def with_parsers_shown(startup: Startup) -> Startup:
     """
     models = [
         replace(model, settings=_with_entries(model.settings))
-        if is_vllm(model.settings.model) and model.settings.model.task in ("auto", "generate")
+        if is_vllm(model.settings.model) and model.settings.model.task in GENERATION
         else model
         for model in startup.models
     ]

@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from engines.vllm import known_arguments
+
 Scalar = str | int | float | bool
 
-TRUE = frozenset({"true", "1", "yes", "on"})
-FALSE = frozenset({"false", "0", "no", "off"})
+TRUE, FALSE = known_arguments.TRUE, known_arguments.FALSE
 FORMATTERS = ("json", "jsonlines", "sse")  # The built-in output formatters.
 HIDDEN = "***"
 LONGEST = 10**9  # Seconds. Clocks and waits of Python fail with far larger numbers.
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")  # Characters that no value may have.
 _LONGEST_QUOTE = 200
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+_SIZE = re.compile(known_arguments.SIZE_WITH_UNIT)
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _ZERO = re.compile(r"0+(\.0*)?")
 _FUNCTION_NAME = re.compile(r"\w+")
@@ -117,6 +119,19 @@ def integer(minimum: int, maximum: int | None = None) -> Parser:
 
     limits = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
     return Parser(convert, f"an integer {limits}")
+
+
+def size(minimum: int) -> Parser:
+    """Return a parser of integers that may have one of vLLM's units: `8k` is 8000, `8K` is 8192."""
+    number = integer(minimum)
+
+    def convert(text: str) -> Scalar:
+        if not _SIZE.fullmatch(text):
+            return number.convert(text)
+        base = 1000 if text[-1].islower() else 1024
+        return number.convert(str(int(float(text[:-1]) * base ** (1 + "kmgt".index(text[-1].lower())))))
+
+    return Parser(convert, f"{number.allowed}, or one such as 8k (8000) or 8K (8192)")
 
 
 def integer_or(word: str, minimum: int) -> Parser:
@@ -299,7 +314,7 @@ def _are_names(text: str) -> bool:
 TEXT = matching(".+", "text that is not empty", re.DOTALL)
 PROMPT = Parser(str, "text", keeps_blanks=True)
 _WORDS = choice(dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False))
-BOOLEAN = Parser(_WORDS.convert, "true or false (also 1/0, yes/no, on/off)")
+BOOLEAN = Parser(_WORDS.convert, known_arguments.TRUE_OR_FALSE)
 STRINGS = Parser(_strings, 'strings as a JSON array, such as ["a", "b"]')
 NAMES = checked(_are_names, "names with commas between, or a JSON array")
 NAMES_OR_NONE = checked(lambda text: not text or _are_names(text), NAMES.allowed)

@@ -21,6 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from engines.interface import EngineStartError
 from engines.model_settings import DEFAULT_MAX_LORAS, DEFAULT_MEDIA_COUNTS, ModelSettings
 from engines.vllm import parsers
+from engines.vllm.known_arguments import FALSE, TRUE
 
 logger = logging.getLogger(__name__)
 
@@ -201,9 +202,9 @@ def _as_vllm_writes(name: str, text: str) -> str:
 def _switch(flag: str, text: str, action: Any) -> list[str]:
     """Return the flag, or its negation. A few flags have none; without the flag, they are false."""
     value = text.lower()
-    if value in ("true", "1", "yes", "on", ""):
+    if value in TRUE or not value:
         return [flag]
-    if value in ("false", "0", "no", "off"):
+    if value in FALSE:
         return [option for option in action.option_strings if option.startswith("--no-")][:1]
     raise ValueError("expected true or false")
 

@@ -13,7 +13,13 @@ from pathlib import Path
 
 # The kind of each argument's value: a key of `KINDS`, or the list of its words.
 ARGUMENTS: Mapping[str, str | list[str]] = json.loads(Path(__file__).with_name("arguments.json").read_bytes())
-_WORDS = frozenset({"true", "false", "1", "0", "yes", "no", "on", "off", ""})
+TRUE = frozenset({"true", "1", "yes", "on"})
+FALSE = frozenset({"false", "0", "no", "off"})
+TRUE_OR_FALSE = "true or false (also 1/0, yes/no, on/off)"
+
+
+# vLLM takes decimals of 1000, 1000², ... only.
+SIZE_WITH_UNIT = r"\d+(?:\.\d+)?[kmgt]|\d+[KMGT]"
 
 
 def _matches(pattern: str) -> Callable[[str], bool]:
@@ -23,9 +29,12 @@ def _matches(pattern: str) -> Callable[[str], bool]:
 
 # By the kind: checks a value without blanks at its ends, and describes the allowed values.
 KINDS: Mapping[str, tuple[Callable[[str], bool], str]] = {
-    "boolean": (lambda text: text.lower() in _WORDS, "true or false"),
+    "boolean": (lambda text: text.lower() in TRUE | FALSE | {""}, TRUE_OR_FALSE),
     "integer": (_matches(r"[+-]?\d+|none"), "an integer"),
-    "size": (_matches(r"[+-]?\d+(\.\d+)?([kmgt]i?)?|auto|none"), "an integer such as 8192, or 8k"),
+    "size": (
+        _matches(rf"[+-]?\d+|auto|none|(?-i:{SIZE_WITH_UNIT})"),
+        "an integer such as 8192, or 8k (8000), or 8K (8192)",
+    ),
     "number": (_matches(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|none"), "a number such as 0.9"),
     "text": (lambda text: True, "text"),
 }

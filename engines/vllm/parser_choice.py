@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.model_settings import ModelSettings
+from engines.vllm.known_arguments import FALSE
 from engines.weight_files import hub_file
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ AUTO, NONE = "auto", "none"
 _DEFAULTS = {TOOLS: AUTO, REASONING: NONE}
 _FIELDS = {TOOLS: "tools", REASONING: "reasoning"}
 _PLUGINS = {TOOLS: "tool_parser_plugin", REASONING: "reasoning_parser_plugin"}
-_SWITCH, _OFF = "enable_auto_tool_choice", ("false", "0", "no", "off")
+_SWITCH = "enable_auto_tool_choice"
+GENERATION = ("auto", "generate")  # The tasks of models that may generate text.
 _READS_TOOLS = re.compile(r"\{%[^%]*(?<!['\"])\btools\b")
 _TOOL_PARSERS = """
 apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 deepseek_v41 dots ernie45
@@ -212,7 +214,9 @@ def parser_of(kind: str, settings: ModelSettings) -> Choice:
         return Choice("")
     if given.lower() != AUTO:
         return Choice(given)
-    if kind == TOOLS and arguments.get(_SWITCH, "").strip().lower() in _OFF:
+    if settings.task not in GENERATION:
+        return Choice("", "the model generates no text")
+    if kind == TOOLS and arguments.get(_SWITCH, "").strip().lower() in FALSE:
         return Choice("", f"option.{_SWITCH} is off")
     files = _Files(settings.model_id, settings.revision)
     tokenizer = arguments.get("tokenizer", "").strip()
@@ -223,7 +227,8 @@ def parser_of(kind: str, settings: ModelSettings) -> Choice:
     if template is None and kind == TOOLS and of_tokenizer.path("tekken.json") is not None:
         return Choice("mistral", "Mistral: there is a tekken.json and no chat template")
     architectures = files.json("config.json").get("architectures")
-    return choose(kind, template, architectures if isinstance(architectures, list) else ())
+    listed = architectures if isinstance(architectures, list) else []
+    return choose(kind, template, [name for name in listed if isinstance(name, str)])
 
 
 def is_named(settings: ModelSettings) -> bool:
@@ -238,7 +243,7 @@ def with_parsers(settings: ModelSettings) -> ModelSettings:
         given, choice = arguments.pop(kind, None), parser_of(kind, settings)
         if choice.parser:
             arguments[kind] = choice.parser
-        if given or (kind == TOOLS and settings.task in ("auto", "generate")):
+        if given or (kind == TOOLS and settings.task in GENERATION):
             reason = f": {choice.reason}" if choice.reason else ""
             logger.info("option.%s is %s%s", kind, choice.parser or NONE, reason)
     if TOOLS in arguments:
@@ -247,13 +252,17 @@ def with_parsers(settings: ModelSettings) -> ModelSettings:
 
 
 def name_fault(kind: str, arguments: Mapping[str, str]) -> str:
-    """Return what is wrong with the name of a parser in engine arguments; "" if nothing is. A plugin may add names."""
+    """Return what is wrong with the name of a parser in engine arguments; "" if nothing is.
+
+    Packages may add names when vLLM starts, so only a name close to one of vLLM's is wrong here.
+    """
     name = arguments.get(kind, "").strip()
     if not name or name.lower() in (AUTO, NONE) or name in NAMES[kind] or arguments.get(_PLUGINS[kind]):
         return ""
     nearest = difflib.get_close_matches(name.lower(), NAMES[kind], 1)
-    meant = f" ({nearest[0]} is the nearest name)" if nearest else ""
-    return f"vLLM has no parser {name!r}{meant}; allowed: {allowed_names(kind)}"
+    if not nearest:
+        return ""
+    return f"vLLM has no such parser ({nearest[0]} is the nearest name); allowed: {allowed_names(kind)}"
 
 
 def allowed_names(kind: str) -> str:
@@ -305,7 +314,7 @@ class _Files:
         for name in ("tokenizer_config.json", "chat_template.json"):
             found = self.json(name).get("chat_template")
             if isinstance(found, list):
-                named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+                named = {str(one.get("name")): one.get("template") for one in found if isinstance(one, dict)}
                 found = named.get("tool_use") or named.get("default")
             if isinstance(found, str) and found:
                 return found

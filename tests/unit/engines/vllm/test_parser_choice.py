@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,19 @@ def test_the_log_says_what_was_chosen_and_why(model: Path, caplog: pytest.LogCap
     assert ["option.tool_call_parser" in text and "hermes" in text for text in caplog.messages] == [True]
 
 
+@pytest.mark.parametrize("task", ["embed", "classify"])
+def test_a_model_that_generates_no_text_is_not_looked_at(model: Path, task: str) -> None:
+    (model / "chat_template.jinja").write_text(template(JSON_CALLS))
+    given = replace(settings(model, tool_call_parser="auto"), task=task)
+    assert dict(with_parsers(given).engine_arguments) == {}
+
+
+def test_architectures_and_templates_of_a_wrong_kind_are_skipped(model: Path) -> None:
+    (model / "config.json").write_text('{"architectures": [{}]}')
+    (model / "tokenizer_config.json").write_text('{"chat_template": [{"name": [], "template": "x"}]}')
+    assert parser_of(TOOLS, settings(model)).parser == ""
+
+
 @pytest.mark.parametrize(("value", "named"), [("", False), ("auto", False), ("none", True), ("hermes", True)])
 def test_a_parser_is_named_by_the_option(model: Path, value: str, named: bool) -> None:
     assert is_named(settings(model, tool_call_parser=value)) is named
@@ -319,7 +333,8 @@ def test_a_wrong_name_is_told_with_the_nearest_and_all_names(kind: str, argument
         {"tool_call_parser": "AUTO"},
         {"tool_call_parser": "none"},
         {"tool_call_parser": "granite-20b-fc"},
-        {"tool_call_parser": "mine", "tool_parser_plugin": "/mine.py"},
+        {"tool_call_parser": "herms", "tool_parser_plugin": "/mine.py"},
+        {"tool_call_parser": "house_style"},
     ],
 )
 def test_a_known_name_or_one_of_a_plugin_is_right(arguments: dict[str, str]) -> None:
