@@ -23,6 +23,7 @@ _BUILT_IN = frozenset(
 )
 # LMI's own handlers with the newer schema. They mean `option.async_mode=true`.
 _ASYNCHRONOUS = frozenset({SERVICE_FOR_VLLM, "djl_python.lmi_trtllm.trtllm_async_service"})
+OF_ENGINES = _BUILT_IN | _ASYNCHRONOUS
 # LMI's handlers for other models than language models.
 _NOT_SERVED = frozenset(
     f"djl_python.{name}" for name in ("sklearn_handler", "xgboost_handler", "stable_diffusion_inf2", "stable-diffusion")
@@ -61,7 +62,7 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
             sources.lookup.warnings.append(f"{path} is not used: {ENTRY_POINT.key}={SCRIPT} would serve it")
         return str(script) if script is not None and not has_model else None
     name = str(text)
-    if name in _BUILT_IN | _ASYNCHRONOUS:
+    if name in OF_ENGINES:
         _use_engine(name, given, sources)
         return None
     fault = ""

@@ -28,6 +28,7 @@ from container.settings.environment import (
     read_environment,
     sagemaker_model_layer,
 )
+from container.settings.handler_code import OF_ENGINES
 from container.settings.model import model_fields, other_arguments
 from container.settings.options import BY_KEY, DEFAULT, Lookup, Sources
 from container.settings.properties import read_properties
@@ -120,17 +121,27 @@ def setting_faults(
     Args:
         environ: The environment variables of the container.
         model_dir: The model directory, whose serving.properties is read; None: it is not here.
-        has_code: The model may have code, which may read settings that nobody else knows.
+        has_code: The model may have code, which may serve the model itself, and may give any option its own meaning.
     """
     environment = read_environment(environ, 0)
     lookup = _lookup(environment)
     layer = server_layer(environment.variables, {}, lookup)
     sources = _sources(model_dir, environment, layer, {}, RemoteModels(environment.downloads, offline=True), lookup)
+    layer.pop(server.API_KEYS_FILE.key, None)  # A path in the container.
     server_fields(layer, lookup)
-    for option in (*options.SERVED, options.ENGINE, *options.HANDLER_OPTIONS, *options.MEMORY, *options.NOT_SERVED):
+    for option in (*options.HANDLER_OPTIONS, *options.MEMORY):
         sources.value(option)
-    batching = sources.model.get(options.ROLLING_BATCH.key)
-    other_arguments(sources.model, "" if batching is None else batching.word, lookup, reads_names=has_code)
+    given = sources.model.get(options.ENTRY_POINT.key) or environment.variables.get("DJL_ENTRY_POINT")
+    if has_code or (given is not None and given.text.strip() not in OF_ENGINES):
+        return lookup.problems, lookup.warnings
+    for option in (*options.SERVED, *options.NOT_SERVED):
+        sources.value(option)
+    is_djl = sources.value(options.ENGINE) in options.DJL_ENGINES
+    batching, size = (sources.model.get(key) for key in (options.ROLLING_BATCH.key, options.BATCH_SIZE.key))
+    batches = size is not None and size.word != options.BATCH_SIZE.default
+    other_arguments(
+        sources.model, "disable" if batches else batching.word if batching else "", lookup, reads_names=is_djl
+    )
     return lookup.problems, lookup.warnings
 
 

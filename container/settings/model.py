@@ -108,8 +108,9 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     handle_before_engine = _has_handle_before_engine(sources, code)
     reads_names = code is not None or fields["djl_engine"]
     arguments |= other_arguments(layer, fields["rolling_batch"], lookup, reads_names=reads_names)
-    _check_json(arguments, lookup)
-    _check_parsers(arguments, fields["rolling_batch"], lookup)
+    if fields["rolling_batch"] != "disable":
+        _check_json(arguments, lookup)
+        _check_parsers(arguments, lookup)
     _set_draft_model(arguments, fields["rolling_batch"], lookup)
     _open_draft_model(arguments, sources)
     fields["engine_arguments"] = {name: value.text for name, value in arguments.items()}
@@ -258,27 +259,26 @@ def other_arguments(
                 lookup.ignore(key, value, "it belongs to custom handlers, and the model has none")
         elif name and name != key:
             if key not in options.KNOWN:
-                meant = options.closest(key, options.KNOWN)
-                if not reads_names:
-                    lookup.unknown(key, value, meant)
+                meant = options.meant_by(key, value)
+                if not reads_names or name in options.KNOWN:  # With a prefix too many, LMI ignores a name, too.
+                    stops = rolling_batch != "disable" and name not in options.KNOWN
+                    lookup.unknown(key, value, meant, stops=stops)
                     continue
                 if meant:
                     lookup.warnings.append(f"{key} ({value.place}): no setting of Slipway; did you mean {meant}?")
-            if allowed := allowed_instead(name, value.text):
+            if rolling_batch != "disable" and (allowed := allowed_instead(name, value.text)):
                 lookup.problems.append(f"{value.describe(key)}; allowed: {allowed}")
             arguments[name] = value
             lookup.entries.append(SettingEntry(key, value.text, value.source, "for the engine"))
         else:  # LMI ignores such a name, too.
-            meant = f"{PREFIX}{key}" if f"{PREFIX}{key}" in BY_KEY else options.closest(key, BY_KEY)
-            hint = f"did you mean {meant}?" if meant else "options of the engine start with option."
-            lookup.ignore(key, value, f"the model has no such setting; {hint}")
+            lookup.unknown(key, value, options.meant_by(key, value), stops=False)
     return arguments
 
 
-def _check_parsers(arguments: Mapping[str, Value], rolling_batch: str, lookup: Lookup) -> None:
+def _check_parsers(arguments: Mapping[str, Value], lookup: Lookup) -> None:
     """Check the names of vLLM's parsers of tool calls and reasoning."""
     texts = {name: value.text for name, value in arguments.items()}
-    for kind in PARSERS if rolling_batch != "disable" else ():
+    for kind in PARSERS:
         if fault := name_fault(kind, texts):
             lookup.problems.append(f"{arguments[kind].describe(f'{PREFIX}{kind}')}: {fault}")
 

@@ -20,6 +20,7 @@ from container.settings.values import (
     DTYPE,
     FORMATTER,
     FUNCTION_NAME,
+    HIDDEN,
     MILLISECONDS,
     NAMES,
     NETWORKS,
@@ -34,6 +35,7 @@ from container.settings.values import (
     choice,
     integer,
     integer_or,
+    size,
 )
 from engines.vllm.ignored_arguments import WITHOUT_EFFECT
 from engines.vllm.known_arguments import ARGUMENTS
@@ -42,7 +44,8 @@ PREFIX = "option."
 DEFAULT = "default"  # The source of a default value.
 # Names that nobody knows are an error, unless this variable is true.
 ALLOW_UNKNOWN = "SERVING_ALLOW_UNKNOWN_SETTINGS"
-_ALIKE = 0.8  # The least likeness of a name and the known one that is meant (difflib's ratio).
+# The least likeness of a name and the known one that is meant (difflib's ratio). A short name is like many others.
+_ALIKE, _SHORT_ALIKE, _SHORT = 0.8, 0.88, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,17 +146,18 @@ class Lookup:
         self.warnings.append(f"{key} ({value.source}) is ignored: {reason}")
         self.entries.append(SettingEntry(key, value.text, value.source, f"ignored: {reason}"))
 
-    def unknown(self, key: str, value: Value, meant: str = "") -> None:
+    def unknown(self, key: str, value: Value, meant: str = "", *, stops: bool = True) -> None:
         """Add a problem for a name that nobody knows, or a warning if such names are allowed.
 
         Args:
             key: The name.
-            value: Its value.
+            value: Its value. Nothing shows it: the name may be that of a secret, misspelled.
             meant: The known name that is probably meant.
+            stops: False: it is a warning in any case.
         """
         hint = f"did you mean {meant}?" if meant else "docs/configuration.md has all names"
-        if self.allows_unknown:
-            self.ignore(key, value, f"there is no such setting; {hint}")
+        if self.allows_unknown or not stops:
+            self.ignore(key, replace(value, text=HIDDEN), f"there is no such setting; {hint}")
         else:
             self.problems.append(
                 f"{key} ({value.place}): there is no such setting; {hint} ({ALLOW_UNKNOWN}=true makes this a warning)"
@@ -184,9 +188,30 @@ def _example(option: Option, text: str) -> str:
     return f"; for example {option.default}" if (option.default or "").isdigit() else ""
 
 
-def closest(name: str, known: Iterable[str], likeness: float = _ALIKE) -> str:
-    """Return the known name that is most like `name`; "" if none is."""
-    return next(iter(difflib.get_close_matches(name, list(known), 1, likeness)), "")
+def closest(name: str, known: Iterable[str], likeness: float | None = None) -> str:
+    """Return the known name that is most like `name`; "" if none is. The prefix `option.` does not count."""
+    prefixed, bare = name.startswith(PREFIX), name.removeprefix(PREFIX).lower()
+    ordered = sorted(known, key=lambda key: (key.startswith(PREFIX) == prefixed, key))  # the same form goes last
+    by_name = {key.removeprefix(PREFIX).lower(): key for key in ordered}
+    least = likeness or (_ALIKE if len(bare) > _SHORT else _SHORT_ALIKE)
+    return next((by_name[found] for found in difflib.get_close_matches(bare, by_name, 1, least)), "")
+
+
+def meant_by(key: str, value: Value) -> str:
+    """Return the setting of a model that is probably meant by an unknown key; "" if none is.
+
+    It has an effect, and the form of the value's source: a variable's name if a variable has the value.
+    """
+    bare = key.removeprefix(PREFIX)
+    meant = next((name for name in (bare, PREFIX + bare) if name in SUGGESTED), "") or closest(key, SUGGESTED)
+    source, _, variable = value.source.partition(": ")
+    if not meant or source != "environment":
+        return meant
+    name = meant.removeprefix(PREFIX)
+    name = name if name not in _NAMES_OF_VARIABLES and name != name.lower() else name.upper()
+    if not meant.startswith(PREFIX):
+        return f"ARGS_{name}"
+    return f"SM_VLLM_{name}" if variable.startswith("SM_VLLM_") else f"OPTION_{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +342,7 @@ SERVED = (
     Option("option.quantize", TEXT, aliases=("option.quantization",), argument="quantization"),
     Option(
         "option.max_rolling_batch_prefill_tokens",
-        integer(1),
+        size(1),
         aliases=("option.max_num_batched_tokens",),
         argument="max_num_batched_tokens",
     ),
@@ -508,3 +533,6 @@ IGNORED: Mapping[str, str] = {
 }
 # All names of the settings of a model that an engine serves.
 KNOWN = frozenset({*BY_KEY, *IGNORED, *(f"{PREFIX}{name}" for name in ARGUMENTS), "job_queue_size"})
+# Those of them that have an effect.
+SUGGESTED = KNOWN - IGNORED.keys() - {key for option in NOT_SERVED for key in option.keys}
+_NAMES_OF_VARIABLES = frozenset({"entryPoint"})  # A variable has them in capitals.

@@ -159,6 +159,7 @@ IGNORED: Mapping[str, str] = {
 SERVER_OPTIONS = (*SERVED, API_KEYS_FILE, *FOR_MODELS, *NOT_SERVED)
 _INFERENCE_ADDRESS = Option("inference_address", _HTTP_ADDRESS, shows_default=False)
 _KEYS = frozenset({*(option.key for option in SERVER_OPTIONS), _INFERENCE_ADDRESS.key})
+_SUGGESTED = _KEYS - {option.key for option in NOT_SERVED}
 
 
 def server_layer(variables: Mapping[str, Value], command_line: Mapping[str, str], lookup: Lookup) -> dict[str, Value]:
@@ -205,10 +206,9 @@ def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
             continue
         elif value.source.startswith("command line"):
             lookup.problems.append(f"{value.source}: there is no such option")
-        elif meant := closest(key, _KEYS):
-            lookup.unknown(_variable(key), value, _variable(meant))
-        else:
-            lookup.ignore(key, value, "the server has no such setting")
+        else:  # DJL ignores such a name, too. Kubernetes sets some, for a service that is called `serving`.
+            meant = closest(key, _SUGGESTED)
+            lookup.unknown(_variable(key), value, meant and _variable(meant), stops=False)
     return fields
 
 

@@ -279,7 +279,7 @@ def warning(settings: Settings) -> str:
         ({"OPTION_DTYPE": "fp16", "SM_VLLM_DTYPE": "fp32"}, "SM_VLLM_DTYPE"),
         ({"MAX_INPUT_TOKENS": "1", "MAX_INPUT_LENGTH": "2"}, "MAX_INPUT_LENGTH"),
         ({"OPTION_ENABLE_REASONING": "true"}, "`option.reasoning_parser` alone switches it on"),
-        ({"SERVING_QUEUE": "9"}, "queue (environment: SERVING_QUEUE) is ignored"),
+        ({"SERVING_QUEUE": "9"}, "SERVING_QUEUE (environment: SERVING_QUEUE) is ignored"),
     ],
 )
 def test_what_does_nothing_is_warned_of(model_dir: Path, environ: dict[str, str], words: str) -> None:

@@ -820,10 +820,12 @@ def test_devices_have_a_warning_without_gpus(model_dir: Path, monkeypatch: pytes
         (
             "",
             {"OPTION_MAX_MODELLEN": "3"},
-            "option.max_modellen (environment: OPTION_MAX_MODELLEN)|option.max_model_len?",
+            "option.max_modellen (environment: OPTION_MAX_MODELLEN)|OPTION_MAX_MODEL_LEN?",
         ),
-        ("", {"SM_VLLM_MAX_MODELLEN": "3"}, "option.max_modellen (|option.max_model_len?"),
-        ("", {"SERVING_LOG_LEVL": "info"}, "SERVING_LOG_LEVL (environment: SERVING_LOG_LEVL)|SERVING_LOG_LEVEL?"),
+        ("", {"SM_VLLM_MAX_MODELLEN": "3"}, "option.max_modellen (|SM_VLLM_MAX_MODEL_LEN?"),
+        ("option.eos=1", {}, "option.eos (|docs/configuration.md"),
+        ("option.speed=1", {}, "option.speed (|option.seed?"),
+        ("option.ssl_keyfil=1", {}, "option.ssl_keyfil (|docs/configuration.md"),
         ("option.zzz=1", {}, "option.zzz (serving.properties, line 1)|SERVING_ALLOW_UNKNOWN_SETTINGS=true"),
     ],
 )
@@ -866,6 +868,49 @@ def test_names_of_others_do_not_keep_a_server_from_starting(
 def test_the_older_name_of_the_type_of_weights_is_the_same_option(model_dir: Path) -> None:
     settings = load(model_dir, "option.data_type=fp16")
     assert (settings.model.dtype, settings.warnings) == ("float16", ())
+
+
+@pytest.mark.parametrize(
+    ("properties", "environ", "meant"),
+    [
+        ("option.job_queue_size=5", {}, "did you mean job_queue_size?"),
+        ("option.load_on_devices=0", {}, "did you mean load_on_devices?"),
+        ("", {"OPTION_MIN_WORKERS": "1"}, "did you mean ARGS_MIN_WORKERS?"),
+        ("", {"SERVING_LOG_LEVL": "info"}, "did you mean SERVING_LOG_LEVEL?"),
+        ("", {"SERVING_MODEL_STORE_PORT": "tcp://10.0.0.1:80"}, ""),
+        ("option.rolling_batch=disable\noption.quantise=a", {}, "did you mean option.quantize?"),
+    ],
+)
+def test_names_that_lmi_ignores_are_warned_of(
+    model_dir: Path, properties: str, environ: dict[str, str], meant: str
+) -> None:
+    (warning,) = load(model_dir, properties, environ).warnings
+    assert meant in warning
+
+
+def test_the_value_of_an_unknown_name_is_not_shown(model_dir: Path) -> None:
+    environ = {"OPTION_API_KYE": "abcdefg", "SERVING_API_KYES": "abcdefg", "SERVING_ALLOW_UNKNOWN_SETTINGS": "true"}
+    settings = load(model_dir, "api_kye=abcdefg", environ)
+    assert len(settings.warnings) == 3
+    assert "abcdefg" not in str((settings.entries, settings.warnings))
+
+
+def test_values_are_not_checked_for_vllm_if_it_does_not_run_the_model(model_dir: Path) -> None:
+    properties = "option.rolling_batch=disable\noption.kv_cache_dtype=int8\noption.seed=auto\noption.hf_overrides={a"
+    assert load(model_dir, properties).model.rolling_batch == "disable"
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("8k", "8000"), ("8K", "8192"), ("1.5k", "1500"), ("512", "512")])
+def test_a_number_of_tokens_may_have_a_unit_of_vllm(model_dir: Path, text: str, tokens: str) -> None:
+    settings = load(model_dir, environ={"SM_VLLM_MAX_NUM_BATCHED_TOKENS": text})
+    assert settings.model.engine_arguments == {"max_num_batched_tokens": tokens}
+    assert len(problems(model_dir, "option.max_num_batched_tokens=1.5K\noption.max_model_len=8ki")) == 2
+
+
+def test_a_wrong_parser_is_named_once(model_dir: Path) -> None:
+    (problem,) = problems(model_dir, "option.tool_call_parser=herms")
+    assert problem.count("herms") == problem.count("herms)") + 1
+    assert load(model_dir, "option.tool_call_parser=house_style").warnings == ()
 
 
 def test_code_of_the_model_may_read_names_that_nobody_else_knows(model_dir: Path) -> None:
