@@ -76,7 +76,7 @@ Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Seconds = Annotated[int, Meta(ge=60, le=3600)]
 _INSTANCES = frozenset({"InstanceType", "InstancePools", "ServerlessConfig"})  # Properties of a variant.
-_ENTRY_POINTS = frozenset({"OPTION_ENTRYPOINT", "DJL_ENTRY_POINT"})  # Variables that name a custom handler.
+_RESOLVED = "{{resolve:"  # CloudFormation puts in a parameter or a secret when it creates the stack.
 _INTERVALS = (10, 30, 60, 120, 180, 240, 300)  # Seconds between metrics that SageMaker allows.
 
 
@@ -342,10 +342,9 @@ def setting_faults_of(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         return [], []  # The fields are wrong.
     directory = Path(upload) if isinstance(upload, str) and os.path.isdir(upload) else None
     is_elsewhere = directory is None and isinstance(model, str) and model.startswith("s3://")
-    has_code = is_elsewhere or not _ENTRY_POINTS.isdisjoint(env)
-    if directory is not None:
-        has_code |= any(name.endswith(".py") for name in os.listdir(directory))
-    return setting_faults(_as_text(env), directory, has_code=has_code)
+    has_code = is_elsewhere or (directory is not None and any(directory.rglob("*.py")))
+    known = {name: text for name, text in _as_text(env).items() if _RESOLVED not in text}
+    return setting_faults(known, directory, has_code=has_code)
 
 
 _PARTS = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")

@@ -167,7 +167,7 @@ def test_all_wrong_fields_and_settings_are_said_at_once_with_the_names_that_are_
     assert len(problems) == len(places)
     assert "did you mean instance_type?" in places["instance_typ"]
     assert "did you mean bf16?" in places['option.dtype is "bf17" (environment']
-    assert "did you mean option.quantize?" in places["option.quantise (environment"]
+    assert "did you mean OPTION_QUANTIZE?" in places["option.quantise (environment"]
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,23 @@ def test_all_wrong_fields_and_settings_are_said_at_once_with_the_names_that_are_
         {"env": {"OPTION_MINE": "1"}, "model": "s3://bucket/model/"},  # the model may have a handler
         {"env": {"OPTION_MINE": "1", "SERVING_ALLOW_UNKNOWN_SETTINGS": "true"}},
         {"env": {"OPTION_SWAP_SPACE": "4", "SERVING_SERVICE_HOST": "10.0.0.1"}},
+        {"env": {"SERVING_API_KEYS_FILE": "/opt/ml/keys"}},  # a path in the container
+        {"env": {"OPTION_TASK": "fill-mask", "OPTION_DTYPE": "int8"}, "model": "s3://bucket/model.tar.gz"},
+        {"env": {"OPTION_ENGINE": "OnnxRuntime", "OPTION_MINE": "true"}},
+        {"env": {"OPTION_MAX_MODEL_LEN": "{{resolve:ssm:length}}", "OPTION_DTYPE": "{{resolve:ssm:dtype}}"}},
+        {"env": {"OPTION_ROLLING_BATCH": "disable", "OPTION_KV_CACHE_DTYPE": "int8"}},
     ],
 )
 def test_settings_that_somebody_may_know_are_not_refused(changes: dict[str, Any]) -> None:
     assert read_configuration(_plain(**changes)).environment.items() >= changes["env"].items()
+
+
+@pytest.mark.parametrize("code", ["model.py", "code/inference.py"])
+def test_options_of_an_uploaded_model_with_code_are_its_own(tmp_path: Path, code: str) -> None:
+    (tmp_path / code).parent.mkdir(exist_ok=True)
+    (tmp_path / code).write_text("def handle(inputs): ...\n")
+    (tmp_path / "serving.properties").write_text("option.task=fill-mask\noption.dtype=int8\noption.seed=auto\n")
+    read_configuration(_plain(upload=str(tmp_path), model="s3://bucket/model/"))
 
 
 def test_the_settings_of_an_uploaded_directory_are_checked(tmp_path: Path) -> None:
