@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from markupsafe import Markup
 
 from deploy.replay.report import rows, summary
 
+MOST_LINES = 500  # Lines of an answer.
 _TEMPLATE = "page.html"
 _DOCS = Path(__file__).parents[2] / "docs"  # Of a checkout. An installed package has none.
 _HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
@@ -74,13 +76,17 @@ def _section(link: str) -> Markup | None:
 
 
 def _lines(answers: Mapping[str, str]) -> Iterator[tuple[str, str, bool]]:
-    """Yield the lines of both answers side by side, and if they differ."""
+    """Yield the lines of both answers side by side, and if they differ. Long answers end with a note."""
     old, new = (_pretty(answers[name]).splitlines() for name in ("old", "new"))
-    for kind, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        left, right = old[a:b], new[c:d]
-        for place in range(max(len(left), len(right))):
-            one, other = (lines[place] if place < len(lines) else "" for lines in (left, right))
-            yield one, other, kind != "equal"
+    # Lines that are repeated often align no answers: with them, the time would grow with the cube.
+    matcher = difflib.SequenceMatcher(None, old[:MOST_LINES], new[:MOST_LINES], autojunk=True)
+    for _, a, b, c, d in matcher.get_opcodes():
+        for one, other in zip_longest(old[a:b], new[c:d]):
+            yield one or "", other or "", one != other
+    rest = old[MOST_LINES:], new[MOST_LINES:]
+    if any(rest):
+        one, other = (f"... ({len(lines)} more lines)" if lines else "" for lines in rest)
+        yield one, other, rest[0] != rest[1]
 
 
 def _pretty(body: str) -> str:

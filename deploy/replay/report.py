@@ -19,7 +19,7 @@ from deploy.replay.results import Found, Result, Side
 from deploy.replay.sources import MalformedLine
 
 MOST_GROUPS = 500  # Groups with an example. More differences are only counted.
-_KEPT_ANSWER = 8000  # Characters of an example's answers.
+KEPT_ANSWER = 8000  # Characters of an example's answers.
 _SHOWN_LINES = 20  # Malformed lines that the report names.
 _SHOWN_HEADERS = 20
 _SHOWN_PLACES = 3  # Places of a row on the terminal.
@@ -135,8 +135,8 @@ class Report:
                 if len(self._groups) >= MOST_GROUPS:
                     self._beyond[found.explanation is not None] += 1
                     continue
-                kept = {name: (result.bodies or {}).get(name, "")[:_KEPT_ANSWER] for name in ("old", "new")}
-                answers = kept if result.bodies else {}
+                bodies = result.bodies
+                answers = {name: _beginning(bodies.get(name, "")) for name in ("old", "new")} if bodies else {}
                 of_group = (found.kind, result.route, found.where, found.explanation, found)
                 group = Group(*of_group, result.id, result.place, answers)
                 self._groups[key] = group
@@ -225,6 +225,10 @@ class Report:
         console.print(_latencies(report["latency"]))
         for line in summary(report):
             console.print(escape(printable(line)), soft_wrap=True, highlight=False)
+
+
+def _beginning(answer: str) -> str:
+    return answer if len(answer) <= KEPT_ANSWER else f"{answer[:KEPT_ANSWER]}... (results.jsonl has more)"
 
 
 def summary(report: Mapping[str, Any]) -> list[str]:

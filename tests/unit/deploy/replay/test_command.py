@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from deploy.replay.page import MOST_LINES
+from deploy.replay.report import KEPT_ANSWER
 from deploy.replay.request import Reply
 from deploy.replay.run import MOST_FAILURES
 from tests.live.server import unreachable_server
@@ -112,6 +114,31 @@ def test_the_page_has_both_answers_line_by_line(tmp_path: Path) -> None:
         ["", "    &#34;x&#34;: 2"],
     ]
     assert "generated_text&#34;: &#34;a" not in hidden.page
+
+
+def test_long_answers_are_cut_on_the_page_with_a_note(tmp_path: Path) -> None:
+    many = {"generated_text": "a", "details": [0, 1] * 1000}
+    cases = {
+        "lines": (many, {**many, "details": [1, *many["details"][:-1]]}),
+        "characters": ({"generated_text": "a" * KEPT_ANSWER}, {"generated_text": "b" * KEPT_ANSWER}),
+    }
+    places = {}
+    for name, (old, new) in cases.items():
+        source = write_source(tmp_path / f"{name}.jsonl", [record(1, **recorded(old))])
+        with serving(reply({**new, "x": 1})) as server:
+            run = replay(source, tmp_path / name, "--to", server.url, "--recorded")
+        table = run.page.split("<details>")[1]
+        places[name] = re.findall(
+            r"<tr( class=\"changed\")?><td><code>([^<]*)</code></td><td><code>([^<]*)</code>", table
+        )
+    assert MOST_LINES < len(places["lines"]) <= 2 * MOST_LINES + 1
+    changed, *notes = places["lines"][-1]
+    assert bool(changed)
+    more = [int(re.findall(r"\d+", note)[0]) for note in notes]
+    assert more == [2005 - MOST_LINES, 2006 - MOST_LINES]
+    (row,) = places["characters"]
+    assert all(cell.endswith("... (results.jsonl has more)") for cell in row[1:])
+    assert max(map(len, row[1:])) < KEPT_ANSWER + 200
 
 
 def test_malformed_lines_are_named_and_the_rest_is_sent(tmp_path: Path) -> None:
