@@ -50,7 +50,7 @@ class RuntimeApi:
         """
         self._settings, self._hosts = settings, hosts
         self._capture = None if settings.capture is None else DataCapture(settings.capture)
-        self._async_calls: AsyncCalls | None = None  # Made for the first asynchronous call.
+        self._async_calls: AsyncCalls | None = None  # Made when they are needed.
 
     async def drain(self, seconds: float) -> None:
         """Refuse further asynchronous calls. Wait for those that run, and for records, at most `seconds`."""
@@ -133,10 +133,7 @@ class RuntimeApi:
         self._record(request_id, request, call)
 
     async def _queue(self, call: AsyncCall, send: Send, common: Headers) -> None:
-        if self._async_calls is None:
-            settings = self._settings
-            self._async_calls = AsyncCalls(storage_of(settings), settings.async_concurrency, self._capture)
-        self._async_calls.submit(call)
+        self._calls().submit(call)
         places = [
             (b"x-amzn-sagemaker-outputlocation", location(call.output).encode()),
             (b"x-amzn-sagemaker-failurelocation", location(call.failure).encode()),
@@ -150,14 +147,20 @@ class RuntimeApi:
         """Answer as S3 does, with the answer or the failure of an asynchronous call. `place` is bucket and key."""
         settings = self._settings
         folders = (settings.async_output, settings.async_failures or settings.async_output)
-        if self._async_calls is not None and settings.keeps_objects:
+        if settings.keeps_objects:
             with contextlib.suppress(SourceError, StorageError):  # A wrong key, or the call waits or runs.
                 url = object_url(f"s3://{place}")
                 if any(url.bucket == each.bucket and url.prefix.startswith(each.key_prefix) for each in folders):
-                    body = await self._async_calls.read(url)
+                    body = await self._calls().read(url)
                     await _send_reply(send, 200, [(b"content-type", b"binary/octet-stream"), *common], body)
                     return
         await _send_reply(send, 404, [(b"content-type", b"application/xml"), *common], _NO_OBJECT)
+
+    def _calls(self) -> AsyncCalls:
+        if self._async_calls is None:
+            settings = self._settings
+            self._async_calls = AsyncCalls(storage_of(settings), settings.async_concurrency, self._capture)
+        return self._async_calls
 
     def _invocation(self, scope: Scope, receive: Receive, request: ContainerRequest) -> Invocation:
         keep = self._capture is not None

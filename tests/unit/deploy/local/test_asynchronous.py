@@ -446,6 +446,18 @@ async def test_the_endpoint_shows_the_answers_of_its_folder_and_nothing_else(tmp
         assert (await client.get("/endpoints/other/s3/out/answers/x")).status_code == 400
 
 
+async def test_the_endpoint_shows_the_answers_of_an_earlier_process(tmp_path: Path) -> None:
+    (tmp_path / "out" / "answers").mkdir(parents=True)
+    (tmp_path / "out" / "answers" / "x.out").write_bytes(b"earlier")
+    container = ScriptedContainer(answering(200, b"ok", LENGTH))
+    async with local_endpoint(container, async_output=OUTPUT, s3_folder=tmp_path) as client:
+        found = await client.get("/endpoints/e/s3/out/answers/x.out")
+        assert (found.status_code, found.content) == (200, b"earlier")
+        head = {"X-Amzn-SageMaker-Content-Type": "text/plain"}
+        accepted = await client.post("/endpoints/e/async-invocations", content=b"a", headers=head)
+        assert await content(tmp_path, accepted.headers[f"{X}outputlocation"]) == b"ok"
+
+
 async def test_an_endpoint_with_s3_shows_no_objects(tmp_path: Path) -> None:
     async with local_endpoint(ScriptedContainer(), async_output=OUTPUT, uses_s3=True) as client:
         assert (await client.get("/endpoints/e/s3/out/answers/x")).status_code == 404
