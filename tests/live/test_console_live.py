@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -203,6 +204,47 @@ def test_the_history_is_bounded(page: Page, url: str) -> None:
         send(page)
         assert page.evaluate(f"{kept}.length") in ((50,) if prompt == "short" else range(20, 50))
         assert page.evaluate("localStorage.getItem('slipway.history').length") <= 1_000_000
+    page.click("#clear-history")
+
+
+IMAGE = "data:image/png;base64,iVBORw0KGgo="
+
+
+@pytest.mark.parametrize(
+    ("body", "again"),
+    [
+        (json.dumps({"inputs": "Hi"}), True),
+        (json.dumps({"inputs": "a" * 30_000}), False),
+        (json.dumps({"inputs": "Hi", "image": IMAGE}), False),
+        (json.dumps({"inputs": "Hi", "image": IMAGE}).replace("/", "\\/"), False),
+    ],
+)
+def test_only_a_request_that_is_kept_whole_can_be_used_again(page: Page, body: str, again: bool) -> None:
+    page.evaluate(f"({REPLIES})([], 'application/json')")
+    choose(page, "lmi", "json")
+    page.fill("[name=body]", body)
+    send(page)
+    page.evaluate("void (location.hash = '#history')")
+    assert page.evaluate("document.querySelectorAll('.entry').length") == 1
+    assert page.evaluate("document.querySelectorAll('.entry button').length") == again
+    assert "iVBOR" not in page.evaluate("localStorage.getItem('slipway.history')")
+    if again:
+        page.click(".entry button")
+        assert page.evaluate("document.querySelector('[name=body]').value") == body
+    page.evaluate("void (location.hash = '#history')")
+    page.click("#clear-history")
+
+
+@pytest.mark.parametrize("kept", [{}, 1, "a", [None, 1, {}, {"at": 1, "form": {}}], [{"at": "x", "figures": {}}]])
+def test_a_history_of_another_shape_stops_nothing(page: Page, url: str, kept: Any) -> None:
+    page.evaluate(f"localStorage.setItem('slipway.history', JSON.stringify({json.dumps(kept)}))")
+    show(page, url)
+    assert page.evaluate("document.querySelectorAll('.entry').length") == 0
+    page.evaluate(f"({REPLIES})([], 'application/json')")
+    choose(page, "lmi", "json")
+    send(page)
+    page.evaluate("void (location.hash = '#history')")
+    assert page.evaluate("document.querySelectorAll('.entry').length") == 1
     page.click("#clear-history")
 
 

@@ -4,11 +4,12 @@ import { $, h, milliseconds } from "./dom.js";
 
 const PLACE = "slipway.history";
 const MOST_ENTRIES = 50;
-const MOST_CHARACTERS = 20_000; // of a prompt, a body or an answer
-const MOST_BYTES = 1_000_000; // of all entries
+const MOST_CHARACTERS = 25_000; // of a request, and of an answer
+const MOST_OF_ALL = 1_000_000; // characters
+const DATA = /data:(?:[\w.+-]+\\*\/[^"'\s,]*|;base64),[^"'\s]*/gi; // such as images in a body that was written by hand
 
 export class History {
-	// `onuse(entry)` puts an entry into the form.
+	// `onuse({ form, prompt })` puts a request into the form.
 	constructor(onuse) {
 		this.onuse = onuse;
 		this.entries = [];
@@ -21,24 +22,28 @@ export class History {
 	add(form, prompt, { contract, format, model }, exchange) {
 		const { tokens, firstToken, total } = exchange.figures();
 		const { text, numbers, error } = exchange.answer;
+		const answer = numbers ? JSON.stringify(numbers) : error || exchange.failure || text;
+		const request = JSON.stringify([form, prompt]);
 		const entry = {
 			at: Date.now(),
 			title: `${contract.name}, ${format.name}`,
 			model: model.name,
-			form,
-			prompt,
+			asked: shortened((form.written ?? prompt.asked).replaceAll(DATA, "data:…")),
+			// A request that is too long, or has images, is not kept whole: then it cannot be used again.
+			again: request.length > MOST_CHARACTERS || request.search(DATA) >= 0 ? null : { form, prompt },
 			state: exchange.state,
 			figures: [tokens, firstToken, total],
-			answer: numbers ? JSON.stringify(numbers) : error || exchange.failure || text,
+			answer: shortened(answer),
 		};
 		this.#read();
-		this.#keep([JSON.parse(JSON.stringify(entry, shortened)), ...this.entries].slice(0, MOST_ENTRIES));
+		this.#keep([entry, ...this.entries].slice(0, MOST_ENTRIES));
 	}
 
 	// Takes the entries of this browser, which another page may have changed.
 	#read() {
 		try {
-			this.entries = JSON.parse(localStorage.getItem(PLACE)) ?? [];
+			const kept = JSON.parse(localStorage.getItem(PLACE));
+			this.entries = Array.isArray(kept) ? kept.filter(isEntry) : [];
 		} catch {
 			// This browser keeps nothing.
 		}
@@ -47,7 +52,7 @@ export class History {
 	// Keeps entries, without the oldest ones if all are too long.
 	#keep(entries) {
 		let text = JSON.stringify(entries);
-		while (text.length > MOST_BYTES) {
+		while (text.length > MOST_OF_ALL) {
 			entries = entries.slice(0, -1);
 			text = JSON.stringify(entries);
 		}
@@ -86,10 +91,10 @@ export class History {
 				{ class: "row" },
 				title,
 				h("time", { datetime: time.toISOString(), class: "hint" }, time.toLocaleString()),
-				h("button", { type: "button", onclick: () => this.onuse(entry) }, "Use again"),
+				entry.again ? h("button", { type: "button", onclick: () => this.onuse(entry.again) }, "Use again") : null,
 			),
 			h("p", { class: "hint" }, [entry.model, entry.state, ...figures].filter(Boolean).join(" · ")),
-			h("p", { class: "asked" }, entry.form.written ?? entry.prompt.asked),
+			h("p", { class: "asked" }, entry.asked),
 			h(
 				"details",
 				{ class: entry.state === "failed" ? "answered bad" : "answered" },
@@ -100,5 +105,22 @@ export class History {
 	}
 }
 
-const shortened = (_, value) =>
-	typeof value === "string" && value.length > MOST_CHARACTERS ? `${value.slice(0, MOST_CHARACTERS)}…` : value;
+const shortened = (text) => (text.length > MOST_CHARACTERS ? `${text.slice(0, MOST_CHARACTERS)}…` : text);
+
+// Another release, or another program at this address, may have kept values of other shapes.
+const isText = (value) => typeof value === "string";
+const isEntry = (entry) =>
+	[entry?.title, entry?.asked, entry?.state, entry?.answer].every(isText) &&
+	Number.isFinite(entry.at) &&
+	Array.isArray(entry.figures) &&
+	(entry.again === null || isRequest(entry.again));
+
+function isRequest({ form, prompt } = {}) {
+	const texts = [...Object.values(form?.values ?? {}), ...Object.values(prompt?.texts ?? {}), form?.written ?? ""];
+	return (
+		Boolean(form?.values && prompt?.texts) &&
+		texts.every(isText) &&
+		Array.isArray(prompt.messages) &&
+		prompt.messages.every((message) => Array.isArray(message) && message.every(isText))
+	);
+}
