@@ -117,9 +117,9 @@ def test_the_page_has_both_answers_line_by_line(tmp_path: Path) -> None:
 
 
 def test_long_answers_are_cut_on_the_page_with_a_note(tmp_path: Path) -> None:
-    many = {"generated_text": "a", "details": [0, 1] * 1000}
-    cases = {
-        "lines": (many, {**many, "details": [1, *many["details"][:-1]]}),
+    details = [0, 1] * 1000
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "lines": ({"generated_text": "a", "details": details}, {"generated_text": "a", "details": [1, *details[:-1]]}),
         "characters": ({"generated_text": "a" * KEPT_ANSWER}, {"generated_text": "b" * KEPT_ANSWER}),
     }
     places = {}
