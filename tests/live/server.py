@@ -193,7 +193,12 @@ class Server:
 
     def engine_processes(self) -> list[psutil.Process]:
         """Return vLLM's engine cores: one for each model and data-parallel rank."""
-        return [child for child in self.children() if "EngineCore" in child.name()]
+        found = []
+        for child in self.children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # It may end at this moment.
+                if "EngineCore" in child.name():
+                    found.append(child)
+        return found
 
     def engine_process(self) -> int:
         """Return the process id of the first engine core."""
