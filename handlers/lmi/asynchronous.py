@@ -76,9 +76,7 @@ class LmiAsyncContract:
         request = msgspec.structs.replace(
             parameters.vllm.request, request_id=call.request_id, prompt=prompt, adapter=adapter, **call.steering
         )
-        details = (_LAST if stream else _DETAILS) if parameters.details else ()
-        form = msgspec.structs.replace(_FORM, details=details, full_text=parameters.full_text)
-        seed = request.sampling.seed
+        form, seed = parameters.form, request.sampling.seed
         answer = StreamAnswer(form, prompt, seed) if stream else WholeAnswer(form, (prompt,), (seed,))
         notes = notes_of(document, self._fields, parameters.ignored)
         return Exchange((request,), answer, notes, names=parameters.names)
@@ -104,9 +102,9 @@ class LmiAsyncContract:
         completion = {"prompt": prompt, "stream": stream, **sampling}
         if vllm.truncate_prompt_tokens is not None:
             completion["truncate_prompt_tokens"] = vllm.truncate_prompt_tokens
-        if parameters.full_text and not stream:  # vLLM refuses `echo` in a stream, so LMI leaves it out.
+        if parameters.form.full_text and not stream:  # vLLM refuses `echo` in a stream, so LMI leaves it out.
             completion["echo"] = True
-        if stream or parameters.details:
+        if stream or parameters.form.details:
             completion |= {"logprobs": 1, "return_tokens_as_token_ids": True}
         if stream:
             completion["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
@@ -127,8 +125,9 @@ class LmiAsyncContract:
         stream = stream_of(document.get("stream", values.get("stream")))
         key = msgspec.json.encode((stream, values))
         if (parameters := self._memo.get(key)) is None:
-            parameters = _read_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
-            want_tokens = stream or parameters.details
+            strict = self._settings.strict_parameters
+            parameters = _read_parameters(values, self._model_defaults, stream=stream, strict=strict)
+            want_tokens = stream or bool(parameters.form.details)
             request = msgspec.structs.replace(
                 parameters.vllm.request,
                 stream=stream,
@@ -164,19 +163,21 @@ class AsyncParameters:
     """The parameters of a request."""
 
     vllm: VllmParameters
-    details: bool
+    form: TokenForm
     prompt_details: bool
-    full_text: bool
     ignored: tuple[str, ...]
     names: Mapping[str, str]  # See `Exchange`.
 
 
-def _read_parameters(values: Mapping[str, Any], model_defaults: Mapping[str, Any], *, strict: bool) -> AsyncParameters:
+def _read_parameters(
+    values: Mapping[str, Any], model_defaults: Mapping[str, Any], *, stream: bool, strict: bool
+) -> AsyncParameters:
     """Validate and translate the parameters of a request. A parameter that is null counts as absent.
 
     Args:
         values: The parameters.
         model_defaults: The default sampling parameters that vLLM takes from the model's generation config.
+        stream: The answer is streamed.
         strict: Refuse unknown parameters.
 
     Raises:
@@ -203,11 +204,12 @@ def _read_parameters(values: Mapping[str, Any], model_defaults: Mapping[str, Any
     except InvalidParameter as error:
         raise error.renamed(names) from None
     details = own.boolean("details", False)
+    prompt_details = details and own.boolean("decoder_input_details", False)
+    members = (_LAST if stream else _DETAILS) if details else ()
     return AsyncParameters(
         vllm=parameters,
-        details=details,
-        prompt_details=details and own.boolean("decoder_input_details", False),
-        full_text=own.boolean("return_full_text", False),
+        form=msgspec.structs.replace(_FORM, details=members, full_text=own.boolean("return_full_text", False)),
+        prompt_details=prompt_details,
         ignored=tuple(ignored),
         names=names,
     )
