@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engines.vllm.known_arguments import TRUE
+
 Config = Mapping[str, Any]
 
 _GIB = 1 << 30
@@ -29,7 +31,6 @@ _OF_ONE_COPY = ("data_parallel_rank", "device_ids", "ec_transfer_config", "kv_tr
 _BACKENDS = ("distributed_executor_backend", "data_parallel_backend")
 _ON_THIS_MACHINE = ("mp", "uni")
 _SWITCHES_OF_ONE_COPY = ("enable_expert_parallel", "enable_fault_tolerance")
-_TRUE = ("true", "1", "yes", "on")
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 _VISION = ("vision_config", "vit_config")
@@ -138,7 +139,7 @@ def why_one_copy(arguments: Mapping[str, Any]) -> str:
         if arguments.get(name) and str(arguments[name]).strip() not in _ON_THIS_MACHINE:
             return name
     for name in _SWITCHES_OF_ONE_COPY:
-        if str(arguments.get(name)).strip().lower() in _TRUE:
+        if str(arguments.get(name)).strip().lower() in TRUE:
             return name
     return ""
 
