@@ -163,7 +163,7 @@ _SUGGESTED = _KEYS - {option.key for option in NOT_SERVED}
 
 
 def server_layer(variables: Mapping[str, Value], command_line: Mapping[str, str], lookup: Lookup) -> dict[str, Value]:
-    """Return the server's keys; what is wrong with them is added to `lookup.problems`."""
+    """Return the server's keys, and add their faults to `lookup.problems`."""
     given = {key: Value(text, f"command line: {_flag(key)}") for key, text in command_line.items() if text}
     serving = serving_layer(variables, lookup.problems)
     if (text := lookup.value(_INFERENCE_ADDRESS, serving)) is not None:

@@ -252,7 +252,7 @@ def with_parsers(settings: ModelSettings) -> ModelSettings:
 
 
 def name_fault(kind: str, arguments: Mapping[str, str]) -> str:
-    """Return what is wrong with the name of a parser in engine arguments; "" if nothing is.
+    """Return the fault of a parser's name in engine arguments. Empty if there is no fault.
 
     Packages may add names when vLLM starts, so only a name close to one of vLLM's is wrong here.
     """
