@@ -270,8 +270,11 @@ def other_arguments(
                 lookup.problems.append(f"{value.describe(key)}; allowed: {allowed}")
             arguments[name] = value
             lookup.entries.append(SettingEntry(key, value.text, value.source, "for the engine"))
-        else:  # LMI ignores such a name, too.
-            lookup.unknown(key, value, options.meant_by(key, value), stops=False)
+        elif meant := options.meant_by(key, value):  # LMI ignores a name without the prefix, too.
+            lookup.unknown(key, value, meant, stops=False)
+        else:
+            hidden = replace(value, text=HIDDEN)  # The name may be that of a secret, misspelled.
+            lookup.ignore(key, hidden, "the model has no such setting; options of the engine start with option.")
     return arguments
 
 
