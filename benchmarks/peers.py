@@ -489,7 +489,7 @@ class Slipway(HttpPeer):
     """Slipway, with requests in one contract or several."""
 
     name = "slipway"
-    program: ClassVar[tuple[str, ...]] = "deploy", "serve"
+    program: ClassVar[tuple[str, ...]] = "slipway", "serve"
     copies: ClassVar[int] = 1
     ready_path = "/ping"
 
@@ -538,14 +538,14 @@ class InTurn(TwoCopies):
     """Slipway with two copies that get requests in turn; see `benchmarks.copies_in_turn`."""
 
     name = "in-turn"
-    program = "benchmarks.copies_in_turn", "deploy", "serve"
+    program = "benchmarks.copies_in_turn", "slipway", "serve"
 
 
 class Ray(Slipway):
     """Slipway on Ray Serve: one replica behind Serve's proxy, on a local cluster."""
 
     name = "ray"
-    program = "deploy", "ray"
+    program = "slipway", "ray"
 
     def missing(self, engine: Engine) -> str:
         if engine.step_ms is not None:

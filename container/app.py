@@ -17,18 +17,18 @@ from container.batch_transform import execution_parameters
 from container.console import page as console
 from container.console.state import console_state
 from container.contract_routes import add_contracts, add_management
-from container.health import ping
 from container.http.cross_site import KnownHosts
 from container.http.request_head import KEY_SALT, RequestHead
 from container.http.route import AppState, HttpCounts, HttpRoute
 from container.http.router import ANY_METHOD, FOR_BROWSERS, Application, Mount, Router
-from container.metrics import Metrics
 from container.models.management import ModelManagement
 from container.models.registration import Registrar
 from container.models.registry import Models
+from container.observability.metrics import Metrics
+from container.observability.prometheus_text import CONTENT_TYPE
+from container.observability.traffic_capture import RecordFiles, RequestCapture
 from container.openapi import openapi_document, swagger_assets, swagger_page
-from container.prometheus_text import CONTENT_TYPE
-from container.request_capture import RecordFiles, RequestCapture
+from container.ping import ping
 from container.settings.settings import ServerReport, ServerSettings
 from engines.errors import CrossSite
 from engines.model_settings import ModelSettings

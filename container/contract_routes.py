@@ -1,4 +1,4 @@
-"""HTTP routes for the routes that contracts declare (`handlers.contract_routes`)."""
+"""HTTP routes for the routes that contracts declare (`handlers.route_declarations`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from container.http.router import ANY_METHOD, WITH_SLASHES, ByKind, Router
 from container.models.registry import Model
 from engines.errors import NotServed, RequestError
 from handlers.contract import Call, Reply, Running
-from handlers.contract_routes import (
+from handlers.djl_errors import front_end_refusal
+from handlers.loaded_service import Service
+from handlers.management import MAX_BODY, Management
+from handlers.parsing.forms import form_text, is_form
+from handlers.parsing.json_limits import JsonDecoder, off_the_loop
+from handlers.route_declarations import (
     OWN_HANDLER,
     ContractRoutes,
     GenerationRoute,
@@ -29,11 +34,6 @@ from handlers.contract_routes import (
     Route,
     takes,
 )
-from handlers.djl_errors import front_end_refusal
-from handlers.forms import form_text, is_form
-from handlers.json_cost import JsonDecoder, off_the_loop
-from handlers.management import MAX_BODY, Management
-from handlers.service import Service
 
 _UNUSABLE = "this contract cannot be served with this model; the server's log says why"
 _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"

@@ -23,11 +23,11 @@ from engines.errors import RequestError
 from engines.model_settings import ModelSettings
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import JSON, Call, Reply
-from handlers.contract_routes import ContractRoutes, GenerationRoute, InfoRoute, Operation, Route
-from handlers.json_schemas import OBJECT, STRING, Schema, either, struct
-from handlers.lmi import adapter_management as lmi_adapters
+from handlers.lmi.management import adapters as lmi_adapters
 from handlers.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
 from handlers.openai.routes import ALIASED, LOAD, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest, refuse_adapter
+from handlers.openapi_schemas import OBJECT, STRING, Schema, either, struct
+from handlers.route_declarations import ContractRoutes, GenerationRoute, InfoRoute, Operation, Route
 
 _FOR_VLLM = ("/v1/chat/completions", "/v1/completions")  # LMI's routes take the bodies of these routes as well.
 _PARAMETER = re.compile(r"\{(\w+)(?::(\w+))?\}")

@@ -9,7 +9,7 @@ from container.http.refusals import connection_headers
 from container.http.reply import Headers
 from container.settings.settings import ServerSettings
 from engines.errors import AdapterFailed, NotReady, RequestError
-from handlers.lmi import adapter_management as lmi
+from handlers.lmi.management import adapters as lmi
 from handlers.management import MAX_BODY
 from handlers.openai import routes as openai
 

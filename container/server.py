@@ -29,23 +29,23 @@ from typing import Any
 import psutil
 import uvicorn
 
-from container import logs
 from container.app import create_app
-from container.event_loop import EventLoopWatch
 from container.http.router import Application, Mount
 from container.http.uvicorn_protocol import HttpProtocol, check_uvicorn
 from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
+from container.observability import logs
+from container.observability.event_loop_delay import EventLoopWatch
 from container.settings.environment import KEY_VARIABLES
 from container.settings.load import further_settings
 from container.settings.server import address, url_of
 from container.settings.settings import Settings, Startup
 from container.settings.values import Value
 from engines.cache_dir import cache_dir, is_writable
-from engines.choice import begin_import
+from engines.engine_choice import begin_import
 from engines.interface import EngineStartError
-from engines.memory_release import importing
+from engines.memory.garbage_collection import importing
 from handlers.lmi.sessions import remove_sessions
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer, decoders
 
 from engines.pooling import PoolingModel, Side
-from engines.prompt_cache import by_segments, encode_all, special_tokens_around
 from engines.request import Token
 from engines.statistics import EngineStatistics
+from engines.tokenized_segments import by_segments, encode_all, special_tokens_around
 
 _LONG_IDS = 4096
 _CHARACTERS_PER_TOKEN = 256  # The assumed length of the longest token, if the tokenizer does not tell it.

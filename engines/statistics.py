@@ -1,7 +1,7 @@
 """Counts and timings of generation, updated in the hot path.
 
-Plain numbers and lists, no locks, no label look-ups: everything happens on one event loop. `container.metrics` makes
-Prometheus metrics of them when it is scraped.
+Plain numbers and lists, no locks, no label look-ups: everything happens on one event loop.
+`container.observability.metrics` makes Prometheus metrics of them when it is scraped.
 """
 
 from __future__ import annotations

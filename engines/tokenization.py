@@ -13,8 +13,8 @@ from tokenizers.decoders import DecodeStream
 from engines.errors import ContextExceeded, InvalidParameter, InvalidRequest, PromptTooLong
 from engines.loaded_model import ModelTexts, fast_tokenizer
 from engines.pooling import Pooling, Side
-from engines.prompt_cache import LONG_TEXT
 from engines.request import GenerationRequest, SamplingParameters, Token
+from engines.tokenized_segments import LONG_TEXT
 
 
 def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabulary_size: int) -> None:

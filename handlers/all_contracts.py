@@ -5,10 +5,10 @@ No two contracts may have the same path and method, unless a route has `with_fie
 
 from __future__ import annotations
 
-from handlers.contract_routes import ContractRoutes
 from handlers.happy_vllm.routes import HAPPY_VLLM
 from handlers.lmi.routes import lmi
 from handlers.openai.routes import ANTHROPIC, OPENAI
+from handlers.route_declarations import ContractRoutes
 from handlers.tei.routes import TEI
 from handlers.tgi.routes import TGI
 from handlers.triton.routes import TRITON

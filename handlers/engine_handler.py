@@ -13,7 +13,7 @@ import msgspec
 from engines.errors import Overloaded, RequestError
 from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply, ReplyWriter
 from handlers.formatter_thread import FormatterThread
-from handlers.images import ImageLoader
+from handlers.parsing.images import ImageLoader
 from handlers.queue import EngineQueue
 from handlers.running_call import RunningCall
 

@@ -10,35 +10,35 @@ from functools import partial
 from pathlib import Path
 
 from engines.adapters import AdapterHost, AdapterRegistry
-from engines.choice import begin_import, choose_engine, engine_factory, is_vllm
+from engines.engine_choice import begin_import, choose_engine, engine_factory, is_vllm
 from engines.errors import RequestError
 from engines.interface import Engine, EngineStartError
-from engines.memory_release import importing
+from engines.memory.garbage_collection import importing
 from engines.model_settings import ModelSettings
 from engines.pooling import PoolingModel
 from engines.statistics import StartupTimes
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import Contract, Handler
-from handlers.contract_routes import ContractSetting, GenerationRoute, takes
 from handlers.custom.custom_handler import CustomHandler
 from handlers.custom.engine_call import EngineLoader
 from handlers.custom.formatters import Formatters, load_formatters
 from handlers.custom.model_imports import ModelImports, add_packages
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
-from handlers.images import ImageLoader
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
-from handlers.lmi.engine_adapters import EngineAdapterHost
-from handlers.lmi.formatter_contract import FormatterContract
+from handlers.lmi.formatters.formatter_contract import FormatterContract
 from handlers.lmi.invocations import InvocationsHandler
-from handlers.lmi.pooling import pooling_contract
-from handlers.lmi.pooling_invocations import PoolingInvocations
+from handlers.lmi.management.engine_adapters import EngineAdapterHost
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.lmi.sessions import Sessions, load_sessions
+from handlers.lmi.vectors.contracts import pooling_contract
+from handlers.lmi.vectors.invocations import PoolingInvocations
+from handlers.loaded_service import EngineBehindHandler, Limits, Service
 from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
+from handlers.parsing.images import ImageLoader
 from handlers.queue import EngineQueue
-from handlers.service import EngineBehindHandler, Limits, Service
+from handlers.route_declarations import ContractSetting, GenerationRoute, takes
 from handlers.tei.contracts import RerankContract, SimilarityContract
 
 logger = logging.getLogger(__name__)

@@ -10,14 +10,14 @@ import msgspec
 from starlette.responses import Response
 
 from container.console.page import HEADERS
-from container.health import ping
 from container.http.route import AppState
 from container.models.engine_restart import WINDOW_SECONDS
 from container.models.registry import Model
+from container.ping import ping
 from container.settings.report import report_object
 from container.settings.settings import ServerReport
 from container.settings.values import masked
-from engines.choice import is_vllm
+from engines.engine_choice import is_vllm
 from engines.loaded_model import LoadedModel
 from engines.model_settings import ModelSettings
 from handlers.contract import JSON

@@ -8,10 +8,10 @@ from typing import Any
 
 from container.http.uvicorn_protocol import received_body
 from container.settings.settings import ServerSettings
-from engines.cpu_memory import machine_limits
 from engines.errors import BodyTimeout as BodyTimeout  # re-exported: `BodyReader.read` raises it
 from engines.errors import BodyTooLarge as BodyTooLarge
 from engines.errors import Overloaded
+from engines.memory.cpu_memory import machine_limits
 from handlers.contract import LONG_BODY
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -10,7 +10,7 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from typing import Any
 
-from container.custom_attributes import with_not_held
+from container.http.custom_attributes import with_not_held
 from container.http.uvicorn_protocol import CorkedTransport, chunked_connection
 from handlers.contract import WITHOUT_BODY, Reply
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from container.custom_attributes import CUSTOM_ATTRIBUTES, attributes_of
+from container.http.custom_attributes import CUSTOM_ATTRIBUTES, attributes_of
 from handlers.contract import Call, read_steering
 
 Scope = dict[str, Any]

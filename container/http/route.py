@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from container.error_rates import CLIENT_GONE, ErrorRates
 from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader, Receive, announced_size
 from container.http.cross_site import KnownHosts
 from container.http.disconnect import ClientGone, DisconnectWatch
@@ -20,15 +19,16 @@ from container.http.refusals import connection_headers
 from container.http.reply import Headers, HttpReply, RetryAfter, Send
 from container.http.request_head import LONGEST_PATH, REQUEST_ID, RequestHead
 from container.http.uvicorn_protocol import BREAK_OFF, received_body
-from container.logs import access_log
 from container.models.life_cycle import Lifecycle
 from container.models.registry import Model, Models
+from container.observability.error_rates import CLIENT_GONE, ErrorRates
+from container.observability.logs import access_log
 from container.settings.settings import ServerSettings
 from engines.errors import BodyTimeout, CrossSite, InternalError, InvalidRequest, NotReady, RequestError, Unauthorized
 from engines.statistics import Distribution
 from handlers.contract import Call, ContractError, Reply, Running
-from handlers.contract_routes import ContractRoutes
-from handlers.service import Service
+from handlers.loaded_service import Service
+from handlers.route_declarations import ContractRoutes
 
 logger = logging.getLogger("slipway.access")
 

@@ -12,12 +12,12 @@ from urllib.parse import unquote
 
 from starlette.routing import compile_path
 
-from container.custom_attributes import CUSTOM_ATTRIBUTES, is_plain_path, named_route
+from container.http.custom_attributes import CUSTOM_ATTRIBUTES, is_plain_path, named_route
 from container.http.request_head import REQUEST_ID, RequestHead
 from container.http.route import HttpRoute
 from engines.errors import InvalidRequest, UnknownModel
 from handlers.contract import Reply
-from handlers.contract_routes import MODEL_VERSION
+from handlers.route_declarations import MODEL_VERSION
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 

@@ -6,12 +6,12 @@ import asyncio
 import logging
 import time
 
-from container import logs
 from container.models.life_cycle import State
-from container.models.loads import LoadFailed, Loads
+from container.models.load_queue import LoadFailed, Loads
 from container.models.registry import EngineRestart, Model, Models
+from container.observability import logs
 from container.settings.settings import ServerSettings
-from engines.choice import is_vllm
+from engines.engine_choice import is_vllm
 from engines.interface import CopyState, EngineStartError
 
 logger = logging.getLogger(__name__)

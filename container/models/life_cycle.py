@@ -16,23 +16,23 @@ from functools import partial
 
 import msgspec
 
-from container import logs
 from container.models.stall_watch import StallWatch
+from container.observability import logs
 from container.settings.settings import RemoteWeights, Settings
 from container.sources.location import FetchTimeout, SourceError
 from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
-from engines.choice import running_engine
 from engines.daemon_thread import in_daemon_thread
+from engines.engine_choice import running_engine
 from engines.errors import RequestError
 from engines.interface import CopyState, Engine, EngineCopy, EngineHealth, EngineStartError, first_delta, unless_dead
-from engines.memory_release import collect_after_load
+from engines.memory.garbage_collection import collect_after_load
 from engines.model_settings import ModelSettings
 from engines.pooling import Pooling
 from engines.request import WARM_UP
 from engines.statistics import StartupTimes
-from handlers.contract_routes import ModelView
 from handlers.entry_point import load_service
-from handlers.service import EngineBehindHandler, Limits, Service
+from handlers.loaded_service import EngineBehindHandler, Limits, Service
+from handlers.route_declarations import ModelView
 
 logger = logging.getLogger(__name__)
 

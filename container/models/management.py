@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from container.gpus import gpu_count
 from container.models.life_cycle import State
-from container.models.loads import LoadFailed
+from container.models.load_queue import LoadFailed
 from container.models.memory import OutOfMemory
 from container.models.registration import Registrar
 from container.models.registry import AlreadyRegistered, Model, Models

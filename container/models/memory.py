@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from container.gpus import GpusUnknown, gpu_count, gpu_memory
 from container.models.placement import gpus_of, integer, sharing_gpus
 from container.settings.settings import Settings
-from engines.cpu_memory import machine_limits
+from engines.memory.cpu_memory import machine_limits
+from engines.memory.parallelism import Layout, Weights, copies_that_fit
+from engines.memory.weight_files import draft_model, expert_bytes, weight_bytes
 from engines.model_settings import ModelSettings
-from engines.parallelism import Layout, Weights, copies_that_fit
-from engines.weight_files import draft_model, expert_bytes, weight_bytes
 
 logger = logging.getLogger(__name__)
 

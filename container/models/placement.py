@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from container.settings.settings import Settings
-from engines.choice import is_vllm
-from engines.model_settings import ModelSettings
-from engines.parallelism import (
+from engines.engine_choice import is_vllm
+from engines.memory.parallelism import (
     MEMORY_SHARE,
     Layout,
     ModelMemory,
@@ -21,7 +20,8 @@ from engines.parallelism import (
     tensor_parallel_sizes,
     why_one_copy,
 )
-from engines.weight_files import hub_file, weight_bytes, weights_of
+from engines.memory.weight_files import hub_file, weight_bytes, weights_of
+from engines.model_settings import ModelSettings
 
 _CONFIG = "config.json"
 _GIB = 1 << 30

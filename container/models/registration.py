@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from container.gpus import machine_gpus
 from container.models.engine_restart import EngineRestarts
 from container.models.life_cycle import Lifecycle, State, until_none
-from container.models.loads import LoadFailed, Loads
+from container.models.load_queue import LoadFailed, Loads
 from container.models.memory import OutOfMemory, free_memory
 from container.models.placement import gpu_plan
 from container.models.registry import AlreadyRegistered, Model, Models
@@ -25,7 +25,7 @@ from container.sources.location import SETTINGS_SECONDS, name_of_url
 from engines.daemon_thread import in_daemon_thread
 from engines.errors import NotReady, Overloaded
 from engines.interface import EngineOutOfMemory, EngineStartError
-from engines.memory_release import release_memory
+from engines.memory.garbage_collection import release_memory
 from engines.start_failure import failure_of
 from handlers.management import Registration
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from container.models.life_cycle import Lifecycle, State, until_none
 from engines.errors import ModelNotNamed, NotReady, NoWorkers, UnknownModel
-from handlers.contract_routes import MODEL_VERSION
-from handlers.service import Service
+from handlers.loaded_service import Service
+from handlers.route_declarations import MODEL_VERSION
 
 _NAMES_SHOWN = 20
 

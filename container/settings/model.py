@@ -40,10 +40,10 @@ from container.settings.values import FALSE, FORMATTERS, HIDDEN, Value, assignme
 from container.sources import location
 from container.sources.location import ModelNotFound, SourceError, is_s3
 from engines.adapters import ON_HUB
-from engines.parallelism import why_one_copy
+from engines.memory.parallelism import why_one_copy
 from engines.vllm.known_arguments import allowed_instead
-from engines.vllm.parser_choice import NAMES as PARSERS
-from engines.vllm.parser_choice import name_fault
+from engines.vllm.parsers.choice import NAMES as PARSERS
+from engines.vllm.parsers.choice import name_fault
 
 # The options of an engine's model that a handler's model has, too.
 _SHARED_OPTIONS = frozenset(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from container.api_keys import ApiKeys, keys_in, keys_in_file
-from container.error_rates import error_rate
+from container.observability.error_rates import error_rate
 from container.settings.environment import sagemaker_server_layer, serving_layer
 from container.settings.options import ALLOW_UNKNOWN, Lookup, Option, closest, refused
 from container.settings.settings import SettingEntry

@@ -48,7 +48,7 @@ class ServerSettings:
     management_address: str | None = None
     multi_model: bool = False
     console: bool = True
-    error_rate_wlm: str | None = None  # This and the following three are texts for `container.error_rates`.
+    error_rate_wlm: str | None = None  # This and the next three are for `container.observability.error_rates`.
     error_rate_server: str | None = None
     error_rate_model: str | None = None
     error_rate_any: str | None = None

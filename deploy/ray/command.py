@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from container.settings.command_line import ModelDir, ModelName, read_startup
 from container.settings.environment import KEY_VARIABLES
 from deploy.ray.kuberay import ray_service
 from deploy.ray.serve_config import BALANCE, CLUSTER, balance_by_prefix, serve_configuration
-from deploy.serve import ModelDir, ModelName, read_startup
 from deploy.yaml_text import as_yaml
 
 _PACKAGE = "ray[serve]==2.60.0"  # The extra `ray` of pyproject.toml.

@@ -20,9 +20,9 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from container import logs
 from container.http.cross_site import passed_on
 from container.http.router import Application
+from container.observability import logs
 from container.replicated_calls import Refusal, adapter_call_failed
 from container.server import ModelServer, prepared
 from container.settings.load import load_startup

@@ -10,7 +10,7 @@ from typing import Any
 
 from container.http.cross_site import KnownHosts
 from container.http.router import Application, without_slashes
-from container.prometheus_text import CONTENT_TYPE
+from container.observability.prometheus_text import CONTENT_TYPE
 from container.replicated_calls import Refusal, read_adapter_call
 from container.settings.settings import ServerSettings
 from deploy.ray.adapter_changes import ReplicaReply, changes_adapters

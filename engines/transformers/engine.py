@@ -34,7 +34,7 @@ from engines.interface import (
     Watchdog,
 )
 from engines.loaded_model import EngineStatus, ModelTexts, copied
-from engines.memory_release import release_memory
+from engines.memory.garbage_collection import release_memory
 from engines.model_settings import ModelSettings
 from engines.pooling import PoolingModel
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta

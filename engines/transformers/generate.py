@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from engines.errors import GenerationFailed, RequestError
 from engines.interface import Sink
-from engines.memory_release import release_memory
+from engines.memory.garbage_collection import release_memory
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from engines.start_failure import failure_of
 from engines.tokenization import HeldTokens, StopStrings, TokenTexts, ends_in_stop_string, prompt_tokens

@@ -20,8 +20,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engines.interface import EngineStartError
 from engines.model_settings import DEFAULT_MAX_LORAS, DEFAULT_MEDIA_COUNTS, ModelSettings
-from engines.vllm import parsers
 from engines.vllm.known_arguments import FALSE, TRUE
+from engines.vllm.parsers import classes as parsers
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from engines.pooling import Pooling
 from engines.request import WARM_UP, GenerationRequest, Token
 from engines.statistics import EngineStatistics
 from engines.tokenization import PromptTokenizer, end_token_ids, split_text
-from engines.vllm import fork_server, internals
+from engines.vllm import internals
 from engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from engines.vllm.beam_search import BeamSearchTask
 from engines.vllm.constraints.translator import CheckedConstraint, ConstraintTranslator
@@ -48,6 +48,7 @@ from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_toke
 from engines.vllm.lora import Claim, VllmAdapters
 from engines.vllm.output import OwnState, PooledState, PushedState, Siblings, TokensApart
 from engines.vllm.pooling import check_pooling, model_of, pooling_params
+from engines.vllm.processes import fork_server
 from engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal
 from engines.vllm.sent_media import SentMedia
 from engines.vllm.speech import silence

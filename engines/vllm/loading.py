@@ -17,12 +17,13 @@ from vllm.model_executor.model_loader import get_model_cls
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 
-from engines.cpu_memory import Demand, kv_cache_size, memory_limits, smaller_size
 from engines.daemon_thread import LastingThreads
 from engines.interface import EngineOutOfMemory, EngineStartError
 from engines.loaded_model import copied
+from engines.memory.cpu_memory import Demand, kv_cache_size, memory_limits, smaller_size
+from engines.memory.parallelism import Layout, ModelMemory, Weights
+from engines.memory.weight_files import hub_weight_bytes, weight_bytes
 from engines.model_settings import ModelSettings
-from engines.parallelism import Layout, ModelMemory, Weights
 from engines.start_failure import failure_of
 from engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
 from engines.vllm.constraints.translator import choose_backend
@@ -42,11 +43,10 @@ from engines.vllm.internals import (
     stat_loggers,
 )
 from engines.vllm.metrics import EngineReports
-from engines.vllm.parser_choice import with_parsers
+from engines.vllm.parsers.choice import with_parsers
 from engines.vllm.pooling import pool_as_djl
-from engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
+from engines.vllm.processes.contexts import end_processes, first_failure, tied_to_this_thread, use_fork_server
 from engines.vllm.sampling import load_typical
-from engines.weight_files import hub_weight_bytes, weight_bytes
 
 logger = logging.getLogger(__name__)
 

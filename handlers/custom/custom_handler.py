@@ -24,7 +24,7 @@ from handlers.custom.worker_adapters import WorkerAdapterHost
 from handlers.custom.worker_pool import WorkerPool
 from handlers.custom.worker_process.socket_protocol import LoadRequest, Message
 from handlers.djl_errors import unknown_adapter
-from handlers.forms import is_form
+from handlers.parsing.forms import is_form
 
 
 class CustomHandler:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from djl_python import Input
 from handlers.contract import Call
 from handlers.djl_errors import bad_request
-from handlers.forms import FormError, form_fields, is_form
+from handlers.parsing.forms import FormError, form_fields, is_form
 
 DEFAULT_PRIORITY = 3
 

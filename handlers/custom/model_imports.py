@@ -14,7 +14,7 @@ from engines.interface import EngineStartError
 from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.custom.requirements import needs_packages, prepare_interpreter
 
-_OF_THE_SERVER = frozenset({"container", "deploy", "engines", "handlers"})
+_OF_THE_SERVER = frozenset({"container", "deploy", "engines", "handlers", "replay", "slipway"})
 """The server's packages. They are imported already, so code in this process gets them under these names."""
 _own_directories: list[str] = []  # The directories of all loaded models. Each model adds its directory once.
 

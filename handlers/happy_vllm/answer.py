@@ -15,7 +15,7 @@ from engines.request import FinishReason, TokenDelta
 from handlers.contract import JSON, Answer, Reply
 from handlers.happy_vllm.errors import refuse
 from handlers.happy_vllm.request import GenerationParameters
-from handlers.vllm_parameters import FINISH_REASONS
+from handlers.parsing.vllm_parameters import FINISH_REASONS
 
 _UNFINISHED, _ABORTED = '"None"', '"abort"'
 _FINISH_REASONS = {reason: f'"{name}"' for reason, name in FINISH_REASONS.items()} | {FinishReason.ERROR: _ABORTED}

@@ -14,7 +14,7 @@ import msgspec
 
 from engines import errors
 from handlers.contract import JSON, Reply
-from handlers.contract_routes import error_body
+from handlers.route_declarations import error_body
 
 # Any other error is a 500.
 _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {

@@ -13,13 +13,13 @@ import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
 from engines.request import Constraint
-from handlers.constraints import MAX_CHOICE_LENGTH, MAX_CHOICES, same_form
 from handlers.contract import Call
-from handlers.contract_routes import MOST_IDS
 from handlers.happy_vllm.errors import WrongBody, not_json
-from handlers.json_fields import JsonError, Kind, decode_json, json_kind
-from handlers.parameter_memo import ParameterMemo
-from handlers.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
+from handlers.parsing.constraints import MAX_CHOICE_LENGTH, MAX_CHOICES, same_form
+from handlers.parsing.json_fields import JsonError, Kind, decode_json, json_kind
+from handlers.parsing.parameter_memo import ParameterMemo
+from handlers.parsing.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
+from handlers.route_declarations import MOST_IDS
 
 # Keywords of /v1/generate that are not vLLM's.
 _OWN = frozenset({"prompt", "prompt_in_response", "response_pool", "json_format", "json_format_is_json_schema"})

@@ -13,14 +13,21 @@ from importlib.metadata import version
 import msgspec
 
 from handlers.contract import JSON, Call, Exchange, Reply
-from handlers.contract_routes import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, ModelView, Operation
 from handlers.happy_vllm import tokens
 from handlers.happy_vllm.answer import StreamAnswer, WholeAnswer
 from handlers.happy_vllm.errors import json_reply, refuse
 from handlers.happy_vllm.request import FieldReader, document, read_generation
-from handlers.json_schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
-from handlers.parameter_memo import ParameterMemo
-from handlers.vllm_parameters import VllmParameters, read_vllm_parameters, vllm_names
+from handlers.openapi_schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
+from handlers.parsing.parameter_memo import ParameterMemo
+from handlers.parsing.vllm_parameters import VllmParameters, read_vllm_parameters, vllm_names
+from handlers.route_declarations import (
+    ContractRoutes,
+    ContractSetting,
+    GenerationRoute,
+    InfoRoute,
+    ModelView,
+    Operation,
+)
 
 
 class HappyVllmContract:

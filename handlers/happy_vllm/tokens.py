@@ -15,10 +15,10 @@ import msgspec
 from engines.errors import InvalidParameter, RequestError, UnknownModel
 from engines.loaded_model import LoadedModel
 from handlers.contract import JSON, Call, ContractError, Reply
-from handlers.contract_routes import ModelView, check_body, check_text, is_address
 from handlers.happy_vllm.errors import json_reply, vllm_error
 from handlers.happy_vllm.request import FieldReader, document
-from handlers.vllm_parameters import number_of_text
+from handlers.parsing.vllm_parameters import number_of_text
+from handlers.route_declarations import ModelView, check_body, check_text, is_address
 
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
 DEFAULT_CHUNK = 200

@@ -11,8 +11,8 @@ import msgspec
 
 from engines.errors import InvalidRequest
 from handlers.contract import Call, adapter_header
-from handlers.json_cost import JsonDecoder
-from handlers.json_fields import json_kind
+from handlers.parsing.json_fields import json_kind
+from handlers.parsing.json_limits import JsonDecoder
 
 _FIELD = b'"adapters"'
 

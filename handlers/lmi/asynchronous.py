@@ -1,6 +1,6 @@
 """LMI's contract of the asynchronous mode (option.async_mode=true), for bodies with `inputs`.
 
-The form of chats and completions of this mode is in `handlers.lmi.answer_forms`. Source: djl_python,
+The form of chats and completions of this mode is in `handlers.lmi.chat_answers`. Source: djl_python,
 `lmi_vllm/request_response_utils.py` and `async_utils.py`.
 """
 
@@ -14,18 +14,18 @@ import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest, RequestError
 from engines.model_settings import ModelSettings
-from handlers.constraints import FORMS, refuse_unread
+from handlers.answers.token_answer import TokenDocument, TokenForm, TokenStream
 from handlers.contract import JSON, Call, Exchange, Reply
-from handlers.contract_routes import error_body
 from handlers.djl_errors import FAILED_DEPENDENCY, payload_error
-from handlers.json_fields import ParameterReader, json_kind
 from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import notes_of, read_body, stream_of
 from handlers.lmi.errors import failure, payload_refused
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, NOT_READ
-from handlers.parameter_memo import ParameterMemo
-from handlers.token_answer import TokenDocument, TokenForm, TokenStream
-from handlers.vllm_parameters import VllmParameters, read_vllm_parameters, vllm_names
+from handlers.parsing.constraints import FORMS, refuse_unread
+from handlers.parsing.json_fields import ParameterReader, json_kind
+from handlers.parsing.parameter_memo import ParameterMemo
+from handlers.parsing.vllm_parameters import VllmParameters, read_vllm_parameters, vllm_names
+from handlers.route_declarations import error_body
 
 _FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
 # Parameters of LMI and their names in vLLM.

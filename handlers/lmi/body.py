@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from engines.errors import InvalidRequest
-from handlers.constraints import CONSTRAINING, decoded, refuse_unread
 from handlers.contract import JSON, Call, media_type
-from handlers.forms import form_fields, is_form
-from handlers.json_cost import JsonDecoder
-from handlers.json_fields import JsonError, decode_json, json_kind
+from handlers.parsing.constraints import CONSTRAINING, decoded, refuse_unread
+from handlers.parsing.forms import form_fields, is_form
+from handlers.parsing.json_fields import JsonError, decode_json, json_kind
+from handlers.parsing.json_limits import JsonDecoder
 
 _MOST_CSV, _MOST_ROWS = 4 * 1024 * 1024, 10_000  # Bytes, and rows. Each row is a prompt.
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")

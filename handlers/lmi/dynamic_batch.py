@@ -14,14 +14,14 @@ import msgspec
 from engines.errors import InvalidParameter, InvalidRequest, RequestError
 from engines.model_settings import ModelSettings
 from engines.request import FinishReason, TokenDelta
+from handlers.answers.token_answer import TokenDocument, TokenForm
 from handlers.contract import Answer, Call, ContractError, Exchange, Reply
 from handlers.djl_errors import handler_failure
-from handlers.json_fields import json_kind
 from handlers.lmi.body import notes_of, read_body, request_ids
 from handlers.lmi.errors import failure, status_of
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
-from handlers.parameter_memo import ParameterMemo
-from handlers.token_answer import TokenDocument, TokenForm
+from handlers.parsing.json_fields import json_kind
+from handlers.parsing.parameter_memo import ParameterMemo
 
 STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on the new tokens of a streamed answer.
 

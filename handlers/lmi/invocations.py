@@ -14,17 +14,17 @@ from engines.model_settings import ModelSettings
 from handlers.contract import JSON, Call, ContractError, Handler, ReplyWriter, Running, adapter_header, media_type
 from handlers.custom.formatters import Formatters
 from handlers.djl_errors import FAILED_DEPENDENCY, unknown_adapter
-from handlers.json_cost import JsonDecoder, off_the_loop
 from handlers.lmi.adapter_choice import adapter_query, adapters_in, adapters_of
-from handlers.lmi.answer_forms import AsyncForm, LmiChatForm
-from handlers.lmi.async_formatters import FormattedReply, formatted_call
 from handlers.lmi.asynchronous import LmiAsyncContract
+from handlers.lmi.chat_answers import AsyncForm, LmiChatForm
 from handlers.lmi.errors import payload_refused
+from handlers.lmi.formatters.async_formatters import FormattedReply, formatted_call
 from handlers.lmi.sessions import SESSION_ID, Sessions
 from handlers.openai.answer import VLLM_FORM, AnswerForm
 from handlers.openai.body import Body, read_chat, read_completion
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.openai.handler import OpenAIHandler
+from handlers.parsing.json_limits import JsonDecoder, off_the_loop
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.contract import JSON
-from handlers.contract_routes import Operation
-from handlers.json_schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, either
-from handlers.json_schemas import parameters as parameter_schemas
 from handlers.lmi import dynamic_batch, rolling_batch
 from handlers.lmi.asynchronous import VLLM_NAMES, VLLM_PARAMETERS
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, read_parameters
-from handlers.vllm_parameters import read_vllm_parameters
+from handlers.openapi_schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, either
+from handlers.openapi_schemas import parameters as parameter_schemas
+from handlers.parsing.vllm_parameters import read_vllm_parameters
+from handlers.route_declarations import Operation
 
 JSON_LINES, EVENTS = "application/jsonlines", "text/event-stream"
 _FALSE: Schema = {"type": "boolean", "default": False}

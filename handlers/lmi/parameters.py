@@ -12,8 +12,8 @@ import msgspec
 
 from engines.errors import InvalidParameter
 from engines.request import MAX_LENGTH_PENALTY, BeamSearch, EngineMemo, GenerationRequest, SamplingParameters
-from handlers.constraints import FORMS, read_constraint, refuse_unread
-from handlers.json_fields import ParameterReader, Reader
+from handlers.parsing.constraints import FORMS, read_constraint, refuse_unread
+from handlers.parsing.json_fields import ParameterReader, Reader
 
 DEFAULT_MAX_NEW_TOKENS = 30
 NOT_READ = (

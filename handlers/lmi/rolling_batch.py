@@ -13,15 +13,15 @@ import msgspec
 from engines.errors import InvalidParameter, InvalidRequest, RequestError, UnknownAdapter
 from engines.model_settings import ModelSettings
 from engines.request import GenerationRequest
+from handlers.answers.token_answer import TokenDocument, TokenForm, TokenStream, without
 from handlers.contract import Answer, Call, ContractError, Exchange, Reply
 from handlers.djl_errors import unknown_adapter
-from handlers.json_fields import json_kind
 from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import notes_of, read_body, request_ids, stream_of
 from handlers.lmi.errors import failure, payload_refused, request_error, status_of, stream_error, tgi_error_type
 from handlers.lmi.parameters import ParameterRules, read_parameters
-from handlers.parameter_memo import ParameterMemo
-from handlers.token_answer import TokenDocument, TokenForm, TokenStream, without
+from handlers.parsing.json_fields import json_kind
+from handlers.parsing.parameter_memo import ParameterMemo
 
 _FORM = TokenForm(token=('{"id": ', ', "text": ', ', "log_prob": '), ends=("}", ', "special_token": true}'))
 # With option.tgi_compat.

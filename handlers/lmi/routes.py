@@ -11,12 +11,11 @@ from functools import partial
 from urllib.parse import parse_qs
 
 from handlers.contract import JSON, Call, Head, Reply
-from handlers.contract_routes import MODEL_VERSION, ContractRoutes, InvocationRoute, ManagementRoute
 from handlers.djl_errors import NO_CACHE, front_end_refusal, front_end_reply
-from handlers.json_schemas import OBJECT
-from handlers.lmi import adapter_management as adapters
-from handlers.lmi import model_management as models
+from handlers.lmi.management import adapters, models
 from handlers.management import ManagementOperation
+from handlers.openapi_schemas import OBJECT
+from handlers.route_declarations import MODEL_VERSION, ContractRoutes, InvocationRoute, ManagementRoute
 
 _OF_SAGEMAKER = "/models/{model}/invoke"  # SageMaker calls it for a model of a multi-model endpoint.
 _TARGET_MODEL = b"x-amzn-sagemaker-target-model"

@@ -27,8 +27,8 @@ from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
 from handlers.contract import JSON, LONG_BODY, Call, ContractError, Reply
 from handlers.djl_errors import failed_dependency, overloaded
-from handlers.json_cost import JsonDecoder
 from handlers.lmi.errors import payload_refused
+from handlers.parsing.json_limits import JsonDecoder
 
 logger = logging.getLogger(__name__)
 

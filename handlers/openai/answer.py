@@ -18,9 +18,9 @@ import msgspec
 
 from engines.errors import EngineFault, GenerationFailed, RequestError
 from engines.request import GeneratedSequence, Token, TokenDelta
-from handlers import vllm_parameters
 from handlers.contract import JSON, Answer, Call, Reply, ReplyWriter
 from handlers.openai.routes import refuse
+from handlers.parsing import vllm_parameters
 
 EVENTS = "text/event-stream; charset=utf-8"
 _LEAST = -9999.0  # In the place of minus infinity.

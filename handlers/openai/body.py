@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from engines.request import Constraint, SamplingParameters
-from handlers.json_cost import JsonDecoder
-from handlers.json_fields import MAX_INT64, MAX_STRING_LENGTH, MAX_STRINGS, MIN_INT64
+from handlers.parsing.json_fields import MAX_INT64, MAX_STRING_LENGTH, MAX_STRINGS, MIN_INT64
+from handlers.parsing.json_limits import JsonDecoder
 
 Int = Annotated[int, msgspec.Meta(ge=MIN_INT64, le=MAX_INT64)]
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]

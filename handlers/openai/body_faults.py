@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from handlers.json_fields import shown
+from handlers.parsing.json_fields import shown
 
 _LONGEST = 1000  # Characters of a message.
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from engines.errors import InvalidParameter
 from engines.request import Constraint, SchemaPart
-from handlers.constraints import (
+from handlers.parsing.constraints import (
     CONSTRAINING,
     FORMS,
     OLDER,
@@ -154,7 +154,7 @@ class Form(NamedTuple):
                 continue
             tool = tools[name].pop()  # Tools of one name have the order of the body.
             parts.append(SchemaPart(f"#/items/anyOf/{i}/properties/parameters", f"{tool.place}#", tool.strict))
-            # A schema that refers to itself stands there (`engines.vllm.parsers`).
+            # A schema that refers to itself stands there (`engines.vllm.parsers.classes`).
             if str(i) in schema.get("$defs", {}):
                 parts.append(SchemaPart(f"#/$defs/{i}", f"{tool.place}#", tool.strict))
         return parts

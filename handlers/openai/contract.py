@@ -27,8 +27,8 @@ from handlers.openai.body import (
     sampling_of,
 )
 from handlers.openai.constraints import CHAT, COMPLETIONS
-from handlers.parameter_memo import ParameterMemo
-from handlers.vllm_parameters import GREEDY_BELOW
+from handlers.parsing.parameter_memo import ParameterMemo
+from handlers.parsing.vllm_parameters import GREEDY_BELOW
 
 # Request headers that change the answer of vLLM's serving classes.
 _STEERING = frozenset({b"x-data-parallel-rank", b"x-session-id", b"x-vllm-priority"})

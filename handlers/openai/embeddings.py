@@ -17,13 +17,13 @@ import msgspec
 from engines.errors import RequestError
 from engines.pooling import Pooling
 from engines.request import pooling_request
+from handlers.answers.pooled_answer import PooledAnswer, encode, json_fragment
 from handlers.contract import Call, Exchange, Reply
-from handlers.json_cost import JsonDecoder
 from handlers.openai.answer import VLLM_FORM, AnswerForm
 from handlers.openai.body import Body, LeftToVllm
 from handlers.openai.contract import is_common, named_adapter
 from handlers.openai.routes import EMBEDDINGS, refuse
-from handlers.pooled_answer import PooledAnswer, encode, json_fragment
+from handlers.parsing.json_limits import JsonDecoder
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 

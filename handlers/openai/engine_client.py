@@ -46,10 +46,10 @@ from engines.vllm.internals import (
     seconds_in_queue,
     sequence_ids,
 )
-from engines.vllm.parsers import constrained_text, tells_end_of_reasoning
+from engines.vllm.parsers.classes import constrained_text, tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_texts, check_bad_words
-from handlers.json_fields import MAX_STRING_LENGTH, MAX_STRINGS, json_kind
 from handlers.openai.current_call import BeamSteps, OpenAICall, current_call
+from handlers.parsing.json_fields import MAX_STRING_LENGTH, MAX_STRINGS, json_kind
 
 CheckAnswer = Callable[[Any], None]  # Takes the state of a sequence that has ended.
 _INT64 = 2**63

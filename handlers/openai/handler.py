@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from engines.choice import is_vllm
+from engines.engine_choice import is_vllm
 from engines.errors import (
     AdapterUnusable,
     EngineDead,
@@ -27,10 +27,8 @@ from engines.errors import (
     UnknownAdapter,
 )
 from engines.model_settings import ModelSettings
-from engines.vllm.parser_choice import is_named
+from engines.vllm.parsers.choice import is_named
 from handlers.contract import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
-from handlers.contract_routes import RenderedChat, is_address
-from handlers.images import ImageLoader
 from handlers.openai.answer import VLLM_FORM, AnswerForm
 from handlers.openai.body import Body
 from handlers.openai.constraints import CHAT, COMPLETIONS, COUNT_TOKENS, RENDER
@@ -43,7 +41,9 @@ from handlers.openai.media_limits import MediaMemory
 from handlers.openai.routes import ALIASED, EMBEDDINGS, QUEUED, SHORT_EMBEDDINGS, refuse
 from handlers.openai.speech import SPEECH
 from handlers.openai.vllm_call import VllmApp, VllmCall, check_readable
+from handlers.parsing.images import ImageLoader
 from handlers.queue import EngineQueue
+from handlers.route_declarations import RenderedChat, is_address
 from handlers.running_call import RunningCall
 
 _PROMPTS_PER_TURN = 2  # After so many tokenized prompts others get their turn on the event loop.

@@ -17,7 +17,14 @@ import msgspec
 from engines import errors
 from engines.adapters import AdapterOrder
 from handlers.contract import JSON, Call, ContractError, Reply
-from handlers.contract_routes import (
+from handlers.management import Management, ManagementOperation
+from handlers.openai import anthropic
+from handlers.openai.constraints import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES
+from handlers.openai.speech import SPEECH
+from handlers.openapi_schemas import OBJECT
+from handlers.parsing.json_fields import json_fault
+from handlers.parsing.json_limits import JsonDecoder
+from handlers.route_declarations import (
     ContractRoutes,
     GenerationRoute,
     InfoRoute,
@@ -26,13 +33,6 @@ from handlers.contract_routes import (
     Operation,
     error_body,
 )
-from handlers.json_cost import JsonDecoder
-from handlers.json_fields import json_fault
-from handlers.json_schemas import OBJECT
-from handlers.management import Management, ManagementOperation
-from handlers.openai import anthropic
-from handlers.openai.constraints import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES
-from handlers.openai.speech import SPEECH
 
 EMBEDDINGS = "/v1/embeddings"
 # Every call of these paths needs a place in the queue.

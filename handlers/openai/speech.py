@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engines.errors import InvalidParameter, InvalidRequest
 from handlers.contract import Call, adapter_header, media_type
-from handlers.forms import MULTIPART
+from handlers.parsing.forms import MULTIPART
 
 SPEECH = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _MIB = 1 << 20

@@ -107,16 +107,16 @@ from vllm.utils.async_utils import make_async
 
 from engines.interface import EngineStartError
 from engines.vllm.arguments import FRONT_END
-from engines.vllm.parser_choice import TOOLS, allowed_names
-from engines.vllm.parsers import parsers_for
+from engines.vllm.parsers.choice import TOOLS, allowed_names
+from engines.vllm.parsers.classes import parsers_for
 from handlers.contract import JSON, Reply
-from handlers.contract_routes import RenderedChat
 from handlers.openai.body_faults import body_fault
 from handlers.openai.constraints import CHAT, MESSAGES, RENDER, RESPONSES, TOKENIZE
 from handlers.openai.contract import FrontEnd
 from handlers.openai.current_call import current_call
 from handlers.openai.media_connector import bound_media, counted_speech
 from handlers.openai.routes import error_reply
+from handlers.route_declarations import RenderedChat
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,6 @@ import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
 from handlers.contract import JSON, LONG_BODY, Call, Reply, ReplyWriter, media_type
-from handlers.contract_routes import MOST_BYTES, check_body, check_text
-from handlers.images import ImageLoader
-from handlers.json_cost import JsonDecoder, JsonTooCostly, NotUtf8, check_cost, groups_in, off_the_loop
-from handlers.json_fields import json_fault
 from handlers.openai.constraints import (
     BATCH,
     CHAT,
@@ -39,6 +35,10 @@ from handlers.openai.error_forms import error_form
 from handlers.openai.media_limits import MediaMemory
 from handlers.openai.routes import error_reply, refuse
 from handlers.openai.speech import SPEECH, check_form
+from handlers.parsing.images import ImageLoader
+from handlers.parsing.json_fields import json_fault
+from handlers.parsing.json_limits import JsonDecoder, JsonTooCostly, NotUtf8, check_cost, groups_in, off_the_loop
+from handlers.route_declarations import MOST_BYTES, check_body, check_text
 
 logger = logging.getLogger(__name__)
 

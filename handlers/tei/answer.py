@@ -13,8 +13,8 @@ import numpy as np
 
 from engines.errors import RequestError
 from engines.request import TokenDelta
+from handlers.answers.pooled_answer import PooledAnswer, encode, json_fragment, normalized, shortened, sigmoid, softmax
 from handlers.contract import Reply
-from handlers.pooled_answer import PooledAnswer, encode, json_fragment, normalized, shortened, sigmoid, softmax
 from handlers.tei.errors import TeiRefusal, refuse
 
 

@@ -16,7 +16,7 @@ from engines.loaded_model import LoadedModel, ModelTexts
 from engines.model_settings import ModelSettings
 from engines.pooling import Pooling, PoolingModel, Side
 from engines.request import GenerationRequest, pooling_request
-from handlers.axum import wrong_shape
+from handlers.parsing.axum import wrong_shape
 from handlers.tei.errors import TeiRefusal, empty
 
 CHARACTERS_PER_TOKEN = 250  # Texts with more characters for each token that the model takes are too long in any case.

@@ -11,10 +11,10 @@ import msgspec
 from engines.errors import InvalidRequest, RequestError
 from engines.pooling import ModelKind, Pooling, Side
 from engines.request import GenerationRequest
-from handlers.axum import read_request
 from handlers.contract import Call, ContractError, Exchange
-from handlers.contract_routes import ContractSetting
-from handlers.json_cost import JsonDecoder
+from handlers.parsing.axum import read_request
+from handlers.parsing.json_limits import JsonDecoder
+from handlers.route_declarations import ContractSetting
 from handlers.tei.answer import Predictions, Ranks, Similarities, SparseVectors, TeiAnswer, Vectors
 from handlers.tei.body import (
     EmbedAllBody,

@@ -6,8 +6,8 @@ from json.encoder import encode_basestring as quote
 from typing import Literal
 
 from engines import errors
-from handlers.axum import refuse_unread
 from handlers.contract import JSON, Reply
+from handlers.parsing.axum import refuse_unread
 
 Kind = Literal["Empty", "Validation", "Tokenizer", "Backend", "Overloaded", "Unhealthy"]
 

@@ -10,7 +10,7 @@ import msgspec
 from engines.errors import NotServed
 from engines.pooling import PoolingModel
 from handlers.contract import JSON, Call, Reply
-from handlers.contract_routes import ModelView
+from handlers.route_declarations import ModelView
 from handlers.tei.errors import error_reply
 
 TEI_VERSION = "1.9.3"  # The release whose contract this is.

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from handlers.contract import JSON, Contract, Reply
-from handlers.contract_routes import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation
-from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, either, struct
+from handlers.openapi_schemas import OBJECT, STRING, Schema, an_answer, an_array, either, struct
+from handlers.route_declarations import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation
 from handlers.tei.body import (
     DecodeBody,
     EmbedAllBody,

@@ -8,13 +8,13 @@ from typing import Any
 
 from engines.errors import InvalidParameter
 from engines.loaded_model import LoadedModel, ModelTexts
-from handlers.axum import read_request, wrong_shape
+from handlers.answers.pooled_answer import encode
+from handlers.answers.token_rows import byte_positions, joined
 from handlers.contract import JSON, Call, Reply
-from handlers.contract_routes import MOST_IDS, PLACED_BYTES, ModelView, check_body, check_text
-from handlers.pooled_answer import encode
+from handlers.parsing.axum import read_request, wrong_shape
+from handlers.route_declarations import MOST_IDS, PLACED_BYTES, ModelView, check_body, check_text
 from handlers.tei.body import DecodeBody, TokenizeBody, check_batch, check_length, decoded, text_in_front
 from handlers.tei.errors import TeiRefusal, empty
-from handlers.token_rows import byte_positions, joined
 
 
 def tokenize(call: Call, view: ModelView) -> Reply:

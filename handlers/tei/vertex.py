@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from engines.request import GenerationRequest, TokenDelta
-from handlers.contract_routes import ContractSetting
+from handlers.route_declarations import ContractSetting
 from handlers.tei.answer import TeiAnswer
 from handlers.tei.body import RerankBody
 from handlers.tei.contracts import Parsed, PredictContract, RerankContract, TeiContract, contract_of_kind

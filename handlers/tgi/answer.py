@@ -14,9 +14,9 @@ import msgspec
 
 from engines.errors import RequestError
 from engines.request import FinishReason, Token, TokenDelta
+from handlers.answers.token_answer import ShownSequence, TokenDocument, TokenForm, TokenStream
 from handlers.contract import Reply
 from handlers.tgi.errors import EVENTS, INCOMPLETE_STREAM, IncompleteGeneration, error_event, refuse, refuse_stream
-from handlers.token_answer import ShownSequence, TokenDocument, TokenForm, TokenStream
 
 # The members of `details`, those of a further sequence, and those of `details` at the end of a stream.
 _COUNTS = ("finish_reason", "generated_tokens", "seed")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from json.encoder import encode_basestring as quote
 
 from engines import errors
-from handlers.axum import refuse_unread
 from handlers.contract import JSON, Reply
+from handlers.parsing.axum import refuse_unread
 
 EVENTS = "text/event-stream"
 _IMAGE_FAULTS = {

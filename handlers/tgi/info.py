@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from handlers.contract import JSON, Call, Reply
-from handlers.contract_routes import ModelView
+from handlers.route_declarations import ModelView
 from handlers.tgi.errors import error_document
 from handlers.tgi.request import max_input_tokens
 

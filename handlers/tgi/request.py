@@ -16,9 +16,9 @@ from engines.errors import InvalidParameter, InvalidRequest
 from engines.loaded_model import LoadedModel
 from engines.model_settings import ModelSettings
 from engines.request import Constraint, EngineMemo, GenerationRequest, SamplingParameters
-from handlers.constraints import constraint_of, refuse_unread
-from handlers.contract_routes import NO_ADAPTERS, ContractSetting
-from handlers.json_fields import MAX_INT64, MAX_STRING_LENGTH, decode_json
+from handlers.parsing.constraints import constraint_of, refuse_unread
+from handlers.parsing.json_fields import MAX_INT64, MAX_STRING_LENGTH, decode_json
+from handlers.route_declarations import NO_ADAPTERS, ContractSetting
 
 Unsigned32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]

@@ -12,9 +12,12 @@ from typing import Any
 import msgspec
 
 from engines.errors import InvalidRequest
-from handlers.axum import read_request
+from handlers.answers.token_answer import without
 from handlers.contract import JSON, Call, Contract, ContractError, Exchange, Reply
-from handlers.contract_routes import (
+from handlers.openapi_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
+from handlers.parsing.axum import read_request
+from handlers.parsing.parameter_memo import ParameterMemo
+from handlers.route_declarations import (
     ContractRoutes,
     ContractSetting,
     GenerationRoute,
@@ -22,15 +25,12 @@ from handlers.contract_routes import (
     KindsOfModels,
     Operation,
 )
-from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
-from handlers.parameter_memo import ParameterMemo
 from handlers.tgi.answer import DETAILS, FORM, IDLE_COMMENT, LAST, OTHER, StreamAnswer, WholeAnswer, stream_headers
 from handlers.tgi.errors import EVENTS, refuse, refuse_stream
 from handlers.tgi.images import with_marks
 from handlers.tgi.info import health, info
 from handlers.tgi.request import TgiParameters, TgiRequest, unread_names, validate
 from handlers.tgi.tokenize import ChatRequest, chat, chat_tokenize, tokenize
-from handlers.token_answer import without
 
 _NO_IMAGES: tuple[str, ...] = ()
 _NAMES = {"adapter": "adapter_id", "stop_token_ids": "stop"}  # Stop texts may be special tokens.

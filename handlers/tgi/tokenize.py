@@ -10,11 +10,11 @@ import msgspec
 
 from engines.errors import InvalidRequest
 from engines.loaded_model import ModelTexts
-from handlers.axum import read_request
+from handlers.answers.token_rows import byte_positions, joined
 from handlers.contract import JSON, Call, Reply
-from handlers.contract_routes import PLACED_BYTES, ModelView, check_body, check_text
+from handlers.parsing.axum import read_request
+from handlers.route_declarations import PLACED_BYTES, ModelView, check_body, check_text
 from handlers.tgi.request import TgiRequest
-from handlers.token_rows import byte_positions, joined
 
 
 def tokenize(call: Call, view: ModelView) -> Reply:

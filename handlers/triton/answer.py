@@ -17,9 +17,9 @@ from typing import Any
 from engines.errors import RequestError
 from engines.request import GeneratedSequence, Token, TokenDelta
 from handlers.contract import JSON, Answer, Reply
+from handlers.parsing.vllm_parameters import FINISH_REASONS
 from handlers.triton.errors import VERSION, SeveralResponses, error_object, message_of, refusal
 from handlers.triton.request import TritonRequest
-from handlers.vllm_parameters import FINISH_REASONS
 
 EVENTS = "text/event-stream; charset=utf-8"
 

@@ -17,10 +17,10 @@ import orjson
 from engines.errors import InvalidParameter, InvalidRequest, RequestError
 from engines.pooling import Pooling
 from engines.request import TokenDelta, pooling_request
+from handlers.answers.pooled_answer import PooledAnswer, encode
 from handlers.contract import JSON, Answer, Call, Exchange, Reply
-from handlers.contract_routes import ContractSetting
-from handlers.json_fields import JsonError, decode_json
-from handlers.pooled_answer import PooledAnswer, encode
+from handlers.parsing.json_fields import JsonError, decode_json
+from handlers.route_declarations import ContractSetting
 from handlers.triton.answer import EVENTS
 from handlers.triton.errors import VERSION, TritonRefusal, refusal
 from handlers.triton.request import read_inputs, switch

@@ -13,8 +13,8 @@ import msgspec
 
 from engines.statistics import EngineStatistics
 from handlers.contract import JSON, Call, Reply
-from handlers.contract_routes import OWN_HANDLER, ModelView
-from handlers.json_fields import JsonError, decode_json
+from handlers.parsing.json_fields import JsonError, decode_json
+from handlers.route_declarations import OWN_HANDLER, ModelView
 from handlers.triton.errors import VERSION, error_reply, missing_model
 from handlers.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, Kind
 

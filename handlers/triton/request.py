@@ -17,15 +17,15 @@ import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
 from engines.request import Constraint, GenerationRequest
-from handlers.constraints import decoded, refuse_unread, same_form
 from handlers.contract import Call
-from handlers.contract_routes import NO_ADAPTERS, ContractSetting
-from handlers.images import DATA_URL
-from handlers.json_cost import JsonDecoder
-from handlers.json_fields import MAX_INT64, MIN_INT64, JsonError, decode_json, json_fault, json_kind
-from handlers.parameter_memo import ParameterMemo
+from handlers.parsing.constraints import decoded, refuse_unread, same_form
+from handlers.parsing.images import DATA_URL
+from handlers.parsing.json_fields import MAX_INT64, MIN_INT64, JsonError, decode_json, json_fault, json_kind
+from handlers.parsing.json_limits import JsonDecoder
+from handlers.parsing.parameter_memo import ParameterMemo
+from handlers.parsing.vllm_parameters import TEXT_BOOLEANS, TextReader, VllmParameters, read_vllm_parameters, vllm_names
+from handlers.route_declarations import NO_ADAPTERS, ContractSetting
 from handlers.triton.errors import TritonRefusal
-from handlers.vllm_parameters import TEXT_BOOLEANS, TextReader, VllmParameters, read_vllm_parameters, vllm_names
 
 Kind = Literal["text", "texts", "boolean", "integer"]
 

@@ -12,15 +12,15 @@ from functools import partial
 
 from engines.errors import InvalidParameter
 from handlers.contract import JSON, Answer, Call, Contract, Exchange, Reply
-from handlers.contract_routes import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation, Route
-from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
-from handlers.parameter_memo import ParameterMemo
+from handlers.openapi_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
+from handlers.parsing.parameter_memo import ParameterMemo
+from handlers.parsing.vllm_parameters import read_vllm_parameters
+from handlers.route_declarations import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation, Route
 from handlers.triton import metadata as model
 from handlers.triton.answer import CollectedAnswer, EventAnswer
 from handlers.triton.embeddings import GeneratedEmbeddingContract, InferContract
 from handlers.triton.errors import SeveralResponses, TritonRefusal, error_reply, missing_model, refusal
 from handlers.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, TritonRequest, read_request
-from handlers.vllm_parameters import read_vllm_parameters
 
 
 class TritonContract:

@@ -107,7 +107,7 @@ async def stop_worker(stage: Stage, seconds: float) -> None:
 
 async def stop_server(stage: Stage, seconds: float) -> None:
     """Stop the server's own process for a while. Nobody gets an answer, and nothing is wrong afterwards."""
-    with stopped([stage.subject.process("deploy")]):
+    with stopped([stage.subject.process("slipway")]):
         await asyncio.sleep(seconds)
     stage.recoveries.append(Recovery("server stopped", None, await stage.served(clock())))
 

@@ -47,7 +47,7 @@ _FACTOR = 10
 _ROUNDS = 2
 _TOKENS = 32
 _VARIED = range(_TOKENS // 2, _TOKENS + _TOKENS // 2 + 1)
-_PROCESSES = ("deploy", "VLLM::EngineCore", "VLLM::Worker")
+_PROCESSES = ("slipway", "VLLM::EngineCore", "VLLM::Worker")
 _MEASURED = ("lmi", "lmi jsonlines stream", "tgi", "triton", "happy_vllm", "openai chat", "openai completions")
 _REFUSALS = 300
 """The number of refusals that are sent to measure the processor time of one."""

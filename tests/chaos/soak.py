@@ -146,7 +146,7 @@ def _processes(tested: Subject) -> dict[str, Process]:
 
 def _name(process: psutil.Process) -> str:
     command = " ".join(process.cmdline())
-    if "deploy serve" in command:
+    if "slipway serve" in command:
         return "server"
     if command.startswith("VLLM::"):
         return command.split()[0]

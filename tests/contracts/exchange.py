@@ -12,8 +12,8 @@ from engines.errors import RequestError
 from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from handlers.contract import Call, ContractError, Exchange, Reply
-from handlers.contract_routes import InfoRoute, ModelView, RenderedChat
 from handlers.lmi.rolling_batch import LmiRollingContract
+from handlers.route_declarations import InfoRoute, ModelView, RenderedChat
 
 MODEL = ModelSettings(name="model", model_dir=Path("."), model_id="model")
 

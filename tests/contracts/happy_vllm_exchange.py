@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from handlers.contract_routes import ContractSetting
 from handlers.happy_vllm.routes import HappyVllmContract
+from handlers.route_declarations import ContractSetting
 from tests.contracts.exchange import MODEL
 from tests.contracts.tgi_exchange import FakeModel
 

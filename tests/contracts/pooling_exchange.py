@@ -26,8 +26,8 @@ from engines.request import GenerationRequest, TokenDelta
 from handlers.engine_handler import EngineHandler
 from handlers.entry_point import generation_handlers, pooling_invocations
 from handlers.lmi.rolling_batch import LmiRollingContract
+from handlers.loaded_service import Service
 from handlers.queue import EngineQueue
-from handlers.service import Service
 from tests.contracts.exchange import MODEL
 from tests.stand_ins.scripted_engine import ScriptedEngine, ScriptedGeneration
 

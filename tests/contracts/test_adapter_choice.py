@@ -14,9 +14,9 @@ from engines.adapters import Adapter
 from engines.errors import RequestError, UnknownAdapter, UnknownModel
 from engines.request import GenerationRequest
 from handlers.contract import Call, Contract, ContractError
-from handlers.contract_routes import ContractRoutes, ContractSetting
 from handlers.happy_vllm.routes import HAPPY_VLLM
 from handlers.openai.routes import model, models, refuse
+from handlers.route_declarations import ContractRoutes, ContractSetting
 from handlers.tgi.routes import TGI
 from handlers.triton.routes import TRITON, TritonContract
 from tests.contracts import (

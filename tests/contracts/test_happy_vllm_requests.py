@@ -14,7 +14,7 @@ from engines.request import Constraint, EngineMemo, GenerationRequest, SamplingP
 from handlers.contract import Reply
 from handlers.happy_vllm.request import read_generation
 from handlers.happy_vllm.routes import HAPPY_VLLM
-from handlers.parameter_memo import ParameterMemo
+from handlers.parsing.parameter_memo import ParameterMemo
 from tests.contracts.exchange import call
 from tests.contracts.happy_vllm_exchange import contract
 

@@ -20,9 +20,9 @@ from engines.model_settings import HandlerSettings
 from engines.request import Token
 from engines.tokenization import split_text as text_of_tokens
 from handlers.contract import ContractError, Reply
-from handlers.contract_routes import InfoRoute, ModelView, RenderedChat
 from handlers.happy_vllm.routes import HAPPY_VLLM
 from handlers.happy_vllm.tokens import ids_inside
+from handlers.route_declarations import InfoRoute, ModelView, RenderedChat
 from tests.contracts.exchange import MODEL, call, told
 
 SENTENCE = "Hey, how are you ?"

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.errors import InvalidRequest
-from handlers.json_fields import json_fault
 from handlers.lmi.body import decode
+from handlers.parsing.json_fields import json_fault
 
 LONE = '{"inputs": "\\ud800"}'
 REASON = "JSON is malformed: \\ud800 is half of a utf-16 surrogate pair (byte 12)"

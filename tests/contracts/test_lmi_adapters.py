@@ -31,8 +31,8 @@ from engines.errors import (
     UnknownModel,
 )
 from handlers.contract import Call
-from handlers.lmi import adapter_management
 from handlers.lmi.adapter_choice import adapters_in, adapters_of, named_adapter
+from handlers.lmi.management import adapters as adapter_management
 from handlers.openai import routes as vllm
 from tests.contracts import exchange
 from tests.contracts.exchange import a_joke, answer, parse, refusal

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contract import Reply
-from handlers.lmi.answer_forms import AsyncForm, LmiChatForm
-from handlers.lmi.reply_shapes import LmiChatShape
-from handlers.lmi.shaped_reply import Shape, events, is_error
+from handlers.lmi.chat_answers import AsyncForm, LmiChatForm
+from handlers.lmi.chat_conversion import LmiChatShape
+from handlers.lmi.converted_reply import Shape, events, is_error
 
 CHAT = (
     b'{"id":"chatcmpl-1","object":"chat.completion","created":7,"model":"model","choices":[{"index":0,"message":'

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engines.errors import EngineDead, EngineFault, GenerationFailed, InvalidParameter, Overloaded, RequestError
 from engines.request import FinishReason, Token, TokenDelta
 from handlers.contract import Answer, Call, Reply, ReplyWriter
-from handlers.lmi.answer_forms import AsyncForm, LmiChatForm
+from handlers.lmi.chat_answers import AsyncForm, LmiChatForm
 from handlers.openai.answer import VLLM_FORM, AnswerForm, AnswerOptions
 from tests.stand_ins.collected_reply import CollectedReply
 

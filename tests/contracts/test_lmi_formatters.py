@@ -19,10 +19,10 @@ from engines.request import FinishReason, Token, TokenDelta
 from handlers.contract import Call, ContractError, Exchange, Reply
 from handlers.custom.formatters import Formatters
 from handlers.formatter_thread import FormatterThread
-from handlers.lmi.answer_forms import AsyncForm
-from handlers.lmi.async_formatters import FormattedReply, formatted_call
 from handlers.lmi.asynchronous import LmiAsyncContract
-from handlers.lmi.formatter_contract import FormatterContract
+from handlers.lmi.chat_answers import AsyncForm
+from handlers.lmi.formatters.async_formatters import FormattedReply, formatted_call
+from handlers.lmi.formatters.formatter_contract import FormatterContract
 from handlers.lmi.rolling_batch import LmiRollingContract
 from tests.contracts.exchange import MODEL, a_joke, call
 from tests.stand_ins.collected_reply import CollectedReply

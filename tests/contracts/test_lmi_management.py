@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contract import Call, ContractError, Reply
-from handlers.lmi import model_management
-from handlers.lmi.model_management import read_page, read_registration, read_scale
+from handlers.lmi.management import models as model_management
+from handlers.lmi.management.models import read_page, read_registration, read_scale
 from handlers.management import DescribedGroup, DescribedModel, DescribedWorker, ListedModel, Registration
 
 A = ListedModel("a", None, "/opt/models/a", "READY")

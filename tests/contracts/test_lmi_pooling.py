@@ -15,7 +15,7 @@ from engines.errors import EngineDead, InvalidRequest, Overloaded
 from engines.pooling import Pooling, PoolingModel, kind_of_model
 from engines.request import GenerationRequest, TokenDelta
 from handlers.contract import Contract, ContractError, Exchange, Reply
-from handlers.lmi.pooling import pooling_contract
+from handlers.lmi.vectors.contracts import pooling_contract
 from tests.contracts.exchange import MODEL, call
 
 EMBEDDING = PoolingModel(kind="embedding", task="embed", tasks=frozenset({"embed"}), vector_size=2)

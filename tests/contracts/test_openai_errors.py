@@ -22,8 +22,8 @@ from engines.errors import (
 )
 from engines.model_settings import ModelSettings
 from handlers.contract import Call
-from handlers.contract_routes import GenerationRoute, InfoRoute, ModelView
 from handlers.openai.routes import OPENAI, models
+from handlers.route_declarations import GenerationRoute, InfoRoute, ModelView
 
 CALL = Call(body=b"", request_id="r", path="/v1/models", method="GET")
 

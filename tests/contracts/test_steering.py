@@ -12,18 +12,18 @@ from engines.pooling import PoolingModel
 from engines.request import GenerationRequest
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import Call, Contract, Exchange, read_steering
-from handlers.contract_routes import ContractSetting, GenerationRoute
 from handlers.custom.formatters import Formatters
 from handlers.formatter_thread import FormatterThread
 from handlers.happy_vllm.routes import HappyVllmContract
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
-from handlers.lmi.formatter_contract import FormatterContract
+from handlers.lmi.formatters.formatter_contract import FormatterContract
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.openai.contract import OpenAIContract
 from handlers.openai.embeddings import EmbeddingsContract
 from handlers.openai.routes import EMBEDDINGS
+from handlers.route_declarations import ContractSetting, GenerationRoute
 from handlers.tei.contracts import RootContract, TeiContract
 from handlers.tgi.routes import TgiContract
 from handlers.triton.embeddings import InferContract

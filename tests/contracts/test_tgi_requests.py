@@ -22,7 +22,7 @@ from engines.errors import (
 )
 from engines.request import Constraint, SamplingParameters
 from handlers.contract import Exchange, Reply
-from handlers.contract_routes import GenerationRoute
+from handlers.route_declarations import GenerationRoute
 from handlers.tgi.request import RequestParameters
 from handlers.tgi.routes import TGI
 from tests.contracts.exchange import call as posted

@@ -11,7 +11,7 @@ import pytest
 
 from engines.errors import InvalidChat, InvalidRequest, NotReady
 from handlers.contract import Reply
-from handlers.contract_routes import RenderedChat
+from handlers.route_declarations import RenderedChat
 from handlers.tgi.routes import TGI
 from tests.contracts.tgi_exchange import info_reply, view
 from tests.freed import when_freed

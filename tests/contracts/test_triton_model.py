@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engines.errors import BodyTooLarge, EngineDead, NotReady, NotServed, RequestError, UnknownModel
 from engines.model_settings import HandlerSettings
 from handlers.contract import Call, Reply
-from handlers.contract_routes import GenerationRoute, InfoRoute, State
+from handlers.route_declarations import GenerationRoute, InfoRoute, State
 from handlers.triton.routes import TRITON
 from tests.contracts.triton_exchange import NAMED, LoadedText, told, view
 

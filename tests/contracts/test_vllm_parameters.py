@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from engines.errors import InvalidParameter
 from engines.request import BeamSearch, Constraint, EngineMemo, GenerationRequest, SamplingParameters
-from handlers.json_fields import ParameterReader, Reader
-from handlers.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
+from handlers.parsing.json_fields import ParameterReader, Reader
+from handlers.parsing.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
 
 NAMES = (
     *("n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k"),

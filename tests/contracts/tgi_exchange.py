@@ -16,7 +16,7 @@ from engines.loaded_model import ModelTexts
 from engines.request import GenerationRequest, Token
 from engines.statistics import EngineStatistics
 from handlers.contract import Call, Contract, ContractError, Exchange, Reply
-from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute, ModelView, RenderedChat, State
+from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, ModelView, RenderedChat, State
 from handlers.tgi.routes import TGI
 from tests.contracts.exchange import MODEL, told
 

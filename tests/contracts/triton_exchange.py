@@ -13,7 +13,7 @@ from engines.pooling import PoolingModel
 from engines.request import GenerationRequest, Token, TokenDelta
 from engines.statistics import EngineStatistics
 from handlers.contract import Call, ContractError, Exchange, Reply
-from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute, ModelView, State
+from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, ModelView, State
 from handlers.triton.routes import TRITON
 from tests.contracts.exchange import MODEL
 

@@ -14,8 +14,8 @@ import pytest
 
 from container.sources.sample_model import make_once, prepare
 from engines.cache_dir import cache_dir
-from engines.choice import running_engine
-from engines.memory_release import release_memory
+from engines.engine_choice import running_engine
+from engines.memory.garbage_collection import release_memory
 from engines.model_settings import ModelSettings
 from tests.live.bare_vllm import texts_of_bare_vllm
 from tests.live.preloaded import plain_environment

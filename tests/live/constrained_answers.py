@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines.choice import begin_import, engine_factory
+from engines.engine_choice import begin_import, engine_factory
 from engines.errors import RequestError
 from engines.model_settings import ModelSettings
 from engines.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters

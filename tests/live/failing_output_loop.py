@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engines.choice import begin_import, engine_factory
+from engines.engine_choice import begin_import, engine_factory
 from engines.interface import Engine
 from engines.model_settings import ModelSettings
 from engines.request import GenerationRequest, SamplingParameters

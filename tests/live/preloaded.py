@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 from container.gpus import gpu_count
 
 _MODULES = (
-    "deploy.cli",
+    "slipway.cli",
     "container.server",
     "handlers.entry_point",
     "handlers.openai.vllm_app",
@@ -244,7 +244,7 @@ def _import() -> None:
     gc.disable()
     torch = importlib.import_module("torch")
     for library in sorted((Path(str(torch.__file__)).parents[1] / "torch.libs").glob("libgomp*.so*")):
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # As the fork server does (engines.vllm.preload).
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # As the fork server does (engines.vllm.processes.preload).
     for name in _MODULES:
         importlib.import_module(name)
     # It finds the room for titles beside the environment that the process was started with, once.
@@ -290,7 +290,7 @@ def _keep_a_fork_server() -> None:
 
 
 def _become_fork_server(orders: socket.socket, server: int) -> NoReturn:
-    from engines.vllm.fork_server import end_with_parent
+    from engines.vllm.processes.fork_server import end_with_parent
 
     end_with_parent()
     if os.getppid() != server:
@@ -321,7 +321,7 @@ def _become_fork_server(orders: socket.socket, server: int) -> NoReturn:
 
 def _configure_vllms_logs_later() -> None:
     """Have vLLM configure its logs when the server has said how. vLLM does so when it is imported."""
-    from container import logs
+    from container.observability import logs
 
     configure = logs.configure_vllm
 

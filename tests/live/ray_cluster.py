@@ -32,7 +32,7 @@ class Cluster(Server):
 
     def deploy(self, model_dir: Path, *arguments: str) -> None:
         """Deploy another model, and wait until it is served."""
-        command = [sys.executable, "-m", "deploy", "ray", "--address", "auto", "--cpus", "0.1", *arguments]
+        command = [sys.executable, "-m", "slipway", "ray", "--address", "auto", "--cpus", "0.1", *arguments]
         command += ["--model-dir", str(model_dir), "--model-name", "model"]
         command += ["--port", str(self.port), "--host", "127.0.0.1"]
         environment = os.environ | self.environment
@@ -123,7 +123,7 @@ def _start(model: Path, log: Path, environment: dict[str, str], arguments: tuple
     """Start the cluster. If the machine is so busy that Ray's processes miss their limit of 30 seconds, try again."""
     options = ("--replicas", "2", "--cpus", "0.1", *arguments)
     for _ in range(3):
-        running = Cluster(model, log, environment, program=("deploy", "ray"), arguments=options)
+        running = Cluster(model, log, environment, program=("slipway", "ray"), arguments=options)
         try:
             wait_until(lambda: "is served on" in running.log_text() or running.process.poll() is not None, START)  # noqa: B023
         finally:

@@ -75,7 +75,7 @@ class Server:
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
-    program: tuple[str, ...] = ("deploy", "serve")
+    program: tuple[str, ...] = ("slipway", "serve")
     """A module of Slipway, and its command."""
     arguments: tuple[str, ...] = ()
     name: str | None = "model"
@@ -95,7 +95,7 @@ class Server:
 
     def _started(self, log: IO[bytes]) -> subprocess.Popen[bytes] | preloaded.ForkedProgram:
         command, variables = self.command(), self.all_variables()
-        plain = self.program[0] == "deploy" and self.working_directory is None
+        plain = self.program[0] == "slipway" and self.working_directory is None
         if self.forked and plain and preloaded.can_start(variables):
             return preloaded.start(self.program[0], command[3:], variables, log.fileno())
         return subprocess.Popen(

@@ -83,7 +83,7 @@ async def test_a_model_ends_at_once_while_the_engine_does_not_answer_to_a_new_ad
     from engines.vllm.lora import VllmAdapters
     from handlers.custom.formatters import Formatters
     from handlers.formatter_thread import FormatterThread
-    from handlers.lmi.engine_adapters import EngineAdapterHost
+    from handlers.lmi.management.engine_adapters import EngineAdapterHost
 
     llm: Any = Llm()
     adapters = VllmAdapters(llm, 60)

@@ -26,7 +26,7 @@ from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from handlers.contract import Call
 from handlers.entry_point import load_service
-from handlers.service import Limits
+from handlers.loaded_service import Limits
 from tests.generation import generate
 from tests.live.constrained import DYNAMIC, FORMS, NAMES, TOKENWISE, accepted, by_name, disobeyed
 from tests.live.constrained import answer as answer_of

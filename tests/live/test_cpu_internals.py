@@ -13,7 +13,7 @@ def test_ranks_of_tokens_are_those_of_the_function_that_vllm_compiles() -> None:
     import torch
     from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 
-    from engines.vllm.cpu import token_ranks
+    from engines.vllm.processes.cpu import token_ranks
 
     vllms = inspect.unwrap(batched_count_greater_than)
     rows = torch.randn(5, 1000).round(decimals=1)  # with tokens that are equally likely
@@ -25,7 +25,8 @@ def test_ranks_of_tokens_are_those_of_the_function_that_vllm_compiles() -> None:
 def test_a_long_wait_for_a_message_leaves_the_processor_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
-    from engines.vllm import cpu, internals
+    from engines.vllm import internals
+    from engines.vllm.processes import cpu
 
     monkeypatch.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)  # restores it
     yields: list[bool] = []

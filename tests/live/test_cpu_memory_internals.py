@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engines.cpu_memory import Demand, Limit, memory_limits, smaller_size
 from engines.daemon_thread import LastingThreads
 from engines.interface import EngineOutOfMemory
+from engines.memory.cpu_memory import Demand, Limit, memory_limits, smaller_size
 from engines.model_settings import ModelSettings
 
 
@@ -52,7 +52,8 @@ def test_vllm_looks_for_the_function_that_a_worker_of_ours_replaces(
     resources: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The container's memory is full of files, such as weights that were just read."""
-    from engines.vllm import cpu, internals
+    from engines.vllm import internals
+    from engines.vllm.processes import cpu
 
     memory = resources.get_memory_node_info(0).total_memory
     monkeypatch.setattr(resources, "get_cgroup_memory_limit", lambda: memory // 4)

@@ -18,8 +18,8 @@ import pytest
 
 from engines.daemon_thread import LastingThreads
 from engines.interface import EngineStartError
+from engines.memory.parallelism import ModelMemory, Weights, tensor_parallel_sizes
 from engines.model_settings import ModelSettings
-from engines.parallelism import ModelMemory, Weights, tensor_parallel_sizes
 from engines.vllm.known_arguments import KINDS
 from tests.engine_arguments import PAGE, REFUSED, TRIALS, Trial, command_line, files, results_in
 from tests.live.server import write_model

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engines.choice import choose_engine, engine_factory
+from engines.engine_choice import choose_engine, engine_factory
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
 

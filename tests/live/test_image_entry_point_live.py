@@ -142,7 +142,7 @@ def test_vllm_is_served_and_its_processes_end_with_sigterm(
     # The working directory is the model's. Python must not import Slipway's modules from there.
     (model_dir / "container.py").write_text("raise SystemExit('a file of the model was imported')\n")
     with start(model_dir, **method) as server:
-        assert all(of_its_own(module, server) for module in ("container", "handlers", "djl_python", "deploy"))
+        assert all(of_its_own(module, server) for module in ("container", "handlers", "djl_python", "slipway"))
         plain = server.invoke(PROMPT, max_new_tokens=8, ignore_eos_token=True, do_sample=False)
         assert plain.status_code == 200, plain.text
         streamed = server.invoke(PROMPT, stream=True, max_new_tokens=8, ignore_eos_token=True, do_sample=False)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from handlers.all_contracts import CONTRACTS
-from handlers.contract_routes import GenerationRoute
+from handlers.route_declarations import GenerationRoute
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import Server, hosted, records, write_model
 from tests.live.small_model import MAX_MODEL_LEN, stop_within

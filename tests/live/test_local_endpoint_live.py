@@ -86,7 +86,7 @@ def url(request: pytest.FixtureRequest, container: Server) -> Iterator[str]:
 def local(container: str, *more: str, variables: Mapping[str, str] | None = None) -> Iterator[str]:
     url = f"http://127.0.0.1:{(port := free_port())}"
     options = ["--container", container, "--port", str(port), "--adapter", "red", "--adapter", "blue", *more]
-    command = [sys.executable, "-m", "deploy", "local", *options]
+    command = [sys.executable, "-m", "slipway", "local", *options]
     process = subprocess.Popen(command, env={**os.environ, **(variables or {})})
     try:
         wait_until(lambda: answers(url), START_SECONDS)
@@ -248,7 +248,7 @@ def test_a_target_model_is_one_that_the_container_has(container: Server, runtime
 def test_slipway_invoke_asks_the_local_endpoint(container: Server) -> None:
     def printed(*arguments: str) -> str:
         finished = subprocess.run(
-            [sys.executable, "-m", "deploy", "invoke", NAME, "--prompt", PROMPT, "--max-new-tokens", "5", *arguments],
+            [sys.executable, "-m", "slipway", "invoke", NAME, "--prompt", PROMPT, "--max-new-tokens", "5", *arguments],
             env=os.environ | environment(container.url),
             capture_output=True,
             text=True,

@@ -156,7 +156,7 @@ def test_boto3_calls_asynchronously_with_a_body_or_an_object(server: Server, end
 def test_slipway_invoke_calls_asynchronously(endpoint: Endpoint) -> None:
     source = endpoint.objects.put("in/b.json", json.dumps(INPUT).encode())
     finished = subprocess.run(
-        [sys.executable, "-m", "deploy", "invoke", NAME, "--input-location", source],
+        [sys.executable, "-m", "slipway", "invoke", NAME, "--input-location", source],
         env=os.environ | environment(endpoint.url),
         capture_output=True,
         text=True,
@@ -220,7 +220,7 @@ def test_a_stop_writes_failure_files_for_calls_that_wait(tmp_path: Path) -> None
     url = f"http://127.0.0.1:{(port := free_port())}"
     options = ("--port", str(port), "--endpoint-name", NAME, "--s3-folder", str(tmp_path))
     with unreachable_server() as container, httpx.Client(timeout=START_SECONDS) as client:
-        process = subprocess.Popen([sys.executable, "-m", "deploy", "local", "--container", container, *options])
+        process = subprocess.Popen([sys.executable, "-m", "slipway", "local", "--container", container, *options])
         try:
             wait_until(lambda: _status(client, f"{url}/ping") == 503, START_SECONDS)
             endpoint = Endpoint(url, Folder(tmp_path), tmp_path)
@@ -252,7 +252,7 @@ def test_a_stop_waits_for_a_running_call_and_its_record(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as container, ThreadPoolExecutor() as threads:
         threads.submit(container.serve_forever)
         address = f"http://127.0.0.1:{container.server_address[1]}"
-        process = subprocess.Popen([sys.executable, "-m", "deploy", "local", "--container", address, *options])
+        process = subprocess.Popen([sys.executable, "-m", "slipway", "local", "--container", address, *options])
         try:
             url = f"http://127.0.0.1:{port}"
             with httpx.Client(timeout=START_SECONDS) as client:

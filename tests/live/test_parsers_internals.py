@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engines.vllm.parser_choice import FAMILIES, NAMES, REASONING, TOOLS
+from engines.vllm.parsers.choice import FAMILIES, NAMES, REASONING, TOOLS
 
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
@@ -17,7 +17,7 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type":
 def parser_for(backend: str, tools: str | None = None, reasoning: str | None = None) -> Any:
     from vllm.parser.parser_manager import ParserManager
 
-    from engines.vllm.parsers import parsers_for
+    from engines.vllm.parsers.classes import parsers_for
 
     def get() -> Any:
         return ParserManager.get_parser(
@@ -58,7 +58,7 @@ def test_the_families_that_are_known_without_vllm_are_served_by_vllm() -> None:
 def test_vllm_does_nothing_else_when_the_class_of_a_parser_is_made() -> None:
     from vllm.tool_parsers import ToolParser
 
-    import engines.vllm.parsers  # noqa: F401
+    import engines.vllm.parsers.classes  # noqa: F401
 
     source = inspect.getsource(ToolParser)
     made = source[source.index("    def __init_subclass__") : source.index("    def __init__(")]
@@ -114,7 +114,7 @@ def test_a_choice_that_has_no_grammar_is_refused(choice: Any) -> None:
     ("reasoning", "tells"), [("granite", False), ("qwen3", True), ("deepseek_r1", True), ("", False)]
 )
 def test_who_can_tell_where_reasoning_ends(reasoning: str, tells: bool) -> None:
-    from engines.vllm.parsers import tells_end_of_reasoning
+    from engines.vllm.parsers.classes import tells_end_of_reasoning
 
     config: Any = SimpleNamespace(structured_outputs_config=SimpleNamespace(reasoning_parser=reasoning))
     assert tells_end_of_reasoning(config) is tells
@@ -197,7 +197,7 @@ def test_required_calls_have_the_schemas_of_tools_with_their_own_definitions() -
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
     from vllm.tool_parsers.utils import get_json_schema_from_tools
 
-    import engines.vllm.parsers  # noqa: F401
+    import engines.vllm.parsers.classes  # noqa: F401
 
     def tool(name: str, parameters: Any) -> Any:
         function = {"name": name, "parameters": parameters}
@@ -234,7 +234,7 @@ def test_a_tool_that_refers_to_its_root_means_its_own_schema(keyword: str) -> No
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
     from vllm.tool_parsers.utils import get_json_schema_from_tools
 
-    import engines.vllm.parsers  # noqa: F401
+    import engines.vllm.parsers.classes  # noqa: F401
 
     parameters = {"type": "object", "properties": {"next": {keyword: "#"}, keyword: {"type": "string"}}}
     function = {"name": "f", "parameters": parameters}

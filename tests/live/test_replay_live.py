@@ -115,7 +115,7 @@ def capture(recording: Recording) -> Path:
 
 def replay(source: Path, output: Path, *arguments: str, **variables: str) -> tuple[int, str, dict[str, Any]]:
     """Run the command, and return its exit code, its output and its report."""
-    command = [sys.executable, "-m", "deploy", "replay", str(source), "--output", str(output), *arguments]
+    command = [sys.executable, "-m", "slipway", "replay", str(source), "--output", str(output), *arguments]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=300, check=False)
     report = output / "report.json"
     return done.returncode, done.stdout + done.stderr, json.loads(report.read_text()) if report.exists() else {}

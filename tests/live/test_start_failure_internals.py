@@ -68,7 +68,7 @@ def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(mo
     from vllm.v1.executor.multiproc_executor import WorkerProc
     from vllm.v1.sample import sampler
 
-    from engines.vllm import processes
+    from engines.vllm.processes import contexts as processes
 
     def failing(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -95,7 +95,7 @@ def test_threads_that_do_not_ask_for_it_start_vllms_own_processes(monkeypatch: A
 
     from vllm.v1.engine import utils
 
-    from engines.vllm import processes
+    from engines.vllm.processes import contexts as processes
 
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     processes.use_fork_server()

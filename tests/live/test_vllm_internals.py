@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.choice import check_release
+from engines.engine_choice import check_release
 from engines.errors import EngineDead, InvalidParameter, InvalidRequest, RequestError
 from engines.interface import EngineStartError
 from engines.request import BeamSearch, Constraint, FinishReason, GenerationRequest, SamplingParameters, TokenDelta

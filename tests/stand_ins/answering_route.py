@@ -14,8 +14,8 @@ from container.models.life_cycle import State
 from container.models.registry import Model
 from engines.errors import RequestError
 from handlers.contract import Call, Reply, ReplyWriter, Running
-from handlers.contract_routes import ContractRoutes
-from handlers.service import Service
+from handlers.loaded_service import Service
+from handlers.route_declarations import ContractRoutes
 
 Answering = Callable[[Call, ReplyWriter], Awaitable[Running | None]]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import app
+from slipway.cli import app
 from tests.without_make import without_make
 
 ROOT = Path(__file__).parents[2]

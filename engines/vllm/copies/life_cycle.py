@@ -13,14 +13,15 @@ from engines.errors import EngineDead, InvalidRequest
 from engines.interface import CopyState, EngineCopy, EngineHealth, EngineStartError, Progress
 from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
-from engines.vllm import fork_server, internals
+from engines.vllm import internals
 from engines.vllm.copies.client import CopiesClient, Copy
 from engines.vllm.copies.continuation import Continuations, fail
 from engines.vllm.internals import EngineDeadError
 from engines.vllm.loading import SHUTDOWN_SECONDS, StartedEngine, VllmLoader, shut_down
 from engines.vllm.lora import VllmAdapters
 from engines.vllm.output import OwnState
-from engines.vllm.processes import end_processes
+from engines.vllm.processes import fork_server
+from engines.vllm.processes.contexts import end_processes
 
 logger = logging.getLogger(__name__)
 

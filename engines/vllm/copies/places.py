@@ -12,10 +12,10 @@ import vllm.platforms
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from engines.interface import EngineStartError
+from engines.memory.parallelism import Layout, ModelMemory, copies_that_fit, tensor_parallel_sizes, why_one_copy
+from engines.memory.weight_files import weights_of
 from engines.model_settings import ModelSettings
-from engines.parallelism import Layout, ModelMemory, copies_that_fit, tensor_parallel_sizes, why_one_copy
 from engines.vllm import internals
-from engines.weight_files import weights_of
 
 logger = logging.getLogger(__name__)
 

@@ -86,6 +86,6 @@ def test_the_comparison_chooses_copies_in_turn_whatever_their_work() -> None:
 
 def test_a_scripted_server_gets_an_engine_for_each_copy() -> None:
     engine = Engine(model_dir=Path("/m"), arguments={}, step_ms=4.0, cache_blocks=160)
-    directory, script, *command = module(engine, Path("/w"), "deploy", "serve", copies=2)[3:]
+    directory, script, *command = module(engine, Path("/w"), "slipway", "serve", copies=2)[3:]
     assert msgspec.json.decode(script, type=Script) == Script(model="/m", step_ms=4.0, engines=2, cache_blocks=160)
-    assert (directory, command) == ("/w", ["deploy", "serve"])
+    assert (directory, command) == ("/w", ["slipway", "serve"])

@@ -17,8 +17,8 @@ from container.settings.settings import ServerSettings, Settings
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
 from handlers.lmi.rolling_batch import LmiRollingContract
+from handlers.loaded_service import Service
 from handlers.queue import EngineQueue
-from handlers.service import Service
 from tests.contracts.exchange import MODEL
 from tests.stand_ins.scripted_engine import ScriptedEngine
 

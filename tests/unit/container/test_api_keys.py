@@ -16,14 +16,14 @@ import pytest
 from container.api_keys import ApiKeys, keys_in, keys_in_file
 from container.app import Applications, create_app
 from container.http.router import Mount, Router
-from container.logs import PlainFormatter, access_log
 from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
+from container.observability.logs import PlainFormatter, access_log
+from container.observability.standard_output import Writer
 from container.settings.load import load_startup
 from container.settings.report import startup_json, startup_text
 from container.settings.settings import ServerSettings, Settings, SettingsError
-from container.standard_output import Writer
 from tests.contracts.exchange import MODEL
 
 KEY, OTHER = "sk-first", "sk,second"

@@ -19,7 +19,7 @@ from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings, Settings
 from engines.model_settings import ModelSettings
 from handlers.contract import Call, Reply
-from handlers.contract_routes import ContractRoutes, InfoRoute, ModelView
+from handlers.route_declarations import ContractRoutes, InfoRoute, ModelView
 
 pytestmark = pytest.mark.asyncio
 

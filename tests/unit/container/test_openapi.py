@@ -10,8 +10,8 @@ import pytest
 from container.openapi import openapi_document
 from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.all_contracts import CONTRACTS
-from handlers.contract_routes import GenerationRoute, InvocationRoute, ManagementRoute
 from handlers.openai.routes import ALIASED
+from handlers.route_declarations import GenerationRoute, InvocationRoute, ManagementRoute
 from tests.contracts.exchange import MODEL
 
 MODES = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from container.error_rates import ErrorRates
-from container.health import ping
 from container.models.life_cycle import State
 from container.models.registry import Model, Models
+from container.observability.error_rates import ErrorRates
+from container.ping import ping
 from container.settings.settings import ServerSettings
 from engines.model_settings import ModelSettings
 

@@ -17,17 +17,17 @@ import pytest
 import pytest_asyncio
 
 from container.api_keys import ApiKeys
-from container.logs import access_log
 from container.models.life_cycle import State
+from container.observability.logs import access_log
 from engines.interface import EngineHealth
 from engines.model_settings import HandlerSettings
 from handlers import entry_point
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import Call, Contract, ReplyWriter, Running
-from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute, takes
 from handlers.lmi.rolling_batch import LmiRollingContract
+from handlers.loaded_service import Service
 from handlers.queue import EngineQueue
-from handlers.service import Service
+from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, takes
 from tests.contracts.exchange import MODEL
 from tests.stand_ins.scripted_engine import ScriptedEngine
 from tests.unit.container.one_model import make, with_engine

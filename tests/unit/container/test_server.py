@@ -16,10 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from container import logs, server
+from container import server
 from container.http.router import Mount
 from container.models.life_cycle import State
 from container.models.registry import Model, Models
+from container.observability import logs
 from container.settings.settings import ServerSettings, Startup
 from engines.model_settings import ModelSettings
 from tests.live.server import free_port
@@ -176,7 +177,8 @@ async def test_the_death_of_an_engine_shows_what_was_held_once(monkeypatch: pyte
 
 FAILING = """
 import asyncio, logging, sys
-from container import logs, server
+from container import server
+from container.observability import logs
 from container.settings.settings import ServerSettings, Startup
 from engines.interface import EngineStartError
 
@@ -229,7 +231,8 @@ def test_a_failed_start_shows_what_was_held_then_its_reason_and_all_later_lines(
 
 HANGING = """
 import asyncio, sys
-from container import logs, server
+from container import server
+from container.observability import logs
 from container.settings.settings import ServerSettings, Startup
 
 class Hanging(server.ModelServer):

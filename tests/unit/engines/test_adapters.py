@@ -14,7 +14,7 @@ from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
 from engines.errors import AdapterConflict, AdapterFailed, InvalidParameter, InvalidRequest, UnknownAdapter
 from handlers.custom.formatters import Formatters
 from handlers.formatter_thread import FormatterThread
-from handlers.lmi.engine_adapters import EngineAdapterHost
+from handlers.lmi.management.engine_adapters import EngineAdapterHost
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from engines.errors import ContextExceeded, InvalidRequest, PromptTooLong
 from engines.loaded_model import ModelTexts, copied, fast_tokenizer
 from engines.pooling import Pooling, Side
-from engines.prompt_cache import LONG_TEXT
 from engines.request import GenerationRequest
 from engines.tokenization import PromptTokenizer, TokenTexts
+from engines.tokenized_segments import LONG_TEXT
 from tests.contracts.pooling_exchange import FakeTokenizer
 
 LONG = "one two three " * 60_000

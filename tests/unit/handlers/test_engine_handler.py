@@ -14,7 +14,6 @@ from engines.errors import EngineDead, GenerationFailed, InvalidParameter, Inval
 from engines.interface import Generation, Sink
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply, not_held_header, read_steering
-from handlers.contract_routes import ContractSetting
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
 from handlers.formatter_thread import FormatterThread
@@ -24,6 +23,7 @@ from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.queue import EngineQueue
+from handlers.route_declarations import ContractSetting
 from handlers.tgi.routes import TgiContract
 from handlers.triton.routes import TritonContract
 from tests.contracts.exchange import MODEL, call

@@ -28,7 +28,7 @@ from engines.adapters import Adapter
 from engines.interface import CopyState, EngineCopy, EngineHealth
 from engines.pooling import PoolingModel
 from engines.statistics import EngineStatistics
-from handlers.service import Service
+from handlers.loaded_service import Service
 from tests.settings import load_settings
 
 pytestmark = pytest.mark.asyncio

@@ -13,15 +13,15 @@ from unittest.mock import Mock
 import pytest
 
 from container import server
-from container.error_rates import ErrorRates
-from container.health import ping
 from container.models import engine_restart, life_cycle
 from container.models.life_cycle import Lifecycle, State
 from container.models.registry import Model
+from container.observability.error_rates import ErrorRates
+from container.ping import ping
 from container.settings.settings import ServerSettings, Settings, Startup
 from engines.interface import CopyState, EngineStartError
 from engines.model_settings import ModelSettings
-from handlers.service import Service
+from handlers.loaded_service import Service
 from tests.stand_ins.copied_engine import CopiedEngine
 from tests.waiting import until
 

@@ -11,13 +11,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from container import logs
 from container.models import engine_restart
 from container.models.engine_restart import EngineRestarts
 from container.models.life_cycle import State
-from container.models.loads import Loads
+from container.models.load_queue import Loads
 from container.models.registration import Registrar
 from container.models.registry import EngineRestart, Model, Models
+from container.observability import logs
 from container.settings.settings import ServerSettings
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from container.error_rates import ErrorRates
-from container.health import ping
 from container.models import life_cycle
 from container.models.life_cycle import Lifecycle, State
 from container.models.registry import Model, Models
+from container.observability.error_rates import ErrorRates
+from container.ping import ping
 from container.settings.settings import ServerSettings, Settings
 from engines.adapters import Adapter, AdapterOrder
 from engines.errors import EngineDead
 from engines.interface import EngineHealth, EngineStartError
 from engines.model_settings import ModelSettings
-from handlers.service import Service
+from handlers.loaded_service import Service
 
 
 class SlowToEnd:

@@ -18,7 +18,7 @@ from container.models.memory import OutOfMemory, check_room, free_memory
 from container.models.placement import placed
 from container.settings import environment
 from container.settings.settings import Settings
-from engines.cpu_memory import Limit
+from engines.memory.cpu_memory import Limit
 from engines.model_settings import ModelSettings
 from tests.settings import load_settings
 from tests.stand_ins.model_configs import LLAMA

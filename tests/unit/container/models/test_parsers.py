@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from container.models.parsers import with_parsers_shown
+from container.models.shown_parsers import with_parsers_shown
 from container.settings.load import load_startup
 from container.settings.settings import SettingEntry, SettingsError
 
@@ -62,5 +62,5 @@ def test_a_wrong_name_is_a_fault_of_the_settings(model_dir: Path) -> None:
 
 
 def test_the_choice_needs_no_vllm() -> None:
-    code = "import sys, container.models.parsers; sys.exit('vllm' in sys.modules)"
+    code = "import sys, container.models.shown_parsers; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

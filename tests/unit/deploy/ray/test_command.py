@@ -12,9 +12,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from deploy.cli import app
 from deploy.ray.kuberay import RAY
 from deploy.ray.serve_config import BALANCE, HAPROXY
+from slipway.cli import app
 
 ROOT = Path(__file__).parents[4]
 

@@ -16,8 +16,8 @@ import yaml
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 from typer.testing import CliRunner, Result
 
-from deploy.cli import app
 from deploy.sagemaker import aws
+from slipway.cli import app
 from tests.unit.deploy.sagemaker.configurations import IMAGE, ROLE
 from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION, FakeCloudFormation, stack_event
 
@@ -458,5 +458,5 @@ def test_a_dry_run_says_what_would_be_pushed() -> None:
 
 
 def test_the_command_line_imports_no_boto3_until_it_is_needed() -> None:
-    code = "import sys, deploy.cli; sys.exit(bool({'boto3', 'botocore', 'yaml'} & sys.modules.keys()))"
+    code = "import sys, slipway.cli; sys.exit(bool({'boto3', 'botocore', 'yaml'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

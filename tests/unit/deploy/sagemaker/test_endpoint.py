@@ -13,10 +13,10 @@ import pytest
 from botocore.exceptions import EventStreamError
 from typer.testing import CliRunner
 
-from deploy.cli import app
-from deploy.local.event_stream import payload_part
+from deploy.local_endpoint.event_stream import payload_part
 from deploy.sagemaker import endpoint
 from deploy.sagemaker.aws import Aws
+from slipway.cli import app
 from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION
 
 

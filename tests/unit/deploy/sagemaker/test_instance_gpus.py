@@ -17,7 +17,7 @@ from container.sources.download import RemoteModels
 from deploy.sagemaker.configuration import Configuration, read_configuration
 from deploy.sagemaker.instance_gpus import INSTANCE_GPUS, plan_lines
 from tests.doc_tables import assert_written
-from tests.unit.engines.test_parallelism import MODELS
+from tests.unit.engines.memory.test_parallelism import MODELS
 
 MEBIBYTE = 1 << 20
 PAGE = Path(__file__).parents[4] / "docs" / "tasks" / "all_gpus.md"

@@ -16,9 +16,9 @@ from moto.sagemaker.models import FakeEndpoint
 from moto.sagemakerruntime.models import sagemakerruntime_backends
 from typer.testing import CliRunner, Result
 
-from deploy.cli import app
 from deploy.sagemaker import endpoint
 from deploy.sagemaker.model_upload import UploadFailed, upload_model
+from slipway.cli import app
 from tests.unit.deploy.sagemaker.configurations import IMAGE, ROLE
 from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION
 

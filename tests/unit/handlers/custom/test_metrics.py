@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from container.metrics import handler_metrics
+from container.observability.metrics import handler_metrics
 from handlers.custom.metrics import MAX_NAMES, MAX_SERIES, HandlerMetrics
 from tests.unit.handlers.custom.harness import serving
 from tests.waiting import until

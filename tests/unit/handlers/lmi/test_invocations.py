@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engines.model_settings import ModelSettings
 from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
-from handlers.lmi.answer_forms import AsyncForm, LmiChatForm
+from handlers.lmi.chat_answers import AsyncForm, LmiChatForm
 from handlers.lmi.invocations import InvocationsHandler
 from handlers.lmi.sessions import Sessions
 from handlers.openai.answer import VLLM_FORM, AnswerForm

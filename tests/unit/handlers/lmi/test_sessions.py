@@ -27,7 +27,7 @@ from handlers.lmi.sessions import (
     load_sessions,
     remove_sessions,
 )
-from handlers.service import Limits
+from handlers.loaded_service import Limits
 from tests.contracts.exchange import call
 from tests.stand_ins.request_headers import request_headers
 from tests.waiting import until

@@ -13,13 +13,13 @@ import pytest
 from engines.errors import GenerationFailed, InvalidChat, InvalidRequest, Overloaded, UnknownAdapter
 from engines.statistics import EngineStatistics
 from handlers.contract import Call, Reply
-from handlers.contract_routes import RenderedChat
 from handlers.openai.constraints import RENDER
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.handler import OpenAIHandler
 from handlers.openai.routes import error_reply
 from handlers.openai.vllm_call import VllmApp
 from handlers.queue import EngineQueue
+from handlers.route_declarations import RenderedChat
 from tests.freed import bytes_in_cycles
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.request_headers import request_headers

@@ -1,0 +1,68 @@
+"""The loads of models that are under way: one at a time, since each measures the free memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+
+from container.gpus import SliceNotChosen
+from container.models.memory import OutOfMemory, check_room
+from container.models.placement import placed
+from container.models.registry import Model
+from container.observability import logs
+from container.settings.settings import Settings
+from engines.errors import NotReady
+from engines.interface import EngineStartError
+from engines.model_settings import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+
+class LoadFailed(Exception):
+    """A model cannot be loaded. The message says why."""
+
+
+_REFUSALS = (LoadFailed, OutOfMemory, NotReady)
+
+
+class Loads:
+    """Loads of models, each a task that ends when the model is loaded."""
+
+    def __init__(self, free: Callable[[], Sequence[int]]) -> None:
+        """`free` returns the free memory of each device in bytes."""
+        self._free = free
+        self.one_at_a_time = asyncio.Lock()
+        self.running: dict[Model, asyncio.Task[None]] = {}
+
+    def begin(self, model: Model, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Start a load. The log gets its error."""
+        task = asyncio.create_task(work)
+        self.running[model] = task
+        task.add_done_callback(lambda done: self._ended(model, done))
+        return task
+
+    def place(self, model: ModelSettings, check: Settings | None = None) -> ModelSettings:
+        """Return a model's settings with the GPUs that have the most room now.
+
+        Args:
+            model: The settings.
+            check: All settings of the model, if it has to fit into the free memory.
+
+        Raises:
+            OutOfMemory: The model does not fit.
+            EngineStartError: The settings ask for GPUs that the model cannot have.
+        """
+        try:
+            memory = self._free()
+        except SliceNotChosen as error:
+            raise EngineStartError(str(error)) from None
+        if check is not None:
+            check_room(check, memory)
+        return placed(model, memory)
+
+    def _ended(self, model: Model, task: asyncio.Task[None]) -> None:
+        del self.running[model]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logs.show_held()
+            logger.error("%s", error, exc_info=None if isinstance(error, _REFUSALS) else error)

@@ -1,0 +1,35 @@
+"""Shows which parsers of tool calls and of reasoning the models of a server get, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from container.settings.options import DEFAULT, PREFIX
+from container.settings.settings import SettingEntry, Settings, Startup
+from engines.engine_choice import is_vllm
+from engines.vllm.parsers.choice import GENERATION, NAMES, NONE, parser_of
+
+
+def with_parsers_shown(startup: Startup) -> Startup:
+    """Return the settings with entries for the parsers of each model. A model that is not here is looked up on the hub.
+
+    A model that makes vectors or scores, or that vLLM does not run, gets no entries.
+    """
+    models = [
+        replace(model, settings=_with_entries(model.settings))
+        if is_vllm(model.settings.model) and model.settings.model.task in GENERATION
+        else model
+        for model in startup.models
+    ]
+    return replace(startup, models=tuple(models))
+
+
+def _with_entries(settings: Settings) -> Settings:
+    sources = {entry.name: entry.source for entry in settings.entries}
+    found = []
+    for kind in NAMES:
+        name, choice = f"{PREFIX}{kind}", parser_of(kind, settings.model)
+        found.append(SettingEntry(name, choice.parser or NONE, sources.get(name, DEFAULT), choice.reason))
+    names = [entry.name for entry in found]
+    others = [entry for entry in settings.entries if entry.name not in names]
+    return replace(settings, entries=(*others, *found))

@@ -1,0 +1,64 @@
+"""`/ping`: the health of the models, from their latest signs of life."""
+
+from __future__ import annotations
+
+from json.encoder import encode_basestring
+
+from container.models.life_cycle import State
+from container.models.registry import Model, Models
+from container.observability.error_rates import ErrorRates
+from container.settings.settings import ServerSettings
+from handlers.contract import JSON, Reply
+
+_TEXT = {
+    State.STARTING: "PENDING",
+    State.READY: "Healthy",
+    State.FAILED: "FAILED",
+    State.RESTARTING: "RESTARTING",
+    State.DRAINING: "DRAINING",
+    State.STOPPED: "STOPPED",
+}
+
+
+def ping(models: Models, settings: ServerSettings, error_rates: ErrorRates) -> Reply:
+    """Return the reply to `/ping`: LMI's body, with a `reason` if something is wrong.
+
+    Unlike in LMI, 200 means that all models can serve. With `allow_multi_status` the status is 207 instead of 503 while
+    a model loads. Some probes accept 207 as healthy. With `workers_health_check` the status is 500 if too few workers
+    or copies serve, as in LMI. A stalled engine is `Unhealthy`, because it may recover. `FAILED` is final. While a dead
+    engine is started again and calls wait for it (`RESTARTING`), the status is 200: with 500, SageMaker may replace the
+    instance, and the calls would be lost. It is 200 as well while a dead copy of a model is started again and others
+    serve. If the copy is given up, and too few are left, the model is `Unhealthy` and the status 500, although calls
+    are answered: scaling policies count on the whole machine, and SageMaker replaces it only if the status is not 200.
+    A model that the management API loads is PENDING, and does not change the status.
+    """
+    exceeded = error_rates.exceeded
+    entries = [_entry(model, exceeded) for model in models]
+    body = "{\n" + ",\n".join(entries) + "\n}\n" if entries else "{}\n"
+    return Reply(503 if exceeded else _status(models, settings), JSON, body.encode())
+
+
+def _status(models: Models, settings: ServerSettings) -> int:
+    """Return the first status that applies, in LMI's order."""
+    states = [(model, model.lifecycle.state) for model in models]
+    if any(state is State.FAILED or model.lifecycle.unhealthy for model, state in states):
+        return 500
+    if settings.workers_health_check and any(s is State.READY and m.lifecycle.short_of_workers for m, s in states):
+        return 500
+    if any(model.at_startup and state is State.STARTING for model, state in states):
+        return 207 if settings.allow_multi_status else 503
+    ending = any(state in (State.DRAINING, State.STOPPED) for _, state in states)
+    return 503 if models.draining or ending else 200
+
+
+def _entry(model: Model, exceeded: str) -> str:
+    lifecycle = model.lifecycle
+    state = lifecycle.state
+    text, reason = _TEXT[state], lifecycle.reason if state in (State.FAILED, State.RESTARTING) else lifecycle.missing
+    if state is State.READY and lifecycle.short_of_workers:
+        text = "Unhealthy"
+    if unhealthy := lifecycle.unhealthy:
+        text, reason = "Unhealthy", unhealthy
+    reason = reason or exceeded
+    why = f',\n    "reason": {encode_basestring(reason)}' if reason else ""
+    return f'  "{model.title}": {{\n    "status": "{text}"{why}\n  }}'

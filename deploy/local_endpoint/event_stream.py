@@ -1,0 +1,63 @@
+"""AWS's event stream (`application/vnd.amazon.eventstream`), which carries a streamed reply of the runtime API.
+
+Source: "Event stream encoding" in the Amazon Transcribe developer guide.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from struct import pack
+from zlib import crc32
+
+from starlette.types import Message
+
+from deploy.local_endpoint.parameters import Api, Headers, reply_headers
+
+CONTENT_TYPE = "application/vnd.amazon.eventstream"
+
+_EVENT = {":event-type": "PayloadPart", ":content-type": "application/octet-stream", ":message-type": "event"}
+_ERROR = {":exception-type": "ModelStreamError", ":content-type": "application/json", ":message-type": "exception"}
+_STRING = 7  # The type of a header's value.
+
+
+@dataclass(frozen=True, slots=True)
+class EventStream:
+    """The form of a reply to InvokeEndpointWithResponseStream."""
+
+    common: Headers  # Headers that every reply of the API has.
+
+    def start(self, status: int, headers: Headers) -> Message:
+        own = [(b"content-type", CONTENT_TYPE.encode()), *self.common, *reply_headers(Api.STREAM, headers)]
+        return {"type": "http.response.start", "status": 200, "headers": own}
+
+    def piece(self, data: bytes) -> bytes:
+        return payload_part(data)
+
+    def failure(self, code: str, message: str) -> bytes:
+        return model_stream_error(code, message)
+
+
+def payload_part(data: bytes) -> bytes:
+    """Return the message for a part of the model's reply."""
+    return event_message(_EVENT, data)
+
+
+def model_stream_error(code: str, message: str) -> bytes:
+    """Return the last message of a stream that fails after its first byte."""
+    return event_message(_ERROR, json.dumps({"ErrorCode": code, "Message": message}).encode())
+
+
+def event_message(headers: Mapping[str, str], payload: bytes) -> bytes:
+    """Return a message of an event stream.
+
+    It consists of the message's length, the headers' length, a checksum of both, the headers, the payload, and a
+    checksum of everything before.
+    """
+    encoded = b""
+    for name, value in ((name.encode(), value.encode()) for name, value in headers.items()):
+        encoded += pack(">B", len(name)) + name + pack(">BH", _STRING, len(value)) + value
+    prelude = pack(">II", 16 + len(encoded) + len(payload), len(encoded))
+    head = prelude + pack(">I", crc32(prelude)) + encoded
+    return b"".join((head, payload, pack(">I", crc32(payload, crc32(head)))))

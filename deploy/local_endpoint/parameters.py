@@ -1,0 +1,166 @@
+"""The parameters of a call: the runtime API's headers, checked against its service model, and the headers of replies.
+
+The service model is botocore's copy. The container gets some of the parameters, and no other header of the client, as
+on SageMaker.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+from urllib.parse import urlsplit
+
+from deploy.local_endpoint.errors import constraint_violation
+
+Headers = list[tuple[bytes, bytes]]
+
+
+def value_of(headers: Headers, name: bytes) -> str:
+    """Return the value of a header, or an empty text. `name` is in lower case."""
+    return next((value.decode("latin-1") for given, value in headers if given.lower() == name), "")
+
+
+class Api(Enum):
+    """An operation of the runtime API.
+
+    The container gets its value in `X-Amzn-SageMaker-Forwarded-Api`. An asynchronous call comes without this header.
+    """
+
+    INVOKE = "InvokeEndpoint"
+    STREAM = "InvokeEndpointWithResponseStream"
+    ASYNC = "InvokeEndpointAsync"
+
+
+INFERENCE_ID = b"x-amzn-sagemaker-inference-id"
+# The parameters that the container gets, and their headers.
+_TO_CONTAINER = {
+    "ContentType": b"content-type",
+    "Accept": b"accept",
+    "CustomAttributes": b"x-amzn-sagemaker-custom-attributes",
+    "InferenceId": INFERENCE_ID,
+    "TargetModel": b"x-amzn-sagemaker-target-model",
+    "SessionId": b"x-amzn-sagemaker-session-id",
+}
+_NUMBER = re.compile(r"-?[0-9]{1,18}", re.ASCII)
+# Parts of the service model's regular expressions that Python does not know, and their replacements.
+_JAVA = {r"\p{ASCII}": r"[\x00-\x7f]", r"\p{Print}": r"\x20-\x7e", r"\z": r"\Z"}
+
+
+@functools.cache
+def _members(api: Api) -> Mapping[str, Any]:
+    from botocore.session import get_session  # Importing it takes a while, and other commands do not need it.
+
+    shape = get_session().get_service_model("sagemaker-runtime").operation_model(api.value).input_shape
+    assert shape is not None
+    return {name: member for name, member in shape.members.items() if name != "Body"}
+
+
+def _check(name: str, member: Any, value: str) -> None:
+    if member.type_name == "integer":
+        _check_number(name, member, value)
+        return
+    least, most, pattern = member.metadata.get("min", 0), member.metadata["max"], member.metadata["pattern"]
+    if len(value) < least:
+        raise constraint_violation(name, value, f"Member must have length greater than or equal to {least}")
+    if len(value) > most:
+        raise constraint_violation(name, value, f"Member must have length less than or equal to {most}")
+    expression = functools.reduce(lambda text, java: text.replace(java, _JAVA[java]), _JAVA, pattern)
+    if not re.fullmatch(expression, value):
+        raise constraint_violation(name, value, f"Member must satisfy regular expression pattern: {pattern}")
+
+
+def _check_number(name: str, member: Any, value: str) -> None:
+    if not _NUMBER.fullmatch(value):
+        raise constraint_violation(name, value, "Member must be an integer")
+    if int(value) < member.metadata["min"]:
+        least = member.metadata["min"]
+        raise constraint_violation(name, value, f"Member must have value greater than or equal to {least}")
+    if int(value) > member.metadata["max"]:
+        most = member.metadata["max"]
+        raise constraint_violation(name, value, f"Member must have value less than or equal to {most}")
+
+
+def is_server_url(text: str) -> bool:
+    """Return True if the text is the URL of an HTTP server."""
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and not url.query + url.fragment
+    except ValueError:
+        return False
+
+
+def check_endpoint_name(name: str) -> None:
+    """Check the name of an endpoint or of an inference component.
+
+    Raises:
+        RuntimeApiError: The service model does not allow the name.
+    """
+    _check("EndpointName", _members(Api.INVOKE)["EndpointName"], name)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The checked parameters of a call, and the headers that the container gets."""
+
+    api: Api
+    values: Mapping[str, str]  # The given parameters, by their names in the service model, such as `TargetModel`.
+    forwarded: Headers
+
+
+def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Parameters:
+    """Read the parameters from the headers of a request.
+
+    Args:
+        api: The operation.
+        headers: The headers, with names in lower case.
+
+    Raises:
+        RuntimeApiError: A parameter breaks a constraint of the service model.
+    """
+    given = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+    values: dict[str, str] = {}
+    forwarded: Headers = [] if api is Api.ASYNC else [(b"x-amzn-sagemaker-forwarded-api", api.value.encode())]
+    for name, member in _members(api).items():
+        value = given.get(member.serialization["name"].lower())
+        if value is None or member.serialization["location"] != "header":  # The path has the endpoint's name.
+            continue
+        _check(name, member, value)
+        values[name] = value
+        if name in _TO_CONTAINER:
+            forwarded.append((_TO_CONTAINER[name], value.encode("latin-1")))
+    return Parameters(api, values, forwarded)
+
+
+VARIANT = "AllTraffic"  # The SDKs' name for an endpoint's only production variant.
+
+_SESSION = re.compile(rb"[a-zA-Z0-9](-*[a-zA-Z0-9])*;\sExpires=.+")
+_RETURNED = {
+    b"x-amzn-sagemaker-custom-attributes",
+    b"x-amzn-sagemaker-new-session-id",
+    b"x-amzn-sagemaker-closed-session-id",
+}
+
+
+def reply_headers(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Return the headers that the client gets for a reply of the container.
+
+    LMI announces a new session in `X-Amzn-SageMaker-Session-Id`. The client gets it in SageMaker's header for new
+    sessions.
+    """
+    reply: Headers = [(b"x-amzn-invoked-production-variant", VARIANT.encode())]
+    lmi_session: bytes | None = None
+    for raw_name, value in headers:
+        name = raw_name.lower()
+        if name == b"content-type":
+            reply.append((b"x-amzn-sagemaker-content-type" if api is Api.STREAM else name, value))
+        elif name in _RETURNED:
+            reply.append((name, value))
+        elif name == b"x-amzn-sagemaker-session-id" and _SESSION.fullmatch(value):
+            lmi_session = value
+    if lmi_session is not None and not any(name == b"x-amzn-sagemaker-new-session-id" for name, _ in reply):
+        reply.append((b"x-amzn-sagemaker-new-session-id", lmi_session))
+    return reply

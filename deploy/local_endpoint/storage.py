@@ -1,0 +1,186 @@
+"""The place of `s3://` objects: S3, or a folder of this machine that stands for S3."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from container.sources.location import S3Url, SourceError
+from container.sources.s3 import check_path, s3_client
+from deploy.local_endpoint.settings import OWN_BUCKET, LocalSettings
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+
+logger = logging.getLogger(__name__)
+
+
+class StorageError(Exception):
+    """An object cannot be read or written. The message has the reason."""
+
+
+def object_url(text: str) -> S3Url:
+    """Return the object that `s3://bucket/key` names.
+
+    Raises:
+        SourceError: The text is not such a URL, or has a part `.` or `..`, or an empty one.
+    """
+    url = folder_url(text)
+    if not url.prefix:
+        raise SourceError("allowed: s3://bucket/key")
+    return url
+
+
+def folder_url(text: str) -> S3Url:
+    """Return the folder that `s3://bucket/prefix` names.
+
+    Raises:
+        SourceError: The text is not such a URL, or has a part `.` or `..`, or an empty one.
+    """
+    url = S3Url.parse(text)
+    try:
+        check_path(location(url).removeprefix("s3://").rstrip("/"))
+    except SourceError:
+        raise SourceError("a key may not have empty parts, `.` and `..`") from None
+    return url
+
+
+def location(url: S3Url) -> str:
+    """Return the URL of an object as text."""
+    return f"s3://{url.bucket}/{url.prefix}"
+
+
+class Storage(Protocol):
+    """Objects by their `s3://` URLs. Each method blocks, and raises StorageError."""
+
+    def size(self, url: S3Url) -> int:
+        """Return the number of an object's bytes."""
+        ...
+
+    def read(self, url: S3Url) -> bytes:
+        """Return an object's bytes."""
+        ...
+
+    def write(self, url: S3Url, body: bytes, content_type: str) -> None:
+        """Write an object. Readers see nothing of it before it is complete."""
+        ...
+
+
+class FolderStorage:
+    """A folder in which `s3://bucket/key` is the file `bucket/key`."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def size(self, url: S3Url) -> int:
+        try:
+            return _size_of_file(self._path(url).stat())
+        except OSError as error:
+            raise StorageError(_text(error)) from error
+
+    def read(self, url: S3Url) -> bytes:
+        try:
+            path = self._path(url)
+            _size_of_file(path.stat())  # Opening a device may have an effect.
+            # Without O_NONBLOCK a pipe that has replaced the file would block the thread.
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+                return file.read(_size_of_file(os.fstat(file.fileno())))
+        except OSError as error:
+            raise StorageError(_text(error)) from error
+
+    def write(self, url: S3Url, body: bytes, content_type: str) -> None:
+        try:
+            path = self._path(url)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as directory:
+                complete = Path(directory) / "complete"
+                complete.write_bytes(body)
+                complete.replace(path)
+        except OSError as error:
+            raise StorageError(_text(error)) from error
+
+    def _path(self, url: S3Url) -> Path:
+        root = self._root.resolve()
+        try:
+            path = (root / url.bucket / url.prefix).resolve()
+        except RuntimeError as error:  # A loop of links, before Python 3.13.
+            raise StorageError(str(error)) from error
+        if not path.is_relative_to(root):
+            raise StorageError(f"{location(url)} leaves the folder {root}")
+        return path
+
+
+def _size_of_file(found: os.stat_result) -> int:
+    """Return the size of a regular file.
+
+    Raises:
+        StorageError: It is a directory, a pipe, a socket or a device.
+    """
+    if not stat.S_ISREG(found.st_mode):
+        raise StorageError("it is not a regular file")
+    return found.st_size
+
+
+class S3Storage:
+    """S3 by boto3, or the server that AWS_ENDPOINT_URL_S3 names. The default bucket is made if it is missing."""
+
+    def size(self, url: S3Url) -> int:
+        try:
+            return self._client.head_object(Bucket=url.bucket, Key=url.prefix)["ContentLength"]
+        except Exception as error:
+            raise StorageError(_text(error)) from error
+
+    def read(self, url: S3Url) -> bytes:
+        from boto3.s3.transfer import TransferConfig
+
+        content = io.BytesIO()
+        in_this_thread = TransferConfig(use_threads=False)
+        try:
+            self._client.download_fileobj(url.bucket, url.prefix, content, Config=in_this_thread)
+        except Exception as error:
+            raise StorageError(_text(error)) from error
+        return content.getvalue()
+
+    def write(self, url: S3Url, body: bytes, content_type: str) -> None:
+        given: dict[str, Any] = {"ContentType": content_type} if content_type else {}
+        try:
+            try:
+                self._client.put_object(Bucket=url.bucket, Key=url.prefix, Body=body, **given)
+            except self._client.exceptions.NoSuchBucket:
+                if url.bucket != OWN_BUCKET:
+                    raise
+                self._make_bucket(url.bucket)
+                self._client.put_object(Bucket=url.bucket, Key=url.prefix, Body=body, **given)
+        except Exception as error:
+            raise StorageError(_text(error)) from error
+
+    def _make_bucket(self, name: str) -> None:
+        region: Any = self._client.meta.region_name
+        elsewhere: dict[str, Any] = {"CreateBucketConfiguration": {"LocationConstraint": region}}
+        self._client.create_bucket(Bucket=name, **({} if region == "us-east-1" else elsewhere))
+
+    @functools.cached_property
+    def _client(self) -> S3Client:
+        return s3_client()
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def storage_of(settings: LocalSettings) -> Storage:
+    """Return the storage that the settings ask for."""
+    if settings.s3_folder is not None:
+        return FolderStorage(settings.s3_folder)
+    if settings.uses_s3:
+        return S3Storage()
+    folder = Path(tempfile.mkdtemp(prefix="slipway-s3-"))
+    logger.info("s3://bucket/key is the file %s/bucket/key; --s3-folder sets another folder", folder)
+    return FolderStorage(folder)

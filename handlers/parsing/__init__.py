@@ -1,0 +1,1 @@
+"""Reads the parts of requests that contracts share."""

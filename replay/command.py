@@ -1,0 +1,312 @@
+"""`slipway replay`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from container.settings.values import masked
+from deploy.local_endpoint.parameters import check_endpoint_name, is_server_url
+from replay.request import encodable, printable
+from replay.results import FILE, CannotResume, Result, ResultFile
+from replay.run import NoTimes, Plan, Replay
+from replay.sources import MalformedLine, Sample, Source, SourceError, open_source
+from replay.targets import HttpTarget, SageMakerTarget, Target, Unreachable
+
+DIFFERENT, WRONG_USE, INTERRUPTED = 1, 2, 130
+_FILE_COLUMNS = 160  # The width of the report if it goes to a file.
+_NAME = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"  # Of a header.
+_HEADER = re.compile(rf"({_NAME}):\s*([\x20-\x7e]*)")
+_TARGETS = "expected http://host:port or the name of a SageMaker endpoint"
+
+
+def replay(
+    source: Annotated[str, typer.Argument(help="A file or folder of recorded requests, or s3://bucket/folder.")],
+    to: Annotated[str, typer.Option("--to", help="URL, or SageMaker endpoint, of the server that is judged.")],
+    against: Annotated[str | None, typer.Option(help="URL, or SageMaker endpoint, of the old server.")] = None,
+    recorded: Annotated[bool, typer.Option("--recorded", help="Compare with the answers in the source.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Directory of the results and the report.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the directory of --output.")] = False,
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests that run together.")] = 4,
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Requests a second, at most.")] = None,
+    as_recorded: Annotated[bool, typer.Option("--as-recorded", help="Send at the recorded intervals.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Send only so many requests.")] = None,
+    sample: Annotated[float, typer.Option(min=0.0, max=1.0, help="Part of the requests, chosen by their ids.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Another number chooses another sample.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a whole answer.")] = 300.0,
+    header: Annotated[list[str] | None, typer.Option(help="'Name: value' for both servers; repeatable.")] = None,
+    to_header: Annotated[list[str] | None, typer.Option(help="'Name: value' for --to; repeatable.")] = None,
+    against_header: Annotated[list[str] | None, typer.Option(help="'Name: value' for --against; repeatable.")] = None,
+    pass_header: Annotated[
+        list[str] | None, typer.Option(help="Name of a recorded header that no contract knows, to send it; repeatable.")
+    ] = None,
+    management: Annotated[
+        bool, typer.Option("--management", help="Send requests that change the server, too, such as its adapters.")
+    ] = False,
+    path: Annotated[str, typer.Option(help="Path of requests whose record has none.")] = "/invocations",
+    path_map: Annotated[
+        list[str] | None, typer.Option("--map", help="OLD=NEW: the path OLD is NEW on --to; repeatable.")
+    ] = None,
+    component: Annotated[
+        str | None, typer.Option(help="Inference component of the SageMaker endpoint of --to.")
+    ] = None,
+    against_component: Annotated[
+        str | None, typer.Option(help="Inference component of the SageMaker endpoint of --against.")
+    ] = None,
+    region: Annotated[str | None, typer.Option(help="AWS's region.")] = None,
+    profile: Annotated[str | None, typer.Option(help="AWS's profile.")] = None,
+    other_model: Annotated[
+        bool, typer.Option("--other-model", help="The models differ: compare no texts and no numbers of tokens.")
+    ] = False,
+    redact: Annotated[bool, typer.Option("--redact", help="Keep texts out of the results and the report.")] = False,
+) -> None:
+    """Send recorded requests to a server, and compare its answers with another server's or with the recorded ones.
+
+    Ends with 0 if the documentation explains every difference, else with 1, and with 2 for wrong options.
+    """
+    if (against is None) == (not recorded):
+        raise typer.BadParameter("give one of --against and --recorded", param_hint="--against")
+    if rate is not None and as_recorded:
+        raise typer.BadParameter("has no meaning with --as-recorded", param_hint="--rate")
+    if against_header and against is None:
+        raise typer.BadParameter("has no meaning without --against", param_hint="--against-header")
+    if against_component and (against is None or "://" in against):
+        raise typer.BadParameter("needs a SageMaker endpoint as --against", param_hint="--against-component")
+    if resume and output is None:
+        raise typer.BadParameter("needs --output, the directory of the earlier run", param_hint="--resume")
+    if sample == 0:
+        raise typer.BadParameter("is 0; expected a number above 0, up to 1", param_hint="--sample")
+    if not path.startswith("/"):
+        raise typer.BadParameter(f"is {path!r}; expected a path that begins with /", param_hint="--path")
+    paths = _paths(path_map or [])
+    new_headers = _headers("--header", header) + _headers("--to-header", to_header)
+    old_headers = _headers("--header", header) + _headers("--against-header", against_header)
+    if wrong := [name for name in pass_header or [] if re.fullmatch(_NAME, name) is None]:
+        raise typer.BadParameter(f"is {wrong[0]!r}; expected the name of a header", param_hint="--pass-header")
+    passed = frozenset(name.lower() for name in pass_header or [])
+    connection = _Connection(region, profile, timeout, concurrency)
+    try:
+        found = open_source(source, path, connection.s3)
+    except SourceError as error:
+        raise typer.BadParameter(printable(str(error)), param_hint="SOURCE") from None
+    new = connection.target("--to", to, new_headers, paths, component)
+    old = None if against is None else connection.target("--against", against, old_headers, {}, against_component)
+    options = {
+        "source": encodable(source),
+        "to": masked("", to),
+        "against": None if against is None else masked("", against),
+        "recorded": recorded,
+        "component": component,
+        "against_component": against_component,
+        "path": path,
+        "map": paths,
+        "pass_header": sorted(passed),
+        "management": management,
+        "sample": sample,
+        "seed": seed,
+        "other_model": other_model,
+        "redact": redact,
+    }
+    plan = Plan(
+        concurrency=concurrency,
+        rate=rate,
+        as_recorded=as_recorded,
+        limit=limit,
+        sample=Sample(sample, seed),
+        redact=redact,
+        other_model=other_model,
+        management=management,
+        passed_headers=passed,
+    )
+    directory = output or Path(f"replay-{datetime.now():%Y%m%d-%H%M%S}")
+    sys.exit(asyncio.run(_run(found, new, old, plan, options, directory, resume)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """Makes the clients of AWS and the targets."""
+
+    region: str | None
+    profile: str | None
+    timeout: float
+    concurrency: int
+
+    def s3(self) -> Any:
+        return self._client("s3")
+
+    def target(
+        self,
+        option: str,
+        name: str,
+        headers: Sequence[tuple[str, str]],
+        paths: Mapping[str, str],
+        component: str | None,
+    ) -> Target:
+        """Return the target that an option names.
+
+        Raises:
+            typer.BadParameter: It is neither a URL nor the name of an endpoint.
+        """
+        if "://" in name:
+            if not is_server_url(name):
+                raise typer.BadParameter(f"is {masked('', name)!r}; {_TARGETS}", param_hint=option)
+            return HttpTarget(name, headers, self.timeout, self.concurrency, paths)
+        from deploy.local_endpoint.errors import RuntimeApiError
+
+        try:
+            check_endpoint_name(name)
+        except RuntimeApiError:
+            raise typer.BadParameter(f"is {name!r}; {_TARGETS}", param_hint=option) from None
+        if headers:
+            raise typer.BadParameter("SageMaker passes no headers on; leave out --header", param_hint=option)
+        client = self._client("sagemaker-runtime")
+        return SageMakerTarget(client, name, self.timeout, paths, component)
+
+    def _client(self, service: str) -> Any:
+        from botocore.exceptions import ProfileNotFound
+
+        from deploy.sagemaker.aws import Aws
+        from deploy.sagemaker.configuration import ConfigurationError
+
+        try:
+            aws = Aws(self.region, self.profile, otherwise="us-east-1")
+            return aws.client(service, attempts=1 if service != "s3" else 3, connections=self.concurrency)
+        except ProfileNotFound as error:
+            raise typer.BadParameter(str(error), param_hint="--profile") from None
+        except ConfigurationError as error:
+            raise typer.BadParameter(str(error)) from None
+
+
+async def _run(
+    source: Source,
+    new: Target,
+    old: Target | None,
+    plan: Plan,
+    options: Mapping[str, Any],
+    directory: Path,
+    resume: bool,
+) -> int:
+    from rich.console import Console  # rich and numpy take a while, and wrong options need neither
+
+    from replay.progress import Progress
+    from replay.report import Report
+
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _FILE_COLUMNS
+    console = Console(highlight=False, width=wide)
+    report, results = Report(options), ResultFile(directory / FILE)
+    done: set[bytes] = set()
+    try:
+        _prepare(directory, resume)
+        if resume:
+            for result in results.resume(options):
+                done.add(bytes.fromhex(result.key))
+                report.add(result)
+        else:
+            results.create(options)
+    except (CannotResume, OSError) as error:
+        typer.echo(f"slipway: {printable(str(error))}", err=True)
+        return WRONG_USE
+    progress = Progress(source, plan.limit, report)
+
+    def on_result(result: Result) -> None:
+        results.add(result)
+        report.add(result)
+        progress.update()
+
+    def on_malformed(line: MalformedLine) -> None:
+        report.add_malformed(line)
+        progress.update()
+
+    run = Replay(source, new, old, plan, on_result, on_malformed, report.add_unsent, done)
+    code = DIFFERENT
+    interrupted = _on_signals(run.stop)
+    try:
+        with progress:
+            await run.run()
+    except (NoTimes, Unreachable) as error:
+        typer.echo(f"slipway: {printable(str(error))}", err=True)
+        report.ended = str(error)
+        code = WRONG_USE if isinstance(error, NoTimes) else DIFFERENT
+    finally:
+        results.close()
+        await new.close()
+        if old is not None:
+            await old.close()
+    if interrupted:
+        report.ended, code = f"{interrupted[0]}; --resume continues it", INTERRUPTED
+    elif run.gave_up:
+        report.ended = "too many requests in a row had no answer; --resume continues it"
+    _write(report.as_json(), directory)
+    report.show(console)
+    console.print(printable(f"The report is in {directory / 'report.html'}"), soft_wrap=True, markup=False)
+    return 0 if report.passed else code
+
+
+def _prepare(directory: Path, resume: bool) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotResume(f"--output {directory} cannot be made: {error.strerror}") from None
+    if not resume and (directory / FILE).exists():
+        raise CannotResume(f"{directory / FILE} exists; give --resume to continue its run, or another --output")
+
+
+def _on_signals(stop: Callable[[], None]) -> list[str]:
+    """End the replay at the first signal, and the process at the second. Returns a list that gets the first one."""
+    loop, seen = asyncio.get_running_loop(), []
+
+    def on_signal(number: signal.Signals) -> None:
+        seen.append("Ctrl-C" if number is signal.SIGINT else number.name)
+        loop.remove_signal_handler(number)
+        stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    return seen
+
+
+def _write(report: Mapping[str, Any], directory: Path) -> None:
+    from replay.page import page
+
+    written = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    texts = {
+        "report.json": json.dumps(report, indent=2, ensure_ascii=False) + "\n",
+        "report.html": page(report, written),
+    }
+    for name, text in texts.items():
+        # The examples may have texts of users.
+        descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+
+
+def _headers(option: str, given: list[str] | None) -> list[tuple[str, str]]:
+    found = []
+    for text in given or []:
+        if (match := _HEADER.fullmatch(text.strip())) is None:
+            raise typer.BadParameter("a header is not of the form 'Name: value'", param_hint=option)  # may be a key
+        found.append((match[1], match[2]))
+    return found
+
+
+def _paths(given: list[str]) -> dict[str, str]:
+    paths = {}
+    for text in given:
+        old, equals, new = text.partition("=")
+        if not (equals and old.startswith("/") and new.startswith("/")):
+            raise typer.BadParameter(f"is {text!r}; expected /old=/new", param_hint="--map")
+        paths[old] = new
+    return paths

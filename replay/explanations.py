@@ -1,0 +1,738 @@
+"""The differences that the documentation explains, with its words. A test looks up each of them in the pages.
+
+The first explanation in the table that matches a difference counts. An explanation with a setting says how to get the
+old behaviour. An explanation without one describes a difference that stays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from replay.answer import Answer, Framing
+from replay.comparison import FROM_THE_START, Difference, Kind
+from replay.request import RecordedRequest
+from replay.shapes import key_of
+
+_INVOCATIONS = r"/(invocations|predictions/.*|models/.*/invoke)"
+_TGI = r"/(generate|generate_stream)?"
+_OPENAI = r"(/openai)?/v1/(chat/completions|completions|responses|messages|embeddings|models).*"
+_TRITON = r"/v2/models/.*"
+_HAPPY = r"/v[12]/(generate|generate_stream|tokenizer|decode|split_text|metadata_text)"
+_TEI = r"/(embed|embed_all|embed_sparse|rerank|predict|similarity|embeddings|vertex|decode|tokenize)?"
+_ANY = r".*"
+
+# Fields in which TGI's answers differ from LMI's.
+_TGI_FIELDS = "log_?prob|special|special_token|index|seed|prefill|inputs|input_length|top_tokens|best_of_sequences"
+
+# Fields that differ between LMI's rolling batch and its asynchronous handler.
+_ASYNC_FIELDS = r"(^|\.)(log_?prob|index|seed|prefill|input_length|inputs)(\[\])?$|^(first|middle|last)$|details$"
+
+_LIKE_VLLM = (
+    "For clients of `vllm serve`, such as OpenAI's and Anthropic's libraries. The routes have its fields, answers and "
+    "errors."
+)
+_TWO_SCHEMAS = "For clients of the default schema of LMI's images since v17. It is on with `option.async_mode=true`"
+
+# Fields of vLLM's answers, null or absent unless something asks for them.
+_VLLM_FIELDS = (
+    *("model", "object", "created", "service_tier", "system_fingerprint", "metrics", "prompt_logprobs", "prompt_text"),
+    *("prompt_token_ids", "kv_transfer_params", "ec_transfer_params", "logprobs", "bytes", "stop_reason", "token_ids"),
+    *("routed_experts", "refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning"),
+    *("reasoning_content", "usage", "prompt_tokens_details", "completion_tokens_details"),
+)
+# Objects of vLLM's answers whose fields have vLLM's order: a whole answer or record, and parts of it.
+_VLLM_OBJECTS = ("", "first", "middle", "last", "choices", "message", "delta", "logprobs", "content", "usage", "data")
+_VLLM_FORM = "Objects of vLLM have its fields in its order, null if nothing asks for them:"
+
+_FIELDS = (Kind.MISSING, Kind.EXTRA, Kind.NULL, Kind.TYPE, Kind.ORDER, Kind.PROBABILITIES, Kind.VALUE)
+_OVERLOADED = ("429", "503")
+_FORM = (Kind.CONTENT_TYPE, Kind.FRAMING, Kind.EVENTS, Kind.RECORDS)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """An explanation of differences."""
+
+    name: str
+    page: str  # In docs/.
+    anchor: str
+    statement: str  # A part of the text below the anchor's heading.
+    kinds: tuple[Kind, ...]
+    routes: str = _ANY  # Matches the whole path.
+    where: str = ""  # Is found in the difference's place.
+    fields: tuple[str, ...] = ()  # The names of the fields, which a page has. Empty: `where` says all.
+    old: str = ""
+    new: str = ""
+    asked: tuple[str, ...] = ()  # The request asks for something with one of these fields.
+    not_asked: tuple[str, ...] = ()  # The request leaves these fields to their defaults.
+    asked_zero: str = ""  # The request has this field with the number 0.
+    has_null: bool = False  # The request has a field that is null.
+    framings: tuple[Framing, ...] = ()  # Forms of the old answer.
+    old_has: tuple[str, ...] = ()  # Fields of the old answer.
+    old_lacks: tuple[str, ...] = ()  # Fields that it does not have.
+    new_has: tuple[str, ...] = ()  # The new answer has one of these fields.
+    new_says: str = ""  # Is found in the new answer's error.
+    is_shorter: bool = False  # A text of the new answer is the beginning of the old one.
+    new_lacks: tuple[str, ...] = ()  # Fields that the new answer would have if the setting were in effect already.
+    setting: str | None = None  # Gives the old behaviour.
+
+    @property
+    def link(self) -> str:
+        return f"docs/{self.page}#{self.anchor}"
+
+    @cached_property
+    def _patterns(self) -> tuple[re.Pattern[str], ...]:
+        return tuple(re.compile(pattern) for pattern in (self.routes, self.where, self.old, self.new))
+
+    def matches(self, request: RecordedRequest, old: Answer, new: Answer, difference: Difference) -> bool:
+        """Return True if it explains a difference.
+
+        Args:
+            request: The request.
+            old: The answer of the old server.
+            new: The answer of the new one.
+            difference: The difference.
+        """
+        if difference.kind not in self.kinds or (self.framings and old.framing not in self.framings):
+            return False
+        if not all(old.has(name) for name in self.old_has) or any(new.has(name) for name in self.new_lacks):
+            return False
+        if any(old.has(name) for name in self.old_lacks):
+            return False
+        if self.new_has and not any(new.has(name) for name in self.new_has):
+            return False
+        if self.fields and key_of(difference.where) not in self.fields:
+            return False
+        routes, where, before, after = self._patterns
+        if routes.fullmatch(request.route) is None or where.search(difference.where) is None:
+            return False
+        if before.search(difference.old) is None or after.search(difference.new) is None:
+            return False
+        if self.is_shorter and difference.kind is Kind.TEXT and not difference.old.startswith(difference.new):
+            return False
+        if self.new_says and re.search(self.new_says, str(new.error)) is None:
+            return False
+        return self._asks(request)
+
+    def _asks(self, request: RecordedRequest) -> bool:
+        """Return True if the request is one of those that are explained."""
+        if self.has_null and not request.has_null:
+            return False
+        if self.asked_zero and not request.has_zero(self.asked_zero):
+            return False
+        if any(request.asks(field) for field in self.not_asked):
+            return False
+        return not self.asked or any(request.asks(field) for field in self.asked)
+
+
+EXPLANATIONS = (
+    # Chats on /invocations.
+    Explanation(
+        "aws-chat-format",
+        "tasks/from_aws_vllm.md",
+        "2-keep-the-answers",
+        "With `OPTION_CHAT_FORMAT=openai`, `messages` on `/invocations` get OpenAI's answers",
+        (*_FIELDS, Kind.FINISH_REASON),
+        _INVOCATIONS,
+        fields=(*_VLLM_FIELDS, "finish_reason"),
+        asked=("messages",),
+        old_has=("model",),
+        new_lacks=("model",),
+        setting="OPTION_CHAT_FORMAT=openai",
+    ),
+    Explanation(
+        "aws-chat-order",
+        "tasks/from_aws_vllm.md",
+        "2-keep-the-answers",
+        "With `OPTION_CHAT_FORMAT=openai`, `messages` on `/invocations` get OpenAI's answers",
+        (Kind.ORDER,),
+        _INVOCATIONS,
+        fields=_VLLM_OBJECTS,
+        asked=("messages",),
+        old_has=("model",),
+        new_lacks=("model",),
+        setting="OPTION_CHAT_FORMAT=openai",
+    ),
+    Explanation(
+        "vllm-fields-on-invocations",
+        "migrating.md",
+        "explained-differences",
+        _VLLM_FORM,
+        (Kind.EXTRA, Kind.NULL),
+        _INVOCATIONS,
+        fields=_VLLM_FIELDS,
+        asked=("prompt", "messages"),
+    ),
+    Explanation(
+        "vllm-order-on-invocations",
+        "migrating.md",
+        "explained-differences",
+        _VLLM_FORM,
+        (Kind.ORDER,),
+        _INVOCATIONS,
+        fields=_VLLM_OBJECTS,
+        asked=("prompt", "messages"),
+    ),
+    Explanation(
+        "aws-chat-stream",
+        "openai.md",
+        "chat-and-completions-on-invocations",
+        "A stream is `application/jsonlines`, with a `chat.completion.chunk` in each line.",
+        _FORM,
+        _INVOCATIONS,
+        new="json|JSON",
+        asked=("messages",),
+        framings=(Framing.EVENTS,),
+        old_has=("model",),
+        new_lacks=("model",),
+        setting="option.chat_format=openai",
+    ),
+    Explanation(
+        "aws-chat-errors",
+        "openai.md",
+        "errors",
+        'Chats in LMI\'s shape have `{"error":"...","code":424}` for a refused request',
+        (Kind.STATUS, Kind.ERROR_BODY),
+        _INVOCATIONS,
+        fields=("", "error", "message", "type", "param", "code"),
+        old=r"^(?!2\d\d$)",
+        new=r"^(?!2\d\d$|5\d\d$)",
+        asked=("messages",),
+        setting="option.chat_format=openai",
+    ),
+    Explanation(
+        "lmi-chat-max-tokens",
+        "openai.md",
+        "differences-from-lmi-on-invocations",
+        "default of `max_tokens` | 30, or the context | the context",
+        (Kind.TOKENS, Kind.FINISH_REASON),
+        _INVOCATIONS,
+        asked=("messages",),
+        not_asked=("max_tokens", "max_completion_tokens"),
+    ),
+    Explanation(
+        "lmi-chat-top-logprobs",
+        "openai.md",
+        "differences-from-lmi-on-invocations",
+        "`top_logprobs` | always one | as many as asked for",
+        (Kind.PROBABILITIES, Kind.VALUE, Kind.MISSING, Kind.EXTRA),
+        _INVOCATIONS,
+        where="top_logprobs",
+        asked=("messages",),
+    ),
+    # TGI's image on SageMaker.
+    Explanation(
+        "tgi-on-sagemaker",
+        "tasks/from_tgi.md",
+        "4-on-sagemaker",
+        'TGI\'s answers to `inputs`: `[{"generated_text": ...}]` | `OPTION_TGI_COMPAT=true`',
+        _FIELDS,
+        _INVOCATIONS,
+        where=rf"(^|\.)({_TGI_FIELDS})(\[\])?$",
+        asked=("inputs",),
+        framings=(Framing.ARRAY, Framing.EVENTS),
+        new_lacks=("logprob",),
+        setting="OPTION_TGI_COMPAT=true",
+    ),
+    Explanation(
+        "tgi-form-on-sagemaker",
+        "lmi.md",
+        "tgi-compatibility",
+        "whole answers are arrays, `details` is true by default, streams are `sse`",
+        _FORM,
+        _INVOCATIONS,
+        new="json|JSON",
+        asked=("inputs",),
+        framings=(Framing.ARRAY, Framing.EVENTS),
+        new_lacks=("logprob",),
+        setting="option.tgi_compat=true",
+    ),
+    Explanation(
+        "tgi-nulls-on-sagemaker",
+        "tasks/from_tgi.md",
+        "4-on-sagemaker",
+        'TGI\'s answers to `inputs`: `[{"generated_text": ...}]` | `OPTION_TGI_COMPAT=true`',
+        (Kind.NULL,),
+        _INVOCATIONS,
+        where=r"^(first|middle|last)\.(generated_text|details)$",
+        asked=("inputs",),
+        framings=(Framing.EVENTS,),
+        new_lacks=("index",),
+        setting="OPTION_TGI_COMPAT=true",
+    ),
+    Explanation(
+        "tgi-details-on-sagemaker",
+        "tasks/from_tgi.md",
+        "4-on-sagemaker",
+        "`details` are on by default, and have `inputs`.",
+        (Kind.EXTRA, Kind.TYPE),
+        _INVOCATIONS,
+        where=r"details(\.inputs)?$",
+        asked=("inputs",),
+        framings=(Framing.ARRAY, Framing.EVENTS),
+    ),
+    Explanation(
+        "tgi-errors-on-sagemaker",
+        "tasks/from_tgi.md",
+        "4-on-sagemaker",
+        "All errors have the status 424.",
+        (Kind.STATUS,),
+        _INVOCATIONS,
+        old="^4(22|00|13|29)$",
+        new="^424$",
+        asked=("inputs",),
+    ),
+    Explanation(
+        "tgi-default-length-on-sagemaker",
+        "tasks/from_tgi.md",
+        "4-on-sagemaker",
+        "`max_new_tokens` is 30 by default.",
+        (Kind.TOKENS, Kind.FINISH_REASON),
+        _INVOCATIONS,
+        asked=("inputs",),
+        not_asked=("max_new_tokens",),
+        framings=(Framing.ARRAY, Framing.EVENTS),
+    ),
+    # LMI's asynchronous handler.
+    Explanation(
+        "lmi-async-finish-reason",
+        "lmi_async.md",
+        "differences-from-lmi",
+        "`details.finish_reason` is `eos_token`, `stop_sequence` or `length`. LMI has vLLM's stop reason, often null.",
+        (Kind.FINISH_REASON, Kind.TYPE),
+        _INVOCATIONS,
+        where="finish_reason$",
+        old="^null$",
+        asked=("inputs",),
+    ),
+    Explanation(
+        "lmi-async-generated-tokens",
+        "lmi_async.md",
+        "differences-from-lmi",
+        "`details.generated_tokens` in streams is the number of tokens. LMI's is one too high.",
+        (Kind.TOKENS,),
+        _INVOCATIONS,
+        where=r"^last\.details\.generated_tokens$",
+    ),
+    Explanation(
+        "lmi-async-stop",
+        "lmi_async.md",
+        "differences-from-lmi",
+        "`stop_sequences` are stop texts. LMI ignores them.",
+        (Kind.FINISH_REASON, Kind.TOKENS, Kind.TEXT),
+        _INVOCATIONS,
+        asked=("stop_sequences",),
+        framings=(Framing.LINES, Framing.OBJECT),
+        new="^(?!length$)",
+        is_shorter=True,
+    ),
+    Explanation(
+        "lmi-async-mode",
+        "lmi_async.md",
+        "lmis-asynchronous-handler",
+        _TWO_SCHEMAS,
+        _FIELDS,
+        _INVOCATIONS,
+        where=_ASYNC_FIELDS,
+        asked=("inputs",),
+        framings=(Framing.OBJECT, Framing.LINES),
+        new_lacks=("logprob", "index"),
+        setting="option.async_mode=true",
+    ),
+    Explanation(
+        "lmi-rolling-batch",
+        "lmi_async.md",
+        "lmis-asynchronous-handler",
+        _TWO_SCHEMAS,
+        _FIELDS,
+        _INVOCATIONS,
+        where=rf"{_ASYNC_FIELDS}|^(first|middle|last)\.(generated_text|details)$",
+        asked=("inputs",),
+        framings=(Framing.OBJECT, Framing.LINES),
+        old_lacks=("logprob", "index"),
+        new_has=("logprob", "index"),
+        setting="option.async_mode=false",
+    ),
+    Explanation(
+        "lmi-async-nulls",
+        "lmi_async.md",
+        "answers",
+        "Other records of a stream have null in `generated_text` and `details`.",
+        (Kind.NULL,),
+        _INVOCATIONS,
+        where=r"^(first|middle|last)\.(generated_text|details)$",
+        asked=("inputs",),
+        framings=(Framing.LINES,),
+        new_lacks=("index",),
+        setting="option.async_mode=true",
+    ),
+    # LMI's rolling batch.
+    Explanation(
+        "lmi-stop-reason",
+        "lmi.md",
+        "differences",
+        "At stop texts LMI's vLLM backend says `eos_token`.",
+        (Kind.FINISH_REASON,),
+        _INVOCATIONS,
+        old="^eos_token$",
+        new="^stop_sequence$",
+    ),
+    Explanation(
+        "lmi-error-fields",
+        "lmi.md",
+        "differences",
+        "`error` and `code` in error objects are additions.",
+        (Kind.ERROR_BODY,),
+        _INVOCATIONS,
+        where=r"^(last\.)?(error|code)$",
+        old="^absent$",
+    ),
+    Explanation(
+        "lmi-error-message-in-streams",
+        "lmi.md",
+        "errors",
+        "streams also have `token.error_msg`",
+        (Kind.ERROR_BODY,),
+        _INVOCATIONS,
+        where=r"token\.error_msg$",
+        old="^absent$",
+    ),
+    Explanation(
+        "lmi-error-object",
+        "lmi.md",
+        "errors",
+        '{"generated_text": "", "details": {"finish_reason": "error", ...}, "error": "...", "code": 424}',
+        (Kind.ERROR_BODY,),
+        _INVOCATIONS,
+        where=r"^(last\.)?(generated_text|details|token|error_type)",
+        asked=("inputs",),
+    ),
+    Explanation(
+        "lmi-output-formatter",
+        "lmi.md",
+        "answers",
+        "The request's `output_formatter` counts, then `option.output_formatter`, then `stream`",
+        _FORM,
+        _INVOCATIONS,
+        new="json|JSON|event",
+        asked=("inputs",),
+        setting="option.output_formatter",
+    ),
+    # TGI.
+    Explanation(
+        "tgi-times-in-headers",
+        "tgi.md",
+        "answers",
+        "Headers: `x-compute-type` (`option.rolling_batch`), `x-compute-time` (seconds)",
+        (Kind.HEADER,),
+        _TGI,
+        where="^x-(validation-time|queue-time|inference-time|time-per-token)$",
+    ),
+    Explanation(
+        "tgi-null",
+        "tgi.md",
+        "differences-from-tgi",
+        "`null` for `do_sample`, `stop`, `parameters`, ... | refused | absent",
+        (Kind.STATUS,),
+        _TGI,
+        old="^4(22|00)$",
+        new="^200$",
+        has_null=True,
+    ),
+    Explanation(
+        "tgi-best-of-zero",
+        "tgi.md",
+        "differences-from-tgi",
+        "`best_of: 0` | taken as 1 | refused",
+        (Kind.STATUS,),
+        _TGI,
+        old="^200$",
+        new="^422$",
+        asked_zero="best_of",
+    ),
+    Explanation(
+        "tgi-watermark",
+        "tgi.md",
+        "fields",
+        "`watermark` | boolean | | Refused if true.",
+        (Kind.STATUS,),
+        _TGI,
+        old="^200$",
+        new="^422$",
+        asked=("watermark",),
+    ),
+    Explanation(
+        "tgi-constraints",
+        "tgi.md",
+        "fields",
+        "Unknown fields cause a log line. They are refused with `option.strict_parameters=true`, or if they would "
+        "[constrain the text](constraints.md).",
+        (Kind.STATUS,),
+        _TGI,
+        old="^200$",
+        new="^422$",
+        asked=(
+            "response_format",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "json_schema",
+            "logit_bias",
+            "bad_words",
+        ),
+    ),
+    Explanation(
+        "tgi-stop-in-token",
+        "tgi.md",
+        "differences-from-tgi",
+        "a stop text within a token | not found | found",
+        (Kind.TEXT, Kind.FINISH_REASON, Kind.TOKENS),
+        _TGI,
+        new="^(?!length$)",
+        asked=("stop", "stop_sequences"),
+        is_shorter=True,
+    ),
+    Explanation(
+        "tgi-seed",
+        "tgi.md",
+        "answers",
+        "`seed` is null for greedy decoding. Sampling with details gets a random one.",
+        (Kind.TYPE, Kind.NULL),
+        _TGI,
+        where="seed$",
+    ),
+    # TGI's and AWS's OpenAI routes.
+    Explanation(
+        "tgi-chat-tools",
+        "tgi.md",
+        "differences-from-tgi",
+        "needs a parser, which is chosen or named by `option.tool_call_parser`",
+        (Kind.TYPE, Kind.NULL, Kind.MISSING, Kind.FINISH_REASON, Kind.VALUE),
+        _OPENAI,
+        where="tool_calls|content$|finish_reason$",
+        asked=("tools",),
+        setting="option.tool_call_parser",
+    ),
+    Explanation(
+        "tgi-chat-tools-refused",
+        "tgi.md",
+        "differences-from-tgi",
+        "needs a parser, which is chosen or named by `option.tool_call_parser`",
+        (Kind.STATUS,),
+        _OPENAI,
+        old="^200$",
+        new="^400$",
+        asked=("tools",),
+        setting="option.tool_call_parser",
+    ),
+    Explanation(
+        "tgi-chat-role",
+        "compatibility.md",
+        "suites",
+        "`role` is in the first chunk alone",
+        (Kind.MISSING,),
+        _OPENAI,
+        where=r"delta\.role$",
+    ),
+    Explanation(
+        "tgi-fingerprint",
+        "compatibility.md",
+        "suites",
+        "`system_fingerprint` is null",
+        (Kind.MISSING, Kind.NULL),
+        _OPENAI,
+        where="system_fingerprint$",
+    ),
+    Explanation(
+        "tgi-chat-refusals",
+        "compatibility.md",
+        "suites",
+        "refusals are 400 and not 422",
+        (Kind.STATUS,),
+        _OPENAI,
+        old="^422$",
+        new="^400$",
+    ),
+    Explanation(
+        "openai-error-object",
+        "openai.md",
+        "errors",
+        '"type":"BadRequestError","param":"response_format.type","code":400}}',
+        (Kind.ERROR_BODY,),
+        _OPENAI,
+        fields=("error", "object", "message", "type", "param", "code"),
+    ),
+    Explanation(
+        "openai-constraints",
+        "openai.md",
+        "constraints-on-the-text",
+        "Every constraint in a body [is enforced or refused](constraints.md), including those that `vllm serve` "
+        "ignores.",
+        (Kind.STATUS,),
+        _OPENAI,
+        old="^200$",
+        new="^400$",
+        asked=(
+            *("extra_body", "parameters", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+            *("bad_words", "allowed_token_ids", "min_tokens", "stop_token_ids", "use_beam_search", "response_format"),
+        ),
+    ),
+    Explanation(
+        "openai-model-name",
+        "openai.md",
+        "the-model-of-a-request",
+        "Answers carry the first served name.",
+        (Kind.VALUE,),
+        where=r"(^|\.)model$",
+        setting="option.served_model_name",
+    ),
+    Explanation(
+        "openai-unknown-model",
+        "openai.md",
+        "the-model-of-a-request",
+        "Any other name is 404.",
+        (Kind.STATUS,),
+        _OPENAI,
+        old="^200$",
+        new="^404$",
+        asked=("model",),
+        new_says="does not exist",
+        setting="option.served_model_name",
+    ),
+    Explanation(
+        "openai-fields-of-vllm",
+        "migrating.md",
+        "explained-differences",
+        _VLLM_FORM,
+        (Kind.EXTRA, Kind.NULL),
+        _OPENAI,
+        fields=_VLLM_FIELDS,
+    ),
+    Explanation(
+        "openai-order-of-vllm",
+        "migrating.md",
+        "explained-differences",
+        _VLLM_FORM,
+        (Kind.ORDER,),
+        _OPENAI,
+        fields=_VLLM_OBJECTS,
+    ),
+    Explanation(
+        "openai-charset",
+        "openai.md",
+        "openai",
+        _LIKE_VLLM,
+        (Kind.CONTENT_TYPE,),
+        _OPENAI,
+        where="^parameters$",
+    ),
+    # Triton.
+    Explanation(
+        "triton-malformed",
+        "triton.md",
+        "differences-from-triton",
+        "Malformed JSON and wrong types are 400 (Triton: 500).",
+        (Kind.STATUS,),
+        _TRITON,
+        old="^500$",
+        new="^400$",
+    ),
+    Explanation(
+        "triton-failures",
+        "triton.md",
+        "differences-from-triton",
+        "Failures of generation are 500 (Triton: 400).",
+        (Kind.STATUS,),
+        _TRITON,
+        old="^400$",
+        new="^500$",
+    ),
+    Explanation(
+        "triton-several-responses",
+        "triton.md",
+        "differences-from-triton",
+        "`/generate` with several responses is 400 (Triton: 200 with `error`).",
+        (Kind.STATUS,),
+        _TRITON,
+        old="^200$",
+        new="^400$",
+        asked=("stream",),
+    ),
+    Explanation(
+        "triton-model-name",
+        "triton.md",
+        "coming-from-triton",
+        "The model's name is `--model-name`, `SERVING_MODEL_NAME`, or the directory's name.",
+        (Kind.VALUE,),
+        _TRITON,
+        where="model_name$",
+        setting="SERVING_MODEL_NAME",
+    ),
+    # happy_vllm.
+    Explanation(
+        "happy-mistakes",
+        "happy_vllm.md",
+        "differences-from-happy_vllm",
+        "Mistakes of a request are 422 with the reason (happy_vllm: 500).",
+        (Kind.STATUS,),
+        _HAPPY,
+        old="^500$",
+        new="^422$",
+    ),
+    Explanation(
+        "happy-cors",
+        "happy_vllm.md",
+        "coming-from-happy_vllm",
+        "**without them CORS is off**",
+        (Kind.HEADER,),
+        _HAPPY,
+        where="^access-control-allow-origin$",
+        setting="SERVING_CORS_ALLOWED_ORIGIN",
+    ),
+    # TEI.
+    Explanation(
+        "tei-openai-embeddings",
+        "tei.md",
+        "differences-from-tei",
+        "`/v1/embeddings` | always scaled; long texts are cut; no `id` | as vLLM does",
+        (Kind.EXTRA,),
+        "(/openai)?/v1/embeddings",
+        fields=("id",),
+    ),
+    # Every contract.
+    Explanation(
+        "greedy-text",
+        "lmi.md",
+        "the-same-request-twice",
+        "Even greedy answers to the same prompt may differ, because rounding depends on the requests that run "
+        "together.",
+        (Kind.TEXT,),
+        where=f"^(?!.*{FROM_THE_START.strip()})",
+        setting="option.dtype=fp32",
+    ),
+    Explanation(
+        "error-messages",
+        "migrating.md",
+        "explained-differences",
+        "Slipway words error messages anew.",
+        (Kind.ERROR_MESSAGE,),
+    ),
+)
+BY_NAME: Mapping[str, Explanation] = {explanation.name: explanation for explanation in EXPLANATIONS}
+
+
+def explanation_of(request: RecordedRequest, old: Answer, new: Answer, difference: Difference) -> str | None:
+    """Return the name of the explanation of a difference. None if nothing explains it.
+
+    Args:
+        request: The request.
+        old: The answer of the old server.
+        new: The answer of the new one.
+        difference: The difference.
+    """
+    if difference.kind is Kind.STATUS and difference.new in _OVERLOADED:
+        return None
+    return next((one.name for one in EXPLANATIONS if one.matches(request, old, new, difference)), None)

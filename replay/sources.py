@@ -1,0 +1,205 @@
+"""Sources of recorded requests: a file, a folder or an S3 prefix. They are read as a stream, line by line."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from replay.record_formats import Malformed, read_line
+from replay.request import RecordedRequest, encodable
+
+MAX_LINE = 128 << 20  # Bytes. A recorded call has a body of at most 64 MiB, and base64 makes a third more.
+_NAMES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson", ".ndjson.gz")
+_S3 = "s3://"
+
+
+class SourceError(Exception):
+    """A source cannot be read. The message has the expected value."""
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedLine:
+    """A line, or the rest of a file, that could not be read."""
+
+    place: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A part of the requests. The id of a request and the seed decide, so that each run has the same requests."""
+
+    fraction: float = 1.0
+    seed: int = 0
+
+    def has(self, request: RecordedRequest) -> bool:
+        """Return True if the sample has the request."""
+        if self.fraction >= 1:
+            return True
+        digest = hashlib.blake2b(f"{self.seed} {request.id}".encode(errors="replace"), digest_size=8).digest()
+        return int.from_bytes(digest, "big") < self.fraction * 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file of a source."""
+
+    name: str
+    size: int
+    open: Callable[[], IO[bytes]]
+
+
+@dataclass(slots=True)
+class Source:
+    """The requests of a file, a folder or an S3 prefix, in the order of the names of the files."""
+
+    name: str
+    files: list[_File]
+    path: str  # The path of requests whose format has none.
+    bytes_read: int = field(default=0, init=False)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def __iter__(self) -> Iterator[RecordedRequest | MalformedLine]:
+        for file in self.files:
+            before = self.bytes_read
+            try:
+                yield from self._of_file(file)
+            except Exception as error:  # boto3 has many errors, also while an object is read
+                if not _is_of_reading(error):
+                    raise
+                yield MalformedLine(file.name, f"it cannot be read further: {_reason(error)}")
+            self.bytes_read = before + file.size
+
+    def _of_file(self, file: _File) -> Iterator[RecordedRequest | MalformedLine]:
+        before, number = self.bytes_read, 0
+        with file.open() as stored:
+            counted = _Counted(stored, file.size)
+            compressed = file.name.endswith(".gz")
+            raw: Any = gzip.GzipFile(fileobj=counted) if compressed else counted
+            lines = io.BufferedReader(raw, 1 << 16)
+            while line := lines.readline(MAX_LINE + 1):
+                number += 1
+                place = f"{file.name}:{number}"
+                if len(line) > MAX_LINE:
+                    while line and not line.endswith(b"\n"):
+                        line = lines.readline(MAX_LINE)
+                    yield MalformedLine(place, f"the line is longer than {MAX_LINE >> 20} MiB")
+                elif line.strip():
+                    yield _read(line, place, self.path)
+                self.bytes_read = before + counted.count
+            if not number and file.size:
+                yield MalformedLine(file.name, "it has no line")
+
+
+def _read(line: bytes, place: str, path: str) -> RecordedRequest | MalformedLine:
+    try:
+        return read_line(line, place, path)
+    except Malformed as error:
+        return MalformedLine(place, str(error))
+
+
+class _Counted(io.RawIOBase):
+    """The beginning of a file, with a count of the bytes that were read.
+
+    A capture may grow by the very requests that are sent. So only the bytes are read that it had at the start.
+    """
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self._file, self._size, self.count = file, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(min(len(buffer), self._size - self.count))
+        buffer[: len(data)] = data
+        self.count += len(data)
+        return len(data)
+
+
+def open_source(name: str, path: str, s3: Callable[[], Any]) -> Source:
+    """Find the files of a source.
+
+    Args:
+        name: A file, a folder, or `s3://bucket/folder`.
+        path: The path of requests whose format has none.
+        s3: Returns boto3's client.
+
+    Raises:
+        SourceError: The source cannot be read, or has no file.
+    """
+    files = _objects(name, s3) if name.startswith(_S3) else _paths(Path(name))
+    if not files:
+        raise SourceError(f"{name} has no file that ends with {', '.join(_NAMES)}")
+    return Source(name, files, path)
+
+
+def _paths(place: Path) -> list[_File]:
+    try:
+        if place.is_dir():
+            found = sorted(path for path in place.rglob("*") if path.name.endswith(_NAMES) and path.is_file())
+            return [_local(path, str(path.relative_to(place))) for path in found]
+        if not place.exists():
+            raise SourceError(f"there is no {place}; expected a file, a folder or s3://bucket/folder")
+        place.open("rb").close()
+        return [_local(place, place.name)]
+    except OSError as error:
+        raise SourceError(f"{place} cannot be read: {error.strerror or error}") from None
+
+
+def _local(path: Path, name: str) -> _File:
+    # The name of a file need not be UTF-8 text, but the files of results are.
+    return _File(encodable(name), path.stat().st_size, lambda: path.open("rb"))
+
+
+def _objects(name: str, s3: Callable[[], Any]) -> list[_File]:
+    bucket, _, prefix = name.removeprefix(_S3).partition("/")
+    if not bucket:
+        raise SourceError(f"{name} names no bucket; expected s3://bucket/folder")
+    files = []
+    folder = f"{prefix.rstrip('/')}/" if prefix else ""
+    try:
+        client = s3()
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
+            for stored in page.get("Contents", ()):
+                key = stored["Key"]
+                if key.endswith(_NAMES) and (key == prefix or key.startswith(folder)):
+                    files.append(_stored(client, bucket, key, prefix, stored["Size"]))
+    except Exception as error:
+        if not _is_of_reading(error):
+            raise
+        raise SourceError(f"{name} cannot be read: {_reason(error)}") from None
+    return files
+
+
+def _stored(client: Any, bucket: str, key: str, prefix: str, size: int) -> _File:
+    def opened() -> IO[bytes]:
+        body: IO[bytes] = client.get_object(Bucket=bucket, Key=key)["Body"]
+        return body
+
+    folder = prefix if prefix.endswith("/") else prefix.rpartition("/")[0]
+    return _File(key.removeprefix(folder).lstrip("/"), size, opened)
+
+
+def _is_of_reading(error: Exception) -> bool:
+    """Return True if an error says that a file or an object cannot be read."""
+    if isinstance(error, OSError | EOFError | zlib.error):  # gzip's errors are among them
+        return True
+    from botocore.exceptions import BotoCoreError, ClientError
+    from urllib3.exceptions import HTTPError
+
+    return isinstance(error, BotoCoreError | ClientError | HTTPError)
+
+
+def _reason(error: Exception) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(text.split())

@@ -1,0 +1,61 @@
+"""The event stream of the local endpoint: exact bytes, and botocore's own decoder."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+from botocore.eventstream import EventStreamBuffer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.local_endpoint.event_stream import event_message, model_stream_error, payload_part
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
+
+
+def test_the_bytes_of_a_piece() -> None:
+    assert payload_part(b"hello") == (
+        b"\x00\x00\x00\x6e\x00\x00\x00\x59\x51\x97\xff\x15"
+        b"\x0b:event-type\x07\x00\x0bPayloadPart"
+        b"\x0d:content-type\x07\x00\x18application/octet-stream"
+        b"\x0d:message-type\x07\x00\x05event"
+        b"hello\x29\x73\x8a\xb4"
+    )
+
+
+def test_a_message_without_headers_has_16_bytes_more_than_its_payload() -> None:
+    assert event_message({}, b"").hex() == "000000100000000005c248eb7d98c8ff"
+    assert len(event_message({}, b"x" * 100)) == 116
+
+
+@given(st.lists(st.binary(max_size=200), max_size=8), st.lists(st.integers(0, 2000), max_size=10))
+def test_pieces_come_out_of_botocores_decoder_however_they_are_cut(pieces: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(map(payload_part, pieces))
+    buffer = EventStreamBuffer()
+    ends = sorted({0, *(cut for cut in cuts if cut < len(stream)), len(stream)})
+    events = []
+    for start, end in pairwise(ends):
+        buffer.add_data(stream[start:end])
+        events.extend(buffer)
+    assert [event.payload for event in events] == pieces
+    for event in events:
+        assert event.to_response_dict()["status_code"] == 200
+        assert event.headers[":event-type"] == "PayloadPart"
+
+
+@given(st.dictionaries(TEXTS.filter(lambda name: 0 < len(name.encode()) <= 255), TEXTS, max_size=6), st.binary())
+def test_any_headers_and_payload_come_back(headers: dict[str, str], payload: bytes) -> None:
+    buffer = EventStreamBuffer()
+    buffer.add_data(event_message(headers, payload))
+    (event,) = buffer
+    assert (event.headers, event.payload) == (headers, payload)
+
+
+def test_failures_are_exceptions_to_botocore() -> None:
+    buffer = EventStreamBuffer()
+    buffer.add_data(model_stream_error("StreamBroken", "broken"))
+    (event,) = buffer
+    response = event.to_response_dict()
+    assert (response["status_code"], response["headers"][":exception-type"]) == (400, "ModelStreamError")
+    assert json.loads(response["body"]) == {"ErrorCode": "StreamBroken", "Message": "broken"}

@@ -1,0 +1,283 @@
+"""The default tensor-parallel size, as a table of well-known models; vLLM's own word on it is in tests/live."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engines.memory.parallelism import (
+    Layout,
+    ModelMemory,
+    Weights,
+    copies_that_fit,
+    tensor_parallel_sizes,
+    why_one_copy,
+)
+from engines.memory.weight_files import hub_file, hub_weight_bytes, is_expert
+
+MODELS: dict[str, Any] = json.loads((Path(__file__).parents[3] / "fixtures" / "model_configs.json").read_bytes())
+GIB = 1 << 30
+MEMORY = {"24": int(22.0 * GIB), "48": int(44.4 * GIB), "80": int(79.1 * GIB), "141": int(139.8 * GIB)}
+"""The memory that drivers report of an L4, an L40S, an H100 and an H200."""
+COUNTS = (1, 2, 4, 8)
+LLAMA_8B = MODELS["Llama-3.1-8B"]
+
+
+def config(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = MODELS[name]["config"]
+    return found
+
+
+def default(name: str, gpus: int, memory: str) -> int:
+    model = MODELS[name]
+    sizes = tensor_parallel_sizes(model["config"], gpus)
+    return ModelMemory(model["config"], Weights(model["weight_bytes"])).fewest(sizes, MEMORY[memory])[0]
+
+
+def test_the_table_has_models_enough() -> None:
+    families = {model["config"]["model_type"] for model in MODELS.values()}
+    assert len(MODELS) >= 25
+    assert {"llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "gemma2", "gemma3", "falcon", "gpt_oss"} < families
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sizes_of_a_model_are_those_of_the_table(name: str) -> None:
+    assert list(tensor_parallel_sizes(config(name), 8)) == MODELS[name]["sizes"]
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_default_of_a_model_is_that_of_the_table(name: str, memory: str) -> None:
+    assert [default(name, gpus, memory) for gpus in COUNTS] == MODELS[name]["default"][memory]
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_default_is_the_first_size_that_holds_the_weights_and_no_size_is_wasted(name: str, memory: str) -> None:
+    model = MODELS[name]
+    for gpus in COUNTS:
+        size = default(name, gpus, memory)
+        allowed = [allowed for allowed in model["sizes"] if allowed <= gpus]
+        assert size in allowed
+        if size < allowed[-1]:
+            assert model["weight_bytes"] < size * MEMORY[memory]
+        if size > 1:  # with the next smaller one the KV cache would have less than a third of the memory
+            smaller = allowed[allowed.index(size) - 1]
+            sequence = ModelMemory(model["config"], Weights(model["weight_bytes"])).sequence_bytes(smaller)
+            assert model["weight_bytes"] / smaller + max(sequence, MEMORY[memory] / 3) > 0.9 * MEMORY[memory]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "size"),
+    [
+        ("Qwen2.5-7B", 8, 4),  # 28 heads, 4 KV heads: not 7
+        ("Phi-3-medium-4k", 4, 2),  # 40 heads, 10 KV heads: not 4
+        ("Phi-3-medium-4k", 8, 2),
+        ("SmolLM2-135M", 8, 3),  # 9 heads, 3 KV heads
+        ("SmolLM2-135M", 2, 1),
+        ("Falcon-7B", 8, 1),  # 71 heads
+        ("GPT-2", 8, 6),
+        ("Qwen2.5-VL-3B", 8, 4),  # of the vision tower, 3420 wide
+        ("Qwen3-4B-FP8", 8, 4),  # 9728 / 8 is no multiple of a block of scales
+        ("Qwen2.5-14B-AWQ", 8, 4),
+        ("DeepSeek-V3", 8, 8),
+    ],
+)
+def test_the_most_that_a_model_allows(name: str, gpus: int, size: int) -> None:
+    assert tensor_parallel_sizes(config(name), gpus)[-1] == size
+
+
+def test_pipeline_stages_share_the_weights_and_the_cache() -> None:
+    llama = MODELS["Llama-3.3-70B"]
+    whole, halves = (
+        ModelMemory(llama["config"], Weights(llama["weight_bytes"]), Layout(stages=stages)) for stages in (1, 2)
+    )
+    assert whole.fewest((1, 2, 4), MEMORY["80"])[0] == 4
+    assert halves.fewest((1, 2, 4), MEMORY["80"])[0] == 2
+    assert halves.sequence_bytes(1) == whole.sequence_bytes(1) // 2
+
+
+def test_without_the_size_of_weights_or_memory_the_model_gets_all_gpus_that_it_allows() -> None:
+    nothing, weights = (
+        ModelMemory(config("Qwen2.5-7B"), Weights(0)),
+        ModelMemory(config("Qwen2.5-7B"), Weights(15 * GIB)),
+    )
+    most = "the most that the model allows, since "
+    assert nothing.fewest((1, 2, 4), MEMORY["80"]) == (4, most + "the size of its weights is not known")
+    assert weights.fewest((1, 2, 4), 0) == (4, most + "the GPUs' memory is not known")
+
+
+def test_a_model_that_nothing_is_known_of_may_have_any_number() -> None:
+    assert tensor_parallel_sizes({}, 8) == (1, 2, 3, 4, 5, 6, 7, 8)
+    assert ModelMemory({}, Weights(GIB)).fewest((1, 2), MEMORY["24"])[0] == 1
+
+
+def test_a_shorter_context_needs_fewer_gpus() -> None:
+    model = MODELS["Llama-3.2-3B"]
+    short = ModelMemory(model["config"], Weights(model["weight_bytes"]), max_model_len=8192)
+    assert short.sequence_bytes(1) == 8192 * 28 * 2 * 8 * 128 * 2
+    assert short.fewest((1, 2), MEMORY["24"])[0] == 1
+    assert default("Llama-3.2-3B", 2, "24") == 2
+
+
+def test_the_reason_says_where_the_gpus_may_be_too_few() -> None:
+    size, why = ModelMemory(config("DeepSeek-V3"), Weights(MODELS["DeepSeek-V3"]["weight_bytes"])).fewest(
+        (1, 2), MEMORY["24"]
+    )
+    assert size == 2
+    assert why == (
+        "the most that the model allows, which may be too few for the weights (641.3 GiB) and a useful KV cache"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens_in_layers"),
+    [
+        ("Gemma-3-1B", 4 * 32768 + 22 * 512),
+        ("GPT-OSS-20B", 12 * 131072 + 12 * 128),
+        ("Granite-4.0-H-Small", 4 * 131072),
+        ("Qwen3-Next-80B-A3B", 12 * 262144),
+    ],
+)
+def test_layers_with_a_window_or_a_state_keep_less_of_a_sequence(name: str, tokens_in_layers: int) -> None:
+    text = config(name)
+    head_size = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    token = 2 * text["num_key_value_heads"] * head_size * 2
+    assert ModelMemory(text, Weights(0)).sequence_bytes(1) == tokens_in_layers * token
+
+
+def test_kv_heads_that_are_copied_and_latent_attention_need_no_less_on_more_gpus() -> None:
+    qwen, deepseek = (ModelMemory(config(name), Weights(0)) for name in ("Qwen2.5-1.5B", "DeepSeek-V3"))
+    assert qwen.sequence_bytes(1) == 2 * qwen.sequence_bytes(2) == 2 * qwen.sequence_bytes(4)
+    assert deepseek.sequence_bytes(8) == deepseek.sequence_bytes(1) == 61 * 163840 * (512 + 64) * 2
+
+
+def test_the_size_of_weights_on_the_hub_is_that_of_their_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def metadata(repository: str, revision: str | None) -> SimpleNamespace:
+        if repository != "a/model":
+            raise ConnectionError("no network")
+        file = SimpleNamespace(tensors={name: SimpleNamespace(data_offsets=span) for name, span in spans.items()})
+        return SimpleNamespace(files_metadata={"1.safetensors": file, "2.safetensors": file})
+
+    spans = {"x": (0, 12), "model.layers.0.mlp.experts.3.up_proj.weight": (12, 20)}
+
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", metadata)
+    assert hub_weight_bytes("a/model", None) == 40
+    assert hub_weight_bytes("a/model", None, is_expert) == 16
+    assert hub_weight_bytes("another/model", None) == 0
+
+
+def test_a_file_of_the_hub_comes_from_the_cache_else_from_the_hub_else_it_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(repository: str, name: str, revision: str | None) -> str:
+        if repository != "a/model":
+            raise ConnectionError("no network")
+        return str(tmp_path / "downloaded" / name)
+
+    cached: dict[str, Any] = {"cached/model": str(tmp_path / "config.json")}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repository, *_, **__: cached.get(repository))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert hub_file("cached/model", "config.json", None) == tmp_path / "config.json"
+    assert hub_file("a/model", "config.json", "v1") == tmp_path / "downloaded" / "config.json"
+    assert hub_file("another/model", "config.json", None) is None
+    cached["a/model"] = object()  # the hub has answered that there is no such file
+    assert hub_file("a/model", "config.json", None) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most_of_eight", "taken_by_one_and_two"),
+    [
+        ({}, 8, (1, 2)),
+        ({"pipeline_parallel_size": 2}, 4, (2, 4)),
+        ({"prefill_context_parallel_size": "2"}, 4, (2, 4)),
+        ({"prefill_context_parallel_size": 2, "data_parallel_size": 2}, 2, (4, 8)),
+        ({"data_parallel_size": 16, "data_parallel_size_local": 4}, 2, (4, 8)),
+        ({"data_parallel_size": 16, "data_parallel_rank": 3}, 8, (1, 2)),
+        # Two machines of eight GPUs each.
+        ({"pipeline_parallel_size": 2, "nnodes": 2}, 8, (1, 2)),
+        ({"pipeline_parallel_size": 2, "nnodes": "2", "data_parallel_size": 2}, 4, (2, 4)),
+        ({"nnodes": 2}, 16, (1, 1)),
+        ({"pipeline_parallel_size": 16}, 1, (16, 32)),
+        ({"data_parallel_size": None, "nnodes": "", "pipeline_parallel_size": "two"}, 8, (1, 2)),
+    ],
+)
+def test_all_gpus_are_counted_that_vllm_takes(
+    arguments: dict[str, Any], most_of_eight: int, taken_by_one_and_two: tuple[int, int]
+) -> None:
+    layout = Layout.of(arguments)
+    assert layout.most(8) == most_of_eight
+    assert (layout.gpus(1), layout.gpus(2)) == taken_by_one_and_two
+
+
+def test_replicas_share_out_the_experts_and_each_has_the_rest() -> None:
+    model = MODELS["DeepSeek-V3"]
+    experts = 58 * 256 * 3 * 7168 * 2048  # FP8: a byte each
+    weights = Weights(model["weight_bytes"], experts)
+    assert 0.9 * weights.total < experts < weights.total
+    apart = Layout(replicas=8, replicas_here=8)
+    assert weights.each(1, apart) == weights.total - experts + experts // 8
+    assert weights.each(8, Layout()) == pytest.approx(weights.total / 8)
+    b200 = 180 * 10**9
+    latent = ModelMemory(model["config"], weights, apart, max_model_len=32768)
+    assert latent.fits(1, b200)
+    assert not ModelMemory(model["config"], Weights(weights.total), apart, max_model_len=32768).fits(1, b200)
+
+
+def test_a_draft_model_takes_memory_of_the_last_stage() -> None:
+    llama = MODELS["Llama-3.1-8B"]
+    weights = Weights(llama["weight_bytes"], draft=50 * GIB)
+    assert weights.each(2, Layout(stages=2)) == llama["weight_bytes"] // 4 + 25 * GIB
+    alone, drafted = ModelMemory(llama["config"], Weights(weights.total)), ModelMemory(llama["config"], weights)
+    assert alone.fewest((1, 2, 4), MEMORY["80"])[0] == 1
+    size, why = drafted.fewest((1, 2, 4), MEMORY["80"])
+    assert size == 2
+    assert "50.0 GiB of a draft model" in why
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_copy", "most", "copies"),
+    [(4, 1, None, 4), (4, 3, None, 1), (8, 2, 3, 3), (8, 2, 9, 4), (2, 4, None, 1), (0, 1, None, 1), (8, 1, 1, 1)],
+)
+def test_copies_take_whole_groups_of_gpus_and_one_always_counts(
+    gpus: int, per_copy: int, most: int | None, copies: int
+) -> None:
+    assert copies_that_fit(gpus, per_copy, most) == copies
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, ""),
+        ({"data_parallel_size": "1", "nnodes": 1, "distributed_executor_backend": "mp", "device_ids": None}, ""),
+        ({"distributed_executor_backend": None, "enable_expert_parallel": False, "kv_transfer_config": None}, ""),
+        ({"data_parallel_size": 2, "nnodes": 2}, "data_parallel_size"),
+        ({"data_parallel_rank": 0}, "data_parallel_rank"),
+        ({"nnodes": "2"}, "nnodes"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel"),
+        ({"enable_expert_parallel": "True"}, "enable_expert_parallel"),
+        ({"device_ids": [1]}, "device_ids"),
+        ({"kv_events_config": "{}"}, "kv_events_config"),
+        ({"kv_transfer_config": object()}, "kv_transfer_config"),
+    ],
+)
+def test_arguments_of_one_copy_are_found_as_texts_and_typed(arguments: dict[str, Any], reason: str) -> None:
+    assert why_one_copy(arguments) == reason
+
+
+def test_the_tokens_of_a_cache_are_what_the_weights_leave() -> None:
+    """32 layers with 8 heads of 128 numbers, each with a key and a value, are 128 KiB of a token."""
+    memory = ModelMemory(LLAMA_8B["config"], Weights(16 * GIB))
+    assert memory.cache_tokens(1, 100 * GIB) == pytest.approx((92 - 4 - 16) * GIB / (128 << 10), abs=1)
+    assert memory.cache_tokens(2, 100 * GIB) == pytest.approx((92 - 4 - 8) * GIB / (64 << 10), abs=1)
+    given = ModelMemory(LLAMA_8B["config"], Weights(16 * GIB), given_cache_bytes=GIB)
+    assert given.cache_tokens(1, 100 * GIB) == GIB / (128 << 10)
+    assert memory.cache_tokens(1, 0) is None
+    assert ModelMemory(LLAMA_8B["config"], Weights(0)).cache_tokens(1, 100 * GIB) is None
+    assert ModelMemory({}, Weights(1 << 30)).cache_tokens(1, 100 * GIB) is None
+    assert memory.cache_tokens(1, 10 * GIB) == 0

@@ -1,0 +1,55 @@
+"""The health of a model if its handler loads the engine with one of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+from engines.interface import EngineHealth, EngineStartError
+from engines.model_settings import ModelSettings
+from handlers.contract import Handler
+from handlers.loaded_service import EngineBehindHandler, Service
+
+pytestmark = pytest.mark.asyncio
+
+
+class Model:
+    """A handler that may call an engine, which `load` loads."""
+
+    def __init__(self, load: AsyncMock) -> None:
+        self.handler: Any = Mock(health=Mock(return_value=EngineHealth(True)), stop=AsyncMock())
+        self.call_engine: Callable[[], Awaitable[Handler]] | None = None
+        self.both = EngineBehindHandler(self._made, load)
+
+    def _made(self, engine: Callable[[], Awaitable[Handler]]) -> Any:
+        self.call_engine = engine
+        return self.handler
+
+
+async def test_an_engine_that_cannot_be_loaded_is_the_models_failure() -> None:
+    model = Model(AsyncMock(side_effect=EngineStartError("no memory")))
+    assert model.both.health().alive, "no call has needed it"
+    assert model.call_engine is not None
+    with pytest.raises(EngineStartError):
+        await model.call_engine()
+    assert model.both.health() == EngineHealth(False, "the engine that the handler calls cannot be loaded: no memory")
+    await model.both.stop()
+
+
+async def test_an_engine_that_a_call_has_loaded_is_the_services() -> None:
+    loaded: Any = Mock(stop=AsyncMock())
+    loaded.runtime.health.return_value = EngineHealth(False, "it has died")
+    model = Model(AsyncMock(return_value=loaded))
+    settings = ModelSettings(name="m", model_dir=Path(), model_id="m")
+    service = Service(settings, Mock(), model.both, custom=model.handler)
+    assert service.running_engine is None
+    assert model.call_engine is not None
+    await model.call_engine()
+    assert service.running_engine is loaded.engine
+    assert model.both.health().reason == "it has died"
+    await model.both.stop()
+    assert loaded.stop.await_count == 1
