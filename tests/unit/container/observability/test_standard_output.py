@@ -131,9 +131,7 @@ assert logs.dropped_lines() > 0
 
 
 def test_a_crash_shows_its_stack_on_standard_error() -> None:
-    script = (
-        'import os; from container import logs; logs.configure("json", "info", redirect=True); os.kill(os.getpid(), 11)'
-    )
+    script = 'import os; from container.observability import logs; logs.configure("json", "info", redirect=True); os.kill(os.getpid(), 11)'
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == -11
     assert "Fatal Python error: Segmentation fault" in done.stderr
@@ -157,7 +155,7 @@ def test_lines_of_several_threads_stay_whole(pipe: tuple[int, int]) -> None:
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_a_process_may_be_started_without_its_standard_streams(closed: str) -> None:
     code = (
-        "import os, sys; from container import logs; logs.configure('json', 'info', redirect=True); "
+        "import os, sys; from container.observability import logs; logs.configure('json', 'info', redirect=True); "
         "print('a'); print('b', file=sys.stderr); os.system('echo c'); logs.flush(); sys.exit(7)"
     )
     done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], check=False)
