@@ -131,7 +131,10 @@ assert logs.dropped_lines() > 0
 
 
 def test_a_crash_shows_its_stack_on_standard_error() -> None:
-    script = 'import os; from container.observability import logs; logs.configure("json", "info", redirect=True); os.kill(os.getpid(), 11)'
+    script = (
+        "import os; from container.observability import logs; "
+        'logs.configure("json", "info", redirect=True); os.kill(os.getpid(), 11)'
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == -11
     assert "Fatal Python error: Segmentation fault" in done.stderr
