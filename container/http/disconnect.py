@@ -57,7 +57,7 @@ class DisconnectWatch:
         if self._answering is not None:
             self._answering.cancel()
 
-    def closed(self) -> Awaitable[None]:
+    def closed_or_complete(self) -> Awaitable[None]:
         """Wait until the reply is complete or the client has left."""
         return self._listener or disconnected(self._receive)
 

@@ -214,7 +214,7 @@ class HttpRoute:
                 route._refuse(error, head, reply, body_read=body is not None)
             if running is not None:
                 try:
-                    await watch.closed()
+                    await watch.closed_or_complete()
                 finally:
                     running.cancel()
             else:
