@@ -25,7 +25,7 @@ from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from benchmarks.scripted_front_end import addresses
-from engines.vllm.internals import LeanDecoder, SentOutput, SentOutputs
+from engines.vllm.output_processor import LeanDecoder, SentOutput, SentOutputs
 
 _PROMPT_TOKEN_IDS = list(range(20))
 _DOCUMENT = b'{"choices":[{"index":0,"text":" token","logprobs":null,"finish_reason":%b}]}'

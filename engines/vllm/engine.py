@@ -18,6 +18,9 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.renderers.chat_utils import load_chat_template
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from engines.errors import EngineDead, GenerationFailed, InvalidRequest, NotServed, UnknownAdapter
 from engines.interface import (
@@ -37,20 +40,20 @@ from engines.pooling import Pooling
 from engines.request import WARM_UP, GenerationRequest, Token
 from engines.statistics import EngineStatistics
 from engines.tokenization import PromptTokenizer, end_token_ids, split_text
-from engines.vllm import internals
+from engines.vllm import async_llm
 from engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from engines.vllm.beam_search import BeamSearchTask
 from engines.vllm.constraints.translator import CheckedConstraint, ConstraintTranslator
 from engines.vllm.copies.client import Copy
 from engines.vllm.copies.life_cycle import Copies
-from engines.vllm.internals import AsyncLLM, EngineCoreRequest, EngineDeadError, TriedOutputs
 from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_tokenizer
 from engines.vllm.lora import Claim, VllmAdapters
 from engines.vllm.output import OwnState, PooledState, PushedState, Siblings, TokensApart
+from engines.vllm.patches.grammars import TriedOutputs
+from engines.vllm.patches.sent_media import SentMedia
 from engines.vllm.pooling import check_pooling, model_of, pooling_params
 from engines.vllm.processes import fork_server
 from engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal
-from engines.vllm.sent_media import SentMedia
 from engines.vllm.speech import silence
 
 logger = logging.getLogger(__name__)
@@ -94,8 +97,8 @@ class VllmEngine:
         self.statistics.vllm = loaded.reports
         self._traced = llm.vllm_config.observability_config.otlp_traces_endpoint is not None
         self._stream_interval: int = llm.vllm_config.scheduler_config.stream_interval
-        internals.keep_eos_token_id(llm)
-        self._registered = internals.request_states(llm)
+        async_llm.keep_eos_token_id(llm)
+        self._registered = async_llm.request_states(llm)
         self.sent_media = SentMedia(llm)
         try:
             self.tasks = await unless_dead(llm.get_supported_tasks(), lambda: llm.errored)
@@ -271,7 +274,7 @@ class VllmEngine:
                         interval=self._stream_interval,
                         check_answer=check_answer,
                     )
-                internals.register(self.async_llm, state)
+                async_llm.register(self.async_llm, state)
                 generation.states.append(state)
                 await self._copies.client.add_request_async(core_request)
         except BaseException as error:
@@ -423,14 +426,14 @@ class VllmEngine:
     async def _end_overdue(self) -> None:
         limit = self._settings.predict_timeout
         overdue = time.monotonic() - limit
-        states = internals.request_states(self.async_llm).values()
+        states = async_llm.request_states(self.async_llm).values()
         own = [state for state in states if isinstance(state, OwnState)]
         stalled = [state for state in own if state.last_at < overdue and not state.ended]
         for state in stalled:
             what = "answer" if isinstance(state, PooledState) else "token"
             state.fail(GenerationFailed(f"no {what} within predict_timeout ({limit:g} s)"))
         if stalled:
-            await internals.abort(self.async_llm, [state.request_id for state in stalled])
+            await async_llm.abort(self.async_llm, [state.request_id for state in stalled])
 
     @property
     def waits(self) -> bool:
@@ -502,4 +505,4 @@ class VllmGeneration:
                 running.append(state.request_id)
                 end(state)
         if running:
-            self._task = asyncio.ensure_future(internals.abort(self._llm, running))
+            self._task = asyncio.ensure_future(async_llm.abort(self._llm, running))

@@ -1,894 +1,594 @@
-"""vLLM's private names, and every patch of vLLM's engine.
+"""vLLM's private names: a table of all that Slipway reads, calls, overrides or replaces.
 
-No other module of Slipway imports from `vllm.v1`, reads a name of vLLM that begins with an underscore, or replaces a
-function or a method of vLLM. These modules are exceptions:
+`check_names` compares it with the imported vLLM at each start of an engine. `make next-vllm VERSION=...` compares it
+with the wheel of another release, and nothing of that release is installed or imported (`tests.next_vllm`). The
+functions and methods that Slipway replaces are in `engines.vllm.patches`.
 
-- `sampling` implements the interface of logits processors, which vLLM documents.
-- `parsers` has subclasses of vLLM's parsers.
-- `handlers.openai.media_connector` has subclasses of vLLM's loaders of media.
-- `handlers.openai.vllm_app` has the names of vLLM's HTTP front end.
+Only `engines.vllm` imports from `vllm.v1`, or uses a name of vLLM's engine that begins with an underscore.
+`handlers.openai.vllm_app`, `engine_client` and `media_connector` use those of vLLM's front end.
 
-The names belong to the release `engines.vllm.RELEASE`. The import of this module fails if a class or a function has
-moved. `check_names` fails at the start of an engine if an attribute has moved. tests/live/test_vllm_internals.py and
-the other tests named `*_internals.py` hold the meaning of the names.
-
-This module is imported in the server and in all processes of vLLM. The fork server has imported vLLM's modules by then.
+The table is for the release `engines.vllm.RELEASE`. The tests named `*_internals.py` hold what the names mean.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import copy
-import dataclasses
-import logging
-import os
-import struct
-import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from importlib.util import find_spec
-from multiprocessing.context import BaseContext
-from multiprocessing.process import BaseProcess
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
-import msgspec
-import numpy as np
-import torch
-import zmq
-from vllm import envs
-from vllm.config import CacheConfig, ParallelConfig, VllmConfig
-from vllm.distributed.device_communicators import shm_broadcast
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import GenerationError
-from vllm.model_executor.models import registry
-from vllm.multimodal.cache.base import MultiModalProcessorCacheItemMetadata
-from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
-from vllm.multimodal.media import MediaConnector
-from vllm.renderers import chat_utils
-from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-from vllm.utils import cpu_resource_utils
-from vllm.v1.engine import (
-    EngineCoreEvent,
-    EngineCoreEventType,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-    coordinator,
-)
-from vllm.v1.engine import utils as engine_utils
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core_client import AsyncMPClient, BackgroundResources, EngineCoreClient
-from vllm.v1.engine.detokenizer import (
-    FastIncrementalDetokenizer,
-    IncrementalDetokenizer,
-    SlowIncrementalDetokenizer,
-    uses_fast_detokenizer,
-)
-from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.logprobs import LogprobsProcessor
-from vllm.v1.engine.output_processor import OutputProcessor, RequestState
-from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.executor import Executor, multiproc_executor, uniproc_executor
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
-from vllm.v1.metrics.loggers import PrometheusStatLogger
-from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import LogprobsLists
-from vllm.v1.pool.late_interaction import LATE_INTERACTION_MODE_SCORE_DOC
-from vllm.v1.serial_utils import MsgpackDecoder
-from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
-
 from engines.interface import EngineStartError
-from engines.statistics import EngineStatistics
 from engines.vllm import RELEASE
 
-__all__ = [
-    "AsyncLLM",
-    "AsyncMPClient",
-    "EngineCoreClient",
-    "EngineCoreEvent",
-    "EngineCoreEventType",
-    "EngineCoreOutput",
-    "EngineCoreRequest",
-    "EngineDeadError",
-    "FastIncrementalDetokenizer",
-    "FinishReason",
-    "GenerationError",
-    "IncrementalDetokenizer",
-    "LruKeyReplicatedSenderCache",
-    "ParentRequest",
-    "PrometheusStatLogger",
-    "RequestState",
-    "SchedulerStats",
-    "SlowIncrementalDetokenizer",
-    "TokenTaker",
-    "TriedOutputs",
-    "uses_fast_detokenizer",
-]
+_TABLE = """
+engines/vllm/async_llm.py
+    vllm.v1.engine.async_llm:AsyncLLM
+        abort(self, request_id, internal=)
+        _run_output_handler(self)
+        output_handler output_processor logger_manager renderer engine_core
+    vllm.v1.engine.output_processor:OutputProcessor
+        propagate_error(self, e)
+        request_states external_req_ids
+    vllm.v1.engine.output_processor:RequestState
+        queue stats request_id external_req_id
+    vllm.v1.metrics.stats:RequestStateStats
+        scheduled_ts queued_ts last_token_ts
+    vllm.v1.metrics.loggers:StatLoggerManager
+        stat_loggers
+    vllm.renderers.base:BaseRenderer
+        get_eos_token_id(self)
+    vllm.tokenizers.registry
+        cached_get_tokenizer
+    vllm.transformers_utils.processor
+        cached_get_processor
+    vllm.utils.func_utils
+        _supports_kw(callable, kw_name, *, requires_kw_only=, allow_var_kwargs=)
+    vllm.envs
+        VLLM_COMPUTE_NANS_IN_LOGITS
+engines/vllm/output_processor.py
+    vllm.v1.engine:EngineCoreOutput
+        {request_id, new_token_ids, new_logprobs, new_prompt_logprobs_tensors, pooling_output, finish_reason,
+            stop_reason, events, kv_transfer_params, ec_transfer_params, trace_headers, prefill_stats,
+            routed_experts, num_nans_in_logits, mm_cache_miss_hashes, new_sampling_mask, spec_decode_metrics,
+            prompt_token_id_logprobs}
+    vllm.v1.engine:EngineCoreOutputs
+        {engine_index, outputs, scheduler_stats, timestamp, utility_output, finished_requests, wave_complete,
+            start_wave, weight_version}
+    vllm.v1.engine:EngineCoreEvent
+        {type, timestamp}
+    vllm.v1.engine:EngineCoreEventType
+        QUEUED SCHEDULED
+    vllm.v1.outputs:LogprobsLists
+        {logprob_token_ids, logprobs, sampled_token_ranks, cu_num_generated_tokens}
+    vllm.v1.serial_utils:MsgpackDecoder
+        __init__(self, t=, share_mem=, oob_tensor_provider=)
+        dec_hook(self, t, obj)
+        _decode_tensor(self, arr)
+        aux_buffers
+    vllm.v1.engine.output_processor:OutputProcessor
+        __init__(self, tokenizer, *, log_stats, stream_interval=, tracing_enabled=, admission_stats=)
+        process_outputs(self, engine_core_outputs, engine_core_timestamp=, iteration_stats=, weight_version=)
+        add_request(self, request, prompt, parent_req=, request_index=, queue=)
+        propagate_error(self, e)
+        _update_stats_from_output(self, req_state, engine_core_output, engine_core_timestamp, iteration_stats)
+        request_states
+    vllm.v1.engine.output_processor:RequestState
+        is_prefilling stats detokenizer
+    vllm.v1.metrics.stats:RequestStateStats
+        num_generation_tokens arrival_time last_token_ts
+    vllm.v1.metrics.stats:IterationStats
+        num_generation_tokens inter_token_latencies_iter iteration_timestamp
+engines/vllm/output.py
+    vllm.v1.engine.output_processor:RequestState
+        __init__(self, request_id, external_req_id, parent_req, request_index, lora_request, output_kind, prompt,
+            prompt_token_ids, prompt_embeds, logprobs_processor, detokenizer, max_tokens_param, arrival_time, queue,
+            log_stats, stream_interval, top_p=, n=, temperature=, stream_input=, remote_prefill_cached_tokens=)
+        make_request_output(self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params=,
+            ec_transfer_params=, error=)
+        prompt_len parent_req request_index detokenizer logprobs_processor lora_request prompt_token_ids
+    vllm.v1.engine.logprobs:LogprobsProcessor
+        {tokenizer, logprobs, prompt_logprobs, cumulative_logprob, num_logprobs, num_prompt_logprobs,
+            prompt_token_id_logprobs}
+        update_from_output(self, output)
+        _correct_decoded_token(self, token_id, context_token_ids)
+    vllm.v1.engine.detokenizer
+        uses_fast_detokenizer(tokenizer)
+    vllm.v1.engine.detokenizer:IncrementalDetokenizer
+        __init__(self)
+        from_new_request(cls, tokenizer, request)
+        update(self, new_token_ids, stop_terminated)
+        get_next_output_text(self, finished, delta)
+        token_ids output_token_ids
+    vllm.v1.engine.detokenizer:FastIncrementalDetokenizer
+        __init__(self, tokenizer, request)
+        decode_next(self, next_token_id)
+        update(self, new_token_ids, stop_terminated)
+        get_next_output_text(self, finished, delta)
+    vllm.v1.engine.detokenizer:SlowIncrementalDetokenizer
+        __init__(self, tokenizer, request)
+        decode_next(self, next_token_id)
+        update(self, new_token_ids, stop_terminated)
+        get_next_output_text(self, finished, delta)
+    vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer
+        output_text
+    vllm.v1.engine.parallel_sampling:ParentRequest
+        request_id n child_requests max_num_generation_tokens
+    vllm.v1.engine:FinishReason
+        STOP LENGTH ABORT ERROR
+    vllm.v1.outputs:LogprobsTensors
+        logprobs selected_token_ranks
+engines/vllm/engine.py
+    vllm.v1.engine:EngineCoreRequest
+        {request_id, prompt_token_ids, mm_features, sampling_params, pooling_params, arrival_time, lora_request,
+            cache_salt, data_parallel_rank, prompt_embeds, prompt_is_token_ids, client_index, current_wave,
+            priority, trace_headers, resumable, external_req_id, reasoning_ended, reasoning_parser_kwargs,
+            abort_immediately, session_id, kv_hints}
+    vllm.v1.engine.async_llm:AsyncLLM
+        get_supported_tasks(self)
+        get_tokenizer(self)
+        errored input_processor model_config vllm_config
+    vllm.v1.engine.input_processor:InputProcessor
+        process_inputs(self, request_id, prompt, params, supported_tasks, arrival_time=, lora_request=,
+            tokenization_kwargs=, trace_headers=, priority=, data_parallel_rank=, resumable=, session_id=,
+            kv_hints=)
+    vllm.renderers.base:BaseRenderer
+        process_for_engine_async(self, prompt, arrival_time, *, skip_mm_cache=, tok_params=)
+        mm_processor
+    vllm.renderers.chat_utils
+        load_chat_template(chat_template, *, is_literal=)
+engines/vllm/loading.py
+    vllm.v1.engine.async_llm:AsyncLLM
+        from_vllm_config(cls, vllm_config, start_engine_loop=, usage_context=, stat_loggers=, enable_log_requests=,
+            aggregate_engine_logging=, disable_log_stats=, client_addresses=, client_count=, client_index=)
+        shutdown(self, timeout=)
+    vllm.engine.arg_utils:EngineArgs
+        create_engine_config(self, usage_context=, headless=)
+    vllm.renderers.base:BaseRenderer
+        get_mm_processor(self)
+engines/vllm/lora.py
+    vllm.v1.engine.async_llm:AsyncLLM
+        add_lora(self, lora_request)
+        remove_lora(self, lora_id)
+engines/vllm/speech.py
+    vllm.config.speech_to_text:SpeechToTextParams
+        {audio, stt_config, model_config, language, hotwords, task_type, request_prompt, to_language}
+    vllm.renderers.inputs.preprocess
+        parse_model_prompt(model_config, prompt)
+    vllm.renderers.base:BaseRenderer
+        render_cmpl_async(self, prompts, tok_params=, *, prompt_extras=, skip_mm_cache=)
+engines/vllm/sampling.py
+    vllm.v1.sample.logits_processor.interface:LogitsProcessor
+        __init__(self, vllm_config, device, is_pin_memory)
+        apply(self, logits)
+        is_argmax_invariant(self)
+        update_state(self, batch_update)
+    vllm.v1.sample.logits_processor.builtin
+        process_dict_updates(req_entries, batch_update, new_state)
+    vllm.v1.worker.gpu.sample.logits_processor:LogitsProcessor
+        __init__(self, vllm_config, req_states)
+        add_request(self, req_idx, sampling_params)
+        apply(self, logits, ctx)
+    vllm.utils.torch_utils
+        async_tensor_h2d(data, device=, dtype=, out=)
+engines/vllm/metrics.py
+    vllm.v1.metrics.loggers:PrometheusStatLogger
+        __init__(self, vllm_config, engine_indexes=)
+        record(self, scheduler_stats, iteration_stats, mm_cache_stats=, engine_idx=)
+        log_engine_initialized(self)
+        _counter_cls _gauge_cls _histogram_cls _spec_decoding_cls _kv_connector_cls _ec_connector_cls
+        _perf_metrics_cls engine_indexes gauge_lora_info counter_generation_tokens counter_prompt_tokens
+        counter_prompt_tokens_cached counter_prompt_tokens_by_source counter_request_success
+        histogram_iteration_tokens histogram_max_tokens_request histogram_inter_token_latency
+        histogram_max_num_generation_tokens_request histogram_n_request histogram_time_to_first_token
+        histogram_e2e_time_request histogram_queue_time_request histogram_prefill_time_request
+        histogram_inference_time_request histogram_decode_time_request histogram_request_num_preemptions
+        histogram_prefill_kv_computed_request histogram_num_prompt_tokens_request
+        histogram_num_generation_tokens_request histogram_request_time_per_output_token
+    vllm.v1.metrics.stats:SchedulerStats
+        {num_running_reqs, num_waiting_reqs, num_skipped_waiting_reqs, num_kv_fetch_reqs_by_stage, step_counter,
+            current_wave, kv_cache_usage, iteration_details, prefix_cache_stats, connector_prefix_cache_stats,
+            kv_cache_eviction_events, spec_decoding_stats, kv_connector_stats, ec_connector_stats,
+            waiting_lora_adapters, running_lora_adapters, cudagraph_stats, perf_stats}
+    vllm.v1.metrics.stats:IterationStats
+        __init__(self)
+        finished_requests num_preempted_reqs num_corrupted_reqs prompt_token_stats max_num_generation_tokens_iter
+        n_params_iter time_to_first_tokens_iter inter_token_latencies_iter
+    vllm.v1.metrics.stats:FinishedRequestStats
+        {finish_reason, request_id, e2e_latency, num_prompt_tokens, num_preemptions, num_generation_tokens,
+            max_tokens_param, queued_time, prefill_time, inference_time, decode_time, mean_time_per_output_token,
+            is_corrupted, num_cached_tokens}
+    vllm.v1.metrics.stats:PromptTokenStats
+        get_by_source(self, source)
+        computed cached_tokens total
+engines/vllm/copies/core_client.py
+    vllm.v1.engine.core_client:EngineCoreClient
+        make_async_mp_client(vllm_config, executor_class, log_stats, client_addresses=, client_count=,
+            client_index=, renderer=)
+        shutdown(self, timeout=)
+    vllm.v1.engine.core_client:AsyncMPClient
+        _ensure_output_queue_task(self)
+        _send_input_message(self, message, engine)
+        ensure_alive(self)
+        outputs_queue input_socket decoder resources utility_results vllm_config
+    vllm.v1.engine.core_client:BackgroundResources
+        engine_dead engine_manager
+    vllm.v1.serial_utils:MsgpackDecoder
+        oob_tensor_provider
+    vllm.v1.engine.utils:CoreEngineProcManager
+        processes
+    vllm.v1.executor:Executor
+        get_class(vllm_config)
+    vllm.v1.pool.late_interaction
+        LATE_INTERACTION_MODE_SCORE_DOC
+    vllm.pooling_params:LateInteractionParams
+        mode query_key
+    vllm.engine.arg_utils:EngineArgs
+        _resolve_device_ids(self)
+        device_ids
+    vllm.config:ParallelConfig
+        assigned_physical_gpu_ids numa_bind_nodes numa_bind_cpus
+    vllm.config:CacheConfig
+        num_gpu_blocks block_size
+    vllm.config:VllmConfig
+        instance_id kv_transfer_config
+    vllm.config:KVTransferConfig
+        engine_id
+engines/vllm/copies/client.py
+    vllm.v1.engine.core_client:AsyncMPClient
+        add_request_async(self, request)
+        abort_requests_async(self, request_ids)
+        call_utility_async(self, method, *args)
+        call_utility_all_async(self, method, *args)
+        get_output_async(self)
+        shutdown(self, timeout=)
+        dp_engines_running(self)
+        get_kv_event_sources(self)
+    vllm.v1.engine:EngineCoreOutputs
+        engine_index outputs
+engines/vllm/copies/life_cycle.py
+    vllm.v1.engine.core_client:AsyncMPClient
+        add_lora_async(self, lora_request)
+engines/vllm/copies/continuation.py
+    vllm.v1.engine:EngineCoreRequest
+        reasoning_parser_kwargs resumable sampling_params
+    vllm.v1.engine.detokenizer:IncrementalDetokenizer
+        output_token_ids
+engines/vllm/patches/processes.py
+    vllm.v1.engine.utils
+        get_mp_context()
+    vllm.v1.engine.coordinator
+        get_mp_context()
+    vllm.v1.executor.multiproc_executor
+        get_mp_context()
+        get_file_store_init_method()
+    vllm.v1.executor.multiproc_executor:MultiprocExecutor
+        _ensure_worker_termination(worker_procs)
+    vllm.v1.executor.multiproc_executor:WorkerProc
+        __init__(self, vllm_config, local_rank, rank, distributed_init_method, input_shm_handle, shared_worker_lock,
+            is_driver_worker)
+    vllm.v1.executor.uniproc_executor
+        get_file_store_init_method()
+    vllm.model_executor.models.registry
+        _run_in_subprocess(fn)
+    vllm.distributed.device_communicators.shm_broadcast
+        sched_yield()
+    vllm.v1.sample.sampler
+        batched_count_greater_than(x, values)
+    vllm.utils.cpu_resource_utils
+        get_visible_memory_node()
+        get_allowed_cpu_list()
+        get_cgroup_memory_usage()
+        DEVICE_CONTROL_ENV_VAR
+engines/vllm/processes/contexts.py
+    vllm.envs
+        VLLM_RPC_BASE_PATH
+engines/vllm/patches/grammars.py
+    vllm.v1.structured_output:StructuredOutputManager
+        _create_grammar(self, request)
+    vllm.v1.structured_output.backend_guidance
+        validate_guidance_grammar(sampling_params, tokenizer=)
+engines/vllm/patches/media.py
+    vllm.renderers.chat_utils
+        _resolve_items(items_by_modality, mm_processor, modality_order)
+    vllm.renderers.chat_utils:AsyncMultiModalItemTracker
+        resolve_items(self)
+        _items_by_modality
+    vllm.multimodal.parse:MultiModalDataParser
+        __init__(self, *, target_sr=, target_channels=, audio_resample_method=, video_needs_metadata=,
+            expected_hidden_size=, allow_missing_mm_embeddings=)
+    vllm.engine.arg_utils:EngineArgs
+        _api_process_count
+engines/vllm/patches/sent_media.py
+    vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache
+        get_and_update_item(self, mm_item, mm_hash)
+        cache_if_fits(self, cache, key, value)
+        _cache
+    vllm.multimodal.cache.base:MultiModalProcessorCacheItemMetadata
+        __init__(self, item, prompt_updates)
+        item_size prompt_updates
+    vllm.renderers.base:BaseRenderer
+        mm_processor_cache
+engines/vllm/patches/parsers.py
+    vllm.parser.parser_manager:ParserManager
+        get_parser(cls, tool_parser_name=, reasoning_parser_name=, enable_auto_tools=, model_name=, is_harmony=,
+            tool_strict_level=, tokenizer=)
+    vllm.tool_parsers.abstract_tool_parser:ToolParser
+        __init_subclass__(cls, **kwargs)
+    vllm.tool_parsers.utils
+        _get_json_schema_from_tools(tools, parallel_tool_calls=)
+        _get_tool_schema_defs(tools)
+engines/vllm/parsers/classes.py
+    vllm.parser.abstract_parser:Parser
+        tool_strict_level: ToolStrictLevel = ToolStrictLevel.AUTO
+        reasoning_parser_cls: type[ReasoningParser] | None = None
+        tool_parser_cls: type[ToolParser] | None = None
+    vllm.parser.abstract_parser:DelegatingParser
+        adjust_request(self, request)
+        parse(self, model_output, request, enable_auto_tools=, model_output_token_ids=)
+        parse_delta(self, delta_text, delta_token_ids, request, prompt_token_ids=, *, finished)
+        extract_reasoning(self, model_output, request)
+        _stream_state
+    vllm.parser.abstract_parser:StreamState
+        reasoning_ended prompt_reasoning_checked
+    vllm.tool_parsers.abstract_tool_parser:ToolParser
+        structural_tag_model: str | None = None
+        supports_required_and_named
+    vllm.tool_parsers.hermes_tool_parser:Hermes2ProToolParser
+        __init__(self, tokenizer, tools=)
+        _extract_tool_call_jsons(self, text)
+        _extract_tool_name(tc_json)
+        _extract_tool_args(tc_json, is_complete)
+        tool_call_regex tool_call_start_token tool_call_end_token
+    vllm.tool_parsers.tool_strict_level:ToolStrictLevel
+        PARAMETER
+    vllm.reasoning:ReasoningParser
+        is_reasoning_end(self, input_ids)
+        extract_content_ids(self, input_ids)
+    vllm.envs
+        VLLM_ENFORCE_STRICT_TOOL_CALLING
+handlers/openai/engine_client.py
+    vllm.v1.engine.async_llm:AsyncLLM
+        add_request(self, request_id, prompt, params, arrival_time=, lora_request=, tokenization_kwargs=,
+            trace_headers=, priority=, data_parallel_rank=, session_id=, prompt_text=, reasoning_ended=,
+            reasoning_parser_kwargs=, kv_hints=)
+        check_admission(self, n=, request_id=)
+        encode(self, prompt, pooling_params, request_id, lora_request=, trace_headers=, priority=,
+            tokenization_kwargs=, reasoning_ended=)
+        generate(self, prompt, sampling_params, request_id, *, prompt_text=, lora_request=, tokenization_kwargs=,
+            trace_headers=, priority=, data_parallel_rank=, session_id=, kv_hints=, reasoning_ended=,
+            reasoning_parser_kwargs=)
+        errored
+    vllm.v1.engine.output_processor:RequestOutputCollector
+        put(self, output)
+        get_nowait(self)
+        get(self)
+        output request_id
+handlers/openai/media_connector.py
+    vllm.connections:HTTPConnection
+        __init__(self, *, reuse_client=)
+        async_get_bytes(self, url, *, timeout=, allow_redirects=, max_bytes=)
+    vllm.multimodal.media:MediaConnector
+        __init__(self, media_io_kwargs=, connection=, *, allowed_local_media_path=, allowed_media_domains=)
+        load_from_url(self, url, media_io, *, fetch_timeout=)
+        load_from_url_async(self, url, media_io, *, fetch_timeout=)
+        fetch_image_async(self, image_url, *, image_mode=)
+        fetch_video_async(self, video_url, *, image_mode=, video_processor=)
+        _assert_url_in_allowed_media_domains(self, url_spec)
+        allowed_media_domains
+    vllm.multimodal.media:MediaIO
+        load_bytes(self, data)
+        load_base64(self, media_type, data)
+        load_file(self, filepath)
+        get_max_bytes(self)
+    vllm.multimodal.media.image:ImageMediaIO
+        __init__(self, image_mode=, **kwargs)
+    vllm.multimodal.media.audio:AudioMediaIO
+        __init__(self, **kwargs)
+    vllm.multimodal.media.video:VideoMediaIO
+        __init__(self, image_io, num_frames=, **kwargs)
+        image_io video_loader
+    vllm.multimodal.video:VideoLoader
+        read_frames(cls, cap, frame_idx, total_frames_num, *, frame_recovery=)
+    vllm.multimodal.image
+        open_image(fp)
+    vllm.envs
+        VLLM_MAX_AUDIO_CLIP_FILESIZE_MB VLLM_MEDIA_FETCH_MAX_RETRIES
+handlers/openai/vllm_app.py
+    vllm.entrypoints.launchers.api_server.app_state
+        init_app_state(engine_client, state, args, supported_tasks=)
+    vllm.entrypoints.serve.exception_handling.error_response
+        create_error_response(message, err_type=, status_code=, param=)
+        sanitize_message(message)
+    vllm.entrypoints.serve.exception_handling.handlers.http
+        http_exception_handler(req, exc)
+        sanitize_message(message)
+    vllm.entrypoints.serve.exception_handling.handlers.validation
+        validation_exception_handler(req, exc)
+        sanitize_message(message)
+    vllm.entrypoints.anthropic.serving
+        sanitize_message(message)
+    vllm.entrypoints.pooling.base.io_processor
+        make_async(func, executor=)
+    vllm.entrypoints.pooling.factories
+        register_pooling_api_routers(app, supported_tasks, model_config=)
+    vllm.entrypoints.openai.responses.serving:OpenAIServingResponses
+        responses_background_stream_generator(self, response_id, starting_after=)
+        responses_stream_generator(self, request, sampling_params, result_generator, context, model_name, tokenizer,
+            request_metadata, created_time=)
+        create_responses(self, request, raw_request=)
+        _convert_generation_error_to_streaming_response(self, e)
+        background_tasks response_store event_store online_renderer
+    vllm.entrypoints.openai.models.serving:OpenAIServingModels
+        is_base_model(self, model_name)
+        lora_requests
+    vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat
+        beam_search(self, prompt, request_id, params, lora_request=, trace_headers=, session_id=)
+        parser_cls response_role online_renderer
+    vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch
+        render_batch_chat_request(self, request)
+    vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion
+        beam_search(self, prompt, request_id, params, lora_request=, trace_headers=, session_id=)
+        system_fingerprint default_sampling_params override_max_tokens model_config
+    vllm.entrypoints.anthropic.serving:AnthropicServingMessages
+        to_chat_completion_request(cls, anthropic_request, *, merge_inline_system=, disabled_thinking_effort=)
+        messages_full_converter(self, generator)
+        message_stream_converter(self, generator)
+    vllm.entrypoints.serve.tokenize.protocol:TokenizeChatRequest
+        build_tok_params(self, model_config)
+    vllm.parser.parser_manager:ParserManager
+        get_parser(cls, tool_parser_name=, reasoning_parser_name=, enable_auto_tools=, model_name=, is_harmony=,
+            tool_strict_level=, tokenizer=)
+    vllm.envs
+        VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_N_SEQUENCES VLLM_MAX_STOP_STRINGS
+handlers/openai/body.py
+    vllm.entrypoints.openai.completion.protocol:CompletionRequest
+        {model, prompt, echo, frequency_penalty, logit_bias, logprobs, max_tokens, n, presence_penalty, seed, stop,
+            stream, stream_options, suffix, temperature, top_p, user, use_beam_search, top_k, min_p,
+            repetition_penalty, watermarking, length_penalty, stop_token_ids, include_stop_str_in_output,
+            ignore_eos, min_tokens, skip_special_tokens, spaces_between_special_tokens, truncate_prompt_tokens,
+            truncation_side, allowed_token_ids, prompt_logprobs, logprob_token_ids, bad_words, prompt_embeds,
+            add_special_tokens, response_format, structured_outputs, priority, request_id, session_id,
+            return_tokens_as_token_ids, return_token_ids, routed_experts_prompt_start, return_token_offsets,
+            mm_payload, return_mm_kwargs, cache_salt, kv_transfer_params, ec_transfer_params, vllm_xargs,
+            repetition_detection, thinking_token_budget, stream_interval, _DEFAULT_SAMPLING_PARAMS}
+    vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest
+        {messages, model, frequency_penalty, logit_bias, logprobs, top_logprobs, max_tokens, max_completion_tokens,
+            n, presence_penalty, response_format, seed, stop, stream, stream_options, temperature, top_p, tools,
+            tool_choice, reasoning_effort, thinking_token_budget, include_reasoning, parallel_tool_calls, user,
+            use_beam_search, top_k, min_p, repetition_penalty, watermarking, length_penalty, stop_token_ids,
+            include_stop_str_in_output, ignore_eos, min_tokens, skip_special_tokens, spaces_between_special_tokens,
+            truncate_prompt_tokens, truncation_side, prompt_logprobs, logprob_token_ids, allowed_token_ids,
+            bad_words, echo, add_generation_prompt, continue_final_message, add_special_tokens, documents,
+            chat_template, chat_template_kwargs, media_io_kwargs, mm_processor_kwargs, structured_outputs, priority,
+            request_id, session_id, return_tokens_as_token_ids, return_token_ids, routed_experts_prompt_start,
+            return_token_offsets, return_prompt_text, mm_payload, return_mm_kwargs, cache_salt, kv_transfer_params,
+            ec_transfer_params, vllm_xargs, repetition_detection, stream_interval, _grammar_from_parser,
+            _DEFAULT_SAMPLING_PARAMS}
+handlers/openai/answer.py
+    vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionResponse
+        {id, object, created, model, choices, service_tier, system_fingerprint, usage, prompt_logprobs,
+            prompt_token_ids, prompt_text, kv_transfer_params, ec_transfer_params, metrics}
+    vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionStreamResponse
+        {id, object, created, model, choices, usage, system_fingerprint, prompt_token_ids, prompt_text, metrics}
+    vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionResponseStreamChoice
+        {index, delta, logprobs, finish_reason, stop_reason, token_ids}
+    vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionResponseChoice
+        {index, message, logprobs, finish_reason, stop_reason, token_ids, routed_experts}
+    vllm.entrypoints.openai.completion.protocol:CompletionResponse
+        {id, object, created, model, choices, service_tier, system_fingerprint, usage, kv_transfer_params,
+            ec_transfer_params, metrics}
+    vllm.entrypoints.openai.completion.protocol:CompletionStreamResponse
+        {id, object, created, model, choices, usage, system_fingerprint, metrics}
+    vllm.entrypoints.openai.completion.protocol:CompletionResponseStreamChoice
+        {index, text, logprobs, finish_reason, stop_reason, prompt_token_ids, token_ids}
+    vllm.entrypoints.openai.completion.protocol:CompletionResponseChoice
+        {index, text, logprobs, finish_reason, stop_reason, token_ids, prompt_logprobs, prompt_token_ids,
+            routed_experts}
+benchmarks/scripted_engine.py
+    vllm.v1.engine:EngineCoreReadyResponse
+        {max_model_len, num_gpu_blocks, block_size, dp_stats_address, dtype, vllm_version, world_size,
+            data_parallel_size, tensor_parallel_size, pipeline_parallel_size, decode_context_parallel_size,
+            data_parallel_rank, max_num_seqs, max_num_batched_tokens, instance_id, supports_lora, max_loras,
+            mamba_block_size, kv_cache_size_tokens, kv_cache_max_concurrency, kv_events_config,
+            weight_transfer_backend, enable_sleep_mode, supports_draft_weight_updates,
+            effective_attention_block_size}
+    vllm.v1.metrics.stats:PrefillStats
+        {num_prompt_tokens, num_computed_tokens, num_cached_tokens, num_local_cached_tokens,
+            num_external_cached_tokens, num_cache_creation_tokens}
+"""
 
-METRICS_PARTS = ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls", "_perf_metrics_cls")
-"""The attributes of `PrometheusStatLogger` with further classes that make metrics."""
+# Fields, a function with its parameters, a field with its type and its default, or a name.
+_MEMBER = re.compile(r"\{[^}]*\}|\w+\([^)]*\)|\w+: .*|\w+")
 
-_NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (AsyncLLM, ("_run_output_handler", "abort", "add_lora", "errored", "from_vllm_config", "remove_lora", "shutdown")),
-    (AsyncEngineArgs, ("_api_process_count", "_resolve_device_ids", "device_ids")),
-    (ParallelConfig, ("_api_process_count", "assigned_physical_gpu_ids")),
-    (CacheConfig, ("num_gpu_blocks",)),
-    (EngineCoreClient, ("make_async_mp_client",)),
-    (AsyncMPClient, ("_ensure_output_queue_task", "_send_input_message", "ensure_alive")),
-    (AsyncMPClient, ("abort_requests_async", "add_request_async", "dp_engines_running", "get_kv_event_sources")),
-    (AsyncMPClient, ("add_lora_async", "call_utility_all_async", "call_utility_async", "get_output_async", "shutdown")),
-    (BackgroundResources, ("engine_dead", "engine_manager", "output_queue_task")),
-    (EngineCoreOutputs, ("engine_index", "outputs")),
-    (OutputProcessor, ("_update_stats_from_output", "abort_requests", "propagate_error", "process_outputs")),
-    (ParentRequest, ("n", "observe_num_generation_tokens")),
-    (RequestState, ("make_request_output",)),
-    (MsgpackDecoder, ("_decode_tensor",)),
-    (LogprobsProcessor, ("_correct_decoded_token", "update_from_output")),
-    (FastIncrementalDetokenizer, ("decode_next", "get_next_output_text", "update")),
-    (SlowIncrementalDetokenizer, ("decode_next", "get_next_output_text", "update")),
-    (MultiprocExecutor, ("_ensure_worker_termination",)),
-    (multiproc_executor, ("get_mp_context", "get_file_store_init_method")),
-    (uniproc_executor, ("get_file_store_init_method",)),
-    (engine_utils, ("get_mp_context",)),
-    (coordinator, ("get_mp_context",)),
-    (registry, ("_run_in_subprocess",)),
-    (chat_utils, ("_resolve_items",)),
-    (AsyncMultiModalItemTracker, ("resolve_items",)),
-    (LruKeyReplicatedSenderCache, ("cache_if_fits", "get_and_update_item")),
-    (MediaConnector, ("_assert_url_in_allowed_media_domains", "load_from_url", "load_from_url_async")),
-    (StructuredOutputManager, ("_create_grammar",)),
-    (backend_guidance, ("validate_guidance_grammar",)),
-    (shm_broadcast, ("sched_yield",)),
-    (cpu_resource_utils, ("DEVICE_CONTROL_ENV_VAR", "get_visible_memory_node")),
-    (cpu_resource_utils, ("get_allowed_cpu_list", "get_cgroup_memory_usage")),
-    (PrometheusStatLogger, ("_counter_cls", "_gauge_cls", "_histogram_cls", "record", *METRICS_PARTS)),
-    (PrometheusStatLogger, ("log_engine_initialized",)),
-)
-"""The attributes that Slipway reads, replaces or overrides. The live tests have those of instances."""
+
+def _rows(table: str) -> Mapping[str, Mapping[str, Sequence[str]]]:
+    """Return the members of each owner, by the file of Slipway that uses them."""
+    rows: dict[str, dict[str, list[str]]] = {}
+    for file, owners in re.findall(r"^(\S+)\n((?: .*\n)+)", table, re.MULTILINE):
+        found = re.findall(r"^ {4}(\S+)\n((?: {8}.*\n)+)", owners, re.MULTILINE)
+        rows[file] = {
+            owner: [" ".join(member.split()) for member in _MEMBER.findall(members)] for owner, members in found
+        }
+    return rows
+
+
+NAMES = _rows(_TABLE)
+"""The members of modules and of classes of vLLM (`module:class`), by the file of Slipway that uses them.
+
+- `name` is a variable, a class, a member of an enumeration, or an attribute.
+- `name(self, first, second=)` is a function or a method. A parameter with "=" has a default.
+- `{first, second}` are all fields of a struct or a dataclass, without those of its bases.
+- `name: type = default` is a field whose type and default matter.
+"""
+
+
+def member_name(member: str) -> str:
+    """Return the name in a member; "its fields" for fields."""
+    found = re.match(r"\w+", member)
+    return found[0] if found else "its fields"
 
 
 def check_names() -> None:
-    """Look for vLLM's private attributes.
+    """Compare the table with the modules of vLLM that have been imported.
 
     Raises:
-        EngineStartError: This vLLM lacks one.
+        EngineStartError: A name has moved. The error says which, and the file of Slipway that uses it.
     """
-    for owner, names in _NAMES:
-        for name in names:
-            if not hasattr(owner, name):
-                place = f"{owner.__name__}.{name}"
-                raise EngineStartError(f"this vLLM {RELEASE} is not one that Slipway knows: it has no {place}")
-
-
-# The state of an engine's client, in the server's process.
-
-
-class SentLogprobs:
-    """The log probabilities of one output, as the engine sent them.
-
-    They are three arrays. A common token shows one number of them, and needs no array.
-    """
-
-    __slots__ = ("_buffers", "_parts")
-
-    def __init__(self, parts: Sequence[Any], buffers: Sequence[Any]) -> None:
-        """Keep the parts.
-
-        Args:
-            parts: The fields of `LogprobsLists`. An array has its data type, its shape, and its data or their index.
-            buffers: The data of large arrays.
-        """
-        self._parts, self._buffers = parts, buffers
-
-    def chosen(self) -> float:
-        """Return the log probability of the first chosen token."""
-        dtype, _, data = self._parts[1]
-        if dtype == "<f4" and not isinstance(data, int):
-            number: float = _FLOAT32.unpack_from(data)[0]
-            return number
-        return float(self.arrays().logprobs[0, 0])
-
-    def arrays(self) -> LogprobsLists:
-        """Return vLLM's own object."""
-        ids, logprobs, ranks, *rest = self._parts
-        arrays = [_array(part, self._buffers) for part in (ids, logprobs, ranks)]
-        return LogprobsLists(*arrays, *rest)
-
-
-_FLOAT32 = struct.Struct("<f")
-
-
-class SentNumbers:
-    """The numbers of a pooled prompt, as the engine sent them: a data type, a shape, and the data."""
-
-    __slots__ = ("_buffers", "_decoder", "_part")
-
-    def __init__(self, part: Sequence[Any], decoder: MsgpackDecoder) -> None:
-        """Keep the parts. Of large data the engine sends the index of a frame."""
-        self._part, self._decoder, self._buffers = part, decoder, decoder.aux_buffers
-
-    def array(self) -> np.ndarray:
-        """Return an array of float32."""
-        if self._part[0] != "float32":
-            converted: np.ndarray = self.tensor().float().numpy()
-            return converted
-        array = _array(self._part, self._buffers)
-        return array if array.flags.aligned else array.copy()  # The data may have any address.
-
-    def tensor(self) -> torch.Tensor:
-        """Return vLLM's own object."""
-        self._decoder.aux_buffers = self._buffers
-        try:
-            return self._decoder._decode_tensor(self._part)
-        finally:
-            self._decoder.aux_buffers = ()
-
-
-def _array(part: Sequence[Any], buffers: Sequence[Any]) -> np.ndarray:
-    """Return an array of a message. Small data are in the message, and large data are one of its frames."""
-    dtype, shape, data = part
-    return np.ndarray(shape, dtype, buffers[data] if isinstance(data, int) else data)
-
-
-class SentOutput(EngineCoreOutput, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
-    """An output as the engine sent it."""
-
-    new_logprobs: SentLogprobs | None = None
-    pooling_output: SentNumbers | None = None
-
-
-class SentOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
-    """The outputs of one step, as the engine sent them."""
-
-    outputs: list[SentOutput] = msgspec.field(default_factory=list)
-
-
-class LeanDecoder(MsgpackDecoder):
-    """vLLM's decoder of engine messages. It keeps log probabilities and pooled numbers as they were sent."""
-
-    def dec_hook(self, t: type, obj: Any) -> Any:
-        if t is SentLogprobs:
-            return SentLogprobs(obj, self.aux_buffers)
-        if t is SentNumbers:
-            return SentNumbers(obj, self)
-        return super().dec_hook(t, obj)
-
-
-class TokenTaker(RequestState):
-    """A sequence that can take a common token itself: a single token within an answer, with nothing beside it."""
-
-    takes_tokens: bool  # False: vLLM's output processor handles all its tokens.
-    statistics: EngineStatistics  # Counts the tokens that are not common.
-
-    def take(self, token_id: int, logprob: float | None) -> None:
-        """Take a token.
-
-        Args:
-            token_id: The token.
-            logprob: Its log probability. None if the request wants none.
-        """
-        raise NotImplementedError
-
-
-class LeanOutputProcessor(OutputProcessor):
-    """vLLM's output processor, with a short way for common tokens (`TokenTaker`).
-
-    Each sequence keeps the request that the engine had, as `core_request`: it is sent again if the engine dies.
-    """
-
-    client: Any  # The client of all copies (`copies.client`).
-    statistics: EngineStatistics
-
-    def process_outputs(
-        self,
-        engine_core_outputs: list[SentOutput],
-        engine_core_timestamp: float | None = None,
-        iteration_stats: Any = None,
-        weight_version: str | None = None,
-    ) -> Any:
-        """Give common tokens to their sequences, and leave the other outputs of the step to vLLM."""
-        states, placed = self.request_states, self.client.placed
-        gaps: list[float] = []  # Seconds between each common token and the token before it.
-        others: list[SentOutput] = []
-        for output in engine_core_outputs:
-            state, logprobs = states.get(output.request_id), output.new_logprobs
-            if (
-                isinstance(state, TokenTaker)
-                and state.takes_tokens
-                and output.finish_reason is None
-                and len(output.new_token_ids) == 1
-                and not state.is_prefilling
-                and output.events is None
-                and not output.num_nans_in_logits
-            ):
-                stats: Any = state.stats
-                gaps.append(engine_core_timestamp - stats.last_token_ts)
-                stats.last_token_ts = engine_core_timestamp
-                stats.num_generation_tokens += 1
-                state.take(output.new_token_ids[0], None if logprobs is None else logprobs.chosen())
+    for file, owners in NAMES.items():
+        for owner, members in owners.items():
+            module, _, kind = owner.partition(":")
+            if (target := sys.modules.get(module)) is None:
                 continue
-            if output.finish_reason is not None and (place := placed.pop(output.request_id, None)) is not None:
-                place.copy.work -= place.work
-            if logprobs is not None:
-                output.new_logprobs = logprobs.arrays()
-            if output.pooling_output is not None and state is not None and not isinstance(state, TokenTaker):
-                output.pooling_output = output.pooling_output.tensor()  # for vLLM's front end
-            others.append(output)
-        if gaps:  # Counted once, for vLLM's series and for Slipway's.
-            iteration_stats.num_generation_tokens += len(gaps)
-            iteration_stats.inter_token_latencies_iter += gaps
-            self.statistics.tokens += len(gaps)
-            self.statistics.inter_token.observe_all(gaps)
-        return super().process_outputs(others, engine_core_timestamp, iteration_stats, weight_version)
-
-    def add_request(self, request: EngineCoreRequest, *arguments: Any, **options: Any) -> None:
-        super().add_request(request, *arguments, **options)
-        if (state := self.request_states.get(request.request_id)) is not None:
-            state.core_request = kept(request)
-
-    def propagate_error(self, error: Exception) -> None:
-        if not self.client.holds():
-            super().propagate_error(error)
-
-    def _update_stats_from_output(self, state: Any, output: Any, timestamp: float, iteration: Any) -> None:
-        """Count an output that is not common. Slipway's series are made of the numbers of vLLM."""
-        gap = timestamp - state.stats.last_token_ts
-        super()._update_stats_from_output(state, output, timestamp, iteration)
-        if state.detokenizer is None:
-            return  # It is a pooled prompt.
-        statistics = getattr(state, "statistics", self.statistics)  # Steps of beam searches have their own.
-        queued_at = None
-        for event in output.events or ():
-            if event.type == EngineCoreEventType.QUEUED:
-                queued_at = event.timestamp
-            elif event.type == EngineCoreEventType.SCHEDULED and queued_at is not None:
-                statistics.queue_time.observe(event.timestamp - queued_at)
-                queued_at = None
-        if count := len(output.new_token_ids):
-            statistics.tokens += count
-            if state.stats.num_generation_tokens == count:
-                seconds = iteration.iteration_timestamp - state.stats.arrival_time
-                statistics.time_to_first_token.observe(seconds)
-            else:
-                statistics.inter_token.observe(gap / count)
-
-
-def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:
-    """Return the request to keep while it runs; None if it has images or sounds, which take too much memory."""
-    return None if request.mm_features else request
-
-
-def send_at_once(core: Any) -> None:
-    """Have an engine's client send messages without pyzmq's futures, which take as long as the sending.
-
-    Args:
-        core: The client (`AsyncMPClient`).
-    """
-    send_later = core._send_input_message
-    send = zmq.Socket.shadow(core.input_socket).send
-    more, last = int(zmq.DONTWAIT | zmq.SNDMORE), int(zmq.DONTWAIT)
-    sent = asyncio.get_running_loop().create_future()  # To be awaited any number of times.
-    sent.set_result(None)
-
-    # It is no coroutine: vLLM sends at the call, and may await later.
-    def send_message(message: Sequence[Any], engine: bytes) -> Awaitable[Any]:
-        # Large arrays follow as frames, and pyzmq sends large frames without a copy.
-        if len(message) != 2 or len(message[1]) >= zmq.COPY_THRESHOLD:
-            later: Awaitable[Any] = send_later(message, engine)
-            return later
-        core.ensure_alive()
-        send(engine, more)  # vLLM sets SNDHWM to 0, so this never raises `zmq.Again`.
-        send(message[0], more)
-        send(message[1], last)
-        return sent
-
-    core._send_input_message = send_message
-
-
-def begin_output(
-    llm: AsyncLLM, client: EngineCoreClient, reports: PrometheusStatLogger, statistics: EngineStatistics
-) -> None:
-    """Begin to handle the messages of the copies.
-
-    Args:
-        client: The client of all copies, which replaces the client that vLLM has made.
-        reports: The logger of statistics that replaces those of vLLM.
-        statistics: Counts the tokens.
-    """
-    # The output loop reads this variable for each request, and vLLM asks the environment each time.
-    envs.VLLM_COMPUTE_NANS_IN_LOGITS = envs.VLLM_COMPUTE_NANS_IN_LOGITS
-    llm.logger_manager = reports
-    llm.output_processor.__class__ = LeanOutputProcessor
-    llm.output_processor.client = llm.engine_core = client
-    llm.output_processor.statistics = statistics
-    run_output(llm)
-
-
-def run_output(llm: AsyncLLM) -> None:
-    """Begin vLLM's loop that handles the messages of the copies."""
-    llm.output_handler = None
-    llm._run_output_handler()
-
-
-def output_has_failed(llm: AsyncLLM) -> bool:
-    """Return True if vLLM's loop that handles messages has ended, with an error."""
-    return llm.output_handler is not None and llm.output_handler.done()
-
-
-def read_messages(client: AsyncMPClient, queue: Any) -> None:
-    """Begin to read the messages of a copy, into a queue that takes errors as well (`put_nowait`).
-
-    An error says that the copy is gone.
-    """
-    client.decoder = LeanDecoder(SentOutputs, oob_tensor_provider=client.decoder.oob_tensor_provider)
-    client.outputs_queue = queue
-    send_at_once(client)
-    client._ensure_output_queue_task()
-
-
-def cache_tokens(client: AsyncMPClient) -> int:
-    """Return the tokens that the KV cache of a copy holds."""
-    cache = client.vllm_config.cache_config
-    return int((cache.num_gpu_blocks or 0) * cache.block_size)
-
-
-def is_dead(client: AsyncMPClient) -> bool:
-    """Return True if a process of the client has died."""
-    dead: bool = client.resources.engine_dead
-    return dead
-
-
-def fail_utilities(client: AsyncMPClient) -> None:
-    """End the calls of methods in a process that has died. vLLM would wait for their results for ever."""
-    for result in client.utility_results.values():
-        if not result.done():
-            result.set_exception(EngineDeadError())
-    client.utility_results.clear()
-
-
-def let_go(client: AsyncMPClient) -> None:
-    """Break the reference cycle of `send_at_once`, so that ZeroMQ's threads and descriptors are freed with a client."""
-    vars(client).pop("_send_input_message", None)
-
-
-def query_key(request: EngineCoreRequest) -> str | None:
-    """Return the name of a query whose vectors its engine keeps for the query's documents. None for other requests."""
-    params = request.pooling_params and request.pooling_params.late_interaction_params
-    key: str | None = None if params is None else params.query_key
-    return key
-
-
-def is_compared_with_query(request: EngineCoreRequest) -> bool:
-    """Return True for a document whose query's vectors its engine has. Another engine would die of it."""
-    params = request.pooling_params and request.pooling_params.late_interaction_params
-    return params is not None and params.mode == LATE_INTERACTION_MODE_SCORE_DOC
-
-
-async def end_output(llm: AsyncLLM) -> None:
-    """Stop handling messages: the loop would take the engine's end for a crash, and log it as one."""
-    if (loop := llm.output_handler) is not None:
-        loop.cancel()
-        await asyncio.wait([loop])
-
-
-def stat_loggers(llm: AsyncLLM) -> Sequence[Any]:
-    """Return the loggers of statistics that vLLM has made."""
-    loggers: Sequence[Any] = llm.logger_manager.stat_loggers
-    return loggers
-
-
-def keep_eos_token_id(llm: AsyncLLM) -> None:
-    """Keep the id of the end token. vLLM asks for it with each request, and the tokenizer searches its vocabulary."""
-    eos_token_id = llm.renderer.get_eos_token_id()
-    llm.renderer.get_eos_token_id = lambda: eos_token_id
-
-
-def request_states(llm: AsyncLLM) -> dict[str, RequestState]:
-    """Return the sequences that the engine has, by their ids. vLLM's front end has some of them."""
-    states: dict[str, RequestState] = llm.output_processor.request_states
-    return states
-
-
-def request_ids(llm: AsyncLLM) -> Collection[str]:
-    """Return the ids of the requests that the engine has, as their callers named them."""
-    ids: Collection[str] = llm.output_processor.external_req_ids
-    return ids
-
-
-def sequence_ids(llm: AsyncLLM, request_id: str) -> Sequence[str]:
-    """Return the ids of a request's sequences that have not ended."""
-    ids: Sequence[str] = llm.output_processor.external_req_ids.get(request_id, ())
-    return ids
-
-
-def seconds_in_queue(state: RequestState) -> float:
-    """Return the time between a sequence's arrival in the engine and its first step."""
-    assert state.stats is not None  # The states of Slipway and of `AsyncLLM` have `log_stats`.
-    seconds: float = state.stats.scheduled_ts - state.stats.queued_ts
-    return max(seconds, 0.0)
-
-
-def seconds_in_engine(state: RequestState) -> float:
-    """Return the time between a sequence's first step and its last token."""
-    assert state.stats is not None
-    seconds: float = state.stats.last_token_ts - state.stats.scheduled_ts
-    return max(seconds, 0.0)
-
-
-def register(llm: AsyncLLM, state: RequestState) -> None:
-    """Register a sequence. It has to be done before the engine gets the request, so that no output comes earlier."""
-    llm.output_processor.request_states[state.request_id] = state
-    llm.output_processor.external_req_ids[state.external_req_id].append(state.request_id)
-
-
-async def abort(llm: AsyncLLM, ids: Iterable[str], *, internal: bool = True) -> None:
-    """End sequences. Those of an engine that has died are forgotten.
-
-    Args:
-        ids: The ids of the sequences, or of their requests if they are not `internal`.
-    """
-    with contextlib.suppress(EngineDeadError):
-        await llm.abort(ids, internal=internal)
-
-
-def fail(state: RequestState, message: str) -> None:
-    """Give an error to a sequence that vLLM's front end has."""
-    state.queue.put(GenerationError(message))
-
-
-def fail_all(llm: AsyncLLM, message: str) -> None:
-    """Give an error to each sequence that the engine has."""
-    OutputProcessor.propagate_error(llm.output_processor, GenerationError(message))
-
-
-def end_processes(client: EngineCoreClient, seconds: float) -> None:
-    """End a client's processes within so many seconds. The engine's objects in the server's process stay."""
-    client.shutdown(seconds)
-
-
-@contextlib.contextmanager
-def devices_kept(config: VllmConfig) -> Iterator[None]:
-    """Keep the devices of a configuration while processes start with it.
-
-    vLLM writes each data-parallel rank's devices into it, and would take the last rank's for all at the next start.
-    """
-    parallel = config.parallel_config
-    devices = parallel.assigned_physical_gpu_ids
-    try:
-        yield
-    finally:
-        parallel.assigned_physical_gpu_ids = devices
-
-
-def physical_gpus(engine_args: AsyncEngineArgs, gpus: Sequence[int]) -> list[int]:
-    """Return the numbers of GPUs in the machine. `gpus` are numbers among those that this process sees."""
-    physical: list[int] | None = dataclasses.replace(engine_args, device_ids=list(gpus))._resolve_device_ids()
-    assert physical is not None, "GPUs are named"
-    return physical
-
-
-def config_of_copy(config: VllmConfig, gpus: Sequence[int], physical_gpus: Sequence[int] | None) -> VllmConfig:
-    """Return the configuration of a copy.
-
-    Args:
-        config: The configuration of the first copy.
-        gpus: The GPUs of the copy, as this process numbers them.
-        physical_gpus: The same GPUs, as the machine numbers them. None: those of the configuration.
-    """
-    own = copy.copy(config)
-    own.cache_config, own.parallel_config = copy.copy(config.cache_config), copy.copy(config.parallel_config)
-    own.cache_config.num_gpu_blocks = None  # the processes report it, and the client adds it up
-    # vLLM names shared memory by these, such as that of `kv_offloading_size`.
-    own.instance_id = uuid.uuid4().hex
-    if config.kv_transfer_config is not None:
-        own.kv_transfer_config = copy.copy(config.kv_transfer_config)
-        own.kv_transfer_config.engine_id = own.instance_id
-    if physical_gpus is not None:
-        own.parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
-        # These lists have all GPUs. vLLM reads their first entries, also for a copy on other GPUs.
-        for name in ("numa_bind_nodes", "numa_bind_cpus"):
-            bindings = getattr(config.parallel_config, name)
-            if bindings and max(gpus) < len(bindings):
-                setattr(own.parallel_config, name, [bindings[gpu] for gpu in gpus])
-    return own
-
-
-def start_processes(llm: AsyncLLM, config: VllmConfig) -> AsyncMPClient:
-    """Start processes of an engine, and return their client. It takes as long as loading the model."""
-    client: AsyncMPClient = EngineCoreClient.make_async_mp_client(
-        vllm_config=config,
-        executor_class=Executor.get_class(config),
-        log_stats=llm.log_stats,
-        renderer=llm.renderer,
-    )
-    return client
-
-
-def engine_process_ids(client: EngineCoreClient) -> list[int]:
-    """Return the ids of the engine's processes; Ray's engine has none here."""
-    manager = client.resources.engine_manager
-    return [process.pid for process in getattr(manager, "processes", ())]
-
-
-def processors() -> list[int]:
-    """Return the processors that this process may use. Those of a NUMA node and of a core are neighbours."""
-    allowed = cpu_resource_utils.get_allowed_cpu_list()
-    return [one.id for one in sorted(allowed, key=lambda one: (one.numa_node, one.physical_core, one.id))]
-
-
-def use_processors(processors: Collection[int]) -> None:
-    """Let vLLM bind the threads of its workers to these processors, and use their memory. For the engine process.
-
-    vLLM binds the threads of a worker to processors of the first memory node that it sees. Its other threads run on any
-    processor: the front end would have none left if each copy kept to its own.
-    """
-    find = cpu_resource_utils.get_allowed_cpu_list
-    allowed = [one for one in find() if one.id in processors]
-    nodes = {one.numa_node for one in allowed}
-    if seen := [str(node) for node in cpu_resource_utils.get_visible_memory_node() if node in nodes]:
-        os.environ[cpu_resource_utils.DEVICE_CONTROL_ENV_VAR] = ",".join(seen)
-    cpu_resource_utils.get_allowed_cpu_list = lambda: allowed
-
-
-def send_whole_media(engine_args: Any) -> None:
-    """Send media with each request, so that any copy can take it.
-
-    By default vLLM leaves media out that it sent before. It sends all where several front ends share an engine.
-    """
-    engine_args._api_process_count = 2
-
-
-def forget_tokenizers() -> None:
-    """Clear vLLM's caches, which hold tokenizers of models that are gone."""
-    from vllm.tokenizers import registry as tokenizer_registry
-    from vllm.transformers_utils import processor
-    from vllm.utils import func_utils
-
-    tokenizer_registry.cached_get_tokenizer.cache_clear()
-    processor.cached_get_processor.cache_clear()
-    func_utils._supports_kw.cache_clear()
-
-
-def text_corrector(tokenizer: Any) -> Callable[[int, list[int]], str]:
-    """Return a function that takes a token and those before it, and returns the text of a token that ends a character.
-
-    The token alone has no text then, since a character may have several tokens.
-    """
-    correct: Callable[[int, list[int]], str] = LogprobsProcessor(
-        tokenizer, None, None, None, None, None
-    )._correct_decoded_token
-    return correct
-
-
-# Patches for the start and the end of vLLM's processes. Each keeps vLLM's own function for its replacement.
-
-default_context: Callable[[], BaseContext] = engine_utils.get_mp_context
-run_in_subprocess: Callable[[Callable[[], Any]], Any] = registry._run_in_subprocess
-await_workers: Callable[[Sequence[BaseProcess]], None] = MultiprocExecutor._ensure_worker_termination
-cgroup_usage: Callable[[], int | None] = cpu_resource_utils.get_cgroup_memory_usage
-
-
-def patch_server(context: Callable[[], BaseContext], run: Callable[[Callable[[], Any]], Any]) -> None:
-    """Patch the server's process.
-
-    Args:
-        context: Returns the context that starts the engine process, and the coordinator of data-parallel ranks.
-        run: Calls a function in another process. vLLM looks at model classes there.
-    """
-    for module in (engine_utils, coordinator):
-        module.get_mp_context = context
-    registry._run_in_subprocess = run
-
-
-def patch_sounds() -> None:
-    """Have sounds resampled by soxr, and read without torchcodec, of which PyPI has no CPU build.
-
-    torchaudio, vLLM's choice, takes gigabytes of memory for a rate such as 44101 Hz. soundfile and PyAV decode sounds;
-    vLLM would log a warning for each.
-    """
-    from vllm.multimodal.parse import MultiModalDataParser
-
-    MultiModalDataParser.__init__.__kwdefaults__["audio_resample_method"] = "soxr"
-    if find_spec("torchcodec") is None:
-        logging.getLogger("vllm.multimodal.media.audio").addFilter(_is_error)
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
-
-
-def patch_engine_process(
-    context: Callable[[], BaseContext],
-    end_workers: Callable[[Sequence[BaseProcess]], None],
-    meeting_place: Callable[[], str],
-) -> None:
-    """Patch the engine process.
-
-    Args:
-        context: Returns the context that starts workers.
-        end_workers: Waits for the end of the workers.
-        meeting_place: Returns the URL of the file in which workers find each other.
-    """
-    multiproc_executor.get_mp_context = context
-    MultiprocExecutor._ensure_worker_termination = staticmethod(end_workers)
-    for executor in (multiproc_executor, uniproc_executor):
-        executor.get_file_store_init_method = meeting_place
-
-
-# The compilers of constraints.
-
-
-class TriedOutputs(StructuredOutputsParams):
-    """A constraint that a trial has compiled."""
-
-
-def tried(outputs: StructuredOutputsParams, **changes: Any) -> TriedOutputs:
-    """Return structured outputs that vLLM does not compile for a check (`patch_checks`), with these changes."""
-    fields = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs) if field.init}
-    return TriedOutputs(**fields | changes)
-
-
-validate_guidance_grammar: Callable[..., None] = backend_guidance.validate_guidance_grammar
-
-
-def patch_checks() -> None:
-    """Patch the server's process: vLLM does not check a constraint that a trial has compiled.
-
-    It would compile the constraint once more for each request, on the event loop.
-    """
-
-    def validate(params: SamplingParams, tokenizer: Any = None) -> None:
-        if not isinstance(params.structured_outputs, TriedOutputs):
-            validate_guidance_grammar(params, tokenizer)
-
-    backend_guidance.validate_guidance_grammar = validate
-
-
-def patch_grammars(advance: Callable[[Any, Any], None]) -> None:
-    """Patch the engine process: `advance` gets each grammar when it is compiled, and vLLM's request."""
-    create = StructuredOutputManager._create_grammar
-
-    def created(self: StructuredOutputManager, request: Any) -> Any:
-        grammar = create(self, request)
-        advance(grammar, request)
-        return grammar
-
-    StructuredOutputManager._create_grammar = created
-
-
-def patch_worker(wrap_start: Callable[[Callable[..., None]], Callable[..., None]], memory_used: Any) -> None:
-    """Patch a worker process.
-
-    Args:
-        wrap_start: Takes the method that starts the worker, and returns the one that takes its place.
-        memory_used: Returns the bytes of memory that the container uses, None without a limit.
-    """
-    cpu_resource_utils.get_cgroup_memory_usage = memory_used
-    WorkerProc.__init__ = wrap_start(WorkerProc.__init__)
-
-
-def patch_waiting(pause: Callable[[], None]) -> None:
-    """Replace the pause between two looks of the engine process, or of a worker, for messages from the other."""
-    shm_broadcast.sched_yield = pause
-
-
-def patch_token_ranks(token_ranks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """Replace the sampler's function that ranks the chosen tokens."""
-    from vllm.v1.sample import sampler
-
-    sampler.batched_count_greater_than = token_ranks
-
-
-def socket_directory() -> str:
-    """Return the directory in which vLLM makes sockets."""
-    directory: str = envs.VLLM_RPC_BASE_PATH
-    return directory
-
-
-# Media in prompts.
-
-_resolve_items = chat_utils._resolve_items
-_load_media = AsyncMultiModalItemTracker.resolve_items
-
-
-def patch_media_ids(rename: Callable[[str], str]) -> None:
-    """Replace the ids that clients give their media. vLLM's caches find media by them.
-
-    Args:
-        rename: Takes an id, and returns the one that takes its place. It runs in the task of the call.
-    """
-
-    def resolve(items: dict[str, list[tuple[Any, str | None]]], *others: Any) -> Any:
-        renamed = {
-            kind: [(data, None if uuid is None else rename(uuid)) for data, uuid in some]
-            for kind, some in items.items()
-        }
-        return _resolve_items(renamed, *others)
-
-    chat_utils._resolve_items = resolve
-
-
-def drop_two_frames(error: BaseException) -> None:
-    """Drop the frames of the caller and of the function of vLLM that it called from an error's traceback.
-
-    That function has a variable that holds the error: a reference cycle, with the variables of both frames.
-    """
-    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-        error.__traceback__ = error.__traceback__.tb_next.tb_next
-
-
-def free_loaded_media() -> None:
-    """Have vLLM forget where a prompt's media came from when they are loaded, or one cannot be.
-
-    Its tracker of a prompt's media would stay in a reference cycle, with the media in the body of the request.
-    """
-
-    async def resolve(self: AsyncMultiModalItemTracker) -> Any:
-        try:
-            return await _load_media(self)
-        except Exception as error:
-            drop_two_frames(error)
-            raise
-        finally:
-            self._items_by_modality.clear()
-
-    AsyncMultiModalItemTracker.resolve_items = resolve
-
-
-def media_cache(llm: AsyncLLM) -> LruKeyReplicatedSenderCache | None:
-    """Return the renderer's record of the media in earlier prompts. None if options choose another cache."""
-    cache = llm.renderer.mm_processor_cache
-    return cache if isinstance(cache, LruKeyReplicatedSenderCache) else None
-
-
-def patch_media_cache(cache: LruKeyReplicatedSenderCache, item: Callable[[Any, str], Any]) -> None:
-    """Replace the method that returns the part of a prompt for one item. It gets the item and its hash."""
-    cache.get_and_update_item = item
-
-
-def cached_media(cache: LruKeyReplicatedSenderCache, media_hash: str) -> MultiModalProcessorCacheItemMetadata | None:
-    """Return the record of an item of an earlier prompt. None if there is none."""
-    return cache._cache.get(media_hash)
-
-
-def cache_media(
-    cache: LruKeyReplicatedSenderCache, media_hash: str, item: Sequence[Any]
-) -> MultiModalProcessorCacheItemMetadata:
-    """Make the record of an item, and return it."""
-    record = MultiModalProcessorCacheItemMetadata(*item)
-    cache.cache_if_fits(cache._cache, media_hash, record)
-    return record
-
-
-# Patches for parsers of tool calls.
-
-
-def patch_parsers(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have the server choose how tools are called for each model; vLLM chooses when the class of a parser is made.
-
-    Args:
-        wrap: Takes the function that finds the class of a model's parser, and returns the one that takes its place.
-    """
-    from vllm.parser.parser_manager import ParserManager
-    from vllm.tool_parsers import ToolParser
-
-    ToolParser.__init_subclass__ = object.__init_subclass__
-    ParserManager.get_parser = staticmethod(wrap(ParserManager.get_parser))
-
-
-def patch_call_schemas(finish: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Have the server finish the JSON schema of required calls.
-
-    vLLM would merge the `$defs` of the tools, and refuse tools with different ones of the same name.
-
-    Args:
-        finish: Takes vLLM's schema, in which each tool's schema stands as it came, and returns the one that takes its
-            place.
-    """
-    from vllm.tool_parsers import utils
-
-    schema_of_calls = utils._get_json_schema_from_tools
-    utils._get_tool_schema_defs = lambda _: {}
-    utils._get_json_schema_from_tools = lambda *arguments: finish(schema_of_calls(*arguments))
+            target = getattr(target, kind, None) if kind else target
+            for member in members:
+                if (now := _now(target, member)) != member:
+                    is_gone = f"it has no {owner}.{member_name(member)}"
+                    differs = is_gone if now is None else f"{owner} has {now}, expected {member}"
+                    raise EngineStartError(f"this vLLM {RELEASE} is not one that Slipway knows ({file}): {differs}")
+
+
+def _now(target: Any, member: str) -> str | None:
+    """Return a member of a module or a class as the table has it. None if it is gone."""
+    if target is None:
+        return None
+    if member.startswith("{"):
+        types = vars(target).get("__annotations__", {})
+        return f"{{{', '.join(name for name, kind in types.items() if 'ClassVar' not in str(kind))}}}"
+    name = member_name(member)
+    if "(" not in member:
+        return member if hasattr(target, name) or name in _instance_names(target) else None
+    if not hasattr(target, name):
+        return None
+    function = inspect.getattr_static(target, name)
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if not isinstance(function, FunctionType) or not function.__module__.startswith("vllm."):
+        return member  # It is replaced: what it takes is not vLLM's choice.
+    return name + _signature(inspect.signature(function))
+
+
+def _instance_names(kind: Any) -> Iterator[str]:
+    """Yield the fields of a class, and the names that its methods use, among them the attributes that they set."""
+    for each in kind.mro() if isinstance(kind, type) else ():
+        yield from vars(each).get("__annotations__", ())
+        for function in vars(each).values():
+            if isinstance(function, FunctionType):
+                yield from function.__code__.co_names
+
+
+class _Default:
+    """Stands for the default of any parameter."""
+
+    def __repr__(self) -> str:
+        return ""
+
+
+def _signature(signature: inspect.Signature) -> str:
+    """Return parameters as the table has them."""
+    empty = inspect.Parameter.empty
+    parameters = [
+        each.replace(annotation=empty, default=empty if each.default is empty else _Default())
+        for each in signature.parameters.values()
+    ]
+    return str(inspect.Signature(parameters))

@@ -16,6 +16,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader import get_model_cls
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
 
 from engines.daemon_thread import LastingThreads
 from engines.interface import EngineOutOfMemory, EngineStartError
@@ -26,24 +28,15 @@ from engines.memory.weight_files import hub_weight_bytes, weight_bytes
 from engines.model_settings import ModelSettings
 from engines.start_failure import failure_of
 from engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
+from engines.vllm.async_llm import end_output, forget_tokenizers, stat_loggers
 from engines.vllm.constraints.translator import choose_backend
+from engines.vllm.copies.core_client import config_of_copy, devices_kept, start_processes
 from engines.vllm.copies.places import Place, gpu_places, processor_places
-from engines.vllm.internals import (
-    AsyncLLM,
-    AsyncMPClient,
-    check_names,
-    config_of_copy,
-    devices_kept,
-    end_output,
-    forget_tokenizers,
-    patch_checks,
-    patch_sounds,
-    send_whole_media,
-    start_processes,
-    stat_loggers,
-)
+from engines.vllm.internals import check_names
 from engines.vllm.metrics import EngineReports
 from engines.vllm.parsers.choice import with_parsers
+from engines.vllm.patches.grammars import patch_checks
+from engines.vllm.patches.media import patch_sounds, send_whole_media
 from engines.vllm.pooling import pool_as_djl
 from engines.vllm.processes.contexts import end_processes, first_failure, tied_to_this_thread, use_fork_server
 from engines.vllm.sampling import load_typical

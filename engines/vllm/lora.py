@@ -28,10 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from engines.adapters import Adapter
 from engines.errors import AdapterFailed, AdapterUnusable, EngineDead, NoRoomForAdapter, Overloaded, UnknownAdapter
-from engines.vllm.internals import AsyncLLM, EngineDeadError, request_states
+from engines.vllm.async_llm import request_states
 from engines.vllm.lora_files import CHANGED, AdapterFiles, Shapes, base_shapes, check_adapter, file_states, read_ahead
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from vllm.config import VllmConfig
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import SchedulerStats
 
 from engines.loaded_model import EngineStatus
 from engines.statistics import MOST_WAITING
-from engines.vllm.internals import METRICS_PARTS, PrometheusStatLogger, SchedulerStats
 
+# The attributes of `PrometheusStatLogger` with further classes that make metrics.
+_PARTS = ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls", "_perf_metrics_cls")
 _GAPS = "inter_token_latencies_iter"
 
 # The histogram of each list of `IterationStats`.
@@ -80,7 +83,7 @@ class EngineReports(PrometheusStatLogger, Collector):
         makers = {name: partial(self._metric, kind) for name, kind in kinds.items()}
         for name, make in makers.items():
             setattr(self, name, make)
-        for name in METRICS_PARTS:
+        for name in _PARTS:
             part = getattr(self, name)
             setattr(self, name, type(part.__name__, (part,), {key: staticmethod(make) for key, make in makers.items()}))
         super().__init__(vllm_config, engine_indexes)

@@ -23,6 +23,16 @@ from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.engine.detokenizer import (
+    FastIncrementalDetokenizer,
+    IncrementalDetokenizer,
+    SlowIncrementalDetokenizer,
+    uses_fast_detokenizer,
+)
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from engines.errors import EngineDead, EngineFault, GenerationFailed, RequestError
 from engines.interface import Sink
@@ -30,22 +40,9 @@ from engines.loaded_model import ModelTexts
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from engines.statistics import EngineStatistics
 from engines.tokenization import HeldTokens, prompt_tokens
+from engines.vllm.async_llm import seconds_in_engine, seconds_in_queue
 from engines.vllm.constraints.translator import no_token_left
-from engines.vllm.internals import (
-    EngineCoreOutput,
-    EngineCoreRequest,
-    FastIncrementalDetokenizer,
-    IncrementalDetokenizer,
-    ParentRequest,
-    SlowIncrementalDetokenizer,
-    TokenTaker,
-    kept,
-    seconds_in_engine,
-    seconds_in_queue,
-    text_corrector,
-    uses_fast_detokenizer,
-)
-from engines.vllm.internals import FinishReason as VllmFinishReason
+from engines.vllm.output_processor import TokenTaker, kept
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +72,8 @@ class TokensApart:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
-        self._correct = text_corrector(tokenizer)
+        # Takes a token and those before it. A token that ends a character has no text alone.
+        self._correct = LogprobsProcessor(tokenizer, None, None, None, None, None)._correct_decoded_token
 
     def text(self, token_id: int, before: Sequence[int]) -> str:
         """The text of a token that follows `before`: "" within a character, which comes whole with its last token."""
@@ -84,7 +82,8 @@ class TokensApart:
             text = self._texts[token_id] = convert_ids_list_to_tokens(self._tokenizer, [token_id])[0]
         if not text.endswith("\ufffd"):
             return text
-        return self._correct(token_id, list(before[-_CHARACTER_TOKENS:]))
+        corrected: str = self._correct(token_id, list(before[-_CHARACTER_TOKENS:]))
+        return corrected
 
 
 _CHARACTER_TOKENS = 4  # That vLLM looks at in front of a token to find the character that it ends.

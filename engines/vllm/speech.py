@@ -8,8 +8,7 @@ import numpy as np
 from vllm.config.speech_to_text import SpeechToTextParams
 from vllm.model_executor.model_loader import get_model_cls
 from vllm.renderers.inputs.preprocess import parse_model_prompt
-
-from engines.vllm.internals import AsyncLLM
+from vllm.v1.engine.async_llm import AsyncLLM
 
 
 async def silence(llm: AsyncLLM) -> Any:

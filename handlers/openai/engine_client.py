@@ -36,9 +36,7 @@ from engines.errors import (
 )
 from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
-from engines.vllm.constraints.translator import CheckedConstraint, no_token_left
-from engines.vllm.engine import VllmEngine
-from engines.vllm.internals import (
+from engines.vllm.async_llm import (
     EngineDeadError,
     abort,
     request_states,
@@ -46,6 +44,8 @@ from engines.vllm.internals import (
     seconds_in_queue,
     sequence_ids,
 )
+from engines.vllm.constraints.translator import CheckedConstraint, no_token_left
+from engines.vllm.engine import VllmEngine
 from engines.vllm.parsers.classes import constrained_text, tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_texts, check_bad_words
 from handlers.openai.current_call import BeamSteps, OpenAICall, current_call

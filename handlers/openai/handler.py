@@ -159,7 +159,7 @@ class OpenAIHandler:
 
         Their clients get the answer so far, with the finish reason `abort`.
         """
-        from engines.vllm.internals import abort, request_ids  # the OpenAI contract can be described without vLLM
+        from engines.vllm.async_llm import abort, request_ids  # the OpenAI contract can be described without vLLM
 
         ids = [known for known in request_ids(self._vllm.llm) if _belongs(known, request_id)]
         if ids:

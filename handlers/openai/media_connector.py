@@ -38,7 +38,7 @@ from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 
 from engines.errors import InvalidRequest, Overloaded, RequestError, UnusableImage
-from engines.vllm.internals import drop_two_frames, free_loaded_media, patch_media_ids
+from engines.vllm.patches.media import drop_two_frames, free_loaded_media, patch_media_ids
 from handlers.openai.current_call import current_call
 from handlers.openai.media_download import FORBIDDEN_HOST, Downloader, DownloadFailed, TooLarge
 from handlers.openai.media_limits import MOST_FRAMES, MediaMemory, RequestMedia

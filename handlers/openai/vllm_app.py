@@ -107,6 +107,7 @@ from vllm.utils.async_utils import make_async
 
 from engines.interface import EngineStartError
 from engines.vllm.arguments import FRONT_END
+from engines.vllm.internals import check_names
 from engines.vllm.parsers.choice import TOOLS, allowed_names
 from engines.vllm.parsers.classes import parsers_for
 from handlers.contract import JSON, Reply
@@ -463,6 +464,7 @@ async def build(
         with parsers_for(client.vllm_config.structured_outputs_config.backend):
             plain = _without_calls(args, client) if parses_only_tools and "generate" in tasks else None
             await init_app_state(client, app.state, args, supported_tasks=tasks)
+        check_names()  # It has imported the serving classes.
         if "generate" in tasks:
             _change_responses(app.state.openai_serving_responses)
             if parses_only_tools and args.tool_call_parser:

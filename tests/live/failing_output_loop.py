@@ -43,7 +43,7 @@ async def _main(model: Path) -> dict[str, Any]:
     begin_import(settings)
     engine = engine_factory(settings)(settings)
     await engine.start()
-    from engines.vllm.internals import LeanOutputProcessor
+    from engines.vllm.output_processor import LeanOutputProcessor
 
     right = await _text(engine, 0)
     process, messages = LeanOutputProcessor.process_outputs, 0

@@ -243,7 +243,8 @@ async def test_a_further_copy_gets_idle_adapters_as_well(source: Path, is_only: 
 
 
 async def test_a_copy_that_dies_while_adapters_are_loaded_into_it_costs_no_adapter(source: Path) -> None:
-    from engines.vllm.internals import EngineDeadError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
     from engines.vllm.lora import VllmAdapters
 
     llm: Any = Llm()

@@ -121,14 +121,14 @@ def test_a_constraint_that_begins_after_the_reasoning_is_refused() -> None:
 
 
 def test_images_and_sounds_are_not_kept() -> None:
-    from engines.vllm import internals
+    from engines.vllm import output_processor
     from engines.vllm.copies.continuation import CannotContinue, continued
 
     request = _request("a")
-    assert internals.kept(request) is request
+    assert output_processor.kept(request) is request
     request.mm_features = [object()]
     state: Any = _State(request, [])
-    state.core_request = internals.kept(request)
+    state.core_request = output_processor.kept(request)
     with pytest.raises(CannotContinue, match="images or sounds"):
         continued(state, _config())
 

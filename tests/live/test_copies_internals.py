@@ -120,7 +120,7 @@ async def test_a_request_that_is_sent_to_a_copy_gets_there_though_it_takes_no_ot
 
 @pytest.mark.parametrize("holds", [True, False])
 async def test_without_a_copy_a_request_waits_or_gets_an_error(monkeypatch: pytest.MonkeyPatch, holds: bool) -> None:
-    from engines.vllm.internals import EngineDeadError
+    from vllm.v1.engine.exceptions import EngineDeadError
 
     started = Started(monkeypatch, 1, holds=holds)
     (copy,) = started.copies
@@ -166,7 +166,7 @@ async def test_a_method_is_called_in_all_copies(monkeypatch: pytest.MonkeyPatch)
 async def test_a_copy_that_dies_meanwhile_does_not_hurt_a_call_and_the_last_one_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from engines.vllm.internals import EngineDeadError
+    from vllm.v1.engine.exceptions import EngineDeadError
 
     started = Started(monkeypatch, 3)
     first, second, third = started.copies
@@ -225,7 +225,7 @@ async def test_a_message_of_a_process_that_ends_is_dropped(monkeypatch: pytest.M
 
 
 async def test_an_error_tells_which_copy_has_died_and_ends_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engines.vllm.internals import EngineDeadError
+    from vllm.v1.engine.exceptions import EngineDeadError
 
     started = Started(monkeypatch, 2)
     first, second = started.copies

@@ -25,7 +25,7 @@ def test_ranks_of_tokens_are_those_of_the_function_that_vllm_compiles() -> None:
 def test_a_long_wait_for_a_message_leaves_the_processor_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
-    from engines.vllm import internals
+    from engines.vllm.patches import processes
     from engines.vllm.processes import cpu
 
     monkeypatch.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)  # restores it
@@ -33,7 +33,7 @@ def test_a_long_wait_for_a_message_leaves_the_processor_to_others(monkeypatch: p
     sleeps: list[float] = []
     monkeypatch.setattr(os, "sched_yield", lambda: yields.append(True))
     monkeypatch.setattr(time, "sleep", sleeps.append)
-    internals.patch_waiting(cpu.Pause())
+    processes.patch_waiting(cpu.Pause())
     reader = object.__new__(shm_broadcast.SpinCondition)
     reader.is_reader, reader.busy_loop_s = True, 600
     reader.record_read()

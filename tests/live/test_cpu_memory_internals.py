@@ -52,12 +52,12 @@ def test_vllm_looks_for_the_function_that_a_worker_of_ours_replaces(
     resources: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The container's memory is full of files, such as weights that were just read."""
-    from engines.vllm import internals
+    from engines.vllm.patches import processes
     from engines.vllm.processes import cpu
 
     memory = resources.get_memory_node_info(0).total_memory
     monkeypatch.setattr(resources, "get_cgroup_memory_limit", lambda: memory // 4)
-    monkeypatch.setattr(internals, "cgroup_usage", lambda: memory // 4)
+    monkeypatch.setattr(processes, "cgroup_usage", lambda: memory // 4)
     monkeypatch.setattr(cpu, "page_cache", lambda _: memory // 8)
     monkeypatch.setattr(resources, "get_cgroup_memory_usage", lambda: memory // 4)
     assert resources.get_memory_node_info(0).available_memory == 0

@@ -363,7 +363,7 @@ def test_vllm_decodes_the_files_of_transcriptions_where_they_are_counted() -> No
 def test_vllms_parser_of_media_resamples_as_told() -> None:
     from vllm.multimodal.parse import MultiModalDataParser
 
-    from engines.vllm.internals import patch_sounds
+    from engines.vllm.patches.media import patch_sounds
 
     patch_sounds()
     assert MultiModalDataParser(target_sr=16000).audio_resampler.method == "soxr"
@@ -411,7 +411,7 @@ def test_the_data_of_media_are_in_each_prompt_until_the_engine_has_got_one(monke
     from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
     from vllm.renderers.base import BaseRenderer
 
-    from engines.vllm import sent_media
+    from engines.vllm.patches import sent_media
 
     config: Any = SimpleNamespace(get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=2e-5))
     cache, engine = LruKeyReplicatedSenderCache(config), LruKeyReplicatedReceiverCache(config)

@@ -129,8 +129,8 @@ def test_a_place_knows_its_gpus_as_the_machine_numbers_them(
 ) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    from engines.vllm.copies.core_client import config_of_copy
     from engines.vllm.copies.places import gpu_places
-    from engines.vllm.internals import config_of_copy
 
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -150,7 +150,7 @@ def test_a_place_knows_its_gpus_as_the_machine_numbers_them(
 
 
 def test_copies_are_bound_to_the_nodes_of_their_own_gpus() -> None:
-    from engines.vllm.internals import config_of_copy
+    from engines.vllm.copies.core_client import config_of_copy
 
     config = _configuration(
         numa_bind=True, numa_bind_nodes=[0, 0, 1, 1], numa_bind_cpus=["0-3", "4-7", "8-11", "12-15"]
@@ -164,7 +164,7 @@ def test_copies_are_bound_to_the_nodes_of_their_own_gpus() -> None:
 def test_copies_do_not_share_the_names_of_shared_memory() -> None:
     from vllm.config import KVTransferConfig
 
-    from engines.vllm.internals import config_of_copy
+    from engines.vllm.copies.core_client import config_of_copy
 
     config = _configuration()
     config.kv_transfer_config = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
@@ -227,7 +227,7 @@ def test_vllm_binds_the_threads_of_a_copy_to_processors_of_its_share(
     from vllm.utils.ompmultiprocessing import OMPProcessManager
 
     from engines.vllm.copies.places import processor_places
-    from engines.vllm.internals import use_processors
+    from engines.vllm.patches.processes import use_processors
 
     share = processor_places(2)[copy].processors
     monkeypatch.setattr(cpu_resource_utils, "get_memory_affinity", lambda: [0, 1])

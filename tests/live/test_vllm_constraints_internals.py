@@ -181,12 +181,12 @@ async def test_vllm_checks_no_constraint_that_was_tried(
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.structured_output import backend_guidance
 
-    from engines.vllm import internals
+    from engines.vllm.patches import grammars
 
     checked: list[Any] = []
     monkeypatch.setattr(backend_guidance, "validate_guidance_grammar", None)
-    monkeypatch.setattr(internals, "validate_guidance_grammar", lambda params, _: checked.append(params))
-    internals.patch_checks()
+    monkeypatch.setattr(grammars, "validate_guidance_grammar", lambda params, _: checked.append(params))
+    grammars.patch_checks()
     model: Any = SimpleNamespace(is_diffusion=False)
     config = StructuredOutputsConfig(backend="guidance")
     tokenizer = AutoTokenizer.from_pretrained(sample_model)

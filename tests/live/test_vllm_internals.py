@@ -38,7 +38,7 @@ class Processor:
 
     def __init__(self, tokenizer: Any, *, lean: bool) -> None:
         from engines.vllm.copies.client import CopiesClient
-        from engines.vllm.internals import LeanOutputProcessor
+        from engines.vllm.output_processor import LeanOutputProcessor
 
         self.tokenizer = tokenizer
         self.processor = LeanOutputProcessor(tokenizer, log_stats=True)
@@ -97,7 +97,7 @@ def sent_outputs(outputs: Sequence[Any], *, lean: bool) -> list[Any]:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    from engines.vllm.internals import LeanDecoder, SentOutputs
+    from engines.vllm.output_processor import LeanDecoder, SentOutputs
 
     frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=list(outputs)))
     decoder = LeanDecoder(SentOutputs) if lean else MsgpackDecoder(EngineCoreOutputs)
@@ -138,14 +138,33 @@ def test_the_installed_vllm_is_the_one_that_slipway_was_run_with() -> None:
         check_release("0.31.2")
 
 
-def test_a_vllm_without_one_of_the_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("member", ["_correct_decoded_token", "update_from_output"])
+def test_a_vllm_without_one_of_the_names_is_refused(monkeypatch: pytest.MonkeyPatch, member: str) -> None:
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
     from engines.vllm.internals import check_names
 
     check_names()
-    monkeypatch.delattr(LogprobsProcessor, "_correct_decoded_token")
-    with pytest.raises(EngineStartError, match=r"it has no LogprobsProcessor\._correct_decoded_token$"):
+    monkeypatch.delattr(LogprobsProcessor, member)
+    with pytest.raises(EngineStartError, match=rf"output\.py.*it has no \S+LogprobsProcessor\.{member}$"):
+        check_names()
+
+
+def test_a_vllm_with_another_parameter_or_another_field_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine import EngineCoreEvent
+    from vllm.v1.engine.output_processor import RequestState
+
+    from engines.vllm.internals import check_names
+
+    def make_request_output(self: Any, new_token_ids: Any, error: Any) -> None: ...
+
+    make_request_output.__module__ = RequestState.__module__
+    with monkeypatch.context() as changed:
+        changed.setattr(RequestState, "make_request_output", make_request_output)
+        with pytest.raises(EngineStartError, match=r"has make_request_output\(self, new_token_ids, error\), expected"):
+            check_names()
+    monkeypatch.setitem(EngineCoreEvent.__annotations__, "cause", str)
+    with pytest.raises(EngineStartError, match=r"has \{type, timestamp, cause\}, expected \{type, timestamp\}"):
         check_names()
 
 
@@ -299,7 +318,7 @@ def test_the_lean_decoder_reads_the_numbers_of_pooled_prompts_that_vllms_reads(
 def test_numbers_at_an_odd_address_are_copied() -> None:
     from vllm.v1.serial_utils import MsgpackDecoder
 
-    from engines.vllm.internals import SentNumbers
+    from engines.vllm.output_processor import SentNumbers
 
     decoder = MsgpackDecoder()
     data = memoryview(b"-" + np.arange(300, dtype=np.float32).tobytes())[1:]
@@ -318,7 +337,7 @@ async def test_messages_to_the_engine_keep_their_order_and_their_frames() -> Non
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from engines.vllm.internals import send_at_once
+    from engines.vllm.copies.core_client import send_at_once
 
     class Client(AsyncMPClient):
         def __init__(self, socket: Any) -> None:
@@ -562,7 +581,7 @@ def test_a_model_that_is_gone_leaves_no_tokenizer_in_vllms_caches(sample_model: 
     from vllm.transformers_utils.processor import cached_get_processor
     from vllm.utils.func_utils import supports_kw
 
-    from engines.vllm.internals import forget_tokenizers
+    from engines.vllm.async_llm import forget_tokenizers
 
     def used() -> list[weakref.ref[Any]]:
         """Use tokenizers as vLLM's renderer does, and return weak references to them."""
@@ -650,7 +669,7 @@ async def test_an_engine_that_ends_is_a_failure_of_the_output_loop_unless_it_was
     from vllm.v1.engine.exceptions import EngineDeadError
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    from engines.vllm.internals import end_output
+    from engines.vllm.async_llm import end_output
 
     class Core:
         def __init__(self) -> None:

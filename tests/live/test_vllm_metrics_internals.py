@@ -97,7 +97,7 @@ def processors() -> tuple[Any, Any]:
     """Return vLLM's processor and Slipway's."""
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    from engines.vllm.internals import LeanOutputProcessor
+    from engines.vllm.output_processor import LeanOutputProcessor
 
     ours = LeanOutputProcessor(None, log_stats=True)
     ours.statistics = EngineStatistics()

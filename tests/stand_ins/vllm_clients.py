@@ -32,7 +32,7 @@ class Client:
         return [request.request_id for request in self.added]
 
     def ensure_alive(self) -> None:
-        from engines.vllm.internals import EngineDeadError
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         if self.resources.engine_dead:
             raise EngineDeadError
@@ -59,10 +59,10 @@ class Started:
     """The client of all copies, with stand-ins for the clients of the copies."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, copies: int, holds: bool = True) -> None:
-        from engines.vllm import internals
+        from engines.vllm.copies import core_client
         from engines.vllm.copies.client import CopiesClient, Copy
 
-        monkeypatch.setattr(internals, "read_messages", lambda client, queue: setattr(client, "queue", queue))
+        monkeypatch.setattr(core_client, "read_messages", lambda client, queue: setattr(client, "queue", queue))
         self.siblings: dict[str, list[str]] = {}
         self.client = CopiesClient(lambda request_id: self.siblings.get(request_id, ()), lambda: holds)
         self.dead: list[Copy] = []

@@ -26,7 +26,7 @@ from engines.statistics import EngineStatistics
 from engines.vllm.constraints.json_schema import WHOLE
 from engines.vllm.constraints.trial_process import Trial
 from engines.vllm.constraints.trials import GrammarTrials
-from engines.vllm.internals import tried
+from engines.vllm.patches.grammars import tried
 
 _MAX_CHARACTERS = 1 << 17  # Of an expression or a grammar: what people write has a hundredth of it.
 # The most characters of each kind of constraint, by vLLM's names.

@@ -14,12 +14,16 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from vllm.exceptions import GenerationError
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+
 from engines.daemon_thread import LastingThreads
 from engines.interface import CopyState, Progress
-from engines.vllm import internals
+from engines.vllm.copies import core_client
 from engines.vllm.copies.choice import MOST_ANSWER_TOKENS, CopyChoice
 from engines.vllm.copies.places import Place
-from engines.vllm.internals import AsyncMPClient, EngineCoreRequest, EngineDeadError, FinishReason, GenerationError
 
 _ANYWHERE = Place()
 _MOST_QUERIES = 4096  # Whose documents may still come.
@@ -118,8 +122,8 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
             died: Is called when its processes have died.
         """
         assert copy.client is not None, "it is loaded"
-        internals.read_messages(copy.client, _Messages(copy, self, died))
-        copy.cached_tokens = internals.cache_tokens(copy.client)
+        core_client.read_messages(copy.client, _Messages(copy, self, died))
+        copy.cached_tokens = core_client.cache_tokens(copy.client)
         self._running.append(copy)
         self.resources.engine_dead = False
 
@@ -148,7 +152,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
             del self.placed[request_id]
         copy.work = 0
         if copy.client is not None:
-            internals.fail_utilities(copy.client)
+            core_client.fail_utilities(copy.client)
         return lost
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -211,7 +215,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
             if copy is None:
                 if not ready:
                     raise EngineDeadError
-                if request.pooling_params is not None and (key := internals.query_key(request)) is not None:
+                if request.pooling_params is not None and (key := core_client.query_key(request)) is not None:
                     copy = self._copy_of_query(key, request, work)
                 else:
                     copy = ready[0] if len(ready) == 1 else self._choose(request, ready, work)
@@ -242,7 +246,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         Raises:
             GenerationError: The copy has died.
         """
-        if not internals.is_compared_with_query(request):
+        if not core_client.is_compared_with_query(request):
             self._queries[key] = self._choose(request, self.ready, work)
             while len(self._queries) > _MOST_QUERIES:
                 self._queries.popitem(last=False)

@@ -18,12 +18,15 @@ from typing import Any
 
 import msgspec
 from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestState
 
 from engines.errors import EngineDead
 from engines.statistics import EngineStatistics
-from engines.vllm import internals
+from engines.vllm import async_llm
+from engines.vllm.copies import core_client
 from engines.vllm.copies.client import CopiesClient, Copy
-from engines.vllm.internals import AsyncLLM, EngineCoreRequest, RequestState
 from engines.vllm.lora import VllmAdapters
 from engines.vllm.output import OwnState
 
@@ -54,7 +57,7 @@ def continued(state: RequestState, config: VllmConfig) -> EngineCoreRequest:
         raise CannotContinue("its images or sounds are not kept")
     if request.resumable:
         raise CannotContinue("its prompt comes in parts")
-    if internals.is_compared_with_query(request):
+    if core_client.is_compared_with_query(request):
         raise CannotContinue("the vectors of its query are lost")
     sent: list[int] = [] if state.detokenizer is None else list(state.detokenizer.output_token_ids)
     if not sent:
@@ -152,7 +155,7 @@ class Continuations:
             copy: The copy.
             lost: The ids of its sequences.
         """
-        states = internals.request_states(self._llm)
+        states = async_llm.request_states(self._llm)
         self._deaths = Counter({known: count for known, count in self._deaths.items() if known in states})
         self._failed.intersection_update(states)
         if (suspect := self._trials.pop(copy, None)) is None:
@@ -176,7 +179,7 @@ class Continuations:
             if not await self._send(state, refused, copy):
                 continue
             self._trials[copy] = state
-            while state.request_id in internals.request_states(self._llm) and _tokens(state) == before:
+            while state.request_id in async_llm.request_states(self._llm) and _tokens(state) == before:
                 await asyncio.sleep(_TRIAL_POLL_SECONDS)
             self._trials.pop(copy, None)
         await self._send_all(self._waiting(suspects=False), refused, copy)
@@ -194,7 +197,7 @@ class Continuations:
 
     def _waiting(self, *, suspects: bool) -> list[RequestState]:
         """Return the sequences that no copy has."""
-        states, placed = internals.request_states(self._llm), self._client.placed
+        states, placed = async_llm.request_states(self._llm), self._client.placed
         return [
             state
             for known, state in states.items()
@@ -215,7 +218,7 @@ class Continuations:
     async def _send(self, state: RequestState, refused: Counter[str], copy: Copy | None) -> bool:
         """Send a sequence to a copy, or to any that serves. Returns False if that is not possible."""
         known = state.request_id
-        if known not in internals.request_states(self._llm) or known in self._client.placed:
+        if known not in async_llm.request_states(self._llm) or known in self._client.placed:
             return False  # Its client has left, or another copy has got it.
         try:
             request = continued(state, self._llm.vllm_config)
@@ -240,7 +243,7 @@ def fail(state: RequestState) -> None:
     if isinstance(state, OwnState):
         state.fail(EngineDead())
     else:
-        internals.fail(state, EngineDead().message)
+        async_llm.fail(state, EngineDead().message)
 
 
 def _tokens(state: RequestState) -> int:

@@ -9,14 +9,16 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from vllm.v1.engine.exceptions import EngineDeadError
+
 from engines.errors import EngineDead, InvalidRequest
 from engines.interface import CopyState, EngineCopy, EngineHealth, EngineStartError, Progress
 from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
-from engines.vllm import internals
+from engines.vllm import async_llm
+from engines.vllm.copies import core_client
 from engines.vllm.copies.client import CopiesClient, Copy
 from engines.vllm.copies.continuation import Continuations, fail
-from engines.vllm.internals import EngineDeadError
 from engines.vllm.loading import SHUTDOWN_SECONDS, StartedEngine, VllmLoader, shut_down
 from engines.vllm.lora import VllmAdapters
 from engines.vllm.output import OwnState
@@ -65,8 +67,8 @@ class Copies:
         self._adapters: VllmAdapters | None = None
         self._continuations: Continuations | None = None  # None until the first copy takes requests.
         first.client, first.place = self._llm.engine_core, self._places[0]
-        self.client = CopiesClient(partial(internals.sequence_ids, self._llm), waits)
-        internals.begin_output(self._llm, self.client, self._reports, statistics)
+        self.client = CopiesClient(partial(async_llm.sequence_ids, self._llm), waits)
+        async_llm.begin_output(self._llm, self.client, self._reports, statistics)
         self.client.add(first, self._died)
 
     def begin(self, adapters: VllmAdapters | None) -> None:
@@ -147,18 +149,18 @@ class Copies:
 
     def look(self) -> None:
         """Take note of deaths that vLLM has not told, of signs of life, and of copies that have drained."""
-        if internals.output_has_failed(self._llm) and not self.gave_up:
+        if async_llm.output_has_failed(self._llm) and not self.gave_up:
             for copy in self.running:  # Tokens of any request may be lost. The later ones must not follow.
                 self._died(copy)
             self.client.drop_messages()
-            internals.run_output(self._llm)
-        states, placed = internals.request_states(self._llm), self.client.placed
+            async_llm.run_output(self._llm)
+        states, placed = async_llm.request_states(self._llm), self.client.placed
         if len(placed) > len(states):
             self.client.forget([known for known in placed if known not in states])
         for copy in tuple(self._by_number.values()):
             if copy.client is None or copy.state is CopyState.DEAD:
                 continue
-            if internals.is_dead(copy.client):
+            if core_client.is_dead(copy.client):
                 self._died(copy)
                 continue
             copy.progress.look(copy.work > 0, copy.messages)
@@ -237,10 +239,10 @@ class Copies:
 
     def fail_all(self, error: EngineDead) -> None:
         """Give an error to all requests."""
-        for state in internals.request_states(self._llm).values():
+        for state in async_llm.request_states(self._llm).values():
             if isinstance(state, OwnState):
                 state.fail(error)
-        internals.fail_all(self._llm, error.message)  # the requests of vLLM's front end
+        async_llm.fail_all(self._llm, error.message)  # the requests of vLLM's front end
 
     # Steps in the life of one copy
 
@@ -343,7 +345,7 @@ class Copies:
         if was_draining:
             del self._by_number[copy.number]
         if self._continuations is None or not self._waits():
-            states = internals.request_states(self._llm)
+            states = async_llm.request_states(self._llm)
             for state in [states[known] for known in lost if known in states]:
                 fail(state)
             self.gave_up |= all(other.state is CopyState.DEAD for other in self._by_number.values())
@@ -379,7 +381,7 @@ class Copies:
         try:
             if client is not None:
                 await asyncio.to_thread(end_processes, client, SHUTDOWN_SECONDS)
-                internals.let_go(client)
+                core_client.let_go(client)
         finally:
             copy.threads.end()
             # Its last messages have been handled by now.

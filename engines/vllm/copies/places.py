@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import vllm.platforms
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils import cpu_resource_utils
 
 from engines.interface import EngineStartError
 from engines.memory.parallelism import Layout, ModelMemory, copies_that_fit, tensor_parallel_sizes, why_one_copy
 from engines.memory.weight_files import weights_of
 from engines.model_settings import ModelSettings
-from engines.vllm import internals
+from engines.vllm.copies import core_client
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,11 @@ def processor_places(copies: int) -> list[Place]:
     """Return the places of copies on a CPU: each has an equal share of the processors, and at least one."""
     if copies == 1 or os.environ.get(_BINDING, "auto") != "auto":  # The user has bound the threads.
         return [Place()] * copies
-    processors = internals.processors()
+    # Those of a NUMA node and of a core are neighbours.
+    allowed = sorted(
+        cpu_resource_utils.get_allowed_cpu_list(), key=lambda one: (one.numa_node, one.physical_core, one.id)
+    )
+    processors = [one.id for one in allowed]
     ends = [len(processors) * number // copies for number in range(copies + 1)]
     shares = [processors[begin:end] or [processors[begin]] for begin, end in itertools.pairwise(ends)]
     return [Place(processors=tuple(share)) for share in shares]
@@ -72,7 +77,7 @@ def gpu_places(engine_args: AsyncEngineArgs, settings: ModelSettings) -> list[Pl
     logger.info("GPUs of each copy that there is room for: %s", "; ".join(", ".join(map(str, gpus)) for gpus in chosen))
     if (most := settings.max_copies) is not None and most > copies:
         logger.warning("maxWorkers is %d, and there is room for %d copies", most, copies)
-    return [Place(tuple(gpus), tuple(internals.physical_gpus(engine_args, gpus))) for gpus in chosen]
+    return [Place(tuple(gpus), tuple(core_client.physical_gpus(engine_args, gpus))) for gpus in chosen]
 
 
 def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: bool) -> None:

@@ -38,7 +38,7 @@ from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 from vllm.tool_parsers.utils import partial_tag_overlap
 
 from engines.vllm.constraints.schema_references import DATA
-from engines.vllm.internals import patch_call_schemas, patch_parsers
+from engines.vllm.patches.parsers import patch_call_schemas, patch_parsers
 
 logger = logging.getLogger(__name__)
 

@@ -46,13 +46,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
+from vllm.v1.engine.core_client import EngineCoreClient
 
 from engines.start_failure import StartFailure, failure_of
-from engines.vllm import internals
+from engines.vllm.copies import core_client
 from engines.vllm.copies.continuation import advance
-from engines.vllm.internals import EngineCoreClient
+from engines.vllm.patches import grammars, processes
 from engines.vllm.processes import fork_server
 from engines.vllm.processes.cpu import Pause, token_ranks, usage_without_page_cache
 
@@ -137,12 +139,12 @@ def end_processes(client: EngineCoreClient, seconds: float) -> None:
         client: The client.
         seconds: The time until those that have not ended are killed.
     """
-    engines = internals.engine_process_ids(client)
+    engines = core_client.engine_process_ids(client)
     with contextlib.ExitStack() as stack:
         ends = _ends_of_groups(set(engines))
         for end in ends:
             stack.callback(os.close, end)
-        internals.end_processes(client, seconds)
+        core_client.end_processes(client, seconds)
         for engine in engines:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(engine, signal.SIGKILL)
@@ -155,7 +157,7 @@ def end_processes(client: EngineCoreClient, seconds: float) -> None:
 
 def _server_name() -> str:
     """Return a name that no other server has. It begins the names of the shared memory of vLLM's processes."""
-    return Path(internals.socket_directory()).name
+    return Path(envs.VLLM_RPC_BASE_PATH).name
 
 
 def _name_shared_memory() -> None:
@@ -205,13 +207,13 @@ def _ends_of_groups(groups: Collection[int]) -> list[int]:
 
 def use_fork_server() -> None:
     """Have vLLM fork its processes from the fork server, and look at model classes there too."""
-    internals.patch_server(_server_context, _in_fork_server)
+    processes.patch_server(_server_context, _in_fork_server)
 
 
 def _server_context() -> BaseContext:
     report: Connection | None = getattr(_this_thread, "report", None)
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of the server would share its sockets
-    context = internals.default_context()
+    context = processes.default_context()
     if report is None:
         return context
     if not _this_thread.spawned:
@@ -223,18 +225,18 @@ def prepare_engine(report: Connection, processors: Collection[int] = ()) -> None
     """Prepare the engine process, or the coordinator of data-parallel ranks, before vLLM's function runs there."""
     os.setpgid(0, 0)
     if processors:
-        internals.use_processors(processors)
+        processes.use_processors(processors)
 
     def context() -> BaseContext:
         if not fork_server.is_forked():
-            return tied(internals.default_context(), prepare_worker, report)
+            return tied(processes.default_context(), prepare_worker, report)
         fork_server.start_no_other()
         return tied(multiprocessing.get_context("forkserver"), prepare_worker, report)
 
-    internals.patch_engine_process(context, _end_workers, _meeting_place)
-    internals.patch_grammars(advance)
+    processes.patch_engine_process(context, _end_workers, _meeting_place)
+    grammars.patch_grammars(advance)
     if current_platform.is_cpu():
-        internals.patch_waiting(Pause())
+        processes.patch_waiting(Pause())
 
 
 def _end_workers(workers: Sequence[BaseProcess]) -> None:
@@ -246,12 +248,12 @@ def _end_workers(workers: Sequence[BaseProcess]) -> None:
     if any(worker.exitcode for worker in workers):
         for worker in workers:
             worker.kill()
-    internals.await_workers(workers)
+    processes.await_workers(workers)
 
 
 def _meeting_place() -> str:
     """Return the file where workers find each other. vLLM's own stays in /tmp; this one goes with vLLM's sockets."""
-    return f"file://{internals.socket_directory()}/workers-{uuid.uuid4().hex}"
+    return f"file://{envs.VLLM_RPC_BASE_PATH}/workers-{uuid.uuid4().hex}"
 
 
 def prepare_worker(report: Connection) -> None:
@@ -259,8 +261,8 @@ def prepare_worker(report: Connection) -> None:
     if fork_server.is_forked():
         _end_with_engine()
     if current_platform.is_cpu():
-        internals.patch_token_ranks(token_ranks)
-        internals.patch_waiting(Pause())
+        processes.patch_token_ranks(token_ranks)
+        processes.patch_waiting(Pause())
 
     def reporting(start: Callable[..., None]) -> Callable[..., None]:
         def reporting_start(*arguments: Any, **options: Any) -> None:
@@ -269,14 +271,14 @@ def prepare_worker(report: Connection) -> None:
 
         return reporting_start
 
-    internals.patch_worker(reporting, usage_without_page_cache)
+    processes.patch_worker(reporting, usage_without_page_cache)
 
 
 def _in_fork_server(function: Callable[[], Any]) -> Any:
     """Call `function` in a new process: vLLM looks at model classes, which may initialize CUDA."""
     context = fork_server.context()
     if context is None:
-        return internals.run_in_subprocess(function)
+        return processes.run_in_subprocess(function)
     import cloudpickle
 
     with ProcessPoolExecutor(1, context) as pool:

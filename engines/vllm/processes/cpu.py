@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engines.memory.cpu_memory import page_cache
-from engines.vllm import internals
+from engines.vllm.patches import processes
 
 _SPIN_SECONDS = 0.002  # The pause between two steps is shorter, so it costs nothing there.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.002  # Seconds.
@@ -55,7 +55,7 @@ def usage_without_page_cache() -> int | None:
 
     vLLM's function counts pages of files as used, so that no cache fits just after the weights were read.
     """
-    used = internals.cgroup_usage()
+    used = processes.cgroup_usage()
     if used is None:
         return None
     return max(used - max(page_cache(Path("/sys/fs/cgroup", version)) for version in (".", "memory")), 0)

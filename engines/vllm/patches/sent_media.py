@@ -19,7 +19,9 @@ import itertools
 from collections import OrderedDict
 from typing import Any
 
-from engines.vllm.internals import AsyncLLM, cache_media, cached_media, media_cache, patch_media_cache
+from vllm.multimodal.cache.base import MultiModalProcessorCacheItemMetadata
+from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
+from vllm.v1.engine.async_llm import AsyncLLM
 
 _MOST_BYTES = 512 << 20  # Of data that wait. Prompts that were refused leave theirs here.
 
@@ -28,11 +30,12 @@ class SentMedia:
     """Tells one engine's renderer which media the engine has, in place of the renderer's own record."""
 
     def __init__(self, llm: AsyncLLM) -> None:
-        self._cache = media_cache(llm)
+        cache = llm.renderer.mm_processor_cache
+        self._cache = cache if isinstance(cache, LruKeyReplicatedSenderCache) else None
         # Data and their size, by their hashes. The renderer's thread adds to it, and the event loop takes away.
         self._unsent: OrderedDict[str, tuple[Any, int]] = OrderedDict()
         if self._cache is not None:
-            patch_media_cache(self._cache, self._item)
+            self._cache.get_and_update_item = self._item
 
     def engine_got(self, prompt: Any) -> None:
         """Note that the engine has got a prompt, and the media in it."""
@@ -42,10 +45,12 @@ class SentMedia:
 
     def _item(self, item: Any, media_hash: str) -> Any:
         assert self._cache is not None
-        if (known := cached_media(self._cache, media_hash)) is not None:
+        if (known := self._cache._cache.get(media_hash)) is not None:
             return self._unsent.get(media_hash, (None, 0))[0], known.prompt_updates
         assert item is not None
-        self._unsent[media_hash] = item[0], cache_media(self._cache, media_hash, item).item_size
+        record = MultiModalProcessorCacheItemMetadata(*item)
+        self._cache.cache_if_fits(self._cache._cache, media_hash, record)
+        self._unsent[media_hash] = item[0], record.item_size
         self._drop_oldest()
         return item
 

@@ -1,0 +1,137 @@
+"""vLLM's front end `AsyncLLM`: its loop that handles messages, and the sequences that its engine has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from vllm import envs
+from vllm.exceptions import GenerationError
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+from engines.statistics import EngineStatistics
+from engines.vllm.output_processor import LeanOutputProcessor
+
+
+def begin_output(
+    llm: AsyncLLM, client: EngineCoreClient, reports: PrometheusStatLogger, statistics: EngineStatistics
+) -> None:
+    """Begin to handle the messages of the copies.
+
+    Args:
+        client: The client of all copies, which replaces the client that vLLM has made.
+        reports: The logger of statistics that replaces those of vLLM.
+        statistics: Counts the tokens.
+    """
+    # The output loop reads this variable for each request, and vLLM asks the environment each time.
+    envs.VLLM_COMPUTE_NANS_IN_LOGITS = envs.VLLM_COMPUTE_NANS_IN_LOGITS
+    llm.logger_manager = reports
+    llm.output_processor.__class__ = LeanOutputProcessor
+    llm.output_processor.client = llm.engine_core = client
+    llm.output_processor.statistics = statistics
+    run_output(llm)
+
+
+def run_output(llm: AsyncLLM) -> None:
+    """Begin vLLM's loop that handles the messages of the copies."""
+    llm.output_handler = None
+    llm._run_output_handler()
+
+
+def output_has_failed(llm: AsyncLLM) -> bool:
+    """Return True if vLLM's loop that handles messages has ended, with an error."""
+    return llm.output_handler is not None and llm.output_handler.done()
+
+
+async def end_output(llm: AsyncLLM) -> None:
+    """Stop handling messages: the loop would take the engine's end for a crash, and log it as one."""
+    if (loop := llm.output_handler) is not None:
+        loop.cancel()
+        await asyncio.wait([loop])
+
+
+def stat_loggers(llm: AsyncLLM) -> Sequence[Any]:
+    """Return the loggers of statistics that vLLM has made."""
+    loggers: Sequence[Any] = llm.logger_manager.stat_loggers
+    return loggers
+
+
+def keep_eos_token_id(llm: AsyncLLM) -> None:
+    """Keep the id of the end token. vLLM asks for it with each request, and the tokenizer searches its vocabulary."""
+    eos_token_id = llm.renderer.get_eos_token_id()
+    llm.renderer.get_eos_token_id = lambda: eos_token_id
+
+
+def request_states(llm: AsyncLLM) -> dict[str, RequestState]:
+    """Return the sequences that the engine has, by their ids. vLLM's front end has some of them."""
+    states: dict[str, RequestState] = llm.output_processor.request_states
+    return states
+
+
+def request_ids(llm: AsyncLLM) -> Collection[str]:
+    """Return the ids of the requests that the engine has, as their callers named them."""
+    ids: Collection[str] = llm.output_processor.external_req_ids
+    return ids
+
+
+def sequence_ids(llm: AsyncLLM, request_id: str) -> Sequence[str]:
+    """Return the ids of a request's sequences that have not ended."""
+    ids: Sequence[str] = llm.output_processor.external_req_ids.get(request_id, ())
+    return ids
+
+
+def seconds_in_queue(state: RequestState) -> float:
+    """Return the time between a sequence's arrival in the engine and its first step."""
+    assert state.stats is not None  # The states of Slipway and of `AsyncLLM` have `log_stats`.
+    seconds: float = state.stats.scheduled_ts - state.stats.queued_ts
+    return max(seconds, 0.0)
+
+
+def seconds_in_engine(state: RequestState) -> float:
+    """Return the time between a sequence's first step and its last token."""
+    assert state.stats is not None
+    seconds: float = state.stats.last_token_ts - state.stats.scheduled_ts
+    return max(seconds, 0.0)
+
+
+def register(llm: AsyncLLM, state: RequestState) -> None:
+    """Register a sequence. It has to be done before the engine gets the request, so that no output comes earlier."""
+    llm.output_processor.request_states[state.request_id] = state
+    llm.output_processor.external_req_ids[state.external_req_id].append(state.request_id)
+
+
+async def abort(llm: AsyncLLM, ids: Iterable[str], *, internal: bool = True) -> None:
+    """End sequences. Those of an engine that has died are forgotten.
+
+    Args:
+        ids: The ids of the sequences, or of their requests if they are not `internal`.
+    """
+    with contextlib.suppress(EngineDeadError):
+        await llm.abort(ids, internal=internal)
+
+
+def fail(state: RequestState, message: str) -> None:
+    """Give an error to a sequence that vLLM's front end has."""
+    state.queue.put(GenerationError(message))
+
+
+def fail_all(llm: AsyncLLM, message: str) -> None:
+    """Give an error to each sequence that the engine has."""
+    OutputProcessor.propagate_error(llm.output_processor, GenerationError(message))
+
+
+def forget_tokenizers() -> None:
+    """Clear vLLM's caches, which hold tokenizers of models that are gone."""
+    from vllm.tokenizers import registry as tokenizer_registry
+    from vllm.transformers_utils import processor
+    from vllm.utils import func_utils
+
+    tokenizer_registry.cached_get_tokenizer.cache_clear()
+    processor.cached_get_processor.cache_clear()
+    func_utils._supports_kw.cache_clear()

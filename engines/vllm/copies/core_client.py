@@ -1,0 +1,168 @@
+"""vLLM's client for the processes of one copy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import uuid
+from collections.abc import Awaitable, Iterator, Sequence
+from typing import Any
+
+import zmq
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+from vllm.v1.pool.late_interaction import LATE_INTERACTION_MODE_SCORE_DOC
+
+from engines.vllm.output_processor import LeanDecoder, SentOutputs
+
+
+def start_processes(llm: AsyncLLM, config: VllmConfig) -> AsyncMPClient:
+    """Start processes of an engine, and return their client. It takes as long as loading the model."""
+    client: AsyncMPClient = EngineCoreClient.make_async_mp_client(
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=llm.log_stats,
+        renderer=llm.renderer,
+    )
+    return client
+
+
+def end_processes(client: EngineCoreClient, seconds: float) -> None:
+    """End a client's processes within so many seconds. The engine's objects in the server's process stay."""
+    client.shutdown(seconds)
+
+
+def engine_process_ids(client: EngineCoreClient) -> list[int]:
+    """Return the ids of the engine's processes; Ray's engine has none here."""
+    manager = client.resources.engine_manager
+    return [process.pid for process in getattr(manager, "processes", ())]
+
+
+@contextlib.contextmanager
+def devices_kept(config: VllmConfig) -> Iterator[None]:
+    """Keep the devices of a configuration while processes start with it.
+
+    vLLM writes each data-parallel rank's devices into it, and would take the last rank's for all at the next start.
+    """
+    parallel = config.parallel_config
+    devices = parallel.assigned_physical_gpu_ids
+    try:
+        yield
+    finally:
+        parallel.assigned_physical_gpu_ids = devices
+
+
+def physical_gpus(engine_args: AsyncEngineArgs, gpus: Sequence[int]) -> list[int]:
+    """Return the numbers of GPUs in the machine. `gpus` are numbers among those that this process sees."""
+    physical: list[int] | None = dataclasses.replace(engine_args, device_ids=list(gpus))._resolve_device_ids()
+    assert physical is not None, "GPUs are named"
+    return physical
+
+
+def config_of_copy(config: VllmConfig, gpus: Sequence[int], physical_gpus: Sequence[int] | None) -> VllmConfig:
+    """Return the configuration of a copy.
+
+    Args:
+        config: The configuration of the first copy.
+        gpus: The GPUs of the copy, as this process numbers them.
+        physical_gpus: The same GPUs, as the machine numbers them. None: those of the configuration.
+    """
+    own = copy.copy(config)
+    own.cache_config, own.parallel_config = copy.copy(config.cache_config), copy.copy(config.parallel_config)
+    own.cache_config.num_gpu_blocks = None  # the processes report it, and the client adds it up
+    # vLLM names shared memory by these, such as that of `kv_offloading_size`.
+    own.instance_id = uuid.uuid4().hex
+    if config.kv_transfer_config is not None:
+        own.kv_transfer_config = copy.copy(config.kv_transfer_config)
+        own.kv_transfer_config.engine_id = own.instance_id
+    if physical_gpus is not None:
+        own.parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
+        # These lists have all GPUs. vLLM reads their first entries, also for a copy on other GPUs.
+        for name in ("numa_bind_nodes", "numa_bind_cpus"):
+            bindings = getattr(config.parallel_config, name)
+            if bindings and max(gpus) < len(bindings):
+                setattr(own.parallel_config, name, [bindings[gpu] for gpu in gpus])
+    return own
+
+
+def send_at_once(core: Any) -> None:
+    """Have an engine's client send messages without pyzmq's futures, which take as long as the sending.
+
+    Args:
+        core: The client (`AsyncMPClient`).
+    """
+    send_later = core._send_input_message
+    send = zmq.Socket.shadow(core.input_socket).send
+    more, last = int(zmq.DONTWAIT | zmq.SNDMORE), int(zmq.DONTWAIT)
+    sent = asyncio.get_running_loop().create_future()  # To be awaited any number of times.
+    sent.set_result(None)
+
+    # It is no coroutine: vLLM sends at the call, and may await later.
+    def send_message(message: Sequence[Any], engine: bytes) -> Awaitable[Any]:
+        # Large arrays follow as frames, and pyzmq sends large frames without a copy.
+        if len(message) != 2 or len(message[1]) >= zmq.COPY_THRESHOLD:
+            later: Awaitable[Any] = send_later(message, engine)
+            return later
+        core.ensure_alive()
+        send(engine, more)  # vLLM sets SNDHWM to 0, so this never raises `zmq.Again`.
+        send(message[0], more)
+        send(message[1], last)
+        return sent
+
+    core._send_input_message = send_message
+
+
+def read_messages(client: AsyncMPClient, queue: Any) -> None:
+    """Begin to read the messages of a copy, into a queue that takes errors as well (`put_nowait`).
+
+    An error says that the copy is gone.
+    """
+    client.decoder = LeanDecoder(SentOutputs, oob_tensor_provider=client.decoder.oob_tensor_provider)
+    client.outputs_queue = queue
+    send_at_once(client)
+    client._ensure_output_queue_task()
+
+
+def cache_tokens(client: AsyncMPClient) -> int:
+    """Return the tokens that the KV cache of a copy holds."""
+    cache = client.vllm_config.cache_config
+    return int((cache.num_gpu_blocks or 0) * cache.block_size)
+
+
+def is_dead(client: AsyncMPClient) -> bool:
+    """Return True if a process of the client has died."""
+    dead: bool = client.resources.engine_dead
+    return dead
+
+
+def fail_utilities(client: AsyncMPClient) -> None:
+    """End the calls of methods in a process that has died. vLLM would wait for their results for ever."""
+    for result in client.utility_results.values():
+        if not result.done():
+            result.set_exception(EngineDeadError())
+    client.utility_results.clear()
+
+
+def let_go(client: AsyncMPClient) -> None:
+    """Break the reference cycle of `send_at_once`, so that ZeroMQ's threads and descriptors are freed with a client."""
+    vars(client).pop("_send_input_message", None)
+
+
+def query_key(request: EngineCoreRequest) -> str | None:
+    """Return the name of a query whose vectors its engine keeps for the query's documents. None for other requests."""
+    params = request.pooling_params and request.pooling_params.late_interaction_params
+    key: str | None = None if params is None else params.query_key
+    return key
+
+
+def is_compared_with_query(request: EngineCoreRequest) -> bool:
+    """Return True for a document whose query's vectors its engine has. Another engine would die of it."""
+    params = request.pooling_params and request.pooling_params.late_interaction_params
+    return params is not None and params.mode == LATE_INTERACTION_MODE_SCORE_DOC

@@ -1,0 +1,216 @@
+"""vLLM's output processor and its decoder of messages, with a short way for common tokens.
+
+vLLM's own decoder makes three arrays of the log probabilities of each token, and its processor an object for each
+token. `engines.vllm.output` has the sequences that take common tokens.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from engines.statistics import EngineStatistics
+
+
+class SentLogprobs:
+    """The log probabilities of one output, as the engine sent them.
+
+    They are three arrays. A common token shows one number of them, and needs no array.
+    """
+
+    __slots__ = ("_buffers", "_parts")
+
+    def __init__(self, parts: Sequence[Any], buffers: Sequence[Any]) -> None:
+        """Keep the parts.
+
+        Args:
+            parts: The fields of `LogprobsLists`. An array has its data type, its shape, and its data or their index.
+            buffers: The data of large arrays.
+        """
+        self._parts, self._buffers = parts, buffers
+
+    def chosen(self) -> float:
+        """Return the log probability of the first chosen token."""
+        dtype, _, data = self._parts[1]
+        if dtype == "<f4" and not isinstance(data, int):
+            number: float = _FLOAT32.unpack_from(data)[0]
+            return number
+        return float(self.arrays().logprobs[0, 0])
+
+    def arrays(self) -> LogprobsLists:
+        """Return vLLM's own object."""
+        ids, logprobs, ranks, *rest = self._parts
+        arrays = [_array(part, self._buffers) for part in (ids, logprobs, ranks)]
+        return LogprobsLists(*arrays, *rest)
+
+
+_FLOAT32 = struct.Struct("<f")
+
+
+class SentNumbers:
+    """The numbers of a pooled prompt, as the engine sent them: a data type, a shape, and the data."""
+
+    __slots__ = ("_buffers", "_decoder", "_part")
+
+    def __init__(self, part: Sequence[Any], decoder: MsgpackDecoder) -> None:
+        """Keep the parts. Of large data the engine sends the index of a frame."""
+        self._part, self._decoder, self._buffers = part, decoder, decoder.aux_buffers
+
+    def array(self) -> np.ndarray:
+        """Return an array of float32."""
+        if self._part[0] != "float32":
+            converted: np.ndarray = self.tensor().float().numpy()
+            return converted
+        array = _array(self._part, self._buffers)
+        return array if array.flags.aligned else array.copy()  # The data may have any address.
+
+    def tensor(self) -> torch.Tensor:
+        """Return vLLM's own object."""
+        self._decoder.aux_buffers = self._buffers
+        try:
+            return self._decoder._decode_tensor(self._part)
+        finally:
+            self._decoder.aux_buffers = ()
+
+
+def _array(part: Sequence[Any], buffers: Sequence[Any]) -> np.ndarray:
+    """Return an array of a message. Small data are in the message, and large data are one of its frames."""
+    dtype, shape, data = part
+    return np.ndarray(shape, dtype, buffers[data] if isinstance(data, int) else data)
+
+
+class SentOutput(EngineCoreOutput, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
+    """An output as the engine sent it."""
+
+    new_logprobs: SentLogprobs | None = None
+    pooling_output: SentNumbers | None = None
+
+
+class SentOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
+    """The outputs of one step, as the engine sent them."""
+
+    outputs: list[SentOutput] = msgspec.field(default_factory=list)
+
+
+class LeanDecoder(MsgpackDecoder):
+    """vLLM's decoder of engine messages. It keeps log probabilities and pooled numbers as they were sent."""
+
+    def dec_hook(self, t: type, obj: Any) -> Any:
+        if t is SentLogprobs:
+            return SentLogprobs(obj, self.aux_buffers)
+        if t is SentNumbers:
+            return SentNumbers(obj, self)
+        return super().dec_hook(t, obj)
+
+
+class TokenTaker(RequestState):
+    """A sequence that can take a common token itself: a single token within an answer, with nothing beside it."""
+
+    takes_tokens: bool  # False: vLLM's output processor handles all its tokens.
+    statistics: EngineStatistics  # Counts the tokens that are not common.
+
+    def take(self, token_id: int, logprob: float | None) -> None:
+        """Take a token.
+
+        Args:
+            token_id: The token.
+            logprob: Its log probability. None if the request wants none.
+        """
+        raise NotImplementedError
+
+
+class LeanOutputProcessor(OutputProcessor):
+    """vLLM's output processor, with a short way for common tokens (`TokenTaker`).
+
+    Each sequence keeps the request that the engine had, as `core_request`: it is sent again if the engine dies.
+    """
+
+    client: Any  # The client of all copies (`copies.client`).
+    statistics: EngineStatistics
+
+    def process_outputs(
+        self,
+        engine_core_outputs: list[SentOutput],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: Any = None,
+        weight_version: str | None = None,
+    ) -> Any:
+        """Give common tokens to their sequences, and leave the other outputs of the step to vLLM."""
+        states, placed = self.request_states, self.client.placed
+        gaps: list[float] = []  # Seconds between each common token and the token before it.
+        others: list[SentOutput] = []
+        for output in engine_core_outputs:
+            state, logprobs = states.get(output.request_id), output.new_logprobs
+            if (
+                isinstance(state, TokenTaker)
+                and state.takes_tokens
+                and output.finish_reason is None
+                and len(output.new_token_ids) == 1
+                and not state.is_prefilling
+                and output.events is None
+                and not output.num_nans_in_logits
+            ):
+                stats: Any = state.stats
+                gaps.append(engine_core_timestamp - stats.last_token_ts)
+                stats.last_token_ts = engine_core_timestamp
+                stats.num_generation_tokens += 1
+                state.take(output.new_token_ids[0], None if logprobs is None else logprobs.chosen())
+                continue
+            if output.finish_reason is not None and (place := placed.pop(output.request_id, None)) is not None:
+                place.copy.work -= place.work
+            if logprobs is not None:
+                output.new_logprobs = logprobs.arrays()
+            if output.pooling_output is not None and state is not None and not isinstance(state, TokenTaker):
+                output.pooling_output = output.pooling_output.tensor()  # for vLLM's front end
+            others.append(output)
+        if gaps:  # Counted once, for vLLM's series and for Slipway's.
+            iteration_stats.num_generation_tokens += len(gaps)
+            iteration_stats.inter_token_latencies_iter += gaps
+            self.statistics.tokens += len(gaps)
+            self.statistics.inter_token.observe_all(gaps)
+        return super().process_outputs(others, engine_core_timestamp, iteration_stats, weight_version)
+
+    def add_request(self, request: EngineCoreRequest, *arguments: Any, **options: Any) -> None:
+        super().add_request(request, *arguments, **options)
+        if (state := self.request_states.get(request.request_id)) is not None:
+            state.core_request = kept(request)
+
+    def propagate_error(self, error: Exception) -> None:
+        if not self.client.holds():
+            super().propagate_error(error)
+
+    def _update_stats_from_output(self, state: Any, output: Any, timestamp: float, iteration: Any) -> None:
+        """Count an output that is not common. Slipway's series are made of the numbers of vLLM."""
+        gap = timestamp - state.stats.last_token_ts
+        super()._update_stats_from_output(state, output, timestamp, iteration)
+        if state.detokenizer is None:
+            return  # It is a pooled prompt.
+        statistics = getattr(state, "statistics", self.statistics)  # Steps of beam searches have their own.
+        queued_at = None
+        for event in output.events or ():
+            if event.type == EngineCoreEventType.QUEUED:
+                queued_at = event.timestamp
+            elif event.type == EngineCoreEventType.SCHEDULED and queued_at is not None:
+                statistics.queue_time.observe(event.timestamp - queued_at)
+                queued_at = None
+        if count := len(output.new_token_ids):
+            statistics.tokens += count
+            if state.stats.num_generation_tokens == count:
+                seconds = iteration.iteration_timestamp - state.stats.arrival_time
+                statistics.time_to_first_token.observe(seconds)
+            else:
+                statistics.inter_token.observe(gap / count)
+
+
+def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:
+    """Return the request to keep while it runs; None if it has images or sounds, which take too much memory."""
+    return None if request.mm_features else request

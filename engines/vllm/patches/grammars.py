@@ -1,0 +1,47 @@
+"""Patches of vLLM's compilers of constraints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
+
+validate_guidance_grammar: Callable[..., None] = backend_guidance.validate_guidance_grammar
+
+
+class TriedOutputs(StructuredOutputsParams):
+    """A constraint that a trial has compiled."""
+
+
+def tried(outputs: StructuredOutputsParams, **changes: Any) -> TriedOutputs:
+    """Return structured outputs that vLLM does not compile for a check (`patch_checks`), with these changes."""
+    fields = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs) if field.init}
+    return TriedOutputs(**fields | changes)
+
+
+def patch_checks() -> None:
+    """Patch the server's process: vLLM does not check a constraint that a trial has compiled.
+
+    It would compile the constraint once more for each request, on the event loop.
+    """
+
+    def validate(params: SamplingParams, tokenizer: Any = None) -> None:
+        if not isinstance(params.structured_outputs, TriedOutputs):
+            validate_guidance_grammar(params, tokenizer)
+
+    backend_guidance.validate_guidance_grammar = validate
+
+
+def patch_grammars(advance: Callable[[Any, Any], None]) -> None:
+    """Patch the engine process: `advance` gets each grammar when it is compiled, and vLLM's request."""
+    create = StructuredOutputManager._create_grammar
+
+    def created(self: StructuredOutputManager, request: Any) -> Any:
+        grammar = create(self, request)
+        advance(grammar, request)
+        return grammar
+
+    StructuredOutputManager._create_grammar = created

@@ -1,0 +1,93 @@
+"""Patches of how vLLM's processes start, wait for messages and end.
+
+`engines.vllm.processes` has the replacements. The names at the top are vLLM's own functions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.model_executor.models import registry
+from vllm.utils import cpu_resource_utils
+from vllm.v1.engine import coordinator
+from vllm.v1.engine import utils as engine_utils
+from vllm.v1.executor import multiproc_executor, uniproc_executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+
+default_context: Callable[[], BaseContext] = engine_utils.get_mp_context
+run_in_subprocess: Callable[[Callable[[], Any]], Any] = registry._run_in_subprocess
+await_workers: Callable[[Sequence[BaseProcess]], None] = MultiprocExecutor._ensure_worker_termination
+cgroup_usage: Callable[[], int | None] = cpu_resource_utils.get_cgroup_memory_usage
+
+
+def patch_server(context: Callable[[], BaseContext], run: Callable[[Callable[[], Any]], Any]) -> None:
+    """Patch the server's process.
+
+    Args:
+        context: Returns the context that starts the engine process, and the coordinator of data-parallel ranks.
+        run: Calls a function in another process. vLLM looks at model classes there.
+    """
+    for module in (engine_utils, coordinator):
+        module.get_mp_context = context
+    registry._run_in_subprocess = run
+
+
+def patch_engine_process(
+    context: Callable[[], BaseContext],
+    end_workers: Callable[[Sequence[BaseProcess]], None],
+    meeting_place: Callable[[], str],
+) -> None:
+    """Patch the engine process.
+
+    Args:
+        context: Returns the context that starts workers.
+        end_workers: Waits for the end of the workers.
+        meeting_place: Returns the URL of the file in which workers find each other.
+    """
+    multiproc_executor.get_mp_context = context
+    MultiprocExecutor._ensure_worker_termination = staticmethod(end_workers)
+    for executor in (multiproc_executor, uniproc_executor):
+        executor.get_file_store_init_method = meeting_place
+
+
+def patch_worker(wrap_start: Callable[[Callable[..., None]], Callable[..., None]], memory_used: Any) -> None:
+    """Patch a worker process.
+
+    Args:
+        wrap_start: Takes the method that starts the worker, and returns the one that takes its place.
+        memory_used: Returns the bytes of memory that the container uses, None without a limit.
+    """
+    cpu_resource_utils.get_cgroup_memory_usage = memory_used
+    WorkerProc.__init__ = wrap_start(WorkerProc.__init__)
+
+
+def patch_waiting(pause: Callable[[], None]) -> None:
+    """Replace the pause between two looks of the engine process, or of a worker, for messages from the other."""
+    shm_broadcast.sched_yield = pause
+
+
+def patch_token_ranks(token_ranks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """Replace the sampler's function that ranks the chosen tokens."""
+    from vllm.v1.sample import sampler
+
+    sampler.batched_count_greater_than = token_ranks
+
+
+def use_processors(processors: Collection[int]) -> None:
+    """Let vLLM bind the threads of its workers to these processors, and use their memory. For the engine process.
+
+    vLLM binds the threads of a worker to processors of the first memory node that it sees. Its other threads run on any
+    processor: the front end would have none left if each copy kept to its own.
+    """
+    find = cpu_resource_utils.get_allowed_cpu_list
+    allowed = [one for one in find() if one.id in processors]
+    nodes = {one.numa_node for one in allowed}
+    if seen := [str(node) for node in cpu_resource_utils.get_visible_memory_node() if node in nodes]:
+        os.environ[cpu_resource_utils.DEVICE_CONTROL_ENV_VAR] = ",".join(seen)
+    cpu_resource_utils.get_allowed_cpu_list = lambda: allowed
