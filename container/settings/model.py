@@ -41,7 +41,7 @@ from container.sources import location
 from container.sources.location import ModelNotFound, SourceError, is_s3
 from engines.adapters import ON_HUB
 from engines.memory.parallelism import why_one_copy
-from engines.vllm.known_arguments import allowed_instead
+from engines.vllm.arguments.table import allowed_instead
 from engines.vllm.parsers.choice import NAMES as PARSERS
 from engines.vllm.parsers.choice import name_fault
 

@@ -37,8 +37,7 @@ from container.settings.values import (
     integer_or,
     size,
 )
-from engines.vllm.ignored_arguments import WITHOUT_EFFECT
-from engines.vllm.known_arguments import ARGUMENTS
+from engines.vllm.arguments.table import ARGUMENTS, WITHOUT_EFFECT
 
 PREFIX = "option."
 DEFAULT = "default"  # The source of a default value.

@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from engines.vllm import known_arguments
+from engines.vllm.arguments import table as vllm_arguments
 
 Scalar = str | int | float | bool
 
-TRUE, FALSE = known_arguments.TRUE, known_arguments.FALSE
+TRUE, FALSE = vllm_arguments.TRUE, vllm_arguments.FALSE
 FORMATTERS = ("json", "jsonlines", "sse")  # The built-in output formatters.
 HIDDEN = "***"
 LONGEST = 10**9  # Seconds. Clocks and waits of Python fail with far larger numbers.
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")  # Characters that no value may have.
 _LONGEST_QUOTE = 200
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
-_SIZE = re.compile(known_arguments.SIZE_WITH_UNIT)
+_SIZE = re.compile(vllm_arguments.SIZE_WITH_UNIT)
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _ZERO = re.compile(r"0+(\.0*)?")
 _FUNCTION_NAME = re.compile(r"\w+")
@@ -314,7 +314,7 @@ def _are_names(text: str) -> bool:
 TEXT = matching(".+", "text that is not empty", re.DOTALL)
 PROMPT = Parser(str, "text", keeps_blanks=True)
 _WORDS = choice(dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False))
-BOOLEAN = Parser(_WORDS.convert, known_arguments.TRUE_OR_FALSE)
+BOOLEAN = Parser(_WORDS.convert, vllm_arguments.TRUE_OR_FALSE)
 STRINGS = Parser(_strings, 'strings as a JSON array, such as ["a", "b"]')
 NAMES = checked(_are_names, "names with commas between, or a JSON array")
 NAMES_OR_NONE = checked(lambda text: not text or _are_names(text), NAMES.allowed)

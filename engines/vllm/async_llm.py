@@ -29,7 +29,8 @@ def begin_output(
         reports: The logger of statistics that replaces those of vLLM.
         statistics: Counts the tokens.
     """
-    # The output loop reads this variable for each request, and vLLM asks the environment each time.
+    # The output loop reads this variable for each request, and vLLM asks the environment each time. vLLM 0.33 reads it
+    # once a step, so this line can go there.
     envs.VLLM_COMPUTE_NANS_IN_LOGITS = envs.VLLM_COMPUTE_NANS_IN_LOGITS
     llm.logger_manager = reports
     llm.output_processor.__class__ = LeanOutputProcessor

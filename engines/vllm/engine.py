@@ -41,7 +41,7 @@ from engines.request import WARM_UP, GenerationRequest, Token
 from engines.statistics import EngineStatistics
 from engines.tokenization import PromptTokenizer, end_token_ids, split_text
 from engines.vllm import async_llm
-from engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
+from engines.vllm.arguments.from_settings import EMPTY_SLOTS_ON_CPU
 from engines.vllm.beam_search import BeamSearchTask
 from engines.vllm.constraints.translator import CheckedConstraint, ConstraintTranslator
 from engines.vllm.copies.client import Copy

@@ -27,7 +27,7 @@ from engines.memory.parallelism import Layout, ModelMemory, Weights
 from engines.memory.weight_files import hub_weight_bytes, weight_bytes
 from engines.model_settings import ModelSettings
 from engines.start_failure import failure_of
-from engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
+from engines.vllm.arguments.from_settings import engine_arguments, frontend_arguments, serve_defaults
 from engines.vllm.async_llm import end_output, forget_tokenizers, stat_loggers
 from engines.vllm.constraints.translator import choose_backend
 from engines.vllm.copies.core_client import config_of_copy, devices_kept, start_processes

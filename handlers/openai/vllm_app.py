@@ -106,7 +106,7 @@ from vllm.tasks import POOLING_TASKS
 from vllm.utils.async_utils import make_async
 
 from engines.interface import EngineStartError
-from engines.vllm.arguments import FRONT_END
+from engines.vllm.arguments.table import FRONT_END
 from engines.vllm.internals import check_names
 from engines.vllm.parsers.choice import TOOLS, allowed_names
 from engines.vllm.parsers.classes import parsers_for

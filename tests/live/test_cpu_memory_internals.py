@@ -68,7 +68,7 @@ def test_vllm_looks_for_the_function_that_a_worker_of_ours_replaces(
 def test_what_a_model_will_need_is_read_from_its_files(sample_model: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments.from_settings import engine_arguments
     from engines.vllm.loading import cache_demand
 
     arguments = {"max_model_len": "1000"}

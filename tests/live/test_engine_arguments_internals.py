@@ -20,13 +20,13 @@ from engines.daemon_thread import LastingThreads
 from engines.interface import EngineStartError
 from engines.memory.parallelism import ModelMemory, Weights, tensor_parallel_sizes
 from engines.model_settings import ModelSettings
-from engines.vllm.known_arguments import KINDS
+from engines.vllm.arguments.table import ARGUMENTS, FRONT_END, KINDS, TABLE, WITHOUT_EFFECT
 from tests.engine_arguments import PAGE, REFUSED, TRIALS, Trial, command_line, files, results_in
 from tests.live.server import write_model
 from tests.settings import load_settings
 
 ROOT = Path(__file__).parents[2]
-ARGUMENTS_FILE = ROOT / "engines" / "vllm" / "arguments.json"
+TABLE_FILE = ROOT / "engines" / "vllm" / "arguments" / "table.json"
 MODELS: dict[str, Any] = json.loads((ROOT / "tests" / "fixtures" / "model_configs.json").read_bytes())
 WITH_LORA = {
     name
@@ -124,7 +124,7 @@ def test_the_documentation_has_what_is_changed_in_vllms_configuration(settings: 
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from engines.vllm.arguments import engine_arguments, serve_defaults
+    from engines.vllm.arguments.from_settings import engine_arguments, serve_defaults
     from engines.vllm.constraints.translator import choose_backend
     from engines.vllm.sampling import load_typical
 
@@ -165,7 +165,7 @@ def test_the_scheduler_takes_transformers_code_unless_something_else_is_set(
 ) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments.from_settings import engine_arguments
 
     arguments = engine_arguments(replace(settings, rolling_batch=rolling_batch, engine_arguments=given), on_cpu=True)
     assert AsyncEngineArgs(**arguments).model_impl == model_impl
@@ -220,7 +220,7 @@ def test_gpus_that_share_each_layer_are_as_few_as_hold_the_model_or_as_many_as_i
     import vllm.platforms
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from engines.vllm.arguments import serve_defaults
+    from engines.vllm.arguments.from_settings import serve_defaults
     from engines.vllm.copies.places import share_layers
 
     platform = vllm.platforms.current_platform
@@ -236,7 +236,7 @@ def test_gpus_that_share_each_layer_are_as_few_as_hold_the_model_or_as_many_as_i
 
 
 def test_lmis_default_counts_and_on_a_cpu_one_more_slot_that_stays_empty() -> None:
-    from engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments.from_settings import engine_arguments
 
     def slots(on_cpu: bool, **given: str) -> tuple[int, int | None]:
         model = ModelSettings(name="m", model_dir=Path("."), model_id="m", enable_lora=True, engine_arguments=given)
@@ -248,34 +248,6 @@ def test_lmis_default_counts_and_on_a_cpu_one_more_slot_that_stays_empty() -> No
     assert slots(False, max_loras="2", max_cpu_loras="8") == (2, 8)
     assert slots(True) == (5, 5)
     assert slots(True, max_loras="2", max_cpu_loras="8") == (9, 9)
-
-
-def test_a_field_that_is_called_no_argument_is_missing_from_the_parser_of_vllm_serve() -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from engines.vllm.ignored_arguments import NO_ARGUMENTS
-
-    taken = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions}
-    fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    assert fields - taken == NO_ARGUMENTS.keys()
-
-
-def test_each_argument_of_vllm_serve_has_an_effect_or_a_reason() -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from engines.vllm.arguments import FRONT_END
-    from engines.vllm.ignored_arguments import NO_ARGUMENTS, WITHOUT_EFFECT
-
-    actions = make_arg_parser(FlexibleArgumentParser())._actions
-    taken = {action.dest for action in actions} - {"help"}
-    read = {field.name for field in dataclasses.fields(AsyncEngineArgs)} | FRONT_END
-    assert taken - read - WITHOUT_EFFECT.keys() == {"api_key", "lora_modules"}  # They are settings of Slipway's own.
-    assert WITHOUT_EFFECT.keys() - NO_ARGUMENTS.keys() <= taken
-    assert not [name for name in taken if name.startswith("no_")]  # Such a name would be read as a negation.
 
 
 def _kind(action: Any) -> str | list[str]:
@@ -299,25 +271,34 @@ def _kind(action: Any) -> str | list[str]:
     return "number" if takes("1.5") else "size" if takes("8k") else "integer"
 
 
-def test_the_arguments_that_are_known_without_vllm_are_those_of_vllm_serve() -> None:
+def test_the_table_of_arguments_has_those_of_vllm_serve_and_each_has_an_effect_or_a_reason() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    actions = make_arg_parser(FlexibleArgumentParser())._actions
-    kinds = {action.dest: _kind(action) for action in sorted(actions, key=lambda action: action.dest)}
+    kinds = {action.dest: _kind(action) for action in make_arg_parser(FlexibleArgumentParser())._actions}
     kinds.pop("help")
+    fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    found = dict.fromkeys(fields) | kinds
     if os.environ.get("UPDATE_TABLES"):
-        lines = [f"  {json.dumps(name)}: {json.dumps(kind)}" for name, kind in kinds.items()]
-        ARGUMENTS_FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    assert json.loads(ARGUMENTS_FILE.read_bytes()) == kinds
-    assert {kind for kind in kinds.values() if isinstance(kind, str)} == KINDS.keys()
+        rows = {name: {**TABLE.get(name, {}), "kind": found[name]} for name in sorted(found)}
+        rows |= {name: {"kind": found[name], "of": "engine", **rows[name]} for name in fields}
+        lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
+        TABLE_FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    assert {name: row["kind"] for name, row in TABLE.items()} == found
+    assert {kind for kind in found.values() if isinstance(kind, str)} == KINDS.keys()
+    assert {name for name, row in TABLE.items() if row.get("of") == "engine"} == fields
+    assert all(WITHOUT_EFFECT.get(name) for name in fields - kinds.keys())
+    # These are settings of Slipway's own.
+    assert kinds.keys() - fields - FRONT_END - WITHOUT_EFFECT.keys() == {"api_key", "lora_modules"}
+    assert not [name for name in kinds if name.startswith("no_")]  # Such a name would be read as a negation.
 
 
 @pytest.mark.parametrize(("name", "text"), [("api_key", "hidden"), ("no_such_thing", "1")])
 def test_an_argument_that_is_not_the_engines_is_warned_of(
     settings: ModelSettings, caplog: pytest.LogCaptureFixture, name: str, text: str
 ) -> None:
-    from engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments.from_settings import engine_arguments
 
     assert name not in engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
     assert f"option.{name} is none of LMI's and not of vLLM's engine; it has no effect" in caplog.text
@@ -326,7 +307,7 @@ def test_an_argument_that_is_not_the_engines_is_warned_of(
 
 @pytest.mark.parametrize("name", ["enable_prefix_caching", "data_parallel_multi_port_external_lb"])
 def test_a_flag_may_be_false_with_and_without_a_negation_in_vllm(settings: ModelSettings, name: str) -> None:
-    from engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments.from_settings import engine_arguments
 
     for text, value in {"true": True, "FALSE": False}.items():
         given = engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
@@ -376,8 +357,6 @@ def test_every_argument_of_vllm_is_in_the_table_of_those_that_were_tried() -> No
     from vllm import __version__
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from engines.vllm.arguments import FRONT_END
-
     names = {field.name for field in dataclasses.fields(AsyncEngineArgs)} | FRONT_END
     assert TRIALS.keys() == names
     table = results_in(PAGE.read_text())
@@ -391,8 +370,7 @@ def test_each_option_of_the_table_becomes_what_vllm_serve_makes_of_it(sample_mod
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from engines.vllm.arguments import FRONT_END, engine_arguments, frontend_arguments, serve_defaults
-    from engines.vllm.ignored_arguments import NO_ARGUMENTS, WITHOUT_EFFECT
+    from engines.vllm.arguments.from_settings import engine_arguments, frontend_arguments, serve_defaults
 
     paths, parser, defaults = files(tmp_path), make_arg_parser(FlexibleArgumentParser()), serve_defaults()
     differing: dict[str, set[str]] = {}
@@ -411,7 +389,7 @@ def test_each_option_of_the_table_becomes_what_vllm_serve_makes_of_it(sample_mod
         if different := {argument for argument, value in theirs.items() if ours[argument] != value} - ALWAYS:
             differing[name] = different
     tried = {name: {name, *trial.beside} for name, trial in TRIALS.items() if isinstance(trial, Trial)}
-    unused = WITHOUT_EFFECT.keys() - NO_ARGUMENTS.keys()
+    unused = WITHOUT_EFFECT.keys() & ARGUMENTS.keys()
     expected = {name: ignored for name, options in tried.items() if (ignored := options & unused)}
     # LMI's default is 4 adapters.
     expected |= {name: {"max_loras"} for name in WITH_LORA}

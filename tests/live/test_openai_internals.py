@@ -25,7 +25,7 @@ SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
 
 
 def arguments(model_dir: Path = Path("."), **options: str) -> dict[str, Any]:
-    from engines.vllm.arguments import frontend_arguments
+    from engines.vllm.arguments.from_settings import frontend_arguments
 
     return frontend_arguments(replace(SETTINGS, model_dir=model_dir, engine_arguments=options))
 
@@ -77,13 +77,13 @@ def test_a_wrong_option_is_named(options: dict[str, str], message: str) -> None:
 
 
 def test_every_front_end_option_is_an_argument_of_vllm() -> None:
-    from engines.vllm.arguments import FRONT_END
+    from engines.vllm.arguments.table import FRONT_END
 
     assert arguments().keys() >= FRONT_END
 
 
 def test_the_engine_knows_nothing_of_front_end_options(caplog: pytest.LogCaptureFixture) -> None:
-    from engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments.from_settings import engine_arguments
 
     settings = replace(SETTINGS, engine_arguments={"response_role": "assistant", "enable_auto_tool_chioce": "true"})
     with caplog.at_level(logging.WARNING):
@@ -121,7 +121,7 @@ def test_a_check_that_trips_over_a_wrong_type_is_the_clients_fault_and_other_fau
 
 @pytest.mark.parametrize("text", ["image=2,video=1", " image = 2 , video=1", '{"image": 2, "video": 1}'])
 def test_a_limit_of_images_may_be_written_as_lmi_did(text: str) -> None:
-    from engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments.from_settings import engine_arguments
 
     settings = replace(SETTINGS, engine_arguments={"limit_mm_per_prompt": text})
     limits = engine_arguments(settings, on_cpu=True)["limit_mm_per_prompt"]
@@ -129,13 +129,13 @@ def test_a_limit_of_images_may_be_written_as_lmi_did(text: str) -> None:
 
 
 def test_media_have_a_limit_by_default() -> None:
-    from engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments.from_settings import engine_arguments
 
     assert engine_arguments(SETTINGS, on_cpu=True)["limit_mm_per_prompt"] == DEFAULT_MEDIA_COUNTS
 
 
 def test_a_text_that_should_be_json_is_refused_as_such() -> None:
-    from engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments.from_settings import engine_arguments
 
     with pytest.raises(EngineStartError, match="Value ngram cannot be converted to JSON"):
         engine_arguments(replace(SETTINGS, engine_arguments={"speculative_config": "ngram"}), on_cpu=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from engines.memory.weight_files import hub_file
 from engines.model_settings import ModelSettings
-from engines.vllm.known_arguments import FALSE
+from engines.vllm.arguments.table import FALSE
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from container.settings.environment import (
 from container.settings.report import render_text, startup_json
 from container.settings.settings import Settings, SettingsError, Startup, StartupModel
 from container.settings.values import Value
-from engines.vllm.ignored_arguments import WITHOUT_EFFECT
+from engines.vllm.arguments.table import WITHOUT_EFFECT
 from tests.settings import load_settings
 
 

@@ -20,7 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engines.interface import EngineStartError
 from engines.model_settings import DEFAULT_MAX_LORAS, DEFAULT_MEDIA_COUNTS, ModelSettings
-from engines.vllm.known_arguments import FALSE, TRUE
+from engines.vllm.arguments.table import FALSE, FRONT_END, TRUE
 from engines.vllm.parsers import classes as parsers
 
 logger = logging.getLogger(__name__)
@@ -30,19 +30,9 @@ _LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}  # Values that 
 _COUNTS = re.compile(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*")
 _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
 # vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one. They
-# add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1.
+# add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1. The
+# CPU kernels of vLLM 0.33 skip such rows, so this can go there.
 EMPTY_SLOTS_ON_CPU = 1
-# Arguments of vLLM's OpenAI front end.
-FRONT_END = frozenset(
-    {
-        *("chat_template", "chat_template_content_format", "trust_request_chat_template", "response_role"),
-        *("default_chat_template_kwargs", "trust_request_mm_kwargs", "return_tokens_as_token_ids"),
-        *("enable_auto_tool_choice", "exclude_tools_when_tool_choice_none", "tool_call_parser", "tool_parser_plugin"),
-        *("tool_strict_level", "tool_server", "enable_prompt_tokens_details", "enable_force_include_usage"),
-        *("sse_keep_alive_interval", "anthropic_disabled_thinking_effort", "fingerprint_mode", "fingerprint_value"),
-        *("cohere_format", "log_error_stack"),
-    }
-)
 _PATHS = frozenset({"chat_template", "tool_parser_plugin"})
 
 

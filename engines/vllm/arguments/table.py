@@ -1,7 +1,15 @@
-"""The names and the kinds of values of the arguments of vLLM. This module needs no vLLM.
+"""All arguments of `vllm serve`, and the fields of vLLM's `AsyncEngineArgs`. This module needs no vLLM.
 
-`arguments.json` has them, as the parser of `vllm serve` does. A test compares both, and writes the file under
-`UPDATE_TABLES=1`. vLLM itself checks each value once more when a model is loaded.
+`table.json` has them. The row of an argument has
+
+- `kind`: the kind of its value, as the parser of `vllm serve` reads it: a key of `KINDS`, or the list of its words.
+  null: `vllm serve` has no such argument.
+- `of`: "engine" for a field of `AsyncEngineArgs`, "front end" for what vLLM's OpenAI front end reads here. Other
+  arguments are those of vLLM's own server.
+- `without_effect`: the reason if it has no effect here. It is shown to the user.
+
+A test compares the kinds with vLLM's parser, and writes them under `UPDATE_TABLES=1`. vLLM itself checks each value
+once more when a model is loaded.
 """
 
 from __future__ import annotations
@@ -10,9 +18,14 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-# The kind of each argument's value: a key of `KINDS`, or the list of its words.
-ARGUMENTS: Mapping[str, str | list[str]] = json.loads(Path(__file__).with_name("arguments.json").read_bytes())
+TABLE: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("table.json").read_bytes())
+ARGUMENTS: Mapping[str, str | list[str]] = {name: row["kind"] for name, row in TABLE.items() if row["kind"] is not None}
+FRONT_END = frozenset(name for name, row in TABLE.items() if row.get("of") == "front end")
+WITHOUT_EFFECT: Mapping[str, str] = {
+    name: row["without_effect"] for name, row in TABLE.items() if "without_effect" in row
+}
 TRUE = frozenset({"true", "1", "yes", "on"})
 FALSE = frozenset({"false", "0", "no", "off"})
 TRUE_OR_FALSE = "true or false (also 1/0, yes/no, on/off)"

@@ -1,0 +1,1 @@
+"""The arguments of vLLM's engine and of its front end."""
