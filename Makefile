@@ -23,7 +23,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := $(BIN)/uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
 
-.PHONY: help install install-dev run test lint unit live slow long chaos fuzz soak overload deaths engine-arguments \
+.PHONY: help install install-dev run test lint unit live slow long chaos fuzz soak overload deaths engine-arguments next-vllm \
 	bench bench-front-end gpu-proof gpu-needs image image-test lock clean
 
 help: ## Show this list
@@ -100,6 +100,11 @@ deaths: install-dev ## Kill engines under calls, and compare the answers (SEED; 
 
 engine-arguments: install-dev ## Try all arguments of vLLM, for docs/engine_arguments.md (ARGS="max_logprobs block_size")
 	$(BIN)/python -m tests.engine_arguments $(ARGS)
+
+next-vllm: install-dev ## List what has moved in another release of vLLM, without installing it (VERSION=0.33.0)
+	$(if $(VERSION),,$(error VERSION is not set, for example VERSION=0.33.0))
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --dest build/next-vllm vllm==$(VERSION)
+	$(BIN)/python -m tests.next_vllm build/next-vllm/vllm-$(VERSION)-*.whl
 
 bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM (ARGS=...)
 	$(BIN)/python -m benchmarks $(ARGS)
