@@ -5,7 +5,7 @@ with the wheel of another release, and nothing of that release is installed or i
 functions and methods that Slipway replaces are in `engines.vllm.patches`.
 
 Only `engines.vllm` imports from `vllm.v1`, or uses a name of vLLM's engine that begins with an underscore.
-`handlers.openai.vllm_app`, `engine_client` and `media_connector` use those of vLLM's front end.
+`handlers.openai.vllm` and `handlers.openai.media.connector` use those of vLLM's front end.
 
 The table is for the release `engines.vllm.RELEASE`. The tests named `*_internals.py` hold what the names mean.
 """
@@ -348,7 +348,7 @@ engines/vllm/parsers/classes.py
         extract_content_ids(self, input_ids)
     vllm.envs
         VLLM_ENFORCE_STRICT_TOOL_CALLING
-handlers/openai/engine_client.py
+handlers/openai/vllm/engine_client.py
     vllm.v1.engine.async_llm:AsyncLLM
         add_request(self, request_id, prompt, params, arrival_time=, lora_request=, tokenization_kwargs=,
             trace_headers=, priority=, data_parallel_rank=, session_id=, prompt_text=, reasoning_ended=,
@@ -365,7 +365,7 @@ handlers/openai/engine_client.py
         get_nowait(self)
         get(self)
         output request_id
-handlers/openai/media_connector.py
+handlers/openai/media/connector.py
     vllm.connections:HTTPConnection
         __init__(self, *, reuse_client=)
         async_get_bytes(self, url, *, timeout=, allow_redirects=, max_bytes=)
@@ -395,7 +395,7 @@ handlers/openai/media_connector.py
         open_image(fp)
     vllm.envs
         VLLM_MAX_AUDIO_CLIP_FILESIZE_MB VLLM_MEDIA_FETCH_MAX_RETRIES
-handlers/openai/vllm_app.py
+handlers/openai/vllm/app.py
     vllm.entrypoints.launchers.api_server.app_state
         init_app_state(engine_client, state, args, supported_tasks=)
     vllm.entrypoints.serve.exception_handling.error_response

@@ -1,4 +1,4 @@
-"""Models that only write down sounds, such as Whisper. vLLM's front end serves them (`handlers.openai.speech`)."""
+"""Models that only write down sounds, such as Whisper, served by vLLM's front end (`handlers.openai.media.speech`)."""
 
 from __future__ import annotations
 

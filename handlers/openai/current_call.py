@@ -17,7 +17,7 @@ from engines.errors import InvalidRequest
 from engines.statistics import EngineStatistics
 from handlers.contract import not_held_header
 from handlers.openai.constraints import Form
-from handlers.openai.media_limits import MediaMemory, RequestMedia
+from handlers.openai.media.limits import MediaMemory, RequestMedia
 from handlers.queue import EngineQueue
 
 if TYPE_CHECKING:

@@ -37,10 +37,11 @@ from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.embeddings import EmbeddingsContract
 from handlers.openai.error_forms import error_form
 from handlers.openai.load_report import LoadReportWriter, report_format
-from handlers.openai.media_limits import MediaMemory
+from handlers.openai.media.limits import MediaMemory
+from handlers.openai.media.speech import SPEECH
 from handlers.openai.routes import ALIASED, EMBEDDINGS, QUEUED, SHORT_EMBEDDINGS, refuse
-from handlers.openai.speech import SPEECH
-from handlers.openai.vllm_call import VllmApp, VllmCall, check_readable
+from handlers.openai.vllm_body import check_readable
+from handlers.openai.vllm_call import VllmApp, VllmCall
 from handlers.parsing.images import ImageLoader
 from handlers.queue import EngineQueue
 from handlers.route_declarations import RenderedChat, is_address
@@ -56,9 +57,10 @@ _ONE_OF_MANY = re.compile(r"[-_]\d+$")
 def import_front_end(settings: ModelSettings) -> None:
     """Import vLLM's front end if it is going to serve the model. Call it in a thread: it takes a second."""
     if is_vllm(settings):
-        from handlers.openai import engine_client, vllm_app  # noqa: F401
+        from handlers.openai.vllm import engine_client  # noqa: F401
+        from handlers.openai.vllm.app import routers
 
-        vllm_app.routers()
+        routers()
 
 
 async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: Sequence[str]) -> OpenAIHandler | None:
@@ -77,9 +79,11 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     """
     if not is_vllm(settings):
         return None
-    from handlers.openai.engine_client import EngineClient
-    from handlers.openai.media_connector import SOUND_MIB, VllmImages
-    from handlers.openai.vllm_app import build, chunks_long_prompts, front_end, refusal
+    from handlers.openai.media.connector import SOUND_MIB, VllmImages
+    from handlers.openai.vllm.app import build
+    from handlers.openai.vllm.common_calls import chunks_long_prompts, front_end
+    from handlers.openai.vllm.engine_client import EngineClient
+    from handlers.openai.vllm.errors import refusal
 
     engine: Any = queue.engine
     adapters = engine.adapters

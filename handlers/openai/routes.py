@@ -20,7 +20,7 @@ from handlers.contract import JSON, Call, ContractError, Reply
 from handlers.management import Management, ManagementOperation
 from handlers.openai import anthropic
 from handlers.openai.constraints import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES
-from handlers.openai.speech import SPEECH
+from handlers.openai.media.speech import SPEECH
 from handlers.openapi_schemas import OBJECT
 from handlers.parsing.json_fields import json_fault
 from handlers.parsing.json_limits import JsonDecoder

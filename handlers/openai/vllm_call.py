@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import gc
 import logging
-import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
 import msgspec
 
-from engines.errors import InvalidParameter, InvalidRequest
+from engines.errors import InvalidRequest
 from handlers.contract import JSON, LONG_BODY, Call, Reply, ReplyWriter, media_type
 from handlers.openai.constraints import (
-    BATCH,
     CHAT,
     COMPLETIONS,
-    COUNT_TOKENS,
-    DETOKENIZE,
-    FIELDS,
     MESSAGES,
-    RENDER,
     RESPONSES,
-    TOKENIZE,
-    enforceable,
-    uses_tools,
 )
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.error_forms import error_form
-from handlers.openai.media_limits import MediaMemory
+from handlers.openai.media.limits import MediaMemory
+from handlers.openai.media.speech import SPEECH, check_form
 from handlers.openai.routes import error_reply, refuse
-from handlers.openai.speech import SPEECH, check_form
+from handlers.openai.vllm_body import check_readable, for_vllm
 from handlers.parsing.images import ImageLoader
-from handlers.parsing.json_fields import json_fault
-from handlers.parsing.json_limits import JsonDecoder, JsonTooCostly, NotUtf8, check_cost, groups_in, off_the_loop
-from handlers.route_declarations import MOST_BYTES, check_body, check_text
+from handlers.parsing.json_limits import off_the_loop
 
 logger = logging.getLogger(__name__)
 
@@ -51,33 +41,6 @@ _OURS = frozenset(
     {b"content-length", b"content-type", b"transfer-encoding", b"x-request-id", b"endpoint-load-metrics-format"}
 )
 _FRAMING = frozenset({"content-type", "content-length"})
-
-_CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, COUNT_TOKENS, RESPONSES, RENDER})
-# vLLM's front end reads bodies on the event loop. Pydantic tries all types that an item of `input` may have, which
-# takes 0.1 ms. A message takes a tenth of that.
-_MOST_GROUPS, _MOST_GROUPS_OF_RESPONSES = 10_000, 2_500  # Objects and arrays.
-_MOST_ESCAPES = 2_000_000  # Backslashes. Python's `json` reads them slowly.
-# Characters between the parts of a document. Texts have at most one of them for each token, with few exceptions.
-_MARKS = (b"{", b"[", b",")
-_MARKS_PER_TOKEN, _FURTHER_MARKS = 4, 10_000
-_MARKS_OF_PROMPTS = 2_000_000  # Token ids of many prompts cost a tenth of messages.
-
-_LARGE = 16 * 1024  # Bytes of a body, and of a field in it, whose parts are counted.
-_MOST_MEMBERS = 4000  # Of an object. Pydantic describes each wrong one, which takes 0.05 ms.
-_INPUTS = frozenset(
-    ("input", "inputs", "texts", "images", "documents", "queries", "data_1", "data_2", "text_1", "text_2")
-)
-_TEXTS = _INPUTS | {"prompt", "query", "messages"}
-_COUNTED = frozenset({TOKENIZE, DETOKENIZE, RENDER})  # The model's context does not bound their prompts.
-_MEDIA = frozenset(("image_url", "audio_url", "video_url", "input_audio"))  # Fields of a part with its data.
-_TRUNCATE = "truncate_prompt_tokens"
-_OF_PROMPTS = frozenset(("tools", "documents", "chat_template_kwargs"))  # Fields that a template reads.
-_ID = re.compile(r"[\x21-\x7e]{1,128}")  # Of a request, as in headers.
-
-_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_split = JsonDecoder(dict[str, msgspec.Raw]).decode
-_decode_messages = JsonDecoder(list[dict[str, msgspec.Raw]]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +116,8 @@ class VllmCall:
                     time.monotonic() - began, failed=bool(self._openai_call.failed)
                 )
             self._task = None  # A cancelled task holds its exception, whose traceback holds this object.
+            if len(self._call.body) >= LONG_BODY:
+                gc.collect(0)  # Pydantic's union of the types of a message leaves cycles that hold its pictures.
 
     def _read(self) -> Call:
         """Return the call for vLLM.
@@ -264,240 +229,3 @@ def scope(call: Call, path: str) -> dict[str, Any]:
         "server": None,
         "state": {},
     }
-
-
-def check_readable(body: bytes, path: str, max_model_len: int) -> None:
-    """Check that vLLM's front end can read a body without holding up the event loop for long.
-
-    Raises:
-        InvalidRequest: Reading it would take too long, or it has more parts than the model's context can hold.
-    """
-    most = _MOST_GROUPS_OF_RESPONSES if path == RESPONSES else _MOST_GROUPS
-    # Brackets in texts do not count. They are left out only if the total is too large.
-    if body.count(b"{") + body.count(b"[") > most and (groups := groups_in(body)) > most:
-        raise InvalidRequest(f"the body has {groups} objects and arrays; this route takes at most {most}")
-    try:
-        check_cost(body)
-    except JsonTooCostly as error:
-        raise InvalidRequest(f"the body takes too long to read: {error}") from None
-    if len(body) < LONG_BODY:
-        return
-    limit = _MARKS_PER_TOKEN * max_model_len + _FURTHER_MARKS
-    if path not in _CONVERSATIONS:
-        limit = max(limit, _MARKS_OF_PROMPTS)
-    if sum(map(body.count, _MARKS)) > limit:
-        raise InvalidRequest(f"the body has more parts than the model's context of {max_model_len} tokens can hold")
-    if body.count(b"\\") > _MOST_ESCAPES:
-        raise InvalidRequest(f"the body has more than {_MOST_ESCAPES} escaped characters")
-
-
-def for_vllm(
-    call: Call, path: str, openai_call: OpenAICall, *, model: str | None = None, parses_tools: bool = False
-) -> Call:
-    """Translate a call for vLLM's serving classes.
-
-    They refuse a body that is no JSON.
-
-    Constraints get the form in which vLLM enforces them. Null fields of a chat's messages are removed: TGI's Python
-    client sends every field, and TGI and Slipway's contracts take null for absent. Null fields of a response are
-    removed, since vLLM copies some of them into its answer, which cannot hold null. So are fields that vLLM refuses
-    although they ask for nothing. The body's `request_id` becomes that of the call if no header has one.
-
-    Args:
-        call: The call.
-        path: The path of OpenAI's API that the call is for.
-        openai_call: Gets the name of the body's constraint, for the engine's refusals, and learns of the body's tools.
-        model: Replaces the `model` of the body.
-        parses_tools: The model has a parser of tool calls.
-
-    Raises:
-        InvalidRequest: Only vLLM can read the body, so that it cannot be translated.
-        InvalidParameter: vLLM would not enforce one of the constraints.
-    """
-    try:
-        document = _split(call.body) if call.fields is None else call.fields
-        given = {name: msgspec.json.decode(document[name]) for name in FIELDS.intersection(document)}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if isinstance(error, NotUtf8) or _is_read_by_python(call.body):
-            reason = error.reason if isinstance(error, NotUtf8) else json_fault(call.body, error)
-            raise InvalidRequest(f"the body is not JSON in UTF-8 (RFC 8259): {reason}") from None
-        return call
-    if len(call.body) > _LARGE:
-        try:
-            _check_sizes(document, path, call, openai_call)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return call  # vLLM refuses it.
-    if len(call.body) >= LONG_BODY and bytes(document.get("messages", b"")).startswith(b'"'):
-        raise InvalidParameter("messages", "must be an array, got a string")  # vLLM would take each character
-    changes: dict[str, Any] = {}
-    if path == RESPONSES:
-        changes = {name: None for name, value in document.items() if bytes(value) == b"null"}
-        if b'"assistant"' in call.body:
-            changes |= _with_read_messages(document)
-    if model is not None:
-        changes["model"] = model
-    openai_call.uses_tools = uses_tools(given)
-    if given := {name: value for name, value in given.items() if value is not None}:
-        enforced, openai_call.form = enforceable(given, path, parses_tools=parses_tools)
-        changes |= enforced
-    if path in (CHAT, TOKENIZE, RENDER) and b"null" in call.body:
-        changes |= _without_nulls(document)
-    changes |= _without_idle(document, path)
-    if path not in (MESSAGES, COUNT_TOKENS) and call.request_id.encode() not in call.headers.values():
-        call = replace(call, request_id=_id_in(document) or call.request_id)
-    if not changes:
-        return call
-    fields = {name: value for name, value in {**document, **changes}.items() if value is not None}
-    return replace(call, body=msgspec.json.encode(fields), fields=None)
-
-
-def _id_in(document: Mapping[str, msgspec.Raw]) -> str:
-    """Return the `request_id` of a body. Empty if there is none, or if vLLM refuses it.
-
-    Raises:
-        InvalidParameter: It would not be safe in headers and logs.
-    """
-    if _first(document.get("request_id", b"")) != b'"':
-        return ""
-    request_id = msgspec.json.decode(document["request_id"], type=str)
-    if request_id and not _ID.fullmatch(request_id):
-        raise InvalidParameter("request_id", "must have 1 to 128 characters of visible ASCII")
-    return request_id
-
-
-def _without_idle(document: Mapping[str, msgspec.Raw], path: str) -> dict[str, None]:
-    """Return the fields to remove because they ask for nothing. Some clients send them with every request."""
-    if path not in (CHAT, BATCH, COMPLETIONS, TOKENIZE, RENDER):
-        return {}
-    idle = [
-        name for name, value in (("suffix", b'""'), ("request_id", b"null")) if bytes(document.get(name, b"")) == value
-    ]
-    if bytes(document.get("stream", b"null")) in (b"null", b"false"):
-        idle.append("stream_options")
-    tools = document.get("tools", b"null")
-    if bytes(tools) == b"null" or (_first(tools) == b"[" and not _decode_items(tools)):
-        idle.append("tools")
-        if bytes(document.get("tool_choice", b"")) in (b'"auto"', b'"none"'):
-            idle.append("tool_choice")
-    return {name: None for name in idle if name in document}
-
-
-def _with_read_messages(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
-    """Return `input` with the assistant's messages as vLLM reads them.
-
-    OpenAI's API does not ask for their `type`, but vLLM does. vLLM reads the first part alone, and no refusals.
-    """
-    if _first(document.get("input", b"")) != b"[":
-        return {}
-    items = [
-        msgspec.json.decode(item) if b'"assistant"' in bytes(item) else item
-        for item in _decode_items(document["input"])
-    ]
-    for item in items:
-        if isinstance(item, dict) and item.get("role") == "assistant" and item.get("type") in (None, "message"):
-            item["type"], parts = "message", item.get("content")
-            if isinstance(parts, list):
-                given = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, dict)]
-                texts = [text for text in given if isinstance(text, str)]
-                if len(texts) == len(parts):
-                    item["content"] = [{"type": "output_text", "text": "\n".join(texts), "annotations": []}]
-    return {"input": items}
-
-
-def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, call: Call, openai_call: OpenAICall) -> None:
-    """Check the fields of a large body whose cost for vLLM does not depend on the model's context.
-
-    Raises:
-        InvalidRequest: The body is too long for this route.
-        InvalidParameter: The field is named.
-    """
-    inputs = () if path in _CONVERSATIONS else _INPUTS.intersection(document)
-    for name, value in document.items():
-        if name in inputs and (count := _count_inputs(value)) > openai_call.most_sequences:
-            raise InvalidParameter(name, f"has {count} inputs; at most {openai_call.most_sequences} can be served")
-        is_large = len(memoryview(value)) > _LARGE
-        if is_large and _first(value) == b"{" and len(_decode_members(value)) > _MOST_MEMBERS:
-            raise InvalidParameter(name, f"may have {_MOST_MEMBERS} members at most")
-    if path in _COUNTED and "messages" in document:
-        size = sum(_size(document[name]) for name in _OF_PROMPTS.intersection(document))
-        size += _size_of_messages(document["messages"])
-        if size > MOST_BYTES:
-            raise InvalidParameter("messages", f"may have at most {MOST_BYTES} bytes of text, got {size}")
-    elif path in _COUNTED:
-        check_body(call)
-        if _first(document.get("prompt", b"")) == b'"':
-            check_text("prompt", msgspec.json.decode(document["prompt"], type=str))
-    truncates = bytes(document.get(_TRUNCATE, b"null")) != b"null"
-    if truncates and bytes(document.get("truncation_side", b"null")) == b"null":
-        longest = max((_longest_text(document[name]) for name in _TEXTS.intersection(document)), default=0)
-        if longest > MOST_BYTES:
-            raise InvalidParameter(_TRUNCATE, f"needs `truncation_side` for a text of more than {MOST_BYTES} bytes")
-
-
-def _size_of_messages(value: msgspec.Raw) -> int:
-    """Return the bytes of messages, without images and other media."""
-    size = 0
-    for message in _decode_items(value) if _first(value) == b"[" else ():
-        members = _decode_members(message) if _first(message) == b"{" else {"": message}
-        content = members.pop("content", b"")
-        size += sum(map(_size, members.values()))
-        for part in _decode_items(content) if _first(content) == b"[" else [content]:
-            within = _decode_members(part) if _first(part) == b"{" else {"": part}
-            size += sum(_size(member) for name, member in within.items() if name not in _MEDIA)
-    return size
-
-
-def _size(value: msgspec.Raw | bytes) -> int:
-    """Return the bytes of a JSON value: of a text, without escapes."""
-    text = _first(value) == b'"'
-    return len(msgspec.json.decode(value, type=str).encode()) if text else len(memoryview(value))
-
-
-def _longest_text(value: msgspec.Raw) -> int:
-    """Return the length of the longest text in a field: in bytes of a string, of an item, or of a message's text."""
-    if _first(value) == b'"':
-        return len(memoryview(value))
-    if _first(value) == b"{":
-        members = _decode_members(value)
-        return max((_longest_text(members[name]) for name in ("content", "text") if name in members), default=0)
-    return max(map(_longest_text, _decode_items(value)), default=0) if _first(value) == b"[" else 0
-
-
-def _count_inputs(value: msgspec.Raw) -> int:
-    """Return the number of texts, or of other prompts, in a field. An array of numbers is one prompt."""
-    if _first(value) == b"{":
-        content = _decode_members(value).get("content")
-        return 1 if content is None else _count_inputs(content)
-    if _first(value) != b"[":
-        return 1
-    items = _decode_items(value)
-    return len(items) if items and _first(items[0]) in (b'"', b"[", b"{") else 1
-
-
-def _first(value: msgspec.Raw | bytes) -> bytes:
-    """Return the first character of a JSON value."""
-    return bytes(memoryview(value)[:1])
-
-
-def _is_read_by_python(body: bytes) -> bool:
-    """Return True if vLLM can read a body that is no strict JSON in UTF-8.
-
-    vLLM uses Python's `json`, which takes NaN, half surrogate pairs, a byte order mark, UTF-16 and UTF-32 as well.
-    """
-    try:
-        return isinstance(json.loads(body), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _without_nulls(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
-    """Return `messages` without null fields. A null `content` stays: a message with tool calls may have it."""
-    try:
-        messages = _decode_messages(bytes(document["messages"]))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
-        return {}
-    kept = [
-        {name: value for name, value in message.items() if name == "content" or bytes(value) != b"null"}
-        for message in messages
-    ]
-    return {} if kept == messages else {"messages": kept}

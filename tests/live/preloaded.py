@@ -39,7 +39,7 @@ _MODULES = (
     "slipway.cli",
     "container.server",
     "handlers.entry_point",
-    "handlers.openai.vllm_app",
+    "handlers.openai.vllm.app",
     "engines.vllm.engine",
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.engine.coordinator",

@@ -102,7 +102,7 @@ async def test_a_model_ends_at_once_while_the_engine_does_not_answer_to_a_new_ad
 
 async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place(source: Path) -> None:
     from engines.vllm.lora import VllmAdapters
-    from handlers.openai.engine_client import EngineClient
+    from handlers.openai.vllm.engine_client import EngineClient
 
     llm: Any = Llm()
     adapters = VllmAdapters(llm, 60)

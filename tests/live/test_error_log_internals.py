@@ -22,7 +22,7 @@ def record(name: str = FRONT_END, error: Exception | None = None, *args: Any) ->
 
 
 def passed(one: logging.LogRecord) -> bool:
-    from handlers.openai.vllm_app import client_error_filter
+    from handlers.openai.vllm.error_log import client_error_filter
 
     return client_error_filter(one)
 
@@ -61,7 +61,7 @@ def test_failures_of_the_server_pass_as_they_are(name: str, error: Exception | N
 
 
 def test_every_handler_of_the_root_logger_has_it_once() -> None:
-    from handlers.openai.vllm_app import client_error_filter, lower_client_errors
+    from handlers.openai.vllm.error_log import client_error_filter, lower_client_errors
 
     handler = logging.NullHandler()
     root = logging.getLogger()

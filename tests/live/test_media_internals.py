@@ -19,7 +19,7 @@ from engines.errors import InvalidRequest
 from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
 from handlers.openai.current_call import OpenAICall, current_call
-from handlers.openai.media_limits import MediaMemory, RequestMedia
+from handlers.openai.media.limits import MediaMemory, RequestMedia
 from handlers.queue import EngineQueue
 from tests.live.media_host import hosting
 from tests.live.pictures import bomb, data_url, encoded
@@ -31,7 +31,7 @@ class Loading:
     """Loads media as vLLM does for a message of a call."""
 
     def __init__(self, **limits: Any) -> None:
-        from handlers.openai.media_connector import bound_media
+        from handlers.openai.media.connector import bound_media
 
         bound_media()
         self.memory = MediaMemory(replace(SETTINGS, **limits))
@@ -274,7 +274,7 @@ def test_vllm_has_no_loader_of_videos_that_goes_another_way() -> None:
 
 
 def test_a_video_that_says_it_has_too_many_frames_is_refused(monkeypatch: pytest.MonkeyPatch, video: bytes) -> None:
-    import handlers.openai.media_connector as module
+    import handlers.openai.media.connector as module
 
     monkeypatch.setattr(module, "MOST_FRAMES", 9)
     refusal = Loading().refusal("video", data_url(video, "video/avi"), media_io_kwargs={"video": {"num_frames": -1}})
@@ -285,7 +285,7 @@ def test_frames_may_not_grow() -> None:
     """A stream may change its size, and the decoder follows."""
     import numpy as np
 
-    from handlers.openai.media_connector import _Capture
+    from handlers.openai.media.connector import _Capture
 
     frames = [np.zeros((48, 64, 3), np.uint8), np.zeros((4800, 6400, 3), np.uint8)]
     sides = iter((64, 48))
@@ -297,7 +297,7 @@ def test_frames_may_not_grow() -> None:
 
 
 def test_no_frame_is_decoded_for_a_request_that_has_ended() -> None:
-    from handlers.openai.media_connector import _Capture
+    from handlers.openai.media.connector import _Capture
 
     media = RequestMedia(MediaMemory(SETTINGS))
     capture = _Capture(SimpleNamespace(get=lambda _: 1, grab=lambda: True), media)
@@ -342,7 +342,7 @@ def test_vllm_decodes_the_files_of_transcriptions_where_they_are_counted() -> No
     import numpy as np
     from vllm.entrypoints.speech_to_text.base.serving import SpeechToTextBaseServing
 
-    from handlers.openai.media_connector import counted_speech
+    from handlers.openai.media.connector import counted_speech
 
     assert "_decode_and_chunk_speech_async" in SpeechToTextBaseServing.__init__.__code__.co_names
     assert "_decode_and_chunk_speech_async" in SpeechToTextBaseServing._preprocess_speech_to_text.__code__.co_names
@@ -383,7 +383,7 @@ def test_sounds_of_common_formats_are_decoded(kind: str) -> None:
 
 
 def test_the_prompts_images_are_dropped_when_the_engine_has_it() -> None:
-    from handlers.openai.engine_client import EngineClient
+    from handlers.openai.vllm.engine_client import EngineClient
 
     loading = Loading()
     loading.load("image", data_url(encoded(40, 30)))
@@ -394,7 +394,7 @@ def test_the_prompts_images_are_dropped_when_the_engine_has_it() -> None:
     async def generate() -> None:
         from vllm import SamplingParams
 
-        import handlers.openai.engine_client as module
+        import handlers.openai.vllm.engine_client as module
 
         current_call.set(loading.call)
         with pytest.MonkeyPatch.context() as patch:

@@ -92,33 +92,6 @@ def test_the_engine_knows_nothing_of_front_end_options(caplog: pytest.LogCapture
     assert "response_role" not in caplog.text
 
 
-def test_a_check_that_trips_over_a_wrong_type_is_the_clients_fault_and_other_faults_are_ours() -> None:
-    from fastapi import FastAPI
-    from fastapi.testclient import TestClient
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    from handlers.openai.vllm_app import answer_stumbling_readers
-
-    def chat(request: Any) -> None:
-        raise AttributeError("a bug of ours")
-
-    chat.__annotations__["request"] = ChatCompletionRequest  # the type itself, as FastAPI wants it
-    app = FastAPI()
-    answer_stumbling_readers(app)
-    app.post("/chat")(chat)
-    chatting = {"messages": [{"role": "user", "content": "x"}]}
-    with TestClient(app, raise_server_exceptions=False) as client:
-        refused = client.post("/chat", json=chatting | {"structured_outputs": 5})
-        assert refused.status_code == 400
-        assert refused.json()["error"] == {
-            "message": "the body has a value that cannot be used: 'int' object has no attribute 'get'",
-            "type": "BadRequestError",
-            "param": None,
-            "code": 400,
-        }
-        assert client.post("/chat", json=chatting).status_code == 500
-
-
 @pytest.mark.parametrize("text", ["image=2,video=1", " image = 2 , video=1", '{"image": 2, "video": 1}'])
 def test_a_limit_of_images_may_be_written_as_lmi_did(text: str) -> None:
     from engines.vllm.arguments.from_settings import engine_arguments
@@ -179,7 +152,7 @@ def limits() -> Any:
     ],
 )
 def test_what_would_harm_the_engine_is_refused_by_name(fields: dict[str, Any]) -> None:
-    from handlers.openai.engine_client import check_parameters
+    from handlers.openai.vllm.engine_client import check_parameters
 
     with pytest.raises(InvalidParameter) as caught:
         check_parameters(params(**fields), limits(), None)
@@ -188,7 +161,7 @@ def test_what_would_harm_the_engine_is_refused_by_name(fields: dict[str, Any]) -
 
 @pytest.mark.parametrize("kind", [lambda inner: [inner], lambda inner: {"a": inner}])
 def test_what_is_nested_deeper_than_the_engine_can_pickle_is_refused(kind: Any) -> None:
-    from handlers.openai.engine_client import check_parameters
+    from handlers.openai.vllm.engine_client import check_parameters
 
     def nested(levels: int) -> Any:
         value: Any = 1
@@ -203,7 +176,7 @@ def test_what_is_nested_deeper_than_the_engine_can_pickle_is_refused(kind: Any) 
 
 
 def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_of_them() -> None:
-    from handlers.openai.engine_client import check_parameters
+    from handlers.openai.vllm.engine_client import check_parameters
 
     asked = params(prompt_logprobs=0)
     check_parameters(asked, limits(), None)
@@ -213,14 +186,14 @@ def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_
 
 @pytest.mark.parametrize(("tokens", "most", "given"), [(65536, 1, True), (65537, 1, False), (10000, 20, False)])
 def test_log_probabilities_of_the_prompt_have_a_limit(tokens: int, most: int, given: bool) -> None:
-    from handlers.openai.engine_client import check_prompt_logprobs
+    from handlers.openai.vllm.engine_client import check_prompt_logprobs
 
     with contextlib.nullcontext() if given else pytest.raises(InvalidParameter, match="prompt_logprobs"):
         check_prompt_logprobs(params(prompt_logprobs=most), tokens)
 
 
 def test_what_does_no_harm_passes() -> None:
-    from handlers.openai.engine_client import check_parameters
+    from handlers.openai.vllm.engine_client import check_parameters
 
     check_parameters(params(), limits(), None)
     given = params(stop="x", stop_token_ids=[99], logit_bias={0: -100.0}, extra_args={"typical_p": 1}, seed=-5)
@@ -231,11 +204,11 @@ def test_what_a_client_causes_is_told_from_what_the_server_does() -> None:
     from vllm.exceptions import GracefulHTTPError, VLLMValidationError
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from handlers.openai.vllm_app import _is_clients
+    from handlers.openai.vllm.errors import is_clients
 
     clients = (VLLMValidationError("x", parameter="n"), GracefulHTTPError("full", 503), ValueError("x"))
-    assert all(_is_clients(error) for error in clients)
-    assert not any(_is_clients(error) for error in (EngineDeadError(), RuntimeError("x"), KeyError("x")))
+    assert all(is_clients(error) for error in clients)
+    assert not any(is_clients(error) for error in (EngineDeadError(), RuntimeError("x"), KeyError("x")))
 
 
 @pytest.mark.asyncio
@@ -246,7 +219,7 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
 
     from engines.statistics import EngineStatistics
     from handlers.openai.current_call import OpenAICall
-    from handlers.openai.engine_client import EngineClient
+    from handlers.openai.vllm.engine_client import EngineClient
     from handlers.queue import EngineQueue
 
     class Llm:
@@ -279,7 +252,7 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
 def test_a_clients_error_is_told_where_a_reply_had_begun() -> None:
     from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
-    from handlers.openai.vllm_app import refusal
+    from handlers.openai.vllm.errors import refusal
 
     refused = refusal(VLLMValidationError("no such token", parameter="bad_words"))
     assert refused is not None
@@ -309,7 +282,7 @@ async def test_what_fails_after_vllm_has_registered_it_is_taken_out_again_and_no
 
     from engines.statistics import EngineStatistics
     from handlers.openai.current_call import OpenAICall
-    from handlers.openai.engine_client import EngineClient
+    from handlers.openai.vllm.engine_client import EngineClient
     from handlers.queue import EngineQueue
 
     aborted: list[str] = []
@@ -373,40 +346,54 @@ def _engine(llm: Any) -> Any:
 def test_a_body_that_vllm_stumbles_over_is_the_clients_fault_until_something_is_generated() -> None:
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
+    from openai.types.responses import ResponseOutputMessage, ResponseOutputRefusal
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.responses.utils import construct_input_messages
 
     from engines.statistics import EngineStatistics
     from handlers.openai.current_call import OpenAICall, current_call
-    from handlers.openai.vllm_app import answer_stumbling_readers
+    from handlers.openai.vllm.errors import answer_stumbling_readers
     from handlers.queue import EngineQueue
 
     call = OpenAICall(EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4))  # type: ignore[arg-type]
     app = FastAPI()
     answer_stumbling_readers(app)
 
-    @app.post("/responses")
-    async def responses(refusal: bool = False) -> None:
-        from openai.types.responses import ResponseOutputMessage, ResponseOutputRefusal
-
-        current_call.set(call)
+    def responses(request: Any, refusal: bool = False) -> None:
         content = [ResponseOutputRefusal(refusal="no", type="refusal")] if refusal else []
         said = ResponseOutputMessage(id="", content=content, role="assistant", status="completed", type="message")
         construct_input_messages(request_input=[said])
 
-    with TestClient(app, raise_server_exceptions=False) as client:
-        refused = client.post("/responses")
-        assert refused.status_code == 400
-        assert refused.json()["error"]["message"] == "the body has a value that cannot be used: list index out of range"
-        refused = client.post("/responses?refusal=true")
-        assert (refused.status_code, "no attribute 'text'" in refused.text) == (400, True)
+    responses.__annotations__["request"] = ChatCompletionRequest  # the type itself, as FastAPI wants it
+    app.post("/responses")(responses)
+
+    async def of_the_call(*connection: Any) -> None:
+        current_call.set(call)
+        await app(*connection)
+
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    with TestClient(of_the_call, raise_server_exceptions=False) as client:
+        for path, document, fault in (
+            ("/responses", body | {"structured_outputs": 5}, "'int' object has no attribute 'get'"),
+            ("/responses", body, "list index out of range"),
+            ("/responses?refusal=true", body, "'ResponseOutputRefusal' object has no attribute 'text'"),
+        ):
+            refused = client.post(path, json=document)
+            assert refused.status_code == 400
+            assert refused.json()["error"] == {
+                "message": f"the body has a value that cannot be used: {fault}",
+                "type": "BadRequestError",
+                "param": None,
+                "code": 400,
+            }
         call.submitted = True
-        assert client.post("/responses").status_code == 500
+        assert client.post("/responses", json=body).status_code == 500
 
 
 def test_a_request_whose_engine_has_failed_is_logged_without_a_traceback() -> None:
     from vllm.exceptions import GenerationError
 
-    from handlers.openai.vllm_app import client_error_filter
+    from handlers.openai.vllm.error_log import client_error_filter
 
     error = GenerationError("the engine has died")
     record = logging.LogRecord(
@@ -441,7 +428,7 @@ def test_chats_are_rendered_as_vllms_renderer_does_without_asking_it(sample_mode
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.renderers.hf import HfRenderer
 
-    from handlers.openai.vllm_app import chat_renderer
+    from handlers.openai.vllm.chat_prompts import chat_renderer
 
     config = AsyncEngineArgs(model=str(sample_model), max_model_len=512).create_engine_config()
     renderer = HfRenderer(config, AutoTokenizer.from_pretrained(sample_model))
@@ -475,7 +462,7 @@ def test_a_wrong_parameter_of_a_query_is_named_and_is_no_fault_of_the_body() -> 
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
-    from handlers.openai.vllm_app import name_faults
+    from handlers.openai.vllm.errors import name_faults
 
     app = FastAPI()
     app.state.args = SimpleNamespace(log_error_stack=False)
@@ -493,7 +480,7 @@ def test_a_wrong_parameter_of_a_query_is_named_and_is_no_fault_of_the_body() -> 
 
 
 async def _begun_together(*requests: Any) -> list[Any]:
-    from handlers.openai.vllm_app import with_own_id
+    from handlers.openai.vllm.responses import with_own_id
 
     tasks: dict[str, None] = {}
     beginning: set[str] = set()
@@ -524,14 +511,18 @@ def test_two_responses_in_the_background_that_begin_together_need_their_own_ids(
 
 def test_lists_in_requests_are_refused_with_their_first_wrong_item() -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
-    from handlers.openai import vllm_app
+    from handlers.openai.vllm.app import routers
+    from handlers.openai.vllm.tokenize import CountedChat
 
-    vllm_app.routers()
+    routers()
     wrong: tuple[tuple[Any, str, Any], ...] = (
         (ChatCompletionRequest, "messages", {}),
         (ChatCompletionRequest, "messages", {"role": "x", "content": [1] * 50}),
+        (CountedChat, "messages", {}),
+        (CompletionRequest, "prompt", {}),
         (ResponsesRequest, "input", {}),
         (ResponsesRequest, "input", {"role": "user", "content": [{}] * 50}),
     )
@@ -567,13 +558,13 @@ _PARTS = [
 def test_messages_lose_the_same_parts_as_in_vllm(message: str) -> None:
     from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 
-    from handlers.openai.vllm_app import sanitized
+    from handlers.openai.vllm.errors import sanitized
 
     assert sanitized(message) == sanitize_message(message)
 
 
 def test_arguments_of_vllm_have_the_names_of_options_in_messages() -> None:
-    from handlers.openai.vllm_app import sanitized
+    from handlers.openai.vllm.errors import sanitized
 
     message = (
         '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set; `--max-model-len`'
@@ -590,7 +581,7 @@ def test_arguments_of_vllm_have_the_names_of_options_in_messages() -> None:
 def test_a_long_message_takes_no_minutes(part: str) -> None:
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-    from handlers.openai.vllm_app import bound_errors
+    from handlers.openai.vllm.errors import bound_errors
 
     bound_errors()
     refused = create_error_response(ValueError(f"no model {part * 100_000}"))
@@ -609,7 +600,7 @@ def test_parameters_that_take_long_are_refused_before_anything_reads_them(fields
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams
 
-    from handlers.openai.engine_client import check_parameters
+    from handlers.openai.vllm.engine_client import check_parameters
 
     if "repetition_detection" in fields:
         fields = {"repetition_detection": RepetitionDetectionParams(**fields["repetition_detection"])}
@@ -623,7 +614,7 @@ def test_ids_that_the_engine_would_repeat_are_bounded() -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from handlers.openai.engine_client import EngineClient
+    from handlers.openai.vllm.engine_client import EngineClient
 
     client = EngineClient(_engine(None), SETTINGS)
     with pytest.raises(VLLMValidationError, match="`request_id` may have 512 characters"):
@@ -635,7 +626,7 @@ def test_a_call_of_a_message_that_was_cut_is_text(arguments: str, kind: str) -> 
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
-    from handlers.openai.vllm_app import with_whole_calls
+    from handlers.openai.vllm.messages import with_whole_calls
 
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}

@@ -126,7 +126,7 @@ class FormattedReply(ShapedReply):
     def _format(self, item: Reply | bytes) -> bytes:
         """Return the bytes for a whole answer or for an event. Runs on the formatters' thread."""
         if isinstance(item, Reply):
-            from handlers.openai.vllm_app import answer_object  # imports vLLM
+            from handlers.openai.vllm.request_models import answer_object  # imports vLLM
 
             return self._line(answer_object(self._path, item.body))
         if item == _END:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from handlers.contract import Call
 from handlers.openai.constraints import CHAT, RENDER
 from handlers.openai.current_call import OpenAICall
-from handlers.openai.vllm_call import for_vllm
+from handlers.openai.vllm_body import for_vllm
 from handlers.queue import EngineQueue
 from tests.contracts.exchange import call
 from tests.stand_ins.scripted_engine import ScriptedEngine

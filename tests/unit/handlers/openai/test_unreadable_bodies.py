@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engines.errors import InvalidRequest
 from handlers.contract import Call
 from handlers.openai.current_call import OpenAICall
-from handlers.openai.vllm_call import for_vllm
+from handlers.openai.vllm_body import for_vllm
 from handlers.queue import EngineQueue
 from tests.stand_ins.scripted_engine import ScriptedEngine
 

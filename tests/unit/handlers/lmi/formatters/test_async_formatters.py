@@ -46,8 +46,8 @@ def marked(response: Any) -> Any:
 @pytest.fixture(autouse=True)
 def _answer_object(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make dicts of whole answers in place of vLLM's objects, whose import takes long."""
-    vllm_app = SimpleNamespace(answer_object=lambda path, body: {"path": path, **json.loads(body)})
-    monkeypatch.setitem(sys.modules, "handlers.openai.vllm_app", vllm_app)
+    models = SimpleNamespace(answer_object=lambda path, body: {"path": path, **json.loads(body)})
+    monkeypatch.setitem(sys.modules, "handlers.openai.vllm.request_models", models)
 
 
 def formatters(write: Write | None, read: Write | None = None, time_limit: float = 5) -> Formatters:

@@ -8,7 +8,7 @@ import pytest
 
 from engines.errors import InvalidRequest, Overloaded
 from engines.model_settings import ModelSettings
-from handlers.openai.media_limits import MediaMemory, RequestMedia
+from handlers.openai.media.limits import MediaMemory, RequestMedia
 from tests.waiting import until
 
 SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")

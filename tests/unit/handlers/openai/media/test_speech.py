@@ -9,7 +9,7 @@ import pytest
 
 from engines.errors import InvalidParameter, InvalidRequest
 from handlers.contract import Call
-from handlers.openai.speech import SPEECH, check_form
+from handlers.openai.media.speech import SPEECH, check_form
 from handlers.parsing.forms import form_text
 from tests.stand_ins.request_headers import request_headers
 from tests.unit.handlers.openai.test_handler import served

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from handlers.openai.media_download import UNREACHABLE, Downloader, DownloadFailed, is_allowed
+from handlers.openai.media.download import UNREACHABLE, Downloader, DownloadFailed, is_allowed
 
 LOOPBACK = [ipaddress.ip_network("127.0.0.0/8")]
 LIMIT = 1 << 20

@@ -40,8 +40,8 @@ from vllm.multimodal.media.video import VideoMediaIO
 from engines.errors import InvalidRequest, Overloaded, RequestError, UnusableImage
 from engines.vllm.patches.media import drop_two_frames, free_loaded_media, patch_media_ids
 from handlers.openai.current_call import current_call
-from handlers.openai.media_download import FORBIDDEN_HOST, Downloader, DownloadFailed, TooLarge
-from handlers.openai.media_limits import MOST_FRAMES, MediaMemory, RequestMedia
+from handlers.openai.media.download import FORBIDDEN_HOST, Downloader, DownloadFailed, TooLarge
+from handlers.openai.media.limits import MOST_FRAMES, MediaMemory, RequestMedia
 
 # Formats whose header has the size of the decoded image. An icon's header does not: the icon may hold a larger image.
 FORMATS = frozenset({"PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF"})  # MPO: a JPEG with further images.

@@ -1,0 +1,145 @@
+"""Answers the exceptions of vLLM's front end, in texts without paths and addresses.
+
+It relies on these internals of vLLM, which tests/live/test_openai_internals.py checks:
+
+- `create_error_response(error)` gives an exception its status.
+- The modules in `_WITH_ERRORS` call `sanitize_message` with the text of an error. Its patterns are repeated below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import traceback
+from typing import Any
+
+import regex
+import vllm.entrypoints.anthropic.serving
+import vllm.entrypoints.serve.exception_handling.error_response
+import vllm.entrypoints.serve.exception_handling.handlers.http
+import vllm.entrypoints.serve.exception_handling.handlers.validation
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.exception_handling.handlers.validation import validation_exception_handler
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
+
+from engines.vllm.arguments.table import FRONT_END
+from engines.vllm.parsers.choice import TOOLS, allowed_names
+from handlers.contract import Reply
+from handlers.openai.body_faults import body_fault
+from handlers.openai.constraints import MESSAGES, RESPONSES
+from handlers.openai.current_call import current_call
+from handlers.openai.routes import error_reply
+
+logger = logging.getLogger(__name__)
+
+_WITH_ERRORS: tuple[Any, ...] = (
+    vllm.entrypoints.anthropic.serving,
+    vllm.entrypoints.serve.exception_handling.error_response,
+    vllm.entrypoints.serve.exception_handling.handlers.http,
+    vllm.entrypoints.serve.exception_handling.handlers.validation,
+)
+# The patterns of vLLM's `sanitize_message`, changed so that they take a time in proportion to the text.
+_ADDRESS = regex.compile(r" at 0x[0-9a-fA-F]+>")
+_FRAME = regex.compile(r'(?:(?<!\s)|\G)\s*+File "[^"]+", line \d+, in \S+(\n\s+.*)?')
+_SYSTEM_PATH = regex.compile(r"/(?:home|usr|opt|var|tmp|root|lib|mnt|srv)(?:/[\w.\-]+)+")
+_PATH = regex.compile(r"((?:/[\w\-]++){2,}+)(\.\w+)?")
+# The arguments of `vllm serve` as they are in messages.
+_ARGUMENT = regex.compile(r"(?<![\w-])--([a-z][a-z-]*+)(?!\w)")
+_ARGUMENTS = FRONT_END | {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+_WITHOUT_PARSER = "option.tool_call_parser to be set"  # vLLM's refusal of a chat with tools ends with it.
+
+
+def bound_errors() -> None:
+    """Let vLLM's error handlers use `sanitized`."""
+    for module in _WITH_ERRORS:
+        module.sanitize_message = sanitized
+
+
+def sanitized(message: str) -> str:
+    """Return the text of an error without addresses, stack frames and paths, as vLLM's `sanitize_message`.
+
+    Arguments of `vllm serve` get the names that they have here.
+
+    vLLM's function takes minutes for a message that repeats 20,000 characters of a client, such as an unknown model,
+    and stops the event loop.
+    """
+    message = _FRAME.sub("", _ADDRESS.sub(">", message))
+    message = _SYSTEM_PATH.sub("<path>", message)
+    message = _PATH.sub(lambda found: "<path>" if found[2] else found[0], message)
+    named: str = _ARGUMENT.sub(_as_option, message).strip()
+    return f"{named}; allowed: {allowed_names(TOOLS)}" if named.endswith(_WITHOUT_PARSER) else named
+
+
+def _as_option(argument: regex.Match[str]) -> str:
+    name = argument[1].replace("-", "_")
+    return f"option.{name}" if name in _ARGUMENTS else argument[0]
+
+
+def answer_stumbling_readers(app: FastAPI) -> None:
+    """Answer Python's own errors as the client's fault until the call has submitted a prompt.
+
+    Until then, FastAPI and vLLM read the body. Some checks of vLLM run before Pydantic's and expect an object, but a
+    client may send something else. Some conversions take the first item of a list that may be empty.
+    """
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        if current_call.get().submitted:
+            raise error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        logger.info("a body cannot be used: %s in %s:%s", type(error).__name__, place.filename, place.lineno)
+        refusal = create_error_response(VLLMValidationError(f"the body has a value that cannot be used: {error}"))
+        return JSONResponse(refusal.model_dump(), refusal.error.code)
+
+    for kind in (AttributeError, TypeError, KeyError, IndexError, RecursionError):
+        app.add_exception_handler(kind, refuse)
+
+
+def name_faults(app: FastAPI) -> None:
+    """Answer a body that Pydantic refuses with the one field that is wrong, as the owners of the two APIs do.
+
+    vLLM's answer has the first ten of Pydantic's faults. Chats, completions and parameters of a query keep it.
+    """
+
+    async def refuse(request: Request, error: RequestValidationError) -> Response:
+        path = request.url.path
+        faults = error.errors()
+        of_query = isinstance(faults[0], dict) and faults[0]["loc"][0] == "query"
+        if of_query or not path.startswith((MESSAGES, RESPONSES)):
+            theirs: Response = await validation_exception_handler(request, error)
+            return theirs
+        fault = body_fault(faults, error.body)
+        place = fault.dotted if path.startswith(MESSAGES) else f"`{fault.indexed}`"
+        message = sanitized(f"{place}: {fault.message}" if fault.path else fault.message)
+        reply = error_reply(message, "BadRequestError", 400, fault.indexed or None)
+        return Response(reply.body, reply.status, media_type=reply.content_type)
+
+    app.add_exception_handler(RequestValidationError, refuse)  # type: ignore[arg-type]
+
+
+def is_clients(error: BaseException) -> bool:
+    """Return True if vLLM answers the exception as a fault of the client, or as a missing feature."""
+    if not isinstance(error, Exception):
+        return False
+    return isinstance(error, GracefulHTTPError | NotImplementedError) or create_error_response(error).error.code < 500
+
+
+def refusal(error: BaseException) -> Reply | None:
+    """Return the answer to an exception that the application raised after a reply had begun.
+
+    vLLM begins the stream of a response before it generates, and cannot answer a refusal after that.
+
+    Returns:
+        The answer. None if the exception is the server's fault.
+    """
+    # Starlette raises a RuntimeError from an exception that has a handler.
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:
+        error = error.__cause__
+    if not isinstance(error, VLLMClientError | GracefulHTTPError):
+        return None
+    info = create_error_response(error).error
+    return error_reply(info.message, info.type, info.code, info.param)

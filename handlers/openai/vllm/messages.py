@@ -1,0 +1,86 @@
+"""Changes vLLM's `/v1/messages`: answers, begun turns and errors are those of Anthropic's API."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.exceptions import GracefulHTTPError
+
+logger = logging.getLogger(__name__)
+
+
+class _Message(AnthropicMessagesResponse):  # type: ignore[misc]
+    """A whole answer of `/v1/messages`. It has all fields of Anthropic's contract, also those that are null."""
+
+    @model_serializer(mode="wrap")
+    def _with_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        return {**fields, "stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}
+
+
+def change_messages(messages: Any) -> None:
+    """Change the serving object of Anthropic's messages: begun turns, nulls of whole answers, and errors of streams."""
+    whole, stream = messages.messages_full_converter, messages.message_stream_converter
+    messages.to_chat_completion_request = partial(_continuing, messages.to_chat_completion_request)
+    messages.messages_full_converter = lambda answer: _Message.model_construct(**dict(whole(with_whole_calls(answer))))
+    messages.message_stream_converter = partial(_raising, stream)
+
+
+def with_whole_calls(answer: ChatCompletionResponse) -> ChatCompletionResponse:
+    """Return an answer whose call that was cut is text, because vLLM decodes the arguments of each call."""
+    message = answer.choices[0].message
+    for call in [*message.tool_calls]:
+        try:
+            json.loads(call.function.arguments)
+        except ValueError:
+            message.tool_calls.remove(call)
+            message.content = (message.content or "") + call.function.arguments
+    return answer
+
+
+def _continuing(convert: Callable[..., ChatCompletionRequest], request: Any, **options: Any) -> ChatCompletionRequest:
+    """Convert a request of Anthropic's to a chat. The answer continues a text of the assistant at the end.
+
+    So does Anthropic's API. Its clients begin an answer to give it a form. vLLM begins another turn.
+    """
+    chat = convert(request, **options)
+    last = chat.messages[-1] if chat.messages else {}
+    if last.get("role") == "assistant" and last.get("content") and not last.get("tool_calls"):
+        chat.add_generation_prompt, chat.continue_final_message = False, True
+    return chat
+
+
+async def _raising(
+    convert: Callable[[AsyncIterator[str]], AsyncGenerator[str, None]], chunks: AsyncGenerator[str, None]
+) -> AsyncGenerator[str, None]:
+    """Convert the chunks of a chat to events of a message, and raise an error that ends the chat.
+
+    vLLM's converter expects no error among the chunks. Its events for errors have types that are not Anthropic's.
+
+    Raises:
+        GracefulHTTPError: The chat ended with an error.
+    """
+    errors: list[dict[str, Any]] = []
+
+    async def until_error() -> AsyncGenerator[str, None]:
+        async for chunk in chunks:
+            if chunk.startswith('data: {"error":'):
+                errors.append(json.loads(chunk.removeprefix("data: "))["error"])
+                return
+            yield chunk
+
+    async for event in convert(until_error()):
+        if event.startswith("event: error\n"):
+            errors.append({"message": "Internal server error", "code": 500})
+            break
+        yield event
+    if errors:
+        raise GracefulHTTPError(errors[0]["message"], HTTPStatus(errors[0]["code"]))

@@ -1,0 +1,150 @@
+"""Changes vLLM's `/v1/responses`: the ends of streams, and responses in the background.
+
+`OpenAIServingResponses.background_tasks` gets each task of a response in the background, in the context of its call.
+`response_store` has the state of the response, and `event_store` the events of its stream, with the signal of a new
+one. `responses_background_stream_generator` reads them. tests/live/test_openai_internals.py checks these internals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from openai.types.responses import ResponseFailedEvent, ResponseIncompleteEvent
+from vllm.entrypoints.openai.responses.protocol import (
+    ResponsesRequest,
+    ResponsesResponse,
+)
+from vllm.exceptions import VLLMValidationError
+
+from handlers.openai.current_call import current_call
+from handlers.openai.vllm.tool_parsers import hiding_constraints
+
+logger = logging.getLogger(__name__)
+
+
+class ResponseFailed(ResponseFailedEvent):
+    """The last event of a response in the background that has failed or was cancelled."""
+
+    response: ResponsesResponse
+
+
+class ResponseIncomplete(ResponseIncompleteEvent):
+    """The last event of a response that `max_output_tokens` has cut."""
+
+    response: ResponsesResponse
+
+
+class _BackgroundTasks(dict[str, "asyncio.Task[None]"]):
+    """The tasks of vLLM's responses in the background, by the ids of the responses.
+
+    A task keeps the resources of its call. If it fails, the response gets the status `failed`: vLLM would leave it at
+    `queued`.
+    """
+
+    def __init__(self, serving: Any) -> None:
+        super().__init__()
+        self._responses: Mapping[str, Any] = serving.response_store
+        self._events: Mapping[str, tuple[Sequence[Any], asyncio.Event]] = serving.event_store
+
+    def __setitem__(self, response_id: str, task: asyncio.Task[None]) -> None:
+        super().__setitem__(response_id, task)
+        current_call.get().goes_on_in(task)
+        task.add_done_callback(partial(self._ended, response_id))
+
+    def _ended(self, response_id: str, task: asyncio.Task[None]) -> None:
+        response = self._responses[response_id]
+        if response.status in ("queued", "in_progress"):
+            response.status = "failed"
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.info("a response in the background failed: %s", type(error).__name__)
+        self.pop(response_id, None)
+        if response_id in self._events:
+            self._events[response_id][1].set()
+
+    async def events(self, response_id: str, starting_after: int | None = None) -> AsyncGenerator[Any, None]:
+        """Yield the events of a response. vLLM's generator would wait for ever if the response fails.
+
+        Raises:
+            VLLMValidationError: It has no events.
+        """
+        if response_id not in self._events:
+            raise VLLMValidationError(f"Unknown response_id: {response_id}", parameter="response_id", value=response_id)
+        events, arrived = self._events[response_id]
+        place = 0 if starting_after is None else max(starting_after + 1, 0)
+        while True:
+            arrived.clear()
+            while place < len(events):
+                yield events[place]
+                place += 1
+            if response_id not in self:
+                break
+            await arrived.wait()
+        response = self._responses[response_id]
+        if response.status in ("failed", "cancelled"):
+            yield ResponseFailed(type="response.failed", sequence_number=len(events), response=response)
+
+
+def change_responses(responses: Any) -> None:
+    """Change the serving object of responses: failures, the events at the end of a stream, and constraints."""
+    responses.background_tasks = tasks = _BackgroundTasks(responses)
+    responses.responses_background_stream_generator = tasks.events
+    responses._convert_generation_error_to_streaming_response = _reraise
+    responses.responses_stream_generator = _telling_incomplete(responses.responses_stream_generator)
+    responses.create_responses = partial(with_own_id, responses.create_responses, tasks, set())
+    renderer = responses.online_renderer
+    if renderer.parser is not None:
+        renderer.parser = hiding_constraints(renderer.parser)
+
+
+async def with_own_id(
+    create: Callable[..., Awaitable[Any]],
+    running: Collection[str],
+    beginning: set[str],
+    request: ResponsesRequest,
+    *rest: Any,
+) -> Any:
+    """Create a response, unless one with the same id is being made in the background: its record would be replaced.
+
+    Args:
+        create: Creates it. A response in the background is among the running ones when this returns.
+        running: The ids of the responses in the background.
+        beginning: The ids of those that are not among the running ones yet.
+        request: The request for the response.
+        rest: Further arguments of `create`.
+
+    Raises:
+        VLLMValidationError: There is one.
+    """
+    own = request.request_id
+    if own in running or own in beginning:
+        raise VLLMValidationError("`request_id` is that of a response that is being made", parameter="request_id")
+    if not request.background:
+        return await create(request, *rest)
+    beginning.add(own)
+    try:
+        return await create(request, *rest)
+    finally:
+        beginning.discard(own)
+
+
+def _reraise(error: Exception) -> str:
+    """Raise the error of a stream. vLLM's event for it is none of OpenAI's, and fails vLLM's own validation."""
+    raise error
+
+
+def _telling_incomplete(stream: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
+    """Return a generator of events that ends an incomplete response as OpenAI does. vLLM calls it completed."""
+
+    async def events(*args: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        async for event in stream(*args, **options):
+            if event.type == "response.completed" and event.response.status == "incomplete":
+                number, response = event.sequence_number, event.response
+                yield ResponseIncomplete(type="response.incomplete", sequence_number=number, response=response)
+            else:
+                yield event
+
+    return events
