@@ -21,7 +21,7 @@ _TGI = r"/(generate|generate_stream)?"
 _OPENAI = r"(/openai)?/v1/(chat/completions|completions|responses|messages|embeddings|models).*"
 _TRITON = r"/v2/models/.*"
 _HAPPY = r"/v[12]/(generate|generate_stream|tokenizer|decode|split_text|metadata_text)"
-_TEI = r"/(embed|embed_all|embed_sparse|rerank|predict|similarity|embeddings|vertex|decode|tokenize)?"
+_TEI = r"/(embed|embed_all|embed_sparse|rerank|predict|similarity|embeddings|decode|tokenize)?"
 _ANY = r".*"
 
 # Fields in which TGI's answers differ from LMI's.

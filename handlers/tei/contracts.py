@@ -218,7 +218,7 @@ class RootContract:
     """`POST /`: the route of the model's kind."""
 
     def __init__(self, setting: ContractSetting) -> None:
-        self._route = contract_of_kind(setting)
+        self._route = _contract_of_kind(setting)
         self._similarity = SimilarityContract(setting)
 
     def parse(self, call: Call) -> Exchange:
@@ -236,7 +236,7 @@ def _has_source(body: bytes) -> bool:
         return False  # The route reports the fault.
 
 
-def contract_of_kind(setting: ContractSetting) -> TeiContract:
+def _contract_of_kind(setting: ContractSetting) -> TeiContract:
     """Return the contract of the route that answers most calls of the model."""
     model = setting.model.pooling
     if model is not None and model.kind == "reranker":

@@ -33,7 +33,6 @@ from handlers.tei.contracts import (
 from handlers.tei.errors import refuse
 from handlers.tei.info import health, info
 from handlers.tei.tokens import decode, tokenize
-from handlers.tei.vertex import VertexBody, VertexContract
 
 _NUMBER: Schema = {"type": "number"}
 _VECTORS = an_array(an_array(_NUMBER))
@@ -50,7 +49,6 @@ _TOKENS = an_array(
 _MEANINGS = {
     "add_special_tokens": "Put the model's special tokens around each text.",
     "inputs": "A text, or several.",
-    "instances": "Bodies of the other routes.",
     "parameters": "How to read the texts.",
     "truncate": "Cut a text that is too long; false: refuse it.",
 }
@@ -107,11 +105,6 @@ TEI = ContractRoutes(
         _route("/rerank", RerankContract, _about("Texts by their scores", _RANKS, _RERANK), with_field="texts"),
         _route("/predict", PredictContract, _about("Labels of texts", _PREDICTIONS, _PREDICT)),
         _route("/similarity", SimilarityContract, _about("Cosines of texts", an_array(_NUMBER), _SIMILARITY)),
-        _route(
-            "/vertex",
-            VertexContract,
-            _about("Several bodies of these routes (Vertex AI)", OBJECT, _body(VertexBody, "TeiVertexRequest")),
-        ),
         GenerationRoute(
             path="/",
             contract=RootContract,

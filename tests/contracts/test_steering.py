@@ -107,7 +107,6 @@ def test_every_contract_of_a_route_is_tested_here() -> None:
         ("/invocations", {"inputs": ["a", "b"]}),
         ("/embed", {"inputs": ["a", "b"]}),
         ("/", {"inputs": "a"}),
-        ("/vertex", {"instances": [{"inputs": "a"}, {"inputs": "b"}]}),
         ("/v2/models/model/generate", {"text_input": "", "embedding_request": '{"input": "a"}'}),
         (
             "/v2/models/model/infer",

@@ -49,7 +49,6 @@ def similar(source: str, *sentences: str, **parameters: Any) -> dict[str, Any]:
         ("/tokenize", {"inputs": ["a", ""]}, "embedding", 400, EMPTY, "Empty"),
         ("/decode", {"ids": []}, "embedding", 400, f"{INVALID}`input_ids` cannot be empty", "Empty"),
         ("/decode", {"ids": [[4], []]}, "embedding", 400, f"{INVALID}`input_ids` cannot be empty", "Empty"),
-        ("/vertex", {"instances": []}, "embedding", 400, "`instances` cannot be empty", "Empty"),
         ("/embed", {"inputs": LONG, "truncate": False}, "embedding", 422, TOO_LONG, "Validation"),
         ("/embed_all", {"inputs": LONG, "truncate": False}, "embedding", 422, TOO_LONG, "Validation"),
         ("/predict", {"inputs": LONG, "truncate": False}, "classifier", 422, TOO_LONG, "Validation"),
@@ -123,14 +122,6 @@ def similar(source: str, *sentences: str, **parameters: Any) -> dict[str, Any]:
             "configuration",
             "Validation",
         ),
-        (
-            "/vertex",
-            {"instances": [{"inputs": 1}]},
-            "embedding",
-            422,
-            "Expected `str | array`, got `int` - at `$.inputs`",
-            "Validation",
-        ),
     ],
 )
 async def test_a_wrong_text_or_field_is_refused_in_teis_words(
@@ -173,7 +164,7 @@ async def test_the_limit_of_a_batch_is_a_setting() -> None:
     assert answer.body == error("batch size 3 > maximum allowed batch size 2", "Validation")
 
 
-PATHS = ["/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode", "/vertex", "/", "/tokenize"]
+PATHS = ["/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode", "/", "/tokenize"]
 TARGET = "Failed to deserialize the JSON body into the target type: "
 INPUTS = "inputs: expected a text, token ids, or a list of texts and lists of token ids"
 PAIRS = (
@@ -303,7 +294,7 @@ JSON = st.recursive(
 )
 FIELDS = (
     *("inputs", "query", "texts", "truncate", "truncation_direction", "prompt_name", "normalize", "dimensions", "ids"),
-    *("raw_scores", "return_text", "parameters", "instances", "add_special_tokens"),
+    *("raw_scores", "return_text", "parameters", "add_special_tokens"),
 )
 TEXTS = st.text(max_size=5) | st.lists(st.text(max_size=5) | st.lists(st.integers(0, 20), max_size=3), max_size=3)
 

@@ -177,19 +177,3 @@ async def test_invocations_takes_similarity() -> None:
     assert (await ask("/invocations", document)).body == b"[1.0]"
     assert (await ask("/invocations", {"inputs": {"source_sentence": "a", "sentences": []}})).status == 400
     assert json.loads((await ask("/invocations", {"inputs": ["source_sentence"]})).body) == [[0.5, 0.5, 0.5, 0.5]]
-
-
-async def test_vertex_joins_the_answers_of_several_bodies() -> None:
-    vectors = [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0)]
-    instances = [{"inputs": ["a", "b"], "normalize": False}, {"inputs": "deep"}]
-    answer = await ask("/vertex", {"instances": instances}, numbers=vectors)
-    assert answer.body == b'{"predictions":[[[1.0,0.0,0.0,0.0],[0.0,1.0,0.0,0.0]],[[0.0,0.0,1.0,0.0]]]}'
-    assert "x-compute-time" not in answer.headers
-    cut = {"instances": [{"inputs": "a", "dimensions": 2}, {"inputs": "a", "normalize": False}]}
-    answer = await ask("/vertex", cut, numbers=[(3, 4, 12, 0), (3, 4, 12, 0)])
-    assert json.loads(answer.body)["predictions"] == [[pytest.approx([0.6, 0.8])], [[3.0, 4.0, 12.0, 0.0]]]
-    answer = await ask("/vertex", {"instances": [{"inputs": "a"}]}, "sparse", [(0, 0.5, 0, 0)])
-    assert answer.body == b'{"predictions":[[[{"index":1,"value":0.5}]]]}'
-    ranks = {"instances": [{"query": "a", "texts": ["b"]}, {"inputs": "a", "raw_scores": True}]}
-    answer = await ask("/vertex", ranks, "reranker", [(0,), (0.5,)])
-    assert answer.body == b'{"predictions":[[{"index":0,"score":0.5}],[{"score":0.5,"label":"LABEL_0"}]]}'

@@ -42,7 +42,7 @@ REACHED = INVOCATIONS | {
     *("/v1/split_text", "/v1/metadata_text"),
     *("/v1/embeddings", "/openai/v1/embeddings", "/embeddings", "/v2/embed", "/pooling", "/classify"),
     *("/rerank", "/v1/rerank", "/v2/rerank", "/openai/v1/rerank", "/score", "/v1/score", "/openai/v1/score"),
-    *("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode", "/vertex"),
+    *("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode"),
 }
 # Paths of the server's own routes, and of the management API.
 OTHERS = {
