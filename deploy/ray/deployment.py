@@ -8,12 +8,11 @@ from typing import Any, Self
 import ray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
-from ray.serve.config import DeploymentActorConfig
 
 from container.models.placement import gpus_asked_for
 from container.settings.load import load_startup
 from container.settings.settings import Startup
-from deploy.ray.replica import ADAPTERS, AdapterLeader, Replica, command_line
+from deploy.ray.replica import Replica, command_line
 
 NAME = "slipway"  # The name of the application and of its deployment.
 # More calls than a replica's queue admits, so that the queue refuses calls with the contract's own error.
@@ -69,9 +68,6 @@ def application(args: dict[str, Any]) -> serve.Application:
         max_ongoing_requests=_MOST_CALLS,
         graceful_shutdown_timeout_s=float(os.environ.get(_DRAINING, "30")) + drain + _STOP_SECONDS,
         max_surge_percent=options.surge,
-        deployment_actors=[
-            DeploymentActorConfig(name=ADAPTERS, actor_class=ray.remote(AdapterLeader), actor_options={"num_cpus": 0})
-        ],
         logging_config={"enable_access_log": False},  # The server has its own access log.
     )
     return deployment.bind(options.model_dir, options.model_name)

@@ -11,15 +11,19 @@ from typing import Any
 from container.http.cross_site import KnownHosts
 from container.http.router import Application, without_slashes
 from container.observability.prometheus_text import CONTENT_TYPE
-from container.replicated_calls import Refusal, read_adapter_call
 from container.settings.settings import ServerSettings
-from deploy.ray.adapter_changes import ReplicaReply, changes_adapters
 
 _ESCAPE = re.compile(rb"%([0-9A-Fa-f]{2})")
 _UNRESERVED = {
     b"%02x" % character: bytes([character])
     for character in b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~"
 }
+_ADAPTERS = re.compile(rb"(/models/[^/]+)?/adapters(/[^/]+(/update)?)?")
+_VLLM_ADAPTERS = (b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter")
+_ADAPTERS_STAY = (
+    "on Ray Serve adapters are not loaded, updated or removed by a call, which one replica alone would get: put them "
+    "in the folder `adapters` of the model, or in `option.lora_modules`, and deploy again"
+)
 _MODELS_STAY = (
     "on Ray Serve models are not registered, scaled or unregistered by a call, which one replica alone would get: "
     "change the model directory, or deploy another one"
@@ -30,23 +34,17 @@ class ReplicaApplication:
     """The ASGI application of a replica."""
 
     def __init__(
-        self,
-        change: Callable[[str, bytes, Any, bytes], Awaitable[ReplicaReply | Refusal]],
-        metrics: Callable[[], Awaitable[bytes]],
-        application: Application,
-        settings: ServerSettings,
+        self, metrics: Callable[[], Awaitable[bytes]], application: Application, settings: ServerSettings
     ) -> None:
-        """Take the functions that reach all replicas, and the server.
+        """Create the application.
 
         Args:
-            change: Has all replicas make a change. Takes its method, target, headers and body.
             metrics: Returns the metrics of all replicas.
             application: The server's own application.
             settings: The server's settings.
         """
-        self._change, self._metrics, self._application = change, metrics, application
+        self._metrics, self._application = metrics, application
         self._hosts = KnownHosts(settings.allowed_hosts)
-        self._settings = settings
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one ASGI connection."""
@@ -56,27 +54,11 @@ class ReplicaApplication:
         if self._hosts.fault(dict(scope["headers"])):
             await self._serve(scope, receive, send)  # The server refuses it, or serves a contract's route.
         elif method == "GET" and path in (b"/metrics", b"/server/metrics"):
-            await _reply(send, 200, [(b"content-type", CONTENT_TYPE.encode())], await self._metrics())
-        elif changes_adapters(method, path):
-            await self._change_adapters(scope, receive, send)
-        elif method in ("POST", "PUT", "DELETE") and _changes_models(method, path):
-            body = {"code": 501, "type": "NotImplementedException", "message": _MODELS_STAY}
-            await _reply(send, 501, [(b"content-type", b"application/json")], json.dumps(body).encode())
+            await _reply(send, 200, CONTENT_TYPE, await self._metrics())
+        elif (refused := _refusal(method, path)) is not None:
+            await _reply(send, 501, "application/json", json.dumps(refused).encode())
         else:
             await self._serve(scope, receive, send)
-
-    async def _change_adapters(self, scope: Any, receive: Any, send: Any) -> None:
-        path, query = _normalized(scope["raw_path"]), scope["query_string"]
-        target = path + b"?" + query if query else path
-        # Read the body before the replicas are called: a slow client must not make them wait.
-        body = await read_adapter_call(scope, receive, self._settings)
-        if body is None:
-            return
-        if isinstance(body, bytes):
-            reply = await self._change(scope["method"], target, scope["headers"], body)
-        else:
-            reply = body
-        await _reply(send, reply.status, _without_id(scope, reply.headers), reply.body)
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         """Have the server answer.
@@ -119,6 +101,17 @@ def _normalized(path: bytes) -> bytes:
     return without_slashes(decoded.decode("latin-1")).encode("latin-1")
 
 
+def _refusal(method: str, path: bytes) -> dict[str, Any] | None:
+    """Return the error of a call that changes models or adapters, which one replica alone would get."""
+    if method == "POST" and path in _VLLM_ADAPTERS:
+        return {"error": {"message": _ADAPTERS_STAY, "type": "NotImplementedError", "param": None, "code": 501}}
+    if method in ("POST", "DELETE") and _ADAPTERS.fullmatch(path):
+        return {"code": 501, "type": "NotImplementedException", "message": _ADAPTERS_STAY}
+    if method in ("POST", "PUT", "DELETE") and _changes_models(method, path):
+        return {"code": 501, "type": "NotImplementedException", "message": _MODELS_STAY}
+    return None
+
+
 def _changes_models(method: str, path: bytes) -> bool:
     parts = path.split(b"/")[1:]
     if parts[0] not in (b"models", b"workflows"):
@@ -132,8 +125,7 @@ def _without_id(scope: Any, headers: Any) -> list[tuple[bytes, bytes]]:
     return [pair for pair in headers if pair[0] != b"x-request-id" or pair[1] != own]
 
 
-async def _reply(send: Any, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-    rest = [pair for pair in headers if pair[0] != b"content-length"]
-    rest.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": rest})
+async def _reply(send: Any, status: int, content_type: str, body: bytes) -> None:
+    headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

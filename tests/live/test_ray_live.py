@@ -43,15 +43,11 @@ STREAMS, WHOLE, TOKENS = 32, 12, 2000
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_adapter(tmp_path_factory.mktemp("adapters") / "loud", prepare_small_model(), 1, scale=2.0)
-
-
-@pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, Any]) -> Iterator[Cluster]:
     """A cluster that starts with a model on vLLM, for tests that deploy another model."""
     directory = tmp_path_factory.mktemp("ray")
     model = write_model(directory / "model", enable_lora=True, max_loras=1, **small_options)
+    make_adapter(model / "adapters" / "loud", prepare_small_model(), 1, scale=2.0)
     with ray_cluster(model, directory / "cluster.log") as started:
         yield started
 
@@ -120,29 +116,12 @@ def test_what_one_replica_alone_would_know_is_refused(cluster: Cluster) -> None:
     session = cluster.client.post("/invocations", json={"requestType": "NEW_SESSION"})
     assert session.status_code == 424
     assert "option.enable_stateful_sessions" in session.json()["error"]
-    for method, path in (("POST", "/models?url=x"), ("PUT", "/models/model?max_worker=0"), ("DELETE", "/models/model")):
+    models = (("POST", "/models?url=x"), ("PUT", "/models/model?max_worker=0"), ("DELETE", "/models/model"))
+    adapters = (("POST", "/adapters?name=a&src=b"), ("POST", "/adapters/loud/update"), ("DELETE", "/adapters/loud"))
+    for method, path in (*models, *adapters):
         refused = cluster.client.request(method, path)
         assert (refused.status_code, refused.json()["type"]) == (501, "NotImplementedException")
-
-
-@pytest.mark.long
-def test_an_adapter_is_loaded_once_and_unloaded_once(cluster: Cluster, adapter: Path) -> None:
-    order = {"lora_name": "loud", "lora_path": str(adapter)}
-    unknown = cluster.client.post("/v1/load_lora_adapter", json=order | {"lora_path": "/nowhere"})
-    assert unknown.status_code == 404
-    for _ in range(2):
-        loaded = cluster.client.post("/v1/load_lora_adapter", json=order)
-        assert loaded.status_code == 200, loaded.text
-        again = cluster.client.post("/v1/load_lora_adapter", json=order)
-        assert "already" in again.text
-        before = cluster.requests("/v1/completions")
-        answers = {completion(cluster, "loud") for _ in range(6)}
-        assert len(answers) == 1
-        assert answers != {completion(cluster, "model")}
-        after = cluster.requests("/v1/completions")
-        assert all(after[replica] > before.get(replica, 0) for replica in cluster.replicas())
-        assert cluster.client.post("/v1/unload_lora_adapter", json={"lora_name": "loud"}).status_code == 200
-        assert completion(cluster, "loud").startswith("404")
+    assert completion(cluster, "loud") != completion(cluster, "model"), "it was declared in the model's folder"
 
 
 def completion(cluster: Cluster, model: str) -> str:
@@ -154,61 +133,10 @@ def completion(cluster: Cluster, model: str) -> str:
 
 
 @pytest.mark.long
-def test_a_change_that_one_replica_refuses_is_made_by_none_and_of_two_at_a_time_one_is_made_by_all(
-    running: Cluster, tmp_path: Path
-) -> None:
-    model = copy_model(HANDLERS / "adapters", tmp_path / "adapters", "minWorkers=1\nmaxWorkers=1", enable_lora="true")
-    running.replace_replicas(model)
-
-    def known() -> dict[int, Any]:
-        """Return the adapters of each replica's worker."""
-        found: dict[int, Any] = {}
-
-        def ask() -> bool:
-            said = running.client.post("/invocations").json()
-            found[said["pid"]] = said["known"]
-            return len(found) == 2
-
-        wait_until(ask, START)
-        return found
-
-    workers = known()
-    order = {"name": "mine", "src": "anywhere"}
-    refused = running.client.post("/adapters", json=order | {"switch": "one_refuses", "pid": str(max(workers))})
-    assert (refused.status_code, refused.json()["type"]) == (424, "EngineException"), refused.text
-    assert list(known().values()) == [[], []]
-
-    mark = tmp_path / "go on"
-    replies = []
-
-    def register(say: str) -> None:
-        held = {"switch": "held", "until": str(mark), "say": say}
-        replies.append(running.client.post("/adapters", json=order | held).text)
-
-    threads = [threading.Thread(target=register, args=(say,)) for say in ("first", "second")]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: sum(running.each("slipway_open_requests").values()) >= 2, START)
-    mark.touch()
-    for thread in threads:
-        thread.join()
-    assert sum("already" in text for text in replies) == 1, replies
-    made = next(text for text in replies if text in ("first", "second"))
-    for pid in workers:
-        wait_until(lambda: running.client.post("/invocations?adapter=mine").json()["pid"] == pid, START)  # noqa: B023
-    said = [running.client.post("/invocations?adapter=mine").json()["adapter"]["say"] for _ in range(6)]
-    assert set(said) == {made}
-    assert running.client.delete("/adapters/mine").status_code == 200
-    assert list(known().values()) == [[], []]
-
-
-@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next_one_has_the_adapter(
-    cluster: Cluster, adapter: Path
+    cluster: Cluster,
 ) -> None:
-    order = {"lora_name": "loud", "lora_path": str(adapter)}
-    assert cluster.client.post("/v1/load_lora_adapter", json=order).status_code == 200
     parameters = {"max_new_tokens": TOKENS, "ignore_eos_token": True, "details": True}
     document = {"inputs": "Once", "parameters": parameters}
     begun = asyncio.Semaphore(0)
