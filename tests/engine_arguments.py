@@ -8,7 +8,7 @@ for the named options or for all:
     python -m tests.engine_arguments
 
 The exit code is 1 if an option fails: requests go wrong, or vLLM's own server takes an option that Slipway refuses.
-`TRIALS` has every argument. tests/live/test_engine_arguments_internals.py finds arguments that a new vLLM adds.
+`TRIALS` has every argument of the table `engines.vllm.arguments.table`.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from zipfile import ZipFile
 
 from engines.vllm.arguments.table import TABLE
 from engines.vllm.internals import NAMES, member_name
+from engines.vllm.parsers.choice import FAMILIES, REASONING, TOOLS
 from engines.vllm.parsers.choice import NAMES as PARSER_NAMES
-from engines.vllm.parsers.choice import REASONING, TOOLS
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("engines", "handlers", "container", "benchmarks")
@@ -274,7 +274,7 @@ def moved_arguments(sources: Sources) -> Iterator[str]:
 
 
 def moved_parsers(sources: Sources) -> Iterator[str]:
-    """Yield a line for each parser of tool calls or of reasoning that is new or gone."""
+    """Yield a line for each parser that is new or gone, and for each architecture of a family that is gone."""
     for (module, name), known in zip(PARSERS, (PARSER_NAMES[TOOLS], PARSER_NAMES[REASONING]), strict=True):
         found = sources.find(module, name)
         table = getattr(found[1], "value", None) if found is not None else None
@@ -284,6 +284,10 @@ def moved_parsers(sources: Sources) -> Iterator[str]:
         names = {str(key.value) for key in table.keys if isinstance(key, ast.Constant)}
         yield from (f"engines/vllm/parsers/choice.py: the parser {name} is new" for name in sorted(names - {*known}))
         yield from (f"engines/vllm/parsers/choice.py: the parser {name} is gone" for name in sorted({*known} - names))
+    registry = sources.module("vllm.model_executor.models.registry") or ast.Module([], [])
+    models = {node.value for node in ast.walk(registry) if isinstance(node, ast.Constant)}
+    for architecture in sorted({name for family in FAMILIES for name in family.architectures} - models):
+        yield f"engines/vllm/parsers/choice.py: the architecture {architecture} is gone"
 
 
 def moved(sources: Sources) -> list[str]:

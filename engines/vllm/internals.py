@@ -430,7 +430,30 @@ handlers/openai/vllm/app.py
         render_batch_chat_request(self, request)
     vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion
         beam_search(self, prompt, request_id, params, lora_request=, trace_headers=, session_id=)
-        system_fingerprint default_sampling_params override_max_tokens model_config
+        system_fingerprint default_sampling_params override_max_tokens model_config enable_prompt_tokens_details
+        enable_force_include_usage enable_per_request_metrics return_tokens_as_token_ids request_logger
+    vllm.entrypoints.speech_to_text.base.serving:SpeechToTextBaseServing
+        _decode_and_chunk_speech_async
+    vllm.entrypoints.serve.tokenize.serving:ServingTokenization
+        create_tokenize(self, request, raw_request)
+        _check_model(self, request)
+    vllm.renderers.online_renderer:OnlineRenderer
+        render_chat(self, request, *, skip_mm_cache=)
+        preprocess_chat(self, request, messages, default_template, default_template_content_format,
+            default_template_kwargs, tool_dicts=, parser=, *, skip_mm_cache=)
+        parser use_harmony renderer model_config chat_template chat_template_content_format
+        default_chat_template_kwargs
+    vllm.renderers.hf
+        resolve_chat_template(tokenizer, chat_template, tools, *, model_config)
+        resolve_chat_template_content_format(chat_template, tools, given_format, tokenizer, *, model_config)
+        resolve_chat_template_kwargs(tokenizer, chat_template, chat_template_kwargs, raise_on_unexpected=)
+    vllm.renderers.hf:HfRenderer
+        render_messages(self, messages, params)
+        get_tokenizer(self)
+    vllm.renderers.chat_utils
+        parse_chat_messages(messages, model_config, content_format, media_io_kwargs=, mm_processor_kwargs=)
+    vllm.config:VllmConfig
+        aux_output_config speculative_config kv_transfer_config ec_transfer_config watermark_config
     vllm.entrypoints.anthropic.serving:AnthropicServingMessages
         to_chat_completion_request(cls, anthropic_request, *, merge_inline_system=, disabled_thinking_effort=)
         messages_full_converter(self, generator)

@@ -21,7 +21,7 @@ from engines.interface import EngineStartError
 from engines.memory.parallelism import ModelMemory, Weights, tensor_parallel_sizes
 from engines.model_settings import ModelSettings
 from engines.vllm.arguments.table import ARGUMENTS, FRONT_END, KINDS, TABLE, WITHOUT_EFFECT
-from tests.engine_arguments import PAGE, REFUSED, TRIALS, Trial, command_line, files, results_in
+from tests.engine_arguments import REFUSED, TRIALS, Trial, command_line, files
 from tests.live.server import write_model
 from tests.settings import load_settings
 
@@ -351,18 +351,6 @@ def test_sizes_are_those_that_vllm_accepts(tmp_path: Path) -> None:
         need = ModelMemory(answer["config"], Weights(model["weight_bytes"]))
         size, _ = need.fewest(answer["sizes"], int(79.1 * GIB))
         assert size <= model["default"]["80"][-1], name
-
-
-def test_every_argument_of_vllm_is_in_the_table_of_those_that_were_tried() -> None:
-    from vllm import __version__
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    names = {field.name for field in dataclasses.fields(AsyncEngineArgs)} | FRONT_END
-    assert TRIALS.keys() == names
-    table = results_in(PAGE.read_text())
-    assert table.keys() == names
-    assert [name for name, result in table.items() if "FAILS" in result] == []
-    assert f"of vLLM {__version__} was tried" in " ".join(PAGE.read_text().split())
 
 
 def test_each_option_of_the_table_becomes_what_vllm_serve_makes_of_it(sample_model: Path, tmp_path: Path) -> None:

@@ -76,12 +76,6 @@ def test_a_wrong_option_is_named(options: dict[str, str], message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_every_front_end_option_is_an_argument_of_vllm() -> None:
-    from engines.vllm.arguments.table import FRONT_END
-
-    assert arguments().keys() >= FRONT_END
-
-
 def test_the_engine_knows_nothing_of_front_end_options(caplog: pytest.LogCaptureFixture) -> None:
     from engines.vllm.arguments.from_settings import engine_arguments
 

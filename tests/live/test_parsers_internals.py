@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from engines.vllm.parsers.choice import FAMILIES, NAMES, REASONING, TOOLS
-
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -36,23 +34,6 @@ def request(choice: Any) -> Any:
     return ChatCompletionRequest(
         messages=[{"role": "user", "content": "x"}], tools=[FUNCTION], tool_choice=choice, model="m"
     )
-
-
-def test_the_parsers_that_are_known_without_vllm_are_those_of_vllm() -> None:
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
-
-    managers = {TOOLS: ToolParserManager, REASONING: ReasoningParserManager}
-    assert {kind: set(NAMES[kind]) for kind in managers} == {
-        kind: set(manager.lazy_parsers) for kind, manager in managers.items()
-    }
-
-
-def test_the_families_that_are_known_without_vllm_are_served_by_vllm() -> None:
-    from vllm import ModelRegistry
-
-    named = {architecture for family in FAMILIES for architecture in family.architectures}
-    assert named <= set(ModelRegistry.get_supported_archs())
 
 
 def test_vllm_does_nothing_else_when_the_class_of_a_parser_is_made() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from container.http.uvicorn_protocol import BREAK_OFF, HttpProtocol, check_uvicorn, chunked_connection
+from container.http.uvicorn_protocol import BREAK_OFF, HttpProtocol, chunked_connection
 from container.server import http_server, listen
 
 _CONNECTION = ("cycle", "pipeline", "scope", "headers", "url", "parser", "flow", "timeout_keep_alive_task", "transport")
@@ -16,10 +16,6 @@ _REQUEST = (
     *("chunked_encoding", "expected_content_length", "response_started", "response_complete", "body", "more_body"),
     *("disconnected", "message_event", "waiting_for_100_continue", "keep_alive", "flow", "transport"),
 )
-
-
-def test_this_uvicorn_is_one_that_is_known() -> None:
-    check_uvicorn()
 
 
 @pytest.mark.asyncio

@@ -8,7 +8,7 @@ for each model, so that it depends neither on the order of imports nor on other 
 With a parser of reasoning, vLLM constrains an answer from the end of its reasoning. A parser that cannot tell the end
 (`granite`) would leave all answers unconstrained: they are constrained from the start, and have no reasoning.
 
-It relies on internals of vLLM (tests/live/test_parsers_internals.py):
+`engines.vllm.internals` has the names of vLLM on which it relies. They mean:
 - `ToolParser.__init_subclass__` does nothing but set `supports_required_and_named` to False;
 - `ParserManager.get_parser` is where every serving object gets the class of its parser, a `DelegatingParser`, whose
   `_stream_state` says whether reasoning has ended;

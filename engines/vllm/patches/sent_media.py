@@ -4,7 +4,7 @@ The renderer leaves the data of an image out of a prompt if it was in an earlier
 been refused, its client may have left, or it may go to the engine later. Here the data are in every prompt that is made
 until the engine has got one of them.
 
-The module relies on these internals of vLLM, which tests/live/test_media_internals.py checks:
+`engines.vllm.internals` has the names of vLLM on which the module relies. They mean:
 
 - `renderer.mm_processor_cache` is a `LruKeyReplicatedSenderCache`, unless options choose another cache. It has records
   of the items in earlier prompts, in the order of the engine's own cache. `get_and_update_item(item, hash)` returns the

@@ -1,6 +1,6 @@
 """Loads the images, sounds and videos of chats for vLLM, within limits. No other file touches how vLLM loads them.
 
-It relies on these parts of vLLM, which tests/live/test_media_internals.py looks for:
+`engines.vllm.internals` has the names of vLLM on which it relies. They mean:
 - `MEDIA_CONNECTOR_REGISTRY` makes the connector called "http" for each message with media, in the task of the call;
 - `MediaConnector.load_from_url_async(url, media_io, fetch_timeout=)` loads each image, sound and video, fetches http
   URLs with `connection.async_get_bytes`, and passes on the errors of this module;

@@ -4,14 +4,13 @@ vLLM's `build_app` would add a listener, health, metrics and management routes, 
 `container` has already. This module takes the parts that answer OpenAI's clients: the routers, the exception handlers,
 and the state that `init_app_state` makes around an engine client. The modules beside it change these parts.
 
-It relies on these internals of vLLM, which tests/live/test_openai_internals.py checks:
+`engines.vllm.internals` has the names of vLLM on which the module relies. They mean:
 
 - Each module of a router, named below, has an APIRouter `router`. Its routes find their serving objects in `app.state`.
 - `init_app_state(engine_client, state, args, supported_tasks)` makes these objects.
 - `OpenAIServingModels.is_base_model(name)` says if a request's `model` is served, unless `lora_requests` has the name.
 - The serving objects search beams with their method `beam_search(prompt, request_id, params, ...)`. Those of
-  transcriptions and translations decode a file with `_decode_and_chunk_speech_async(data)`
-  (tests/live/test_media_internals.py).
+  transcriptions and translations decode a file with `_decode_and_chunk_speech_async(data)`.
 - `PoolingIOProcessor` renders prompts in threads, with what `make_async` of its module makes of its method `render`.
 """
 

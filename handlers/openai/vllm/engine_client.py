@@ -5,7 +5,7 @@ Requests of the serving classes are ordinary ones of `AsyncLLM`. They run beside
 a token.
 
 When `AsyncLLM.add_request` has returned a request's queue, vLLM has a state with that queue for each sequence that has
-not ended (tests/live/test_openai_internals.py).
+not ended.
 """
 
 from __future__ import annotations
