@@ -38,9 +38,7 @@ from handlers.openai.embeddings import EmbeddingsContract
 from handlers.openai.error_forms import error_form
 from handlers.openai.load_report import LoadReportWriter, report_format
 from handlers.openai.media.limits import MediaMemory
-from handlers.openai.media.speech import SPEECH
 from handlers.openai.routes import ALIASED, EMBEDDINGS, QUEUED, SHORT_EMBEDDINGS, refuse
-from handlers.openai.vllm_body import check_readable
 from handlers.openai.vllm_call import VllmApp, VllmCall
 from handlers.parsing.images import ImageLoader
 from handlers.queue import EngineQueue
@@ -231,13 +229,6 @@ class OpenAIHandler:
             raise UnknownAdapter(adapter)
         if call.steering_fault is not None:
             writer.reply(_refusal(call.steering_fault, path, form))
-            return None
-        try:
-            if len(call.body) >= LONG_BODY and path not in SPEECH:
-                async with self._long:
-                    await asyncio.to_thread(check_readable, call.body, path, self._queue.engine.max_model_len)
-        except InvalidRequest as error:
-            writer.reply(_refusal(error, path, form))
             return None
         if path in (CHAT, COMPLETIONS) and (report := report_format(call)):
             writer = LoadReportWriter(writer, self._queue.engine, report)

@@ -129,8 +129,7 @@ class VllmCall:
         if self._path in SPEECH:
             check_form(call, self._vllm.most_sound_mib)
             return call
-        if len(call.body) < LONG_BODY:  # `OpenAIHandler` has checked longer ones
-            check_readable(call.body, self._path, openai_call.engine.max_model_len)
+        check_readable(call.body, self._path)
         return for_vllm(call, self._path, openai_call, model=self._model, parses_tools=self._vllm.parses_tools)
 
     async def _receive(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import pickle
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -153,20 +154,13 @@ def test_what_would_harm_the_engine_is_refused_by_name(fields: dict[str, Any]) -
     assert caught.value.parameter == next(iter(fields.get("extra_args", fields)))
 
 
-@pytest.mark.parametrize("kind", [lambda inner: [inner], lambda inner: {"a": inner}])
-def test_what_is_nested_deeper_than_the_engine_can_pickle_is_refused(kind: Any) -> None:
-    from handlers.openai.vllm.engine_client import check_parameters
+def test_the_deepest_parameters_that_are_read_reach_the_engine() -> None:
+    from handlers.parsing.json_limits import MOST_DEPTH
 
-    def nested(levels: int) -> Any:
-        value: Any = 1
-        for _ in range(levels):
-            value = kind(value)
-        return params(extra_args={"x": value})
-
-    check_parameters(nested(31), limits(), None)
-    for levels in (32, 900):
-        with pytest.raises(InvalidParameter, match="`x` may be nested 32 levels deep at most"):
-            check_parameters(nested(levels), limits(), None)
+    value: Any = 1
+    for level in range(MOST_DEPTH):
+        value = [value] if level % 2 else {"a": value}
+    assert pickle.loads(pickle.dumps(value)) == value
 
 
 def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_of_them() -> None:
@@ -527,6 +521,9 @@ def test_lists_in_requests_are_refused_with_their_first_wrong_item() -> None:
             TypeAdapter(kind).validate_python({field: [item] * 50})
         assert many.value.error_count() == one.value.error_count()
         assert one.value.error_count() < 300
+    with pytest.raises(ValidationError) as members:
+        TypeAdapter(CompletionRequest).validate_python({"prompt": "a", "vllm_xargs": {str(n): {} for n in range(50)}})
+    assert members.value.error_count() < 10
     assert TypeAdapter(ChatCompletionRequest).validate_python({"messages": [{"role": "user", "content": "a"}]}).messages
 
 

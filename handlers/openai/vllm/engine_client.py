@@ -15,7 +15,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -60,7 +60,6 @@ _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
 _MOST_REPEATED = 2048  # Tokens that the scheduler may look at for each length of a pattern, after each token.
 _MOST_ID = 512  # Characters. The engine's messages repeat the id for each token.
 _MOST_PROMPT_LOGPROBS = 1 << 17  # A client gets none before the last. vLLM takes 13 µs of the event loop for each.
-_MOST_NESTED = 32  # Levels of `kv_transfer_params` and of `vllm_xargs`.
 # What vLLM's connectors to other servers read. It is in `extra_args`, and so can come in `vllm_xargs` with any type.
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 # Parameters that go to the engine process as 64-bit numbers.
@@ -86,8 +85,6 @@ def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) ->
         if value is not None and not -_INT64 <= value < _INT64:
             raise InvalidParameter(name, "must be a 64-bit number")
     extra = params.extra_args or {}
-    for name, value in extra.items():
-        _check_depth(name, value)
     for name in _TRANSFERS:
         if not isinstance(extra.get(name, {}), dict):
             raise InvalidParameter(name, f"must be an object, got {json_kind(extra[name])}")
@@ -121,22 +118,6 @@ def check_prompt_logprobs(params: Any, prompt_tokens: int) -> None:
             f"may give {_MOST_PROMPT_LOGPROBS} log probabilities at most; the prompt has {prompt_tokens} tokens, with "
             f"{'all' if most < 0 else 1 + most} for each",
         )
-
-
-def _check_depth(name: str, value: Any) -> None:
-    """The engine process pickles it, which ends the process if it is nested too deeply."""
-    level = [value]
-    for _ in range(_MOST_NESTED):
-        level = [inner for outer in level for inner in _within(outer)]
-        if not level:
-            return
-    raise InvalidParameter(name, f"may be nested {_MOST_NESTED} levels deep at most")
-
-
-def _within(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list | tuple) else ()
 
 
 def _check_typical_p(value: Any, refusal: str) -> None:

@@ -20,7 +20,6 @@ def translated(path: str, body: dict[str, Any]) -> Call:
     return for_vllm(given, path, OpenAICall(EngineQueue(ScriptedEngine(), 1000)))
 
 
-MANY = {f"name{number}": 1 for number in range(4001)}
 LONG = "a" * (2 << 20)
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (5 << 20)}}
 
@@ -28,7 +27,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/v1/completions", {"prompt": "a", "vllm_xargs": MANY}, "`vllm_xargs` may have 4000 members"),
         ("/v1/embeddings", {"input": ["text"] * 3000}, "`input` has 3000 inputs; at most 1000 can be served"),
         ("/v1/rerank", {"query": "a", "documents": ["text"] * 3000}, "`documents` has 3000 inputs"),
         ("/v1/embeddings", {"input": [[1]] * 5000}, "`input` has 5000 inputs"),
