@@ -15,7 +15,7 @@ import msgspec
 
 from djl_python.input_parser import SAGEMAKER_ADAPTER_IDENTIFIER_HEADER
 from engines.adapters import Adapter
-from engines.errors import InvalidParameter, InvalidRequest, NotReady, NotServed, RequestError
+from engines.errors import InvalidParameter, NotReady, NotServed, RequestError
 from engines.loaded_model import LoadedModel
 from engines.model_settings import ModelSettings
 from handlers.contract import JSON, Call, Contract, Head, Reply, adapter_header
@@ -261,18 +261,6 @@ MOST_BYTES = 1 << 20
 # The same if the answer has the position of each token, which takes more memory and twice the time.
 PLACED_BYTES = MOST_BYTES // 2
 MOST_IDS = 1 << 19
-# The largest body in bytes: the longest text, or as many ids, with all characters beyond ASCII escaped.
-MOST_BODY = 4 * MOST_BYTES
-
-
-def check_body(call: Call) -> None:
-    """Check the length of a body before it is decoded.
-
-    Raises:
-        InvalidRequest: The body is too long to hold an allowed text.
-    """
-    if len(call.body) > MOST_BODY:
-        raise InvalidRequest(f"the body has {len(call.body)} bytes; this route takes at most {MOST_BODY}")
 
 
 def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:

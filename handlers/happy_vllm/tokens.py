@@ -18,7 +18,7 @@ from handlers.contract import JSON, Call, ContractError, Reply
 from handlers.happy_vllm.errors import json_reply, vllm_error
 from handlers.happy_vllm.request import FieldReader, document
 from handlers.parsing.vllm_parameters import number_of_text
-from handlers.route_declarations import ModelView, check_body, check_text, is_address
+from handlers.route_declarations import ModelView, check_text, is_address
 
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
 DEFAULT_CHUNK = 200
@@ -86,7 +86,6 @@ def chat(call: Call, view: ModelView) -> Call | None:
         ContractError: The body is wrong, in vLLM's words.
     """
     try:
-        check_body(call)
         values, _ = document(call), view.text()
         read = FieldReader(values)
         _check_model(read, view)
@@ -117,7 +116,6 @@ def _prompt_ids(call: Call, model: LoadedModel) -> list[int]:
 def decode_v2(call: Call, view: ModelView) -> Reply:
     """`POST /v2/decode`, which is vLLM's `/detokenize`, with vLLM's errors."""
     try:
-        check_body(call)
         values, model = document(call), view.text()
         if isinstance(given := values.get("tokens"), list):  # Pydantic takes "16" and 16.0 for 16.
             values["tokens"] = [_whole(token) for token in given]
@@ -135,7 +133,6 @@ def _whole(value: Any) -> Any:
 
 
 def _read(call: Call) -> FieldReader:
-    check_body(call)
     return FieldReader(document(call))
 
 

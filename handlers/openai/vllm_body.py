@@ -29,7 +29,7 @@ from handlers.openai.constraints import (
 from handlers.openai.current_call import OpenAICall
 from handlers.parsing.json_fields import json_fault
 from handlers.parsing.json_limits import JsonDecoder, JsonTooCostly, NotUtf8, check_cost
-from handlers.route_declarations import MOST_BYTES, check_body, check_text
+from handlers.route_declarations import MOST_BYTES, check_text
 
 _CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, COUNT_TOKENS, RESPONSES, RENDER})
 # Items, members, objects and arrays of a body with messages, which vLLM's front end reads on the event loop. Pydantic
@@ -97,15 +97,15 @@ def for_vllm(
     try:
         document = _split(call.body) if call.fields is None else call.fields
         given = {name: msgspec.json.decode(document[name]) for name in FIELDS.intersection(document)}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if isinstance(error, NotUtf8) or _is_read_by_python(call.body):
             reason = error.reason if isinstance(error, NotUtf8) else json_fault(call.body, error)
             raise InvalidRequest(f"the body is not JSON in UTF-8 (RFC 8259): {reason}") from None
         return call
     if len(call.body) > _LARGE:
         try:
-            _check_sizes(document, path, call, openai_call)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            _check_sizes(document, path, openai_call)
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return call  # vLLM refuses it.
     if len(call.body) >= LONG_BODY and bytes(document.get("messages", b"")).startswith(b'"'):
         raise InvalidParameter("messages", "must be an array, got a string")  # vLLM would take each character
@@ -184,11 +184,10 @@ def _with_read_messages(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     return {"input": items}
 
 
-def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, call: Call, openai_call: OpenAICall) -> None:
+def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, openai_call: OpenAICall) -> None:
     """Check the fields of a large body whose cost for vLLM does not depend on the model's context.
 
     Raises:
-        InvalidRequest: The body is too long for this route.
         InvalidParameter: The field is named.
     """
     for name in () if path in _CONVERSATIONS else _INPUTS.intersection(document):
@@ -199,10 +198,8 @@ def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, call: Call, ope
         size += _size_of_messages(document["messages"])
         if size > MOST_BYTES:
             raise InvalidParameter("messages", f"may have at most {MOST_BYTES} bytes of text, got {size}")
-    elif path in _COUNTED:
-        check_body(call)
-        if _first(document.get("prompt", b"")) == b'"':
-            check_text("prompt", msgspec.json.decode(document["prompt"], type=str))
+    elif path in _COUNTED and _first(document.get("prompt", b"")) == b'"':
+        check_text("prompt", msgspec.json.decode(document["prompt"], type=str))
     truncates = bytes(document.get(_TRUNCATE, b"null")) != b"null"
     if truncates and bytes(document.get("truncation_side", b"null")) == b"null":
         longest = max((_longest_text(document[name]) for name in _TEXTS.intersection(document)), default=0)
@@ -270,7 +267,7 @@ def _without_nulls(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     """Return `messages` without null fields. A null `content` stays: a message with tool calls may have it."""
     try:
         messages = _decode_messages(bytes(document["messages"]))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
         return {}
     kept = [
         {name: value for name, value in message.items() if name == "content" or bytes(value) != b"null"}

@@ -12,7 +12,7 @@ from handlers.answers.pooled_answer import encode
 from handlers.answers.token_rows import byte_positions, joined
 from handlers.contract import JSON, Call, Reply
 from handlers.parsing.axum import read_request, wrong_shape
-from handlers.route_declarations import MOST_IDS, PLACED_BYTES, ModelView, check_body, check_text
+from handlers.route_declarations import MOST_IDS, PLACED_BYTES, ModelView, check_text
 from handlers.tei.body import DecodeBody, TokenizeBody, check_batch, check_length, decoded, text_in_front
 from handlers.tei.errors import TeiRefusal, empty
 
@@ -20,7 +20,6 @@ from handlers.tei.errors import TeiRefusal, empty
 def tokenize(call: Call, view: ModelView) -> Reply:
     """Return the tokens of each text, with their positions in the text."""
     model = view.text()
-    check_body(call)
     body, _ = read_request(call, TokenizeBody)
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     if not texts:
@@ -66,7 +65,6 @@ def _rows(text: str, ids: Sequence[int], places: Sequence[tuple[int, int]], text
 def decode(call: Call, view: ModelView) -> Reply:
     """Return the text of each list of token ids."""
     texts = view.text().texts
-    check_body(call)
     body, _ = read_request(call, DecodeBody)
     lists, in_batch = _lists(body.ids)
     if in_batch:

@@ -13,14 +13,13 @@ from engines.loaded_model import ModelTexts
 from handlers.answers.token_rows import byte_positions, joined
 from handlers.contract import JSON, Call, Reply
 from handlers.parsing.axum import read_request
-from handlers.route_declarations import PLACED_BYTES, ModelView, check_body, check_text
+from handlers.route_declarations import PLACED_BYTES, ModelView, check_text
 from handlers.tgi.request import TgiRequest
 
 
 def tokenize(call: Call, view: ModelView) -> Reply:
     """Return the tokens of `inputs`, with their positions in the text. `truncate` has no effect, as in TGI."""
     texts = view.text().texts
-    check_body(call)
     request, _ = read_request(call, TgiRequest)
     text = check_text("inputs", request.inputs, PLACED_BYTES)
     return Reply(200, JSON, b"[%b]" % _tokens(text, *_positions(text, texts, special=True)))
@@ -41,7 +40,6 @@ class ChatRequest(msgspec.Struct, frozen=True):
 def chat(call: Call, view: ModelView) -> Call:
     """Return the chat of a call, which has the fields of `/v1/chat/completions`."""
     view.text()
-    check_body(call)
     read_request(call, ChatRequest)
     return replace(call, content_type=JSON)
 

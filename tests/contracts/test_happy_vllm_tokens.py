@@ -452,13 +452,6 @@ def test_what_would_exhaust_memory_is_refused_by_its_name_and_limit(
     assert f"`{name}` may have at most {limit}" in message
 
 
-@pytest.mark.parametrize("path", sorted(path for path in TELLS if path.startswith(("/v1/tok", "/v2/", "/v1/dec"))))
-def test_a_body_that_holds_no_allowed_text_is_not_even_read(path: str) -> None:
-    status, body = refused(path, b"[" * ((1 << 22) + 1))
-    assert status == (400 if path.startswith("/v2/") else 422)
-    assert "the body has 4194305 bytes; this route takes at most 4194304" in json.dumps(body)
-
-
 def test_a_text_that_no_word_goes_with_is_tokenized_in_few_passes() -> None:
     """Checks a text with a beginning that depends on its end. A long run of one character may be such a text."""
     passes: list[str] = []
