@@ -16,7 +16,7 @@ from engines.request import Constraint
 from handlers.contract import Call
 from handlers.happy_vllm.errors import WrongBody, not_json
 from handlers.parsing.constraints import MAX_CHOICE_LENGTH, MAX_CHOICES, same_form
-from handlers.parsing.json_fields import JsonError, Kind, decode_json, json_kind
+from handlers.parsing.json_fields import SHOWN, JsonError, Kind, decode_json, json_kind
 from handlers.parsing.parameter_memo import ParameterMemo
 from handlers.parsing.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
 from handlers.route_declarations import MOST_IDS
@@ -25,7 +25,6 @@ from handlers.route_declarations import MOST_IDS
 _OWN = frozenset({"prompt", "prompt_in_response", "response_pool", "json_format", "json_format_is_json_schema"})
 _TYPES = ("string", "integer", "boolean", "number")  # Types of fields in the simple form of `json_format`.
 _TYPES_IN_WORDS = ", ".join(f'"{name}"' for name in _TYPES)
-_LONGEST_NAME = 80
 
 
 def document(call: Call) -> dict[str, Any]:
@@ -164,7 +163,7 @@ def _property(name: str, kind: Any) -> dict[str, Any]:
     if isinstance(kind, list) and len(kind) == 1 and kind[0] in _TYPES:
         return {"type": "array", "items": {"type": kind[0]}}
     raise InvalidParameter(
-        f"json_format.{name[:_LONGEST_NAME]}",
+        f"json_format.{name[:SHOWN]}",
         f"must be one of {_TYPES_IN_WORDS}, or an array of exactly one of them; "
         "a JSON schema needs `json_format_is_json_schema` true",
     )

@@ -13,7 +13,7 @@ import msgspec
 
 from engines.errors import InvalidParameter
 from engines.request import Constraint
-from handlers.parsing.json_fields import JsonError, Kind, ParameterReader, decode_json
+from handlers.parsing.json_fields import SHOWN, JsonError, Kind, ParameterReader, decode_json
 
 MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000  # The engine makes one grammar of them before it begins.
 
@@ -54,7 +54,6 @@ _TYPES = {
 # The place of the schema or the expression: TGI's, OpenAI's, and that of others who followed OpenAI.
 _MEMBERS = ("value", "json_schema", "schema")
 _CHOICES = ("tool_choice", "function_call")
-_LONGEST_NAME = 80
 
 
 def read_constraint(read: ParameterReader) -> Constraint | None:
@@ -185,7 +184,7 @@ def _structured_outputs(parameter: str, values: dict[str, Any]) -> Constraint:
     name = within + kinds[0]
     form = _form(name, kinds[0], values[kinds[0]])
     if unknown := read.unread() - {within + name for name in (*_KINDS, *_WITHOUT_EFFECT)}:
-        raise InvalidParameter(min(unknown)[:_LONGEST_NAME], "is not a field that this server can follow")
+        raise InvalidParameter(min(unknown)[:SHOWN], "is not a field that this server can follow")
     return Constraint(parameter=name, any_whitespace=any_whitespace, **form)
 
 
@@ -220,7 +219,7 @@ def _typed(name: str, form: dict[str, Any]) -> Constraint | None:
     """OpenAI's `response_format` and TGI's `grammar`: an object with a `type`."""
     kind, members = form.get("type"), [member for member in _MEMBERS if form.get(member) is not None]
     if kind not in _TYPES[name]:
-        given = str(kind)[:_LONGEST_NAME] if kind is not None else "none"
+        given = str(kind)[:SHOWN] if kind is not None else "none"
         raise InvalidParameter(f"{name}.type", f"must be one of {', '.join(_TYPES[name])}; got {given}")
     if kind == "text":
         if members:

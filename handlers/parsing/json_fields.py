@@ -14,7 +14,7 @@ from engines.errors import InvalidParameter
 from handlers.parsing.json_limits import JsonDecoder
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # The range of engines; no parameter means anything beyond.
-MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000  # Engines look for each of them after each token.
+MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000  # Engines look for each of them after each token of each request.
 
 Kind = str | list[str]  # `type` of a JSON schema, such as "integer".
 
@@ -27,7 +27,7 @@ _LONE_SURROGATE = re.compile(
 )
 _decode = JsonDecoder[Any]().decode
 _encoder = json.JSONEncoder(ensure_ascii=False)
-_SHOWN = 80  # Characters of a value in a message.
+SHOWN = 80  # Characters of a client's name or value in a message.
 
 
 class JsonError(ValueError):
@@ -244,6 +244,6 @@ def shown(value: Any) -> str:
     text = ""
     for part in _encoder.iterencode(value):  # A value may be long, or nested deeply.
         text += part
-        if len(text) > _SHOWN:
-            return text[: _SHOWN - 3] + "..."
+        if len(text) > SHOWN:
+            return text[: SHOWN - 3] + "..."
     return text

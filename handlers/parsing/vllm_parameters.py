@@ -25,7 +25,7 @@ from engines.request import (
     SamplingParameters,
 )
 from handlers.parsing.constraints import decoded, read_constraint
-from handlers.parsing.json_fields import Kind, ParameterReader, Reader
+from handlers.parsing.json_fields import SHOWN, Kind, ParameterReader, Reader
 
 DEFAULT_MAX_TOKENS = 16
 MAX_SEQUENCES = 16384  # vLLM's own limit on `n` (VLLM_MAX_N_SEQUENCES).
@@ -51,7 +51,6 @@ _NOT_FOR_CLIENTS = {
         "is a parameter of vLLM that a request cannot set on this server",
     ),
 }
-_LONGEST_NAME = 80
 _TEXT_NUMBER = re.compile(r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,3})?").fullmatch
 _TEXT_INTEGER = re.compile(r"[+-]?[0-9]{1,40}").fullmatch
 TEXT_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
@@ -142,7 +141,7 @@ def read_vllm_parameters(values: Mapping[str, Any], reader: Reader = ParameterRe
     if unknown := read.unread():
         name = min(unknown)
         refusal = _NOT_FOR_CLIENTS.get(name, "is not a sampling parameter that vLLM has")
-        raise InvalidParameter(name[:_LONGEST_NAME], refusal)
+        raise InvalidParameter(name[:SHOWN], refusal)
     return parameters
 
 

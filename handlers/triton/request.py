@@ -20,7 +20,7 @@ from engines.request import Constraint, GenerationRequest
 from handlers.contract import Call
 from handlers.parsing.constraints import decoded, refuse_unread, same_form
 from handlers.parsing.images import DATA_URL
-from handlers.parsing.json_fields import MAX_INT64, MIN_INT64, JsonError, decode_json, json_fault, json_kind
+from handlers.parsing.json_fields import MAX_INT64, MIN_INT64, SHOWN, JsonError, decode_json, json_fault, json_kind
 from handlers.parsing.json_limits import JsonDecoder
 from handlers.parsing.parameter_memo import ParameterMemo
 from handlers.parsing.vllm_parameters import TEXT_BOOLEANS, TextReader, VllmParameters, read_vllm_parameters, vllm_names
@@ -84,7 +84,6 @@ _FOR_THE_SERVER = frozenset(
     {"id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
 )
 _WITHIN = "Converting keyword: 'parameters': "  # The beginning of Triton's messages about members of `parameters`.
-_LONGEST_NAME = 80
 # vLLM's names for older names of TensorRT-LLM's ensemble and for names of the LLM-API model.
 _RENAMED = {
     "stop_words": "stop",
@@ -258,8 +257,6 @@ def _members(body: bytes) -> list[tuple[str, Any]]:
         document = _decode(body)
         if _repeats(body, document):
             document = json.loads(body, object_pairs_hook=_Object)
-    except RecursionError:
-        raise TritonRefusal("failed to parse the request JSON buffer: The document is nested too deeply") from None
     except ValueError as error:
         raise TritonRefusal(f"failed to parse the request JSON buffer: {json_fault(body, error)}") from None
     if not isinstance(document, dict | _Object):
@@ -316,7 +313,7 @@ def _flattened(members: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, str]]
 
 
 def _parameter(name: str, value: Any, within: str) -> str | int | float | bool:
-    shown = name[:_LONGEST_NAME]
+    shown = name[:SHOWN]
     if name.startswith("triton_"):
         raise TritonRefusal(
             f"{within}parameter '{shown}': keys starting with 'triton_' are reserved for Triton usage and should not "
