@@ -259,7 +259,7 @@ def _reader_of(field: str) -> Callable[[bytes], bytes]:
     def read(body: bytes) -> bytes:
         try:
             value = bytes(decode(body).field)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return b""
         return b"" if value == b"null" else value
 

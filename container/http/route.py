@@ -24,7 +24,7 @@ from container.models.registry import Model, Models
 from container.observability.error_rates import CLIENT_GONE, ErrorRates
 from container.observability.logs import access_log
 from container.settings.settings import ServerSettings
-from engines.errors import BodyTimeout, CrossSite, InternalError, InvalidRequest, NotReady, RequestError, Unauthorized
+from engines.errors import BodyTimeout, CrossSite, InternalError, NotReady, RequestError, Unauthorized
 from engines.statistics import Distribution
 from handlers.contract import Call, ContractError, Reply, Running
 from handlers.loaded_service import Service
@@ -33,7 +33,6 @@ from handlers.route_declarations import ContractRoutes
 logger = logging.getLogger("slipway.access")
 
 _OVERLOADED = (429, 503)
-_TOO_DEEP = "the body is nested too deeply"
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 # The model of a request, or the reply to it. None: the body tells, or the route is for no model.
@@ -250,10 +249,6 @@ class HttpRoute:
                 error = NotReady("the server is stopping")
             reason, refusal = error.message, self.refuse(error)
             reply.headers.extend(connection_headers(error, body_read=body_read))
-        elif isinstance(error, RecursionError) and body_read and not reply.status:
-            # A document can be nested so that it can be read, but not written again further down the stack.
-            logger.debug("%s", _TOO_DEEP, exc_info=error, extra=extra)
-            reason, refusal = _TOO_DEEP, self.refuse(InvalidRequest(_TOO_DEEP))
         else:
             logger.error("internal error", exc_info=error, extra=extra)
             if not reply.status:

@@ -58,7 +58,7 @@ def error_of(body: bytes) -> VllmError:
     """Return the error in an error object, or an empty error if the body is not an error object."""
     try:
         return _decode_error(body).error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return VllmError()
 
 
