@@ -3,8 +3,10 @@
 That build needs CUDA's libraries for its own operators, such as those that find objects in images. Without them the
 operators do not exist, and then torchvision cannot be imported. The processors of language models need none of them.
 
-The function is called in every process of the environment (pyproject.toml, `torch.backends`). This is a module apart,
-so that no package of a customer's model hides it: torch could not be imported then.
+The function is called in every process of the environment (pyproject.toml, `torch.backends`). A plugin of vLLM would be
+too late: vLLM's own import loads transformers, whose `image_utils` imports torchvision. Processes of vLLM and of a
+customer's handler begin with that import. This is a module apart, so that no package of a customer's model hides it:
+torch could not be imported then.
 """
 
 from __future__ import annotations
