@@ -27,8 +27,9 @@ from engines.request import FinishReason, GenerationRequest, SamplingParameters,
 from handlers.contract import Call
 from handlers.entry_point import load_service
 from handlers.loaded_service import Limits
+from tests.constrained import DYNAMIC, END, FORMS, NAMES, by_name
 from tests.generation import generate
-from tests.live.constrained import DYNAMIC, FORMS, NAMES, TOKENWISE, accepted, by_name, disobeyed
+from tests.live.constrained import CHECKED_TOKENS, accepted, disobeyed
 from tests.live.constrained import answer as answer_of
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import METRIC_SECONDS, Server, hosted, serving, write_model
@@ -210,9 +211,9 @@ def test_over_http_a_wrong_parameter_is_424_and_its_neighbours_are_answered(serv
 def test_over_http_what_constrains_a_token_is_enforced(server: Server) -> None:
     (route,) = DYNAMIC.values()
     _, text = answer_of(server, route, {})
-    assert not any(check(text) for name, (_, check) in TOKENWISE.items() if name != "min_tokens"), text
-    assert answer_of(server, route, {"logit_bias": TOKENWISE["min_tokens"][0]["logit_bias"]})[1] == ""
-    assert list(disobeyed(server, route, TOKENWISE)) == []
+    assert not any(check(text) for name, (_, check) in CHECKED_TOKENS.items() if name != "min_tokens"), text
+    assert answer_of(server, route, {"logit_bias": {str(END): 100}})[1] == ""
+    assert list(disobeyed(server, route, CHECKED_TOKENS)) == []
 
 
 WITHOUT_VLLM = {

@@ -21,16 +21,6 @@ import jsonschema
 import openai
 import pytest
 
-from tests.live.constrained import (
-    ASYNCHRONOUS,
-    FORMS,
-    TOKENWISE,
-    WRONG_FORMS,
-    accepted,
-    answer,
-    by_name,
-    disobeyed,
-)
 from tests.live.server import Server, hosted, records, stopped, write_model
 from tests.live.small_model import ENDLESS_COMPLETION, MAX_MODEL_LEN
 from tests.waiting import wait_until
@@ -700,21 +690,6 @@ class TestSmall:
         assert call.type == "function"
         assert call.function.name == "weather"
         assert json.loads(call.function.arguments) in ({"city": "Paris"}, {"city": "Rome"})
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "name",
-        [pytest.param(name, marks=pytest.mark.long if route.stream else ()) for name, route in ASYNCHRONOUS.items()],
-    )
-    def test_the_asynchronous_handler_enforces_or_refuses_what_constrains(self, small: Server, name: str) -> None:
-        route = ASYNCHRONOUS[name]
-        _, text = answer(small, route, {})
-        assert not any(check(text) for form, (_, check) in {**FORMS, **TOKENWISE}.items() if form != "min_tokens"), text
-        wrong = list(disobeyed(small, route, {**FORMS, **TOKENWISE}, at_a_time=2))
-        assert not wrong, "\n".join(wrong)
-        unread = by_name("bad_sequences min_new_tokens json_format regex ebnf guided_whitespace_pattern tool_choice")
-        wrong = list(accepted(small, route, {**WRONG_FORMS, **unread}, at_a_time=2))
-        assert not wrong, "\n".join(wrong)
 
     @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
     @pytest.mark.parametrize("stream", [False, True])

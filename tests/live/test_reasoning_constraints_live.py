@@ -8,45 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.constrained import (
-    FORMS,
-    POOL,
-    TGI,
-    Check,
-    Fields,
-    Route,
-    answer,
-    disobeyed,
-    is_of_pool,
-    tgi_forms,
-)
-from tests.live.constraint_cases import COMPLETIONS, ENFORCED, HAPPY, ROUTES
+from tests.constrained import ENFORCED, ROUTES, TGI, Fields, Route
+from tests.live.constrained import Checked, answer, checked, disobeyed
 from tests.live.partly_held import FORM, NOT_HELD, PLACE, assert_judged, verdicts
 from tests.live.server import Server, serving
 
-Cases = dict[str, dict[str, tuple[Fields, Check]]]
-CHATS = ("chat", "chat, streamed", "LMI's chat")
-PROMPTS: Cases = {
-    **dict.fromkeys((*COMPLETIONS, "LMI", "LMI, streamed", "LMI, several", "Triton", "Triton, streamed"), FORMS),
-    **{name: {**FORMS, "response_pool": ({"response_pool": POOL}, is_of_pool)} for name in HAPPY},
-    **{name: tgi_forms("grammar") for name in TGI},
-}
-CASES: Cases = {**PROMPTS, **dict.fromkeys(CHATS, FORMS)}
-SOME_FORMS = (
-    *("structured_outputs: choice", "guided_regex", "response_format: json_schema", "response_format: json_object"),
-    *("grammar: json", "grammar: regex", "response_format: json", "response_format: regex"),
-    *("response_pool", "text.format: json_schema", "output_config.format"),
-)
-"""Forms of one or two kinds. The end of reasoning does not depend on the form."""
+pytestmark = pytest.mark.slow
+CHATS = ("chat", "chat, streamed", "LMI's chat", "LMI's chat, streamed")
 END_OF_REASONING = 5
 """The id of the token that `_thinker` makes `</think>`."""
-CONVERSATIONS = (*CHATS, "LMI's chat, streamed", "responses", "responses, streamed", "messages")
+CONVERSATIONS = (*CHATS, "responses", "responses, streamed", "messages")
 BIASED = tuple(name for name in CONVERSATIONS if name != "messages")
 """Routes that have `logit_bias`."""
+PROMPTS = ("completions", "LMI", "happy_vllm", "Triton", "generate")
 
 
-def _some(name: str) -> dict[str, tuple[Fields, Check]]:
-    return {form: case for form, case in (PROMPTS.get(name) or ENFORCED[name]).items() if form in SOME_FORMS}
+def _form(name: str) -> Checked:
+    """Return one form of a route. The end of reasoning does not depend on the form."""
+    form = {"messages": "output_config.format", **dict.fromkeys(TGI, "grammar: regex")}.get(name, "guided_regex")
+    return checked({form: ENFORCED[name][form]})
 
 
 def _thinker(directory: Path, model: Path) -> Path:
@@ -90,53 +70,44 @@ def ending(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, ob
         yield server
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
-def test_a_prompt_is_answered_in_the_form_that_is_asked_for(thinking: Server, name: str) -> None:
-    response, text = answer(thinking, ROUTES[name], {})
-    assert response.status_code == 200, response.text
-    assert not any(check(text) for _, check in CASES[name].values()), "the model follows every form unasked"
-    wrong = list(disobeyed(thinking, ROUTES[name], CASES[name]))
+@pytest.mark.parametrize("name", ["chat", "LMI's chat, streamed", "completions", "LMI", "generate"])
+def test_an_answer_is_held_from_its_start_if_nobody_can_tell_where_reasoning_ends(thinking: Server, name: str) -> None:
+    wrong = list(disobeyed(thinking, ROUTES[name], _form(name)))
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PROMPTS)
 def test_an_answer_to_a_prompt_has_no_reasoning(ending: Server, name: str) -> None:
-    wrong = list(disobeyed(ending, ROUTES[name], _some(name)))
+    wrong = list(disobeyed(ending, ROUTES[name], _form(name)))
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_a_chat_without_reasoning_is_held_from_its_start(ending: Server, name: str) -> None:
     silent = _silent(ROUTES[name])
     _, text = answer(ending, silent, {})
     assert text
-    assert not any(check(text) for _, check in _some(name).values()), text
-    wrong = list(disobeyed(ending, silent, _some(name)))
+    assert not any(check(text) for _, check in _form(name).values()), text
+    wrong = list(disobeyed(ending, silent, _form(name)))
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BIASED)
 def test_a_chat_is_held_from_the_end_of_its_reasoning(ending: Server, name: str) -> None:
     bias = {"logit_bias": {str(END_OF_REASONING): 100}}
-    cases = {form: ({**fields, **bias}, check) for form, (fields, check) in _some(name).items()}
+    cases = {form: ({**fields, **bias}, check) for form, (fields, check) in _form(name).items()}
     wrong = list(disobeyed(ending, ROUTES[name], cases))
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", [*CHATS, "LMI's chat, streamed"])
+@pytest.mark.parametrize("name", CHATS)
 def test_a_chat_whose_reasoning_never_ends_has_no_content(ending: Server, name: str) -> None:
-    for fields, _ in _some(name).values():
+    for fields, _ in _form(name).values():
         response, text = answer(ending, ROUTES[name], fields)
         assert (response.status_code, text) == (200, "")
         assert "reasoning" in response.text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "verdict"),

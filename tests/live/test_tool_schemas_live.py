@@ -1,4 +1,4 @@
-"""The schemas of real tools constrain the answers of every contract, whole and streamed.
+"""The schemas of real tools constrain texts, and calls on every contract that has tools, whole and streamed.
 
 Many answers are complete: valid JSON under the schema. Others fill a text or a number that has no bound until their
 limit of tokens: they begin as valid JSON does.
@@ -7,7 +7,7 @@ limit of tokens: they begin as valid JSON does.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,15 +16,14 @@ import pytest
 from jsonschema import validators
 
 from engines.vllm.constraints.trial_process import trial
-from tests.live.constrained import AT_A_TIME, LMI, MESSAGE, OPENAI, RESPONSE, TGI, VLLM_NAMES, Fields, answer, typed
-from tests.live.constraint_cases import ROUTES
+from tests.constrained import ROUTES, Fields, typed
+from tests.live.constrained import AT_A_TIME, answer
 from tests.live.server import Server, hosted, write_model
 from tests.live.tool_calls import CONTRACTS, REQUIRED
 from tests.tool_schemas import NOT_HELD, tool_schemas
 from tests.unit.engines.vllm.constraints.byte_tokens import byte_tokens
 
 TOKENS = 80
-DAILY = ("chat", "LMI")
 SOME = (
     "dotnet: AIFunction: enum, default",
     "dotnet: polymorphism",
@@ -77,33 +76,26 @@ def is_complete(text: str) -> bool:
     return True
 
 
-def fields_for(route: str, schema: Any) -> Fields:
-    """Return the fields that constrain an answer on a route, in the names of its contract."""
-    if route in RESPONSE:
-        return {"text": {"format": typed("json_schema", name="x", schema=schema)}, "max_output_tokens": TOKENS}
-    if route in MESSAGE:
-        return {"output_config": {"format": typed("json_schema", schema=schema)}, "max_tokens": TOKENS}
-    if route in OPENAI:
-        named = typed("json_schema", json_schema={"name": "x", "schema": schema})
-        return {"response_format": named, "max_tokens": TOKENS}
-    if route in TGI:
-        return {"grammar": typed("json", value=schema), "max_new_tokens": TOKENS}
-    assert route in LMI or route in VLLM_NAMES, route
-    return {"guided_json": schema, "max_new_tokens" if route in LMI else "max_tokens": TOKENS}
+FIELDS: dict[str, Callable[[Any], Fields]] = {
+    "chat": lambda schema: {
+        "response_format": typed("json_schema", json_schema={"name": "x", "schema": schema}),
+        "max_tokens": TOKENS,
+    },
+    "LMI": lambda schema: {"guided_json": schema, "max_new_tokens": TOKENS},
+}
+"""The fields that constrain an answer. tests/contracts/test_constraint_matrix.py has the other routes."""
 
 
 def once_and_all(names: Iterable[str]) -> list[Any]:
     """Return some tools for each name, and all tools for `make long`."""
-    some = [pytest.param(n, SOME, id=n, marks=[] if n in DAILY else pytest.mark.slow) for n in names]
+    some = [pytest.param(n, SOME, id=n, marks=[] if n in FIELDS else pytest.mark.slow) for n in names]
     return [*some, *(pytest.param(n, tuple(SCHEMAS), id=f"{n}, all", marks=pytest.mark.long) for n in names)]
 
 
-@pytest.mark.parametrize(("route", "tools"), once_and_all(ROUTES))
+@pytest.mark.parametrize(("route", "tools"), once_and_all(FIELDS))
 def test_an_answer_follows_the_schema(server: Server, route: str, tools: tuple[str, ...]) -> None:
-    if route in TGI:  # refuses schemas without
-        tools = tuple(name for name in tools if "properties" in SCHEMAS[name])
     with ThreadPoolExecutor(AT_A_TIME) as clients:
-        answers = list(clients.map(lambda name: answer(server, ROUTES[route], fields_for(route, SCHEMAS[name])), tools))
+        answers = list(clients.map(lambda name: answer(server, ROUTES[route], FIELDS[route](SCHEMAS[name])), tools))
     wrong = [
         fault if response.status_code == 200 else f"{name}: {response.text[:300]}"
         for name, (response, text) in zip(tools, answers, strict=True)
