@@ -467,6 +467,18 @@ def test_the_end_token_has_no_text_and_means_eos(processor: Processor, tokenizer
     assert [(token.text, token.special) for token in last.tokens] == [("", True)]
 
 
+@pytest.mark.parametrize(("own", "reason"), [((7,), FinishReason.STOP), ((8,), FinishReason.EOS)])
+def test_a_stop_token_that_the_request_does_not_name_is_an_end_token_of_the_model(
+    processor: Processor, own: tuple[int, ...], reason: FinishReason
+) -> None:
+    sink = Recorder()
+    processor.add("a", sink, sampling=SamplingParameters(stop_token_ids=own))
+    stop = output("a", [7], "STOP")
+    stop.stop_reason = 7
+    processor.step(stop)
+    assert sink.deltas[-1].finish_reason is reason
+
+
 def test_a_request_that_wants_no_stream_gets_one_delta(processor: Processor, tokenizer: Any) -> None:
     sink = Recorder()
     processor.add("a", sink, stream=False, want_tokens=False)
