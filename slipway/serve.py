@@ -14,7 +14,7 @@ import typer
 
 from container.gpus import described_gpus, machine_gpus
 from container.http.router import Mount
-from container.models.placement import gpu_plan
+from container.models.placement import gpu_plan, hub_asked_once
 from container.models.shown_parsers import with_parsers_shown
 from container.observability import logs
 from container.settings.command_line import ModelDir, ModelName, read_startup
@@ -146,6 +146,9 @@ def config(
     model = _one_model(model_argument, model)
     startup = read_startup(model_dir, port, host, model_name, gpus=len(machine), model=model)
     os.environ.update(startup.exports)  # the hub may be asked for the files of a model
-    startup = with_parsers_shown(startup)
-    plan = gpu_plan([model.settings for model in startup.models], machine)
+    with hub_asked_once([model.settings for model in startup.models]) as note:
+        if note:
+            typer.echo(f"slipway: note: {note}", err=True)
+        startup = with_parsers_shown(startup)
+        plan = gpu_plan([model.settings for model in startup.models], machine)
     typer.echo(startup_json(startup, plan) if as_json else startup_text(startup, plan))

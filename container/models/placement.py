@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from engines.model_settings import ModelSettings
 
 _CONFIG = "config.json"
 _GIB = 1 << 30
+_HUB_SECONDS = 3.0  # Time limit of the one call that tells whether the hub answers.
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)").fullmatch
 _MULTIPLES = {"": 1, "k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
 _SHARE = re.compile(r"(0?\.\d+|1(\.0+)?)").fullmatch
@@ -129,6 +131,33 @@ def _copies(use: GpuUse) -> str:
     each = " each" if use.copies > 1 else ""
     tokens = f", about {use.cache_tokens:,} tokens of KV cache{each}" if use.cache_tokens else ""
     return f"{copies} with {use.gpus_of_copy} GPU{'s' * (use.gpus_of_copy > 1)}{each}{tokens}: "
+
+
+@contextmanager
+def hub_asked_once(models: Sequence[Settings]) -> Iterator[str]:
+    """Ask the hub once if it answers, for a command that plans a start. Yield a note if it does not, "" if it does.
+
+    Inside the context, a hub that does not answer is not asked again, and only cached files count. The retries of a
+    download would take half a minute for each model.
+    """
+    on_hub = ", ".join(settings.model.model_id for settings in models if not os.path.isdir(settings.model.model_id))
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE or not on_hub:
+        yield ""
+        return
+    fault = ""
+    try:
+        status = get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS).status_code
+        fault = f"status {status}" if status >= 500 else ""
+    except Exception as error:  # of the HTTP client, of the network, or a malformed HF_ENDPOINT
+        fault = str(error) or type(error).__name__
+    constants.HF_HUB_OFFLINE = bool(fault)
+    try:
+        yield fault and f"{constants.ENDPOINT} does not answer ({fault}): only cached files of {on_hub} are known"
+    finally:
+        constants.HF_HUB_OFFLINE = False
 
 
 def gpu_plan(models: Sequence[Settings], gpus: Sequence[int]) -> GpuPlan:

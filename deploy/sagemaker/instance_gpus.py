@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from container.models.placement import gpu_plan
+from container.models.placement import gpu_plan, hub_asked_once
 from container.settings.load import load_startup
 from container.settings.settings import SettingsError, Startup
 from deploy.sagemaker.configuration import Configuration
@@ -72,7 +72,11 @@ def plan_lines(configuration: Configuration, *, reads_s3: bool) -> Iterator[str]
         yield from (f"slipway: note: no plan of the GPUs: {problem}" for problem in error.problems)
         return
     os.environ.update(startup.exports)  # the hub may be asked
-    plan = gpu_plan([model.settings for model in startup.models], gpus)
+    models = [model.settings for model in startup.models]
+    with hub_asked_once(models) as note:
+        if note:
+            yield f"slipway: note: {note}"
+        plan = gpu_plan(models, gpus)
     yield f"the plan for {'a copy of the component' if configuration.component else configuration.instance_type}:"
     yield from (f"  {line}" for line in plan.lines)
     if plan.warning:

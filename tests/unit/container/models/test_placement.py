@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +14,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from huggingface_hub import constants
+from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.utils import get_session
 
 from container.models import placement
-from container.models.placement import GpuPlan, GpuUse, gpu_plan
+from container.models.placement import GpuPlan, GpuUse, gpu_plan, hub_asked_once
 from container.settings.settings import ServerSettings, Settings
 from engines.model_settings import HandlerSettings, ModelSettings
 from tests.stand_ins.model_configs import LLAMA
@@ -200,6 +206,39 @@ def test_a_model_of_the_hub_is_looked_up(large_model: Path, monkeypatch: pytest.
     monkeypatch.setattr(placement, "hub_file", hub_file)
     assert plan(settings("org/name", revision="v1")) == (2, 6, {COPIES: 4, DEGREE: 8})
     assert asked == [("org/name", "config.json", "v1")]
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(large_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    with hub_asked_once([settings("org/name"), settings(large_model)]) as note:
+        assert "org/name" in note and str(port) in note and str(large_model) not in note
+        assert constants.HF_HUB_OFFLINE
+        with pytest.raises(OfflineModeIsEnabled):
+            get_session().get(constants.ENDPOINT)
+    assert not constants.HF_HUB_OFFLINE
+    with hub_asked_once([settings(large_model)]) as note:
+        assert (note, constants.HF_HUB_OFFLINE) == ("", False)
+
+
+@pytest.mark.parametrize(("status", "offline"), [(503, True), (401, False), (200, False)])
+def test_a_hub_that_answers_is_looked_at(status: int, offline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        with hub_asked_once([settings("org/name")]) as note:
+            assert (bool(note), constants.HF_HUB_OFFLINE, len(asked)) == (offline, offline, 1)
 
 
 def test_without_gpus_nothing_is_looked_up() -> None:

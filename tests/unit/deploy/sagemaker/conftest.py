@@ -24,5 +24,6 @@ def _no_look_at_models(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: RemoteModels, url: str) -> None:
         raise SourceError("there is no S3 here")
 
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(placement, "hub_file", lambda *_: None)
     monkeypatch.setattr(RemoteModels, "open", refuse)
