@@ -40,7 +40,7 @@ from replay.shapes import (
 )
 
 _WORD = re.compile(r"\s*\S+|\s+")
-_WORDS = 400  # Words of a text that count for the similarity. The time grows with the square.
+_WORDS = 200  # Words of a text that count for the similarity. The time grows with the cube: 0.12 s for repeated words.
 _SHOWN = 200
 _NEAR = 0.99  # The least cosine of equal vectors.
 _TOLERANCE = 0.02  # Of a score, relative to it.
