@@ -341,6 +341,14 @@ def _read(source: str) -> tuple[bytes, str]:
         return file.read(), _CONTENT_TYPES.get(os.path.splitext(source)[1].lower(), "")
 
 
+def _shown(value: bytes | bytearray) -> str:
+    """Return a value of an answer as text, or its size if it is no text."""
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return f"{len(value)} bytes"
+
+
 def run(arguments: Sequence[str] | None = None) -> None:
     """Run the command `djl-test-model`: send one request to a handler, and print the answer and a stream's chunks."""
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
@@ -355,6 +363,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     inputs.function_name = options.handler
     output = TestHandler(options.entry_point, options.model_dir).inference(inputs)
     print(f"output: {output}")
+    for key, value in zip(output.content.keys, output.content.values, strict=True) if output else ():
+        print(f"content{'' if key is None else f' {key}'}: {_shown(value)}")
     for chunk in output.stream_chunks() if output else ():
         print(f"chunk: {json.dumps(chunk.decode('utf-8', 'replace'), ensure_ascii=False)}")
 

@@ -263,6 +263,8 @@ def test_no_properties_file_is_no_properties(tmp_path: Path) -> None:
 def test_the_command_prints_the_answer_and_each_chunk(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model-dir", str(model_dir), "--input", "hi"]
     test_model.run(arguments)
-    assert capsys.readouterr().out.startswith('output: {\n  "code": 200')
+    shown = capsys.readouterr().out
+    assert shown.startswith('output: {\n  "code": 200')
+    assert "\ncontent: hi!\n" in shown
     test_model.run([*arguments, "--parameters", "stream=true"])
     assert 'chunk: "{\\"outputs\\": \\"a\\"}\\n"\n' in capsys.readouterr().out
