@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from container.gpus import gpu_count
+from container.settings.options import PREFIX, SUGGESTED
 from container.settings.settings import Alias, Environment
 from container.settings.values import FALSE, NOT_TEXT, TRUE, Value
 from container.sources.download import download_dir
@@ -231,6 +232,9 @@ def read_environment(environ: Mapping[str, str], gpus: int | None = None) -> Env
             continue
         if text and name in IGNORED_VARIABLES:
             warnings.append(f"{name} (environment: {name}) is ignored: {IGNORED_VARIABLES[name]}")
+        elif text and name not in _KNOWN and _lacks_prefix(name):
+            hint = f"there is no such setting; did you mean OPTION_{name}?"
+            warnings.append(f"{name} (environment: {name}) is ignored: {hint}")
         if not (text or flag) or not (name in _KNOWN or name.startswith(_PREFIXES)):
             continue
         if NOT_TEXT.search(text) or not name.isprintable():
@@ -253,6 +257,11 @@ def read_environment(environ: Mapping[str, str], gpus: int | None = None) -> Env
             )
     count = gpu_count() if gpus is None else gpus
     return Environment(variables, tuple(applied), tuple(problems), tuple(warnings), download_dir(environ), count)
+
+
+def _lacks_prefix(name: str) -> bool:
+    """Return True for a model's setting without OPTION_. Names of one word, such as SEED, may be of other programs."""
+    return "_" in name and name == name.upper() and f"{PREFIX}{name.lower()}" in SUGGESTED
 
 
 def _vllm_aliases(variables: Mapping[str, Value]) -> list[Alias]:

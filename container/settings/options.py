@@ -182,7 +182,8 @@ class Lookup:
 
 def _example(option: Option, text: str) -> str:
     """Return the right value that is probably meant, or an example of one, for the end of a message."""
-    if meant := closest(text.strip().lower(), option.parser.words, 0.6):
+    completed = [word for word in option.parser.words if word.startswith(text.strip().lower())]
+    if meant := completed[0] if len(completed) == 1 else closest(text.strip().lower(), option.parser.words, 0.6):
         return f"; did you mean {meant}?"
     return f"; for example {option.default}" if (option.default or "").isdigit() else ""
 
