@@ -183,7 +183,8 @@ SAGEMAKER_TS_MIN_WORKERS SAGEMAKER_TS_MAX_WORKERS SAGEMAKER_TS_RESPONSE_TIMEOUT
 
 def test_a_setting_without_its_prefix_gets_the_name_with_it() -> None:
     (warning,) = read_environment({"MAX_MODEL_LEN": "10"}).warnings
-    assert "MAX_MODEL_LEN" in warning and "OPTION_MAX_MODEL_LEN" in warning
+    assert "MAX_MODEL_LEN" in warning
+    assert "OPTION_MAX_MODEL_LEN" in warning
     others = {"TENSOR_PARALLEL_DEGREE": "1", "SEED": "1", "TASK": "x", "max_model_len": "1", "MAX_NUM_SEQS": ""}
     assert read_environment(others).warnings == ()
 
