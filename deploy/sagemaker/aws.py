@@ -41,7 +41,9 @@ class Aws:
     def has_credentials(self) -> bool:
         return self._session.get_credentials() is not None
 
-    def client(self, service: str, *, attempts: int = 8, connections: int = 10, url: str | None = None) -> Any:
+    def client(
+        self, service: str, *, attempts: int = 8, connections: int = 10, url: str | None = None, key: str | None = None
+    ) -> Any:
         """Return a client.
 
         Args:
@@ -49,6 +51,7 @@ class Aws:
             attempts: The number of times that a call is sent.
             connections: The number of calls that run together.
             url: The server. None: as the environment and boto3 say.
+            key: The API key that each call sends to the server.
 
         Raises:
             ConfigurationError: AWS is configured wrongly, such as an AWS_ENDPOINT_URL that is no URL.
@@ -63,9 +66,15 @@ class Aws:
             user_agent_extra="slipway",
         )
         try:
-            return self._session.client(service, region_name=self.region, config=config, endpoint_url=url)
+            client = self._session.client(service, region_name=self.region, config=config, endpoint_url=url)
         except ValueError as error:
             raise ConfigurationError(f"AWS: {error}") from None
+        if key is not None:
+            # The signature of AWS has the header Authorization.
+            client.meta.events.register(
+                "before-sign", lambda request, **_: request.headers.add_header("x-api-key", key)
+            )
+        return client
 
 
 def is_missing(error: ClientError) -> bool:

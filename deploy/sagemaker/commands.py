@@ -252,6 +252,9 @@ def invoke(
             "location."
         ),
     ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key of a server other than AWS that was started with API keys.")
+    ] = None,
     region: Region = None,
     profile: Profile = None,
 ) -> None:
@@ -264,11 +267,11 @@ def invoke(
     # Bytes of the command line that are not UTF-8 are sent unchanged.
     request = body.encode(errors="surrogateescape") if body else from_prompt
     aws = Aws(region, profile)
-    runtime = aws.client("sagemaker-runtime", attempts=1)  # A second call would generate a second answer.
+    runtime = aws.client("sagemaker-runtime", attempts=1, key=api_key)  # A second call would generate a second answer.
     if asynchronous or input_location:
         _check_asynchronous(request, input_location, stream, component)
         places = endpoint.invoke_asynchronously(runtime, name, request=request, location=input_location, route=route)
-        s3 = aws.client("s3", url=places.s3)
+        s3 = aws.client("s3", url=places.s3, key=api_key if places.s3 else None)
         typer.echo(endpoint.wait_for_answer(s3, places, wait) if asynchronous else places.output)
         return
     if not stream:

@@ -29,6 +29,25 @@ def test_a_call_is_sent_as_often_as_it_may_be(monkeypatch: pytest.MonkeyPatch, a
     assert len(sent) == attempts
 
 
+@pytest.mark.parametrize("key", [None, "sk-one"])
+def test_a_key_is_sent_beside_the_signature(monkeypatch: pytest.MonkeyPatch, key: str | None) -> None:
+    sent: list[Any] = []
+
+    def send(session: Any, request: Any) -> Any:
+        sent.append(request)
+        raise ReadTimeoutError(endpoint_url=request.url)
+
+    monkeypatch.setattr(URLLib3Session, "send", send)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    client = Aws("eu-west-1").client("sagemaker-runtime", attempts=1, key=key)
+    with pytest.raises(ReadTimeoutError):
+        client.invoke_endpoint(EndpointName="e", Body=b"")
+    (request,) = sent
+    assert request.headers.get("x-api-key") == (key and key.encode())
+    assert request.headers["Authorization"].startswith(b"AWS4")
+
+
 def test_an_address_that_is_no_url_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", "127.0.0.1:8080")
     with pytest.raises(ConfigurationError) as raised:
