@@ -102,7 +102,8 @@ class _Guarded:
                 route, _ = self.router.dispatch(head)
                 if isinstance(route, HttpRoute):
                     return route.serve(head, route.unauthorized(head.method), receive, send)
-                return self.refusal.serve(head, self.refusal.unauthorized(), receive, send)
+                in_browser = b"text/html" in head.headers.get(b"accept", b"")
+                return self.refusal.serve(head, self.refusal.unauthorized(in_browser=in_browser), receive, send)
         return self.application(scope, receive, send)
 
 

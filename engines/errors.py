@@ -58,8 +58,11 @@ class CrossSite(RequestError):
 class Unauthorized(RequestError):
     """The server asks for keys, and the request has none of them."""
 
-    def __init__(self) -> None:
-        super().__init__("this server asks for a key: send the header `Authorization: Bearer KEY` or `x-api-key: KEY`")
+    def __init__(self, *, in_browser: bool = False) -> None:
+        message = "this server asks for a key: send the header `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        if in_browser:  # It sends no such header for a page.
+            message += ", such as with curl -H 'x-api-key: KEY'; /console has a field for the key"
+        super().__init__(message)
 
 
 class BodyTooLarge(RequestError):

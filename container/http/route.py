@@ -151,11 +151,11 @@ class HttpRoute:
         """
         return None
 
-    def unauthorized(self, method: str = "") -> Reply:
+    def unauthorized(self, method: str = "", *, in_browser: bool = False) -> Reply:
         """Return the refusal of a call without a key. Browsers may ask whether they may send one (CORS's preflight)."""
         if method == "OPTIONS" and self._cors_headers:
             return Reply(200, "", b"")
-        reply = self.refuse(Unauthorized())
+        reply = self.refuse(Unauthorized(in_browser=in_browser))
         return replace(reply, headers=(*reply.headers, ("www-authenticate", "Bearer")))
 
     async def serve(self, head: RequestHead, refusal: Reply | None, receive: Receive, send: Send) -> None:

@@ -147,6 +147,16 @@ async def test_the_page_comes_without_a_key_and_its_calls_do_not() -> None:
         assert (await client.get(path)).status_code == 401
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", ["/docs", "/metrics", "/openapi.json", "/console/state"])
+async def test_a_browser_without_a_key_is_told_of_the_page_that_takes_one(path: str) -> None:
+    client = client_of(applications().main)
+    in_browser, elsewhere = await client.get(path, headers=BROWSER), await client.get(path)
+    assert (in_browser.status_code, in_browser.headers["www-authenticate"]) == (401, "Bearer")
+    assert "/console" in in_browser.json()["message"]
+    assert elsewhere.json()["message"] == MESSAGE
+
+
 MESSAGE = "this server asks for a key: send the header `Authorization: Bearer KEY` or `x-api-key: KEY`"
 FRONT_END = f'{{\n  "code": 401,\n  "type": "UnauthorizedException",\n  "message": "{MESSAGE}"\n}}\n'
 

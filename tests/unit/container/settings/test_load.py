@@ -485,6 +485,11 @@ def test_empty_values_of_all_kinds_of_keys_count_as_unset(model_dir: Path, key: 
     assert settings.warnings == (f"{key} (serving.properties: {key}) is ignored: it is empty",)
 
 
+def test_a_word_that_begins_one_allowed_value_means_this_value(model_dir: Path) -> None:
+    (problem,) = problems(model_dir, "option.dtype=bfloat")
+    assert problem.endswith("did you mean bfloat16?")
+
+
 def test_all_problems_are_listed_at_once(model_dir: Path) -> None:
     found = problems(
         model_dir,
