@@ -8,7 +8,7 @@ from deploy.sagemaker.configuration import Configuration, merge_tables, read_con
 
 ACCOUNT, REGION = "111122223333", "eu-west-1"
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/models"
-IMAGE = f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/slipway:0.2.0-cu130"
+IMAGE = f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/slipway:0.3.0-cu130"
 
 _BASE: dict[str, Any] = {
     "name": "my-llm",

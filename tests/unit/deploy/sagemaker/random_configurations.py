@@ -34,7 +34,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
 
     region = draw(st.sampled_from(sorted(_PARTITIONS)))
     aws, domain = _PARTITIONS[region]
-    image = f"{ACCOUNT}.dkr.ecr.{region}.{domain}/team/slipway:0.2.0-cu128"
+    image = f"{ACCOUNT}.dkr.ecr.{region}.{domain}/team/slipway:0.3.0-cu128"
     made = draw(st.booleans())
     serves = draw(st.sampled_from(["endpoint", "component", "async"]))
     values: dict[str, Any] = {
