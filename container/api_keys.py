@@ -15,7 +15,7 @@ from container.settings.values import json_value
 Headers = Sequence[tuple[bytes, bytes]]
 
 _KEY = re.compile(r"[\x21-\x7e]+")
-_SALT = b"slipway cache salt "  # So that the salt is not the digest that is compared.
+_SALT = b"slipway cache salt "  # So the salt differs from the digest that is compared.
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,8 +89,8 @@ def ensure_home() -> None:
 def allow_open_files() -> None:
     """Raise the soft limit of open files to `ENOUGH`, as far as the hard limit allows.
 
-    A common soft limit is 1024, which is less than the calls that may wait here. With as many connections open no
-    further one is accepted, not even for /ping.
+    A common soft limit is 1024, which is less than the calls that may wait here. At this number of open connections, no
+    further connection is accepted, not even for /ping.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
@@ -158,7 +158,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End, also where clients take nothing: uvicorn cancels their calls, and logs that as an error."""
+        """Stop even if clients do not read: uvicorn would cancel their calls and log errors."""
         dropping = asyncio.get_running_loop().call_later(self._last_seconds, self.drop_connections)
         await super().shutdown(sockets)
         dropping.cancel()
@@ -482,7 +482,7 @@ def _exit(code: int) -> None:
 
 
 def _kill_children() -> None:
-    """Kill the engine's processes: while a model loads, nobody else can stop them.
+    """Kill the engine's processes: while a model loads, nothing else can stop them.
 
     multiprocessing's resource trackers stay. Each ends with the processes whose shared memory it frees.
     """

@@ -118,7 +118,7 @@ class Explanation:
         return self._asks(request)
 
     def _asks(self, request: RecordedRequest) -> bool:
-        """Return True if the request is one of those that are explained."""
+        """Return True if the explanation is for this request."""
         if self.has_null and not request.has_null:
             return False
         if self.asked_zero and not request.has_zero(self.asked_zero):

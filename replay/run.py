@@ -21,7 +21,9 @@ from replay.sources import MalformedLine, Sample, Source
 from replay.targets import NoAnswer, Target, Unreachable
 
 _AHEAD = 2  # Requests that are read ahead, for each that runs.
-MOST_FAILURES = 20  # Requests in a row without an answer, beside those that run, after which the replay ends.
+MOST_FAILURES = (
+    20  # The replay stops after this number of requests in a row without an answer. Running requests do not count.
+)
 _READER_SECONDS = 3.0  # The time in which the thread that reads the source has to end.
 _LONG = 1 << 18  # Bytes. Longer answers are compared in a thread, so that they hold up no others.
 # Between two requests, with their recorded intervals. A wrong time must not make the replay wait for ever.
@@ -82,7 +84,7 @@ class Replay:
         self.gave_up = False  # Too many requests in a row had no answer.
 
     def stop(self) -> None:
-        """Send no further request, and break off those that run."""
+        """Send no further request, and cancel running requests."""
         self._stopped.set()
 
     async def run(self) -> None:

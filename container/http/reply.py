@@ -20,7 +20,8 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
 Headers = list[tuple[bytes, bytes]]
 
-# Bytes of a stream that may wait for its client. The connection holds as many again. A single part may be larger.
+# Bytes of a stream that may wait for its client. The connection holds the same number of bytes again. A single part may
+# be larger.
 MAX_UNSENT = 16 * 1024 * 1024
 
 _LATER = (429, 503)

@@ -62,7 +62,7 @@ class Lifecycle:
         self.startup_times = StartupTimes()
         self.stage = State.STARTING  # The last step that was reached. `state` also asks the engine.
         self._failure = ""
-        self.end_reason = "the server is stopping"  # For calls after the begin of a drain, and those that it cuts off.
+        self.end_reason = "the server is stopping"  # The error of calls that a drain refuses or ends.
         self._started_at = time.time()
         self.open_calls = 0  # Calls of the model that are not answered yet.
 

@@ -80,7 +80,7 @@ class GpuUse:
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """The GPUs of a machine, and those that the models of a server take."""
+    """The GPUs of a machine, and the GPUs that the models of a server take."""
 
     gpus: tuple[int, ...]  # The bytes of each; 0 if they are not known.
     models: tuple[GpuUse, ...] = ()

@@ -1,4 +1,4 @@
-"""Loads, scales and unloads models: those that the server starts with, and those of the management API."""
+"""Loads, scales and unloads the models of the start and of the management API."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Registrar:
             server: The server's settings.
             read_settings: Reads the settings of a model.
             free: Returns the free memory of each device in bytes.
-            said: Warnings that are already in the log.
+            said: Warnings that were logged already and are not repeated.
         """
         self._models, self._server = models, server
         self._read_settings = read_settings

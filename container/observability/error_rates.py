@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["wlm", "server", "model", "any"]
 CLIENT_GONE = 499  # The status of calls whose client left before the answer was complete. They do not count as errors.
-# The status of calls without a key. Callers without one must not be able to fail /ping.
+# The status of calls without a key. Callers without a key must not be able to fail /ping.
 UNAUTHORIZED, FORBIDDEN = 401, 403
 _MINUTE = 60.0
 _MOST = 1_000_000

@@ -34,8 +34,8 @@ _OF_SAGEMAKER = (
     *(b"forwarded-api", b"inference-component", b"inference-id", b"new-session-id", b"session-id", b"target-model"),
     *(b"target-container-hostname", b"target-variant"),
 )
-# The headers that a file gets: those that a contract reads or writes, and the ids of a call. Any other header may hold
-# a credential: gateways and identity providers have their own names for theirs.
+# The headers that a file records: the headers that a contract reads or writes, and the ids of a call. Any other header
+# may hold a credential: gateways and identity providers have their own names for theirs.
 _RECORDED = frozenset(
     (
         # The body and its form.
@@ -128,7 +128,7 @@ class RecordFiles:
         writing.add_done_callback(written)
 
     async def finish(self, seconds: float) -> None:
-        """Wait until all records are written. The log has the number of those that are lost.
+        """Wait until all records are written. The log has the number of lost records.
 
         Args:
             seconds: The longest time, but at least `LAST_SECONDS`.

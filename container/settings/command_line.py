@@ -43,7 +43,8 @@ def read_startup(
 ) -> Startup:
     """Read the settings of the server and its models. If they are wrong, print the faults and exit with code 2.
 
-    `gpus` is the number of GPUs; None: those that this process sees. `model` is a model directory, or the hub's model.
+    `gpus` is the number of GPUs; None: the GPUs that this process sees. `model` is a model directory, or the hub's
+    model.
     """
     if model is not None and (is_s3(model) or os.path.isdir(model)):
         if model_dir is not None:

@@ -221,7 +221,7 @@ def read_environment(environ: Mapping[str, str], gpus: int | None = None) -> Env
 
     Args:
         environ: The environment variables.
-        gpus: The number of GPUs; None: those that this process sees.
+        gpus: The number of GPUs; None: the GPUs that this process sees.
     """
     variables: dict[str, Value] = {}
     problems, warnings = [], []
@@ -301,7 +301,7 @@ def for_given_model(environment: Environment, model: Value, others: Collection[s
 
 
 def _without(environment: Environment, names: Collection[str]) -> Environment:
-    """Leave out variables, and the aliases that stand for them."""
+    """Remove variables and their aliases."""
     aliases = [alias for alias in environment.aliases if alias.target in names]
     left_out = {*names, *(alias.variable for alias in aliases)}
     return replace(

@@ -62,7 +62,8 @@ def handler_settings(
             lookup.problems.append(f'option.pythonExecutable is "{executable}": there is no such program')
     properties = _properties(sources, model_id, degrees)
     if is_hugging_face:
-        # LMI sets these for a Hugging Face model. It turns `auto` into `disable` if it uses none of its engines.
+        # LMI sets these for a Hugging Face model. LMI turns `auto` into `disable` if it uses none of its
+        # own engines.
         if properties.get("rolling_batch", "auto").strip().lower() == "auto":
             properties["rolling_batch"] = "disable"
         properties = {"pipeline_parallel_degree": "1", "max_rolling_batch_size": "32"} | properties

@@ -16,7 +16,7 @@ from container.settings.options import ASYNC_MODE, ENTRY_POINT, MODEL_ID, ROLLIN
 from container.settings.values import Value
 from container.sources import location
 
-# LMI's own handlers. An engine takes their place. LMI has removed the last four.
+# LMI's own handlers. An engine replaces these handlers. LMI has removed the last four.
 _BUILT_IN = frozenset(
     f"djl_python.{name}"
     for name in ("huggingface", "tensorrt_llm", "deepspeed", "tensorrt_llm_python", "transformers_neuronx", "tnx")

@@ -336,7 +336,7 @@ def load_startup(
         environ: The environment variables of the process.
         command_line: As for `load_settings`.
         gpus: As for `read_environment`.
-        model: A model of the hub, instead of those that variables name.
+        model: A model of the hub. It replaces the models that variables name.
 
     Raises:
         SettingsError: A setting is wrong.

@@ -372,7 +372,7 @@ MIN_WORKERS = Option("minWorkers", _WORKERS, "1", aliases=("min_workers",), fiel
 MAX_WORKERS = Option("maxWorkers", _WORKERS, "1", aliases=("max_workers",), field_name="max_workers")
 # The same for an engine: they are numbers of copies of the model. Without them, the engine's GPUs decide.
 COPIES = (replace(MIN_WORKERS, default=None), replace(MAX_WORKERS, default=None))
-# The settings of a customer's handler, except those that select the handler.
+# The settings of a customer's handler, except the settings that select the handler.
 HANDLER_OPTIONS = (
     ASYNC_MODE,
     MIN_WORKERS,
@@ -533,6 +533,6 @@ IGNORED: Mapping[str, str] = {
 }
 # All names of the settings of a model that an engine serves.
 KNOWN = frozenset({*BY_KEY, *IGNORED, *(f"{PREFIX}{name}" for name in ARGUMENTS), "job_queue_size"})
-# Those of them that have an effect.
+# The known names that have an effect.
 SUGGESTED = KNOWN - IGNORED.keys() - {key for option in NOT_SERVED for key in option.keys}
 _NAMES_OF_VARIABLES = frozenset({"entryPoint"})  # A variable has them in capitals.

@@ -1,6 +1,6 @@
 """The settings of the server: SERVING_<KEY> in the environment, or --<key> on the command line, and how they are read.
 
-Names and defaults are LMI's, except for those that only Slipway has.
+Names and defaults are LMI's, except for settings that only Slipway has.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ NOT_SERVED = (
         for key in ("keystore", "keystore_pass", "keystore_type", "private_key_file", "certificate_file")
     ),
 )
-# LMI's settings that have nothing to set here, and why.
+# LMI's settings that Slipway ignores, and the reason.
 IGNORED: Mapping[str, str] = {
     **dict.fromkeys(
         ("plugin_folder", "number_of_netty_threads", "netty_client_threads", "use_native_io", "features"),

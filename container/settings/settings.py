@@ -76,7 +76,7 @@ class SettingEntry:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A variable, and the one that it stands for."""
+    """A variable that sets another variable, its target."""
 
     variable: str
     target: str
@@ -88,7 +88,7 @@ class Alias:
 class Environment:
     """The environment variables that count, as they were when the process started."""
 
-    variables: Mapping[str, Value] = field(default_factory=dict)  # With those that aliases stand for.
+    variables: Mapping[str, Value] = field(default_factory=dict)  # Including the targets of aliases.
     aliases: tuple[Alias, ...] = ()  # Those that are in effect.
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -118,7 +118,7 @@ class S3Folder:
             raise SourceError(f"{url}: {error}") from error
 
     def files(self) -> tuple[RemoteFile, ...]:
-        """List all objects in the folder, except those that stand for folders.
+        """List all objects in the folder, except the empty objects that represent folders.
 
         Raises:
             SourceError: S3 refuses or cannot be reached, or the folder is empty.
@@ -158,8 +158,8 @@ class S3Folder:
         from s3transfer.manager import TransferConfig, TransferManager
 
         config = TransferConfig(
-            # With this threshold boto3 reads ranges of every object. It checks only for ranges that the object has not
-            # changed since it was listed.
+            # With this threshold boto3 reads ranges of every object. boto3 checks that an object has not changed since
+            # it was listed, but for ranges only.
             multipart_threshold=1,
             multipart_chunksize=RANGE,
             max_request_concurrency=THREADS,

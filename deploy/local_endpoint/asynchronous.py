@@ -157,7 +157,7 @@ class AsyncCalls:
         return await self._in_thread(lambda: self._storage.read(url))
 
     async def drain(self, seconds: float) -> None:
-        """Refuse further calls, give up those that wait, and wait for the others, at most `seconds`.
+        """Refuse further calls and drop waiting calls. Wait at most `seconds` for running calls.
 
         A call that is given up gets a failure file.
         """

@@ -1,8 +1,8 @@
 """The OpenAI path of an endpoint, `/endpoints/<name>/openai/v1/...`, and the one of its inference components.
 
 As on SageMaker, the container gets the path without the prefix and without `/openai`, and errors have OpenAI's form.
-SageMaker documents `POST chat/completions` alone. The local endpoint passes the paths of OpenAI's and Anthropic's
-clients on, and none by which vLLM's server is managed.
+SageMaker documents `POST chat/completions` alone. The local endpoint forwards the paths of OpenAI's and Anthropic's
+clients. It does not forward the paths that manage vLLM's server.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class RuntimeApi:
         self._async_calls: AsyncCalls | None = None  # Made when they are needed.
 
     async def drain(self, seconds: float) -> None:
-        """Refuse further asynchronous calls. Wait for those that run, and for records, at most `seconds`."""
+        """Refuse further asynchronous calls. Wait at most `seconds` for running calls and for records."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         if self._async_calls is not None:
