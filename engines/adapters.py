@@ -316,9 +316,7 @@ class AdapterRegistry:
         return not self._host.reads_src and _ON_S3.match(src) is not None
 
     def _path(self, src: str) -> Path:
-        """Return the directory that `src` names.
-
-        If it names none, the directory does not exist.
+        """Return the local directory for `src`. The directory may not exist.
 
         Raises:
             InvalidParameter: The host needs a directory, and `src` is a URL that names none.

@@ -314,7 +314,7 @@ async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
 
 
 async def unless_dead(work: Coroutine[Any, Any, _T], is_dead: Callable[[], bool]) -> _T:
-    """Wait for an answer of an engine that nobody would start again if it died.
+    """Wait for an answer from an engine that is not restarted if it dies.
 
     Raises:
         EngineDead: It has died.

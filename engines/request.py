@@ -181,7 +181,7 @@ class Token(msgspec.Struct, gc=False):
     """One token of the prompt or of the answer."""
 
     id: int
-    # The text that this token adds; the texts of all tokens, joined, are the text. Empty while a character is
+    # The text that this token adds. Concatenated over all tokens, it is the whole answer. Empty while a character is
     # incomplete, and for special tokens that are not shown.
     text: str
     logprob: float | None = None

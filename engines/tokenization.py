@@ -345,7 +345,7 @@ class StopStrings:
         ends = [(start + length, start) for start, length in found if start >= 0]
         if not ends:
             return None
-        # The first of those that end at the same place is the request's first, as in vLLM.
+        # If several stop strings end at the same place, the first one of the request counts, as in vLLM.
         end, start = min(ends, key=lambda place: place[0])
         return len(whole) - (end if self._include else start)
 

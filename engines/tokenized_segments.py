@@ -1,4 +1,4 @@
-"""Tokenizes a prompt by the segments between its added tokens, and knows again those that it has seen.
+"""Tokenizes the segments of a prompt between its added tokens separately, and caches the results.
 
 A conversation is sent whole with each of its turns, and many begin with the same system prompt. A tokenizer of the
 library `tokenizers` cuts a text at its added tokens (`<|im_end|>`) before it does anything else, so that the token ids

@@ -57,7 +57,7 @@ def collect_after_load(*, model_is_here: bool) -> None:
 
 
 def release_memory() -> None:
-    """Free all that nobody refers to, models among it, and give it back to the system and to the GPUs.
+    """Collect garbage, including unloaded models, and return the memory to the system and the GPUs.
 
     The free memory decides which models still fit.
     """

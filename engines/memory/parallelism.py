@@ -339,6 +339,6 @@ def _first(part: Config, names: tuple[str, ...]) -> int:
 
 
 def _numbers(values: list[Any]) -> list[int]:
-    """Return the whole numbers above 0 among the values, and those in lists among them."""
+    """Return the positive integers among the values and in their lists."""
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return [item for item in flat if isinstance(item, int) and not isinstance(item, bool) and item > 0]

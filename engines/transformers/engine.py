@@ -307,7 +307,7 @@ class BatchEngine:
                 logger.exception("request %s: internal error while handling an error", job.request.request_id)
 
     def cancel(self, job: Job) -> None:
-        """End a request for which nobody waits: it leaves the queue, or its batch before the next step."""
+        """Drop an abandoned request from the queue, or from its batch before the next step."""
         if not job.ended:
             job.ended = True
             self.statistics.aborted_requests += job.open_sequences

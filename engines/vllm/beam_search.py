@@ -57,7 +57,7 @@ class BeamSearchTask:
         self._running, self._finished = [_Beam()], list[_Beam]()
         self._stop_ids = set(request.sampling.stop_token_ids)
         self._eos_ids: frozenset[int] = frozenset() if request.sampling.ignore_eos else engine.eos_token_ids
-        # Tokens that may not come before `min_tokens`, be the end token ignored or not, as in the samplers.
+        # Tokens that are forbidden before `min_tokens`, even with `ignore_eos`, as in vLLM's sampler.
         self._ending = engine.eos_token_ids | self._stop_ids
         limit = request.sampling.max_tokens or engine.max_model_len
         self._limit = min(limit, engine.max_model_len - len(self._prompt_ids))

@@ -49,8 +49,8 @@ _WORKER_FAILURE = re.compile(r"Worker failed with error '(.*)', please check the
 class PublicAdapters(dict[str, LoRARequest]):
     """Adapters by the names that requests give, as vLLM's front end looks them up.
 
-    It goes through `values` only to give a chat an adapter that is called like one of its content types, such as
-    "text"; ours are chosen by name alone.
+    vLLM iterates over `values` only to match content types such as "text" to names of adapters. Slipway selects
+    adapters by name, so `values` is empty.
     """
 
     def values(self) -> Any:

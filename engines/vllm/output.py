@@ -265,7 +265,7 @@ class PushedState(OwnState):
 
         Args:
             siblings: The sequences of the request, if there are several.
-            interval: Tokens in each part of a stream, after the first part, which has what came with the first token.
+            interval: Tokens in each part of a stream. The first part is sent as soon as there is a token.
             check_answer: Takes the text when the sequence has ended.
         """
         self.want_tokens = generation.want_tokens

@@ -37,7 +37,7 @@ class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
 
     token: tuple[str, str, str] = ("", "", "")  # The text before a token's id, its text and its log probability.
     ends: tuple[str, str] = ("}", "}")  # The text after the log probability of a common and of a special token.
-    prefill: TokenForm | None = None  # The form of the prompt's tokens, if it is another.
+    prefill: TokenForm | None = None  # The form of the prompt's tokens, if it differs from this form.
     number: Callable[[float], str] = repr  # Writes a finite log probability. Others are null.
     special_texts: Mapping[int, str] = {}  # The texts of special tokens that the generated text lacks, by id.
     comma: str = ", "

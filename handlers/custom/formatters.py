@@ -218,7 +218,7 @@ def _of_adapter(adapter: Adapter, thread: FormatterThread, async_mode: bool) -> 
 
 
 def _forget(late: asyncio.Future[Formatters | None]) -> None:
-    """Remove the module of a `model.py` whose end nobody waited for."""
+    """Unload a `model.py` whose import finished after its load was cancelled."""
     if not late.cancelled() and late.exception() is None and (formatters := late.result()) is not None:
         formatters.forget()
 

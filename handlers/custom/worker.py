@@ -77,7 +77,7 @@ class Worker:
             id_: The worker's number.
             device: The worker's devices, such as `0` or `0,1`. `-1` for none.
             plan: The command, the environment and the handler.
-            on_end: Called with this worker and the reason when it was ready and ends or is killed.
+            on_end: Called with this worker and the reason when a ready worker ends or is killed.
         """
         self.id = id_
         self.name = f"worker {id_}"
@@ -232,8 +232,8 @@ class Worker:
     def _key_salt(self, call: int) -> str:
         """Return the salt of the key of a call in which the handler calls the engine.
 
-        A task that the handler has started may have the prompt of any key. So its calls of the engine share the KV
-        cache with no other.
+        A task that the handler has started may have a prompt from a call with any key. So the calls of such a task
+        share the KV cache with no other call.
         """
         return self._key_salts.get(call) or (uuid.uuid4().hex if self._has_keys else "")
 

@@ -25,7 +25,10 @@ from handlers.parsing.json_limits import JsonDecoder
 _MOST_CSV, _MOST_ROWS = 4 * 1024 * 1024, 10_000
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"
-_READ_OF_CSV = CONSTRAINING | {_PROMPT, "parameters"}  # Columns. A row may leave thousands of others out.
+_READ_OF_CSV = CONSTRAINING | {
+    _PROMPT,
+    "parameters",
+}  # Columns that are read. A row may have thousands of other columns.
 # Fields of a form that are never the prompt.
 _NO_PROMPT = frozenset({"parameters", "stream", "adapters", "adapter"})
 

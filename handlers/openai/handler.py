@@ -323,6 +323,6 @@ def _refusal(error: InvalidRequest, path: str, form: AnswerForm) -> Reply:
 
 
 def _belongs(known: str, request_id: str) -> bool:
-    """Return True if vLLM's id `known` is one of an answer's requests. Each prompt of an answer has a request."""
+    """Return True if `known` is vLLM's request id of one of the answer's prompts."""
     names = (known, _ONE_OF_MANY.sub("", known))
     return known.startswith(_PREFIXES) and any(request_id in (name, name.partition("-")[2]) for name in names)

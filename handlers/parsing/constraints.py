@@ -144,7 +144,7 @@ def asks(name: str, value: Any) -> bool:
 
 
 def refuse_unread(values: Mapping[str, Any], unread: Iterable[str], message: str) -> None:
-    """Refuse what would constrain the text, were it read here.
+    """Refuse the constraint fields that this contract does not support.
 
     Args:
         message: What to do, after the parameter's name.

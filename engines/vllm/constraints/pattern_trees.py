@@ -360,7 +360,7 @@ def rust_text(node: Node) -> str:
 
 
 def quotable(characters: Characters) -> Characters:
-    r"""Return a set that llguidance writes in JSON as it is: without NUL, if it lacks the quotation mark or backslash.
+    r"""Return a set that llguidance keeps in JSON: without NUL if the quotation mark or backslash is missing.
 
     In JSON these two are written as `\"` and `\\`. llguidance takes both for characters of every set that has all
     control characters, even of `[^"]`.

@@ -85,7 +85,7 @@ def trial(tokenizer: Any, kind: str, text: str, *, compact: bool = True, drafts:
 
 
 def _walk(first: Any, end_token: int, drafts: bool) -> str:
-    """Follow it for some tokens: what compiles can still turn out to have no text, or to be slow."""
+    """Step the grammar for some tokens. A grammar that compiles may match no text, or be slow to step."""
     chance = random.Random(0)
     matcher = first.deep_copy()  # Some constraints cannot be reset.
     for _ in range(STEPS):

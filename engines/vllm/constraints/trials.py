@@ -121,7 +121,8 @@ class GrammarTrials:
         return result
 
     def _tried(self, message: dict[str, Any]) -> Trial | None:
-        """Return the result from the process. None if the process ended, and not because of the constraint.
+        """Return the result from the process. None if the process ended for a reason other than the
+        constraint.
 
         Raises:
             GenerationFailed, Overloaded, EngineDead: as `trial`.
@@ -219,7 +220,7 @@ def _characters(trial: Trial) -> int:
 
 @contextlib.contextmanager
 def _ended_after(seconds: float, process: Popen[str]) -> Iterator[None]:
-    """Kill a process that takes longer. One that is stopped reads nothing either, so it would hold up who writes."""
+    """Kill a process that takes longer. A stopped process reads nothing from its pipe, so it would block the writer."""
     timer = threading.Timer(seconds, process.kill)
     timer.daemon = True
     timer.start()

@@ -186,7 +186,7 @@ class Copies:
         await self._start_all([copy.number for copy in dead])
 
     def give_up(self) -> None:
-        """Start none again of the copies that have died. Requests that wait for them get an error."""
+        """Stop the restarts of dead copies. Requests that wait for them get an error."""
         for copy in self._by_number.values():
             copy.given_up |= copy.state is CopyState.DEAD
         self._end_if_all_are_dead()

@@ -20,8 +20,8 @@ has an engine fail for want of memory.
 
 Each engine process is a separate process group: Ctrl-C in a terminal goes to a whole group, and would end the engine
 while the server lets its requests finish. tests/live/test_process_live.py does that. They stay in the server's session:
-Linux shares the processors out between sessions first (sched(7), autogroup), and with one for the engine `python -m
-benchmarks` on two cores counted a fifth of the one-token requests.
+Linux divides the processors between sessions first (sched(7), autogroup). With a separate session for the engine, the
+throughput of one-token requests on two cores fell to a fifth (`python -m benchmarks`).
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ _NEW_WAIT_SECONDS = 0.0005  # A look takes microseconds, and a step longer than 
 
 
 class Pause:
-    """The pause between two looks for a message, on a CPU.
+    """The pause between two polls for a message, on a CPU.
 
-    The engine process looks for the answer of its workers, and each worker for its next step, until nothing has come
-    for a second. vLLM only yields between two looks, so both keep a processor busy, which the model and the front end
-    need on a CPU. Here the pause grows with the wait.
+    The engine process polls its workers for answers, and each worker polls for its next step. After a second without
+    messages they block. vLLM only yields between two polls, so both keep a processor busy that the model and the front
+    end need on a CPU. Here the pause grows with the wait.
     """
 
     def __init__(self) -> None:

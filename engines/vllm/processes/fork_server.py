@@ -156,7 +156,7 @@ def _environment() -> Iterator[None]:
 
 
 def _needs_spawn() -> bool:
-    """Return True if a setting matters that a process reads only when it is executed, so that it cannot be forked.
+    """Return True if a setting takes effect only in a process that is executed, not forked.
 
     On WSL the NVIDIA driver's library does not work after a fork; vLLM spawns there as well. CUDA's libraries for older
     drivers are found through LD_LIBRARY_PATH, which vLLM sets. Intel's OpenMP binds its threads when it is loaded.

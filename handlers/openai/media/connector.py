@@ -128,7 +128,7 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
                 raise
 
     def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
-        # vLLM loads the media of scores so, on the event loop.
+        # vLLM calls this for the media of scores, on the event loop.
         field = _FIELDS[type(media_io)]
         raise VLLMValidationError(f"`{field}` is not taken on this route", parameter=field)
 

@@ -33,7 +33,7 @@ class MediaMemory:
 class RequestMedia:
     """The media of one request.
 
-    They are in memory until the engine has the prompt that was made of them.
+    The media stay in memory until the engine has the prompt.
 
     The methods that count raise InvalidRequest if this request has too much, and Overloaded if all requests together
     have. The message of InvalidRequest is to follow the name of the field.
