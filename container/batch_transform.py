@@ -19,8 +19,8 @@ _ROOM = 100  # SageMaker's limit of MaxPayloadInMB times MaxConcurrentTransforms
 def execution_parameters(models: Models, settings: ServerSettings) -> Reply:
     """Return the reply of the route.
 
-    A record is a body of `/invocations`, and a body holds one request. So records are never joined (SINGLE_RECORD). As
-    many are sent at a time as can run together, within SageMaker's limit.
+    A record is a body of `/invocations`, and a body holds one request. So records are never joined (SINGLE_RECORD). The
+    number of calls that are sent at a time is the number that can run together, within SageMaker's limit.
     """
     payload = max(1, min(_PAYLOAD, settings.max_request_size // _MEBIBYTE))
     together = min((_together(model, settings) for model in models), default=1)

@@ -41,7 +41,7 @@ _NO_CHATS = "chats need the vLLM engine (option.rolling_batch=vllm)"
 
 # The contracts' own health routes. Like `/ping`, they need no API key if they are asked with GET.
 _PROBES = ("/", "/health", "/liveness", "/readiness", "/v2/health/live", "/v2/health/ready")
-# Paths that vLLM has as well, besides those of its contract.
+# Further paths that vLLM has, in addition to the paths of its contract.
 _OF_FASTAPI = ("/health", "/metrics", "/docs", "/openapi.json")
 
 _LONG_TEXT = 4096  # Bytes. Longer bodies are answered in a thread: tokenizing takes longer than reading.

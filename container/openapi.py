@@ -199,7 +199,7 @@ def _with(about: Operation, further: Answers) -> Operation:
 
 
 def _errors(contract: ContractRoutes, route: Route) -> Answers:
-    """Return the errors of a route: those of the server, of the model, and of a call that it cannot read."""
+    """Return the errors of a route: errors of the server, of the model, and of a call that cannot be read."""
     meanings: Meanings = ()
     of_model = not isinstance(route, InfoRoute) or route.answer_all is None
     if "POST" in route.methods:

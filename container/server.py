@@ -180,7 +180,7 @@ def http_server(application: Application, last_seconds: float = _LAST_SECONDS) -
         last_seconds: The time for open connections when the server stops.
 
     Raises:
-        RuntimeError: This uvicorn is not one that Slipway knows.
+        RuntimeError: Slipway does not support this release of uvicorn.
     """
     check_uvicorn()
     return HttpServer(

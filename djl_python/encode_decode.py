@@ -43,7 +43,7 @@ def encode(outputs: Output, prediction: Any, content_type: str | None, key: str 
     """Add a prediction as JSON, CSV or npz if that is the content type, and otherwise as NDList.
 
     Raises:
-        TypeError: The prediction has a type that the form does not have.
+        TypeError: The form does not support the prediction's type.
         ValueError: The form cannot hold the prediction.
     """
     match kind_of(content_type or _JSON):
@@ -64,7 +64,7 @@ def encode(outputs: Output, prediction: Any, content_type: str | None, key: str 
 def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = None) -> Any:
     """Return CSV as `{"inputs": [...]}`, or without a header as a two-dimensional array of numbers.
 
-    The inputs are the column `inputs`. If the header does not have it, they are whole rows.
+    The inputs are the column `inputs`. If the header has no such column, each whole row is an input.
 
     Raises:
         ValueError: The header has none of the columns `question`, `context` and `inputs`, or a cell of CSV without a

@@ -41,7 +41,8 @@ _TASK_OF_SUFFIX = {
 def get_rolling_batch_class_from_str(rolling_batch_type: str) -> Callable[..., RollingBatch]:
     """Refuse a rolling batch, because rolling batches run in the server's engine.
 
-    Tests replace this function by one that returns a class. The class is called with the model and its properties.
+    Tests replace this function by a function that returns a class. The class is called with the model and its
+    properties.
 
     Raises:
         ValueError: Always.
@@ -173,7 +174,8 @@ class HuggingFaceService:
 class StopWord:
     """A stopping criterion for transformers: the regular expression `stop_seq` matches the end of the sequence.
 
-    Only the last tokens of the first sequence are checked, as many tokens as `stop_seq` has characters.
+    Only the first sequence is checked. The number of checked tokens at its end is the number of characters of
+    `stop_seq`.
     """
 
     def __init__(self, tokenizer: Any, stop_seq: str) -> None:

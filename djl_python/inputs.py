@@ -27,7 +27,7 @@ Body = bytes | bytearray
 _MISSING_CELLS = 1_000_000
 
 
-# The method that reads each kind of content. LMI's class has all of them: requests may be of other classes.
+# The method that reads each kind of content. LMI's class has all methods, but requests may be of other classes.
 READERS = {
     "application/json": "get_as_json",
     "text/csv": "get_as_string",

@@ -75,7 +75,8 @@ def from_npz(data: bytes | bytearray) -> list[NDArray[Any]]:
 
 
 def _check_sizes(members: list[zipfile.ZipInfo]) -> None:
-    # With these two methods zipfile decompresses only the bytes that are read. With others it expands whole blocks.
+    # With these two methods zipfile decompresses only the bytes that are read. With other methods it decompresses whole
+    # blocks.
     if any(member.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED} for member in members):
         raise ValueError("it is compressed in a way that numpy does not use")
     # zipfile reads no more than the declared size of a member, so this limits the bytes that are read.

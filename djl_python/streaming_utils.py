@@ -10,7 +10,7 @@ from typing import Any
 from djl_python.lazy_import import require
 
 DEFAULT_MAX_NEW_TOKENS = 50
-# Values of the sampling parameters that a request leaves out, if it has at least one of them.
+# Default values of the sampling parameters, for a request that has at least one of these parameters.
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "typical_p": 1.0}
 
 

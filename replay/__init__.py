@@ -1,1 +1,1 @@
-"""`slipway replay`: sends recorded requests to a server, and compares the answers with those of another one."""
+"""`slipway replay`: sends recorded requests to a server, and compares the answers with another server's answers."""

@@ -1,4 +1,4 @@
-"""The differences that the documentation explains, with its words. A test looks up each of them in the pages.
+"""The differences that the documentation explains, with its words. A test looks up each sentence in the pages.
 
 The first explanation in the table that matches a difference counts. An explanation with a setting says how to get the
 old behaviour. An explanation without one describes a difference that stays.

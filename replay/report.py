@@ -96,7 +96,7 @@ class Report:
     """The figures of a replay. Its size does not depend on the number of requests, except for their latencies."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Begin a report. `options` are those of the replay."""
+        """Begin a report. `options` are the options of the replay."""
         self._options = dict(options)
         self._groups: dict[tuple[str, str, str, str | None], Group] = {}
         self._beyond: Counter[bool] = Counter()  # Differences without a group: explained or not.

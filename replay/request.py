@@ -30,7 +30,7 @@ _OF_CONNECTION = frozenset(
         *("accept-encoding", "proxy-connection"),
     )
 )
-# Headers that name one call. A server may know the call under this id already, and traces would have it twice.
+# Headers that identify one call. A server may have seen the id already, and traces would have the call twice.
 _OF_CALL = frozenset(
     ("x-request-id", "x-amzn-sagemaker-inference-id", "x-amzn-trace-id", "traceparent", "tracestate", "baggage")
 )
@@ -84,7 +84,7 @@ class RecordedRequest:
 
     @cached_property
     def route(self) -> str:
-        """The route that answers: the one that SageMaker's custom attributes name, or the path without the query."""
+        """The route that answers: the route in SageMaker's custom attributes, or the path without the query."""
         named = ROUTE.search(self.header(CUSTOM_ATTRIBUTES))
         return named[1] if named else self.path.partition("?")[0]
 
@@ -148,7 +148,7 @@ class RecordedRequest:
     def without_unknown_headers(self, passed: Collection[str]) -> tuple[RecordedRequest, list[str]]:
         """Return the request without headers that may be a credential of the old server, and the names of these.
 
-        A header is known if a capture of this release would have it.
+        A header is known if a capture of this release would record it.
 
         Args:
             passed: The names of further headers that stay, in lower case.

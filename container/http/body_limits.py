@@ -39,7 +39,7 @@ class BodyMemory:
         """Reserve `size` bytes.
 
         Raises:
-            Overloaded: The budget does not have as many.
+            Overloaded: The budget does not have this number of bytes.
         """
         if self.used + size > self.limit:
             raise Overloaded(

@@ -76,7 +76,7 @@ class HttpReply:
         self.status = 0  # 0 until the reply has begun.
         self.finished = False  # The whole reply has been written.
         self.bytes_sent = 0
-        self.request_id: str | None = None  # The id that the reply's own headers have in the place of the call's.
+        self.request_id: str | None = None  # The id in the reply's own headers. It replaces the call's id.
 
     def reply(self, reply: Reply) -> None:
         framing: Headers = []

@@ -136,7 +136,7 @@ class HttpRoute:
         return None
 
     def answer(self, call: Call, reply: HttpReply, service: Service | None) -> Awaitable[Running | None]:
-        """Answer a call. `service` is that of the model. It is None if the route is for no model.
+        """Answer a call. `service` is the model's service. It is None if the route is for no model.
 
         Raises:
             ContractError: The call is refused with the reply in the error.

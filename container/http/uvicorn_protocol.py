@@ -83,7 +83,7 @@ class CorkedTransport:
         """
         self._transport, self._cork = transport, cork
         self.pieces: list[bytes] = []
-        # `HttpProtocol` drops it with the connection: it holds the object that holds this one.
+        # `HttpProtocol` clears `closing` with the connection, which breaks a reference cycle.
         self.closing = closing
         self.end: asyncio.TimerHandle | None = None
         self.lingering = False  # The server's side has ended. Further data of the client is dropped.
@@ -202,10 +202,10 @@ class HttpProtocol(HttpToolsProtocol):
     - Unreadable data is refused only after the requests before it were answered.
     - Every request is told when its client has left.
 
-    A client that has ended its side of the connection (RFC 9112, section 9.6) looks like one that has left. They differ
-    when something is sent to them: the system of the one that left answers with a reset. If the reply is not complete
-    after `LOOK_SECONDS`, both get bytes that clients of HTTP/1.1 have to ignore: an interim reply, or a leading zero of
-    the next chunk's size in the middle of a stream. HTTP/1.0 has neither, so its clients count as gone.
+    A client that has ended its side of the connection (RFC 9112, section 9.6) looks like a client that has left. They
+    differ when something is sent to them: the system of the one that left answers with a reset. If the reply is not
+    complete after `LOOK_SECONDS`, both get bytes that clients of HTTP/1.1 have to ignore: an interim reply, or a
+    leading zero of the next chunk's size in the middle of a stream. HTTP/1.0 has neither, so its clients count as gone.
     """
 
     MAX_HEAD = 256 * 1024  # Bytes of request line and headers, or of trailers.

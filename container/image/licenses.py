@@ -1,4 +1,4 @@
-"""Lists the packages of an image with their licences: those of this Python, and Debian's.
+"""Lists the packages of an image with their licences: Python's packages and Debian's.
 
     licenses.py    writes CSV to standard output: kind, name, version, licence
 

@@ -44,7 +44,7 @@ class EngineRestarts:
         return lifecycle.missing or (lifecycle.stalled if self._when_stalled else "")
 
     def begin(self, model: Model, reason: str) -> bool:
-        """Begin to restart a model's engine, or those of its copies that have died.
+        """Begin to restart a model's engine, or its dead copies.
 
         While a copy serves, calls are answered. Otherwise calls of the model wait for the engine, or get an error, and
         the model counts as failed until it is ready.
@@ -80,7 +80,7 @@ class EngineRestarts:
         return True
 
     def _recent(self, model: Model) -> int:
-        """Return the recent restarts of the copy with the fewest, of those that would be restarted now."""
+        """Return the recent restarts of the copy with the fewest restarts, among the copies to restart now."""
         since = time.monotonic() - WINDOW_SECONDS
         return min(model.recent_restarts(copy, since) for copy in _to_restart(model))
 
@@ -121,7 +121,7 @@ class EngineRestarts:
 
 
 def _to_restart(model: Model) -> frozenset[int]:
-    """Return the numbers of the copies that have died. If none has, the engine is stalled, and all are returned."""
+    """Return the numbers of the dead copies. If no copy is dead, the engine is stalled: return all numbers."""
     copies = model.lifecycle.copies
     dead = frozenset(copy.number for copy in copies if copy.state is CopyState.DEAD)
     return dead or frozenset(copy.number for copy in copies) or frozenset({1})

@@ -160,7 +160,7 @@ class Lifecycle:
         """Begin to add or to remove copies of a model that is ready. The numbers also hold if it is loaded anew.
 
         Raises:
-            InvalidRequest: The engine cannot have so many.
+            InvalidRequest: The engine cannot have this number of copies.
         """
         assert self.service is not None, "it is ready"
         engine, queue = self.service.engine, self.service.queue
@@ -199,7 +199,7 @@ class Lifecycle:
     async def restart(
         self, place: Callable[[ModelSettings], ModelSettings], *, last: Callable[[], bool] = lambda: True
     ) -> None:
-        """Start the engine of a model again after it has died or stalled, or those of its copies that have died.
+        """Restart the engine of a model after it has died or stalled, or restart its dead copies.
 
         Calls that wait for the engine continue. If none can wait, or if the engine cannot be started as it was in the
         last attempt, the model is stopped and loaded again with its adapters, and counts as failed until it is ready.

@@ -129,7 +129,7 @@ def described(model: Model) -> DescribedModel:
 def _groups(copies: Sequence[EngineCopy], model: Model) -> list[DescribedGroup]:
     """Return a group for each GPU with which a copy begins, as LMI does.
 
-    The numbers of all groups together are those of the model. A copy that is removed does not count.
+    The numbers of all groups add up to the numbers of the model. A copy that is removed does not count.
     """
     least, groups = model.workers[0], []
     for copy in copies:

@@ -25,7 +25,7 @@ class OutOfMemory(Exception):
 
 
 def free_memory() -> tuple[int, ...]:
-    """Return the free bytes of each GPU that this process sees, in CUDA's order, and last those of main memory.
+    """Return the free bytes of each GPU that this process sees, in CUDA's order, and of main memory at the end.
 
     Raises:
         SliceNotChosen: It is not clear which GPU or MIG slice would be used.

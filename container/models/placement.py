@@ -263,7 +263,7 @@ def model_memory(settings: Settings) -> ModelMemory | None:
     arguments, layout = model.engine_arguments, _layout(model)
     files = str(path.parent) if is_here or weight_bytes(path.parent) else model.model_id
     weights = weights_of(files, model.revision, arguments.get("speculative_config"), layout)
-    if not weights.total:  # those of S3 are fetched when the model is loaded
+    if not weights.total:  # weights on S3 are fetched when the model is loaded
         weights = replace(weights, total=sum(remote.total_bytes for remote in settings.remote_models))
     share = arguments.get("gpu_memory_utilization", "").strip()
     cache = integer(arguments.get("kv_cache_memory_bytes", ""))

@@ -165,7 +165,7 @@ class Registrar:
 
         Raises:
             NotReady: The model is not ready.
-            InvalidRequest: The engine cannot have so many copies.
+            InvalidRequest: The engine cannot have this number of copies.
         """
         lifecycle = model.lifecycle
         if lifecycle.state is not State.READY or lifecycle.service is None:

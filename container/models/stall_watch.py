@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 STALL_SECONDS = 60.0
 NEW_ENGINE_STALL_SECONDS = 300.0
-NEW_ENGINE_SECONDS = 600.0  # An engine is new for so many seconds of work.
+NEW_ENGINE_SECONDS = 600.0  # An engine is new for this number of seconds of work.
 
 
 class StallWatch:

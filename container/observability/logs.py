@@ -195,7 +195,7 @@ def _json_object(line: str) -> dict[str, Any] | None:
 
 
 class LogHandler(logging.Handler):
-    """Has records formatted and written in a thread, so that no line waits for who reads it."""
+    """Has records formatted and written in a thread, so that no line waits for the log's reader."""
 
     def __init__(
         self, writer: Writer, formatter: PlainFormatter | JsonFormatter, held: HeldLines | None = None
@@ -321,7 +321,7 @@ def show_held() -> None:
 
 
 def dropped_lines() -> int:
-    """Return the number of lines that were dropped because nobody read the log."""
+    """Return the number of lines that were dropped because the log's reader was slow."""
     return _log.output.dropped if _log.output is not None else 0
 
 

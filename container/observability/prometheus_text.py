@@ -18,7 +18,7 @@ _number: Callable[[float], str] = floatToGoString
 
 
 def prometheus_text(metrics: Iterable[Metric]) -> bytes:
-    """Return counters, gauges and histograms as text. Their names and those of their labels are valid ones."""
+    """Return counters, gauges and histograms as text. Their names and the names of their labels are valid."""
     lines: list[str] = []
     for metric in metrics:
         created: list[str] = []

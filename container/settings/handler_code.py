@@ -78,7 +78,7 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
     elif "://" in name:
         fault = "entry points are not downloaded: put the file into the model directory, and give its name"
     elif name.endswith(".py"):
-        # The model directory may be the only directory in the one that was given, such as `code` in /opt/ml/model.
+        # The model directory may be the only directory in the given directory, such as `code` in /opt/ml/model.
         within = sources.model_dir.parent if Path(name).parts[0] == sources.model_dir.name else sources.model_dir
         for directory in (sources.model_dir, within):
             if os.path.isfile(directory / name):

@@ -392,7 +392,7 @@ def further_settings(
         arguments: As for `load_settings`.
 
     Raises:
-        UrlNotFound: The URL is of another kind, or nothing is there.
+        UrlNotFound: The URL has another scheme, or nothing is there.
         SettingsError: A setting is wrong.
     """
     place = url.text
@@ -452,7 +452,7 @@ def _listed(
 
 
 def _has_another(directories: tuple[Path, ...], variables: Mapping[str, Value]) -> bool:
-    """Return True if HF_MODEL_ID names a model beside the one that the directory holds."""
+    """Return True if HF_MODEL_ID names another model than the directory holds."""
     hub = variables.get("HF_MODEL_ID")
     if hub is None or not directories or _MODEL_VARIABLES & variables.keys():
         return False

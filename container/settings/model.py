@@ -243,7 +243,7 @@ def other_arguments(
         layer: The keys and their values.
         rolling_batch: The value of the option.
         lookup: Gets the problems and warnings.
-        reads_names: Code of the model, or another engine of DJL, may know names that nobody else knows.
+        reads_names: Code of the model, or another engine of DJL, may read names that Slipway does not know.
     """
     arguments: dict[str, Value] = {}
     for key, value in layer.items():
@@ -389,7 +389,7 @@ def _set_copies(sources: Sources, fields: dict[str, Any]) -> None:
         most = least
     takes_all = sources.one_model and sources.gpus > 0 and fields["devices"] != ()
     if takes_all and (least or 1) == (most or 1) == 1:
-        least = most = None  # In LMI, both numbers are those of each GPU, and 1 is the default.
+        least = most = None  # In LMI, both numbers count for each GPU, and 1 is the default.
     fields["min_copies"] = None if reason else least
     fields["max_copies"] = 1 if reason else most or (None if takes_all else least or 1)
     if most is None:

@@ -41,9 +41,9 @@ from engines.vllm.arguments.table import ARGUMENTS, WITHOUT_EFFECT
 
 PREFIX = "option."
 DEFAULT = "default"  # The source of a default value.
-# Names that nobody knows are an error, unless this variable is true.
+# Unknown names are an error, unless this variable is true.
 ALLOW_UNKNOWN = "SERVING_ALLOW_UNKNOWN_SETTINGS"
-# The least likeness of a name and the known one that is meant (difflib's ratio). A short name is like many others.
+# The least likeness of a name and the known name that is meant (difflib's ratio). A short name is like many others.
 _ALIKE, _SHORT_ALIKE, _SHORT = 0.8, 0.88, 5
 
 
@@ -107,7 +107,7 @@ class Lookup:
     entries: list[SettingEntry] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    allows_unknown: bool = False  # Names that nobody knows are warnings.
+    allows_unknown: bool = False  # Unknown names are warnings.
 
     def value(
         self, option: Option, layer: Mapping[str, Value], variables: Mapping[str, Value] = MappingProxyType({})
@@ -146,7 +146,7 @@ class Lookup:
         self.entries.append(SettingEntry(key, value.text, value.source, f"ignored: {reason}"))
 
     def unknown(self, key: str, value: Value, meant: str = "", *, stops: bool = True) -> None:
-        """Add a problem for a name that nobody knows, or a warning if such names are allowed.
+        """Add a problem for an unknown name, or a warning if unknown names are allowed.
 
         Args:
             key: The name.
@@ -219,7 +219,7 @@ class Sources:
     """The texts of all settings by key, each from the most important source that has it."""
 
     model_dir: Path
-    has_model_dir: bool  # False: it is only the default, in place of one that was not found.
+    has_model_dir: bool  # False: it is the default, because the given directory was not found.
     variables: Mapping[str, Value]
     server: Mapping[str, Value]
     model: dict[str, Value]

@@ -213,7 +213,7 @@ def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
 
 
 def _api_keys(text: str | None, layer: Mapping[str, Value], lookup: Lookup) -> ApiKeys | None:
-    """Return the keys of the variable, which are `text`, and those of the file; None if neither is set."""
+    """Return the keys in `text` (the variable) and the keys in the file; None if neither is set."""
     keys: list[str] = []
     if text is not None:
         lookup.replace(SettingEntry(API_KEYS.key, HIDDEN, layer[API_KEYS.key].source))  # the report has no key

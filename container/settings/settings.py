@@ -93,8 +93,8 @@ class Environment:
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     downloads: Path = Path("/tmp/slipway")  # The directory for models that are fetched from S3.
-    gpus: int = 0  # The GPUs that the settings are read for: this process's, or those of a machine to plan for.
-    one_model: bool = False  # The settings are those of the only model that the server starts with.
+    gpus: int = 0  # The GPUs that the settings are read for: this process's GPUs, or the GPUs of a machine to plan for.
+    one_model: bool = False  # The server starts with this model alone.
 
 
 class RemoteWeights(Protocol):
@@ -162,7 +162,9 @@ class Startup:
 
     server: ServerSettings
     models: tuple[StartupModel, ...]
-    report: ServerReport | None = None  # The origins of the server's settings; None: from those of its one model.
+    report: ServerReport | None = (
+        None  # The origins of the server's settings; None: as in the settings of its one model.
+    )
     # The environment and the command line. They count for models that are registered later as well.
     environment: Environment = Environment()
     command_line: Mapping[str, str] = field(default_factory=dict)

@@ -86,7 +86,7 @@ def is_model_dir(path: Path) -> bool:
 def model_fault(directory: Path) -> str:
     """Return why an engine cannot load a directory, as far as its names and its config.json tell; else "".
 
-    The names of other files than `config.json` are those of Mistral's format and of GGUF.
+    File names other than `config.json` belong to Mistral's format and to GGUF.
     """
     try:
         names = os.listdir(directory)

@@ -197,7 +197,7 @@ class S3Folder:
             go_on: Called for each block of the file. If it raises an error, the comparison ends.
 
         Raises:
-            SourceError: S3 failed, or the content is not the one that was listed.
+            SourceError: S3 failed, or the content differs from the listed object.
             OSError: The disk failed.
         """
         algorithm = next((name for name in _CHECKSUMS if name in file.checksums), None)

@@ -30,7 +30,7 @@ def upload_model(s3: Any, directory: Path, location: str, report: Callable[[str]
         report: Takes a line for each uploaded file.
 
     Raises:
-        UploadFailed: The directory does not exist, has no files, or has one that cannot be read.
+        UploadFailed: The directory does not exist, has no files, or has a file that cannot be read.
         boto3.exceptions.Boto3Error: S3 refused a file. So does botocore's ClientError.
     """
     files = files_in(directory)
@@ -57,7 +57,7 @@ def files_in(directory: Path) -> list[Path]:
     """Return all files that an upload of a directory would upload.
 
     Raises:
-        UploadFailed: The directory does not exist, has no files, or has one that cannot be read or has no key in S3.
+        UploadFailed: The directory does not exist, has no files, or has a file that cannot be read or has no key in S3.
     """
     files = list(_files(directory)) if directory.is_dir() else []
     if not files:

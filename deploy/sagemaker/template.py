@@ -35,7 +35,8 @@ VARIANT = "AllTraffic"
 MACHINE_IMAGE = "al2023-ami-sagemaker-inference-gpu-4-1"
 _GPU_INSTANCE = re.compile(r"ml\.[gp]\d")
 _MODEL_NAME = {"Fn::GetAtt": ["Model", "ModelName"]}
-# Variables that choose the model's names or another model. Aliases, such as those of AWS's vLLM image, stand for them.
+# Variables that choose the model's names or another model. Other images have aliases for them, such as AWS's vLLM
+# image.
 _NAMING = frozenset(
     {"OPTION_SERVED_MODEL_NAME", "SERVING_MODEL_NAME", "SERVING_LOAD_MODELS"}
     | {"HF_MODEL_ID", "OPTION_MODEL_ID", "OPTION_MODEL"}
