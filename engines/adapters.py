@@ -148,7 +148,7 @@ class AdapterRegistry:
         return adapter
 
     async def preload(self, model_dirs: Sequence[Path], declared: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Register the adapters in `adapters/` below these directories, and those that the settings declare.
+        """Register the adapters in `adapters/` below these directories, and the adapters that the settings declare.
 
         Args:
             model_dirs: The directories. Of two adapters with one name, the one in the first directory is registered.

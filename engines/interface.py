@@ -198,7 +198,7 @@ class EngineAdapters(Protocol):
         """
 
     async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
-        """Let no new request have the adapter, and free it when those that run with it have ended.
+        """Refuse the adapter to new requests, and free it when its running requests have ended.
 
         Args:
             wait: Return when it is free, or after half a minute, while it is being freed as soon as may be.
@@ -247,7 +247,7 @@ class Engine(LoadedModel, Protocol):
     async def restart(self) -> None:
         """Start the engine again after it has died or stalled. The requests that wait continue.
 
-        Of several copies, it starts those that have died, or else the quietest one. Only for an engine that `waits`, or
+        Of several copies, it restarts the dead copies, or else the quietest copy. Only for an engine that `waits`, or
         while a copy serves.
 
         Raises:
@@ -269,7 +269,7 @@ class Engine(LoadedModel, Protocol):
             most: The copies that are to serve, at least 1.
 
         Raises:
-            InvalidRequest: The machine has no room for so many, or the engine has one copy alone.
+            InvalidRequest: The machine has no room for this number of copies, or the engine supports only one.
         """
 
     async def stop(self, why: str = "the server is stopping") -> None:

@@ -96,7 +96,7 @@ class ModelTexts:
             special: With the special tokens that the model wants around a text.
 
         Returns:
-            The ids, and the position of the first one that belongs to the second text.
+            The ids, and the position of the first id that belongs to the second text.
         """
         if self._fast is None:
             return self._encode_cut_slowly(text, second, most, side, special)

@@ -92,13 +92,13 @@ class ModelSettings:
     max_media_memory_mb: int = 4096
     # Networks such as "10.0.0.0/8" that media may be fetched from beside public addresses.
     allowed_media_networks: tuple[str, ...] = ()
-    # The task that the model is loaded for. "auto": that of its files.
+    # The task that the model is loaded for. "auto": the task in its files.
     task: Task = "auto"
-    pooling: str | None = None  # The way to one vector, in vLLM's words. None: that of the model's files.
+    pooling: str | None = None  # How one vector is made, in vLLM's words. None: as the model's files say.
     # On `/invocations`: vectors have the length 1, and a score of one label passes a sigmoid.
     normalize: bool = True
     sigmoid: bool = True
-    # The form of vectors on `/invocations`: that of DJL's engines, or that of LMI's vLLM handler.
+    # The form of vectors on `/invocations`: DJL's engines' form, or the form of LMI's vLLM handler.
     vector_format: VectorFormat = "djl"
     djl_engine: bool = False  # `engine` is Rust, OnnxRuntime or PyTorch.
     scores_in_order: bool = False  # `query` and `texts` on `/invocations` get DJL's scores; otherwise TEI's ranks.

@@ -106,7 +106,7 @@ class CallCounts:
     succeeded_seconds: float = 0.0
     failed_seconds: float = 0.0
     last_at: float = 0.0  # Seconds since the epoch; 0 if none ran.
-    durations: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))  # Of those that succeeded.
+    durations: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))  # Of successful requests.
 
     def count(self, seconds: float, *, failed: bool) -> None:
         """Count a call that took so long. One whose client went away counts as neither."""

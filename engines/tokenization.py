@@ -18,7 +18,7 @@ from engines.tokenized_segments import LONG_TEXT
 
 
 def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabulary_size: int) -> None:
-    """Refuse too many of them, and those that no token has.
+    """Refuse too many ids, and ids outside the vocabulary.
 
     Raises:
         InvalidParameter: Naming the parameter.
@@ -169,7 +169,7 @@ class HeldTokens:
         self._tokens.append(token)
 
     def release(self, characters: int, finished: bool) -> list[Token]:
-        """Return the tokens whose text may be shown now that so many more characters may.
+        """Return the tokens whose text may be shown, now that this number of further characters may be shown.
 
         Args:
             finished: Return all, without the text that belongs to a stop string.
@@ -246,7 +246,7 @@ class PromptTokenizer:
             special: With the special tokens that the model wants around a text.
 
         Returns:
-            The ids, and the position of the first one that belongs to the second text.
+            The ids, and the position of the first id that belongs to the second text.
 
         Raises:
             InvalidRequest: The texts are empty, or too long for the model.

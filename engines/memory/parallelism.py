@@ -47,17 +47,17 @@ _STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 _WINDOWED = frozenset({"sliding_attention", "chunked_attention"})
 # Kinds of layers that keep a state of fixed size for a sequence, or nothing.
 _WITHOUT_CACHE = frozenset({"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"})
-# One layer in so many sees the whole context, in families whose config.json does not list its layers.
+# One in this number of layers sees the whole context, in families whose config.json does not list its layers.
 _SLIDING_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The GPUs of an engine, apart from those that share each layer, as in vLLM's ParallelConfig."""
+    """How an engine uses its GPUs, as in vLLM's ParallelConfig, without tensor parallelism."""
 
     stages: int = 1  # Pipeline stages.
     context: int = 1  # GPUs that share the reading of a prompt. Each has a copy of the weights, except of experts.
-    replicas: int = 1  # Data-parallel replicas, those on other machines included.
+    replicas: int = 1  # Data-parallel replicas, including replicas on other machines.
     replicas_here: int = 1
     nodes: int = 1  # Machines that share the engine's GPUs evenly.
 
@@ -110,7 +110,7 @@ class Weights:
 
 
 def copies_that_fit(gpus: int, per_copy: int, most: int | None) -> int:
-    """Return how many copies of a model run on so many GPUs. One copy always counts, even if its GPUs are missing.
+    """Return how many copies run on this number of GPUs. One copy always counts, even if its GPUs are missing.
 
     Args:
         gpus: The GPUs that the model may use.
@@ -185,7 +185,7 @@ class ModelMemory:
         return sizes[-1], f"the most that the model allows, which may be too few for {weights}"
 
     def fits(self, size: int, gpu_bytes: int) -> bool:
-        """Return True if so many GPUs of this memory hold the weights and a useful KV cache."""
+        """Return True if this number of GPUs of this memory holds the weights and a useful KV cache."""
         least = int(int(gpu_bytes * self.memory_share) * _CACHE_SHARE)
         return self.cache_bytes(size, gpu_bytes) >= max(self.sequence_bytes(size), least)
 

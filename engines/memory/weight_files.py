@@ -29,7 +29,8 @@ _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", 
 def weight_files(model: Path | str) -> tuple[Path, ...]:
     """Return the files in the order of their names; none where `model` is no directory or file, such as a hub id.
 
-    The files of an index come first, then those of one format: safetensors before pickles. Subdirectories do not count.
+    The files of an index come first, then the files of one format: safetensors before pickles. Subdirectories do not
+    count.
     """
     path = Path(model)
     if path.is_file():
@@ -129,7 +130,7 @@ def hub_file(repository: str, name: str, revision: str | None) -> Path | None:
 def weights_of(model: str, revision: str | None, speculative: Any, layout: Layout) -> Weights:
     """Return the sizes of a model's weights and of its draft model's; the hub is asked where they are not here."""
     total = weight_bytes(model) or hub_weight_bytes(model, revision)
-    shared = layout.expert_ranks > 1  # otherwise nobody needs to know
+    shared = layout.expert_ranks > 1  # otherwise the size is not needed
     experts = (expert_bytes(model) or hub_weight_bytes(model, revision, is_expert)) if shared else 0
     draft = draft_model(speculative)
     if not draft or draft == model:  # some models have layers that draft

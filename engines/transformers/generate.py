@@ -177,7 +177,7 @@ class BatchRunner:
         decode = partial(model.tokenizer.batch_decode, skip_special_tokens=sampling.skip_special_tokens)
 
         def stopped(input_ids: Any, scores: Any, **_: Any) -> Any:
-            """Tell which beams have ended, or have nobody waiting for more; as many for each job."""
+            """Tell which beams have ended or were abandoned. Each job has the same number of beams."""
             batch.moved_at = time.monotonic()
             each = len(input_ids) // len(jobs)
             ended = [job.ended or job.aborted for job in jobs for _ in range(each)]
@@ -256,7 +256,7 @@ class _Steps:
         return scores.fill_(-torch.inf).scatter_(1, torch.tensor(chosen, device=scores.device)[:, None], 0.0)
 
     def stopped(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """Return the rows that have ended, or for which nobody waits."""
+        """Return the rows that have ended or were abandoned."""
         return torch.tensor([row.done for row in self._rows], device=input_ids.device)
 
 
@@ -431,7 +431,7 @@ class BatchSequence:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def read_prompt(model: TransformersModel, prompt_ids: Sequence[int]) -> list[float]:
-    """Return the log probabilities of a prompt's tokens, from the second on, each given those before."""
+    """Return the log probabilities of a prompt's tokens, from the second on, each given the tokens before it."""
     values: list[float] = []
     cache = None
     ids = torch.tensor([list(prompt_ids)], device=model.device)

@@ -259,7 +259,7 @@ def longest_context(config: Any) -> int | None:
 
 
 def pad_token_id(tokenizer: Any, vocabulary_size: int) -> int:
-    """Return a token that the model can embed: one that was added to the tokenizer alone lies outside."""
+    """Return a token that the model can embed. A token that was added only to the tokenizer has no embedding."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None and 0 <= token_id < vocabulary_size:
             return int(token_id)

@@ -155,7 +155,7 @@ class Sampler:
 
 
 def random_numbers(seed: int | None, sequence: int, device: Any) -> torch.Generator:
-    """Return the generator of one sequence of a request; those of one request have different ones."""
+    """Return the random generator of one sequence. Each sequence of a request has its own."""
     generator = torch.Generator(device)
     if seed is None or seed == -1:  # vLLM takes -1 as none
         generator.seed()

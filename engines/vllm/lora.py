@@ -1,4 +1,4 @@
-"""LoRA adapters on vLLM: which of them are in its memory, and who uses them.
+"""LoRA adapters on vLLM: which adapters are in its memory, and which requests use them.
 
 vLLM reads an adapter from its directory whenever a step needs one that is not in memory, and its engine process dies if
 that fails; it also takes adapters of one name for one and the same. So
@@ -218,7 +218,7 @@ class VllmAdapters:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _loaded(self, held: _Held) -> None:
-        """Wait until the adapter is in memory. One who waits may leave; loading continues for others."""
+        """Wait until the adapter is in memory. A waiting call may be cancelled. Loading continues for others."""
         if held.resident:
             return
         loading = held.loading
@@ -296,7 +296,7 @@ class VllmAdapters:
             await self._drop(held)
 
     async def _drop(self, held: _Held) -> None:
-        held.resident = False  # first: who claims it now has it loaded again
+        held.resident = False  # first, so that the next claim loads the adapter again
         with contextlib.suppress(EngineDeadError, TimeoutError):
             async with asyncio.timeout(self._patience):
                 await self._llm.remove_lora(held.adapter.id)

@@ -54,7 +54,7 @@ class AdapterFiles:
     digest: str  # Of their content.
 
     def check_same(self, now: AdapterFiles) -> None:
-        """Compare the files with those that were found later. A copy with the same content is the same.
+        """Compare the files with files that were found later. A copy with the same content is the same.
 
         Raises:
             AdapterFailed: They differ.

@@ -61,7 +61,7 @@ class _Waiting:
     """The numbers of one engine that are still to be counted."""
 
     def __init__(self) -> None:
-        self.scheduler: Any = None  # The last report, with the look-ups in the prefix cache of those before it.
+        self.scheduler: Any = None  # The last report, with the look-ups in the prefix cache of earlier reports.
         self.generated = 0
         self.steps: list[int] = []  # The tokens of each step.
         self.prompts: list[Any] = []  # The tokens of prompts, for each step with any.
@@ -106,7 +106,7 @@ class EngineReports(PrometheusStatLogger, Collector):
 
     @property
     def status(self) -> EngineStatus:
-        """The figures after the last step: of the scheduler, or of those of all copies or replicas together."""
+        """The figures after the last step: of the scheduler, or the sum over all copies or replicas."""
         latest = self._latest.values()
         return EngineStatus(
             running_requests=sum(stats.num_running_reqs for stats in latest),

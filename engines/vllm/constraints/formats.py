@@ -1,4 +1,4 @@
-"""The formats of strings in JSON schemas: those of the standard, as expressions.
+"""The standard formats of strings in JSON schemas, as expressions.
 
 llguidance has some of them. Names that are not here are annotations by the standard and say nothing, and so do `regex`
 and the formats of international e-mail addresses and host names, for which no expression is exact.

@@ -170,7 +170,7 @@ class _Node:
     out: dict[str, Any] = field(default_factory=dict)
     # Further schemas that have to hold, with the keywords that they come from.
     also: list[tuple[str, Schema]] = field(default_factory=list)
-    keyword: str = ""  # The one that is being rewritten.
+    keyword: str = ""  # The keyword that is being rewritten.
     also_at: int = 0  # The place of these schemas among the keywords. It decides on the order of members.
 
     def add(self, *schemas: Schema) -> None:
@@ -238,7 +238,7 @@ class _Rewriter:
             given = {"$ref": given["$ref"]}
         node = _Node(given, place, named_types(given) or EVERY, closed, exact)
         if isinstance(given.get("properties"), dict) and "type" not in given and not exact:
-            # By the standard `{"properties": ...}` allows any number or text as well, which nobody means.
+            # By the standard `{"properties": ...}` allows any number or text as well. Users expect an object.
             node.types = frozenset({"object"})
         if node.types != EVERY:
             node.out["type"] = type_value(node.types)
@@ -307,7 +307,7 @@ class _Rewriter:
         return named.keys() >= set(strings(given.get("required"))) and not (is_number(least) and least > len(named))
 
     def _joined(self, node: _Node) -> Schema:
-        """Return a node's schema with the further ones that have to hold."""
+        """Return a node's schema with the further schemas that have to hold."""
         also = [(keyword, part) for keyword, part in node.also if part is not True and part != {}]
         parts = [part for _, part in also]
         if False in parts or not node.types:
@@ -365,7 +365,7 @@ class _Rewriter:
         return self.work > _MOST_WORK
 
     def _spend(self, count: int) -> bool:
-        """Return True if rewriting may add so many schemas."""
+        """Return True if rewriting may add this number of schemas."""
         if count > _MOST_ALTERNATIVES or count > self._left or self._late:
             return False
         self._left -= count

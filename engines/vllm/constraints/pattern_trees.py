@@ -247,7 +247,7 @@ class Parser:
         return _others(characters_of(ranges)) if negated else characters_of(ranges)
 
     def _range(self, low: Characters, high: Characters) -> _Ranges:
-        """Return what a class has of two items with a hyphen between them, or of one that is both."""
+        """Return the characters that two items of a class with a hyphen between them match."""
         if low is high:
             return low.ranges
         begin, end = low.ranges[0][0], high.ranges[0][0]

@@ -51,7 +51,7 @@ def none_of(words: Collection[str]) -> str | None:
 
 
 def all_but(words: Iterable[str], others: Iterable[str]) -> str | None:
-    """Return a pattern that is found in all texts but these words and those in which one of the others is found."""
+    """Return a pattern that is found in all texts, except these words and texts in which another pattern is found."""
     excluded = [rf"[\s\S]*(?:{other})" for other in others]
     excluded += ["".join([f"\\u{{{ord(character):x}}}" for character in word]) + "$" for word in words]
     found = without_look_around(f"^{''.join([f'(?!{each})' for each in excluded])}[\\s\\S]*$", single=True)

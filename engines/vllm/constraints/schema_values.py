@@ -10,7 +10,7 @@ from typing import Any
 Schema = bool | dict[str, Any]
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 EVERY = frozenset(TYPES)
-# llguidance reads bounds as doubles, and those of integers as 64 bits.
+# llguidance reads bounds as doubles, and bounds of integers as 64 bits.
 LARGEST_BOUND = math.nextafter(2.0**63, 0.0)
 _LARGEST_INTEGER = (1 << 63) - 1
 _STEP = 1e-9  # Between an exclusive bound and the nearest number that is allowed.

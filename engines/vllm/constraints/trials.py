@@ -30,7 +30,7 @@ from engines.vllm.constraints.trial_process import TOO_MUCH, Trial
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# How long a request waits until its constraint has been tried out, those before it included, before it is refused.
+# A request is refused if the trial of its constraint has not ended after this time, with the trials before it.
 WAIT_SECONDS = 60.0
 # How long the process may take for its start, and for one constraint, by the clock. Longer than its own limit, which
 # counts processor time: a busy machine may give it little, and a process that is stopped gets none.

@@ -58,7 +58,7 @@ class CopyChoice:
         return chosen
 
     def _with_prefix(self, copies: Sequence[AnyCopy], keys: Sequence[int], work: int) -> AnyCopy | None:
-        """Return the copy with the least work of those that have most of the prompt. None if it has too much work."""
+        """Return the least loaded copy among the copies that have most of the prompt. None if it has too much work."""
         lengths = [self._cached(copy.number, keys) for copy in copies]
         if not (longest := max(lengths)):
             return None

@@ -115,7 +115,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         self.placed: dict[str, Placed] = {}  # The requests that copies have, by their ids.
 
     def add(self, copy: Copy, died: Callable[[Copy], None]) -> None:
-        """Add a copy that has been loaded. It takes no requests yet, apart from those that are sent to this copy alone.
+        """Add a copy that has been loaded. It takes no requests yet, apart from requests to this copy alone.
 
         Args:
             copy: The copy.
@@ -176,7 +176,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         self._tell_handled()
 
     def _tell_handled(self) -> None:
-        """Resume those that wait for messages which have been handled."""
+        """Resume the waiters whose messages have been handled."""
         waiting, self._waiting = self._waiting, []
         for came, reached in waiting:
             if came > self._handled:

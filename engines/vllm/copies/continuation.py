@@ -43,7 +43,7 @@ reasoning parser vLLM does not read them, and with one only if the constraint be
 
 
 class CannotContinue(Exception):
-    """The answer could differ from that of an engine that had not died. The message says why."""
+    """The answer could differ from the answer without a death. The message says why."""
 
 
 def continued(state: RequestState, config: VllmConfig) -> EngineCoreRequest:
@@ -149,7 +149,7 @@ class Continuations:
         self._failed: set[str] = set()  # Sequences that have got an error, and are still to be forgotten.
 
     def copy_died(self, copy: Copy, lost: Collection[str]) -> None:
-        """Count the death for the sequences that the copy had, or blame the one that was tried there.
+        """Count the death for the sequences that the copy had, or blame the sequence that was tried there.
 
         Args:
             copy: The copy.

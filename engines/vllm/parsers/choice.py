@@ -204,7 +204,7 @@ def _most_specific(families: Sequence[Family]) -> list[Family]:
 
 
 def parser_of(kind: str, settings: ModelSettings) -> Choice:
-    """Return the parser of a model: the one that an option names, or the one that the model's files ask for.
+    """Return the parser of a model: the option's parser, or the parser that the model's files ask for.
 
     A model that is not here is looked up on the hub.
     """

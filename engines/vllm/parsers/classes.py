@@ -197,7 +197,7 @@ def constrained_text(config: VllmConfig, tokenizer: Any, state: Any, options: Ma
         options: Of its request. They say whether the prompt has ended the reasoning, and have options of the parser.
 
     Returns:
-        The text. None if the parser of reasoning cannot part the answer.
+        The text. None if the parser of reasoning cannot split the answer.
     """
     settings = config.structured_outputs_config
     ended = options.get("reasoning_ended")
