@@ -58,7 +58,7 @@ class Steering(TypedDict, total=False):
     """The fields of a `GenerationRequest` that the headers of a call set. Most calls set none."""
 
     trace_context: Mapping[str, str]  # W3C Trace Context.
-    cache_salt: str  # The client's, or else that of its API key.
+    cache_salt: str  # The client's salt, or else the salt of its API key.
     priority: int
 
 
@@ -70,7 +70,7 @@ def read_steering(headers: Mapping[bytes, bytes], key_salt: str = "") -> tuple[S
         key_salt: The salt of the call's API key. Empty if the server has no keys.
 
     Returns:
-        The fields, and the fault of a header: the salt is one that vLLM would refuse in a body, or the priority is not
+        The fields, and the fault of a header: vLLM would refuse the salt in a body, or the priority is not
         an integer of 32 bits.
     """
     steering: Steering = {}

@@ -23,7 +23,7 @@ _MOST_WAITING = 64  # Items of one reply that may wait. With more, `drain` waits
 
 
 class FormatterThread:
-    """The thread that runs all formatters of one model, and those of its adapters.
+    """The thread that runs all formatters of one model and of its adapters.
 
     The methods must run on one event loop. A call that takes longer than the time limit fails. Its thread cannot be
     stopped, so the next call gets a new thread. A call whose client has left keeps its turn until it
@@ -52,7 +52,8 @@ class FormatterThread:
             loop = asyncio.get_running_loop()
             self._overdue_at = loop.time() + self.time_limit
             job = loop.run_in_executor(self._executor, partial(_call, work))
-            job.add_done_callback(lambda job: job.cancelled() or job.exception())  # asyncio logs one that nobody reads.
+            # asyncio logs an exception that is not read.
+            job.add_done_callback(lambda job: job.cancelled() or job.exception())
             self._running = job
             try:
                 if await self._end_of(job):

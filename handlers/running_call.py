@@ -178,7 +178,7 @@ class RunningCall:
         self.answered = True
         self._queue.open_sequences -= self._places
         self._places = 0
-        if self._queue.running.get(self._request_id) is self:  # ids are the clients', who may use one twice
+        if self._queue.running.get(self._request_id) is self:  # a client may use one id twice
             del self._queue.running[self._request_id]
         if self._timer is not None:
             self._timer.cancel()

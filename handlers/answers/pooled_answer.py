@@ -75,7 +75,7 @@ class PooledAnswer(Answer):
     def part(self, numbers: Any) -> Any:
         """Return a prompt's part of the document.
 
-        Vectors are written as JSON here. Together, those of a long list would take the event loop for seconds.
+        Vectors are written as JSON here. Together, the vectors of a long list would block the event loop for seconds.
 
         Args:
             numbers: An array of float32.

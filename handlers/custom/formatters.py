@@ -48,7 +48,7 @@ class Formatters:
         return self.output is not None and not takes_request_output(self.output)
 
     def offering(self, **keywords: Any) -> Formatters:
-        """Return formatters whose input formatter gets those of the keyword arguments that it accepts."""
+        """Return formatters whose input formatter gets only the keyword arguments that it accepts."""
         if self.input is None:
             return self
         parameters = inspect.signature(self.input).parameters.values()

@@ -43,7 +43,7 @@ _LAST_LINES = 5  # Lines of pip's output that the error message repeats.
 
 
 def environment_variables(settings: HandlerSettings, python: str = "") -> Mapping[str, str]:
-    """Return the server's variables and those of `option.env`.
+    """Return the server's variables and the variables of `option.env`.
 
     Another interpreter does not get the variables that concern the server's packages.
 

@@ -134,7 +134,7 @@ class RollingBatcher:
         self.worker.end(f"was ended because it {self._settings.overdue}")
 
     def _fail_step(self, output: Message) -> None:
-        """Fail all requests, because the step's output does not have a part for each of them."""
+        """Fail all requests, because the step's output does not have a part for each request."""
         logger.error(
             "%s: the rolling batch failed with code %s and %s entries for %s requests: %s",
             *(self.worker.name, output.code, len(output.contents), len(self._active), output.message),

@@ -186,7 +186,7 @@ class WorkerPool:
         return sum(batcher.places for batcher in self._open_batchers())
 
     def _open_batchers(self) -> list[Batcher]:
-        """Return the batchers that get requests: those of the `max_workers` workers that were ready first."""
+        """Return the batchers that get requests: the batchers of the `max_workers` workers that were ready first."""
         return list(self._batchers.values())[: self.max_workers]
 
     def _waits_for_more(self) -> bool:

@@ -161,7 +161,7 @@ def ids_inside(model: LoadedModel, text: str) -> list[int]:
 def _behind(model: LoadedModel, word: str, text: str, tries: int) -> tuple[str, list[int]]:
     """Return the longest beginning of the word whose tokens do not change when the text follows it, and the text's ids.
 
-    After so many `tries` the text is tokenized alone.
+    After `tries` attempts the text is tokenized alone.
     """
     while word and tries:
         before, together = _encode(model, word), _encode(model, word + text)

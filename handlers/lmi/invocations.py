@@ -141,7 +141,7 @@ class InvocationsHandler:
     def _read(self, call: Call) -> tuple[Call, str, Body | None]:
         """Return the call, the field that decides its kind, and its body if that is a common one of OpenAI's.
 
-        A common body has no fields of another kind. Any other body is split into its fields.
+        A common body has no other fields. Any other body is split into its fields.
         """
         kind = media_type(call.content_type)
         if not ("json" in kind or kind in _JSON_TYPES):

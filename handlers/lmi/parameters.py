@@ -37,7 +37,7 @@ class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
     top_n_tokens: int
     token_logprobs: bool
     output_formatter: str | None
-    # Parameters without effect: unknown parameters, and those that the engine lacks in this mode.
+    # Parameters without effect: unknown parameters, and parameters that the engine lacks in this mode.
     ignored: tuple[str, ...]
     names: Mapping[str, str] = {}  # See `Exchange`.
 

@@ -16,7 +16,7 @@ from handlers.contract import JSON, Call, Reply
 VERSION_HEADER = "Anthropic-Version"  # Every client of Anthropic's API sends it.
 ID_HEADER = "request-id"  # Anthropic's clients show the id of a request from this header.
 
-# Other statuses of clients' faults are an `invalid_request_error`, and those of the server's faults an `api_error`.
+# Other statuses of clients' faults are an `invalid_request_error`, and of the server's faults an `api_error`.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -66,7 +66,7 @@ def body_fault(errors: Sequence[Any], body: Any) -> BodyFault:
 
 
 def _fault(error: dict[str, Any], body: Any) -> _Fault:
-    """Tell the parts of a fault's place that are in the body from those that name a type."""
+    """Tell the parts of a fault's place that are in the body from the parts that name a type."""
     path: list[str | int] = []
     branch: list[str] = []
     value, parts = body, error["loc"][1:]

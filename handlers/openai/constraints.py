@@ -32,7 +32,7 @@ TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 RENDER = "/rendered_chat"  # A path of the front end that no client reaches: it returns the prompt of a chat.
 
 _SAMPLING = frozenset({"stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens"})
-# The names in `CONSTRAINING` that vLLM enforces, by path, and those that are translated for it.
+# The names in `CONSTRAINING` that vLLM enforces, by path, and the names that are translated for vLLM.
 _READ = {
     CHAT: _SAMPLING | {"tool_choice", *FORMS},
     BATCH: _SAMPLING | {"tool_choice", *FORMS},
@@ -41,7 +41,7 @@ _READ = {
     MESSAGES: frozenset({"stop_sequences", "tool_choice"}),
 }
 _ALSO = {CHAT: "", BATCH: "", COMPLETIONS: "", RESPONSES: ", text.format", MESSAGES: ", output_config.format"}
-# Objects from which other servers and clients take fields; vLLM reads none of them.
+# Objects from which other servers and clients read fields. vLLM does not read these objects.
 _NESTS = ("extra_body", "parameters")
 # The fields that `enforceable` looks at.
 FIELDS = CONSTRAINING | {"tools", "use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}
@@ -62,7 +62,7 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
         parses_tools: The model has a parser of tool calls.
 
     Returns:
-        The fields to replace, of which those that are None go, and the form of the text.
+        The fields to replace, and the form of the text. A field that is None is removed.
 
     Raises:
         InvalidParameter: With the field that is wrong, or that vLLM would ignore.

@@ -81,7 +81,7 @@ class OpenAICall:
         self.media = RequestMedia(media) if media is not None else None
         self.generates = False  # It was admitted to the queue.
         self.steps: BeamSteps | None = None  # Its beam searches have begun: all of its requests are steps of them.
-        self.begun = False  # The engine has begun an answer to one of its requests, and refuses none of them any more.
+        self.begun = False  # The engine has begun an answer to one of the requests. From now on it refuses no request.
         self.on_begin: Callable[[], None] | None = None  # Called then.
         self.submitted = False  # Its body has been read, and something of it is to be generated.
         self.failed = ""  # Why the engine gave up on one of its requests; empty if it did not.

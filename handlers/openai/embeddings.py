@@ -58,7 +58,7 @@ class EmbeddingsContract:
         form: AnswerForm = VLLM_FORM,
         body: Body | None = None,
     ) -> Exchange | None:
-        """See `OpenAIContract.parse`. `form` and `body` are those of texts, and have no effect."""
+        """See `OpenAIContract.parse`. `form` and `body` are for generated texts, and have no effect."""
         if path != EMBEDDINGS or not is_common(call):
             return None
         try:

@@ -45,7 +45,7 @@ from handlers.queue import EngineQueue
 from handlers.route_declarations import RenderedChat, is_address
 from handlers.running_call import RunningCall
 
-_PROMPTS_PER_TURN = 2  # After so many tokenized prompts others get their turn on the event loop.
+_PROMPTS_PER_TURN = 2  # After this number of tokenized prompts, other work gets its turn on the event loop.
 _LONG_CHAT = 16 * 1024  # Bytes. Longer chats are parsed in a thread, since their templates may be slow.
 # An answer's id is a prefix and the HTTP request's id. A number follows if the answer has several prompts.
 _PREFIXES = ("chatcmpl-", "cmpl-", "transcribe-", "translate-")
@@ -148,7 +148,7 @@ class OpenAIHandler:
 
     @property
     def images(self) -> ImageLoader | None:
-        """Loads images for the other contracts, which share their memory with those of chats."""
+        """Loads images for the other contracts. They share their memory limit with images of chats."""
         return self._vllm.images
 
     def openapi(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from handlers.contract import media_type
 _URLENCODED = "application/x-www-form-urlencoded"
 MULTIPART = "multipart/form-data"
 _MAX_FIELDS = 1000
-_MOST_SEPARATORS = 100_000  # Includes those between empty fields. Further separators are part of the last field.
+_MOST_SEPARATORS = 100_000  # Includes separators between empty fields. Further separators are part of the last field.
 _PIECE = 64 * 1024  # Bytes that are decoded at a time. Other threads can run in between.
 
 

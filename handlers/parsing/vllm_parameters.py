@@ -178,7 +178,7 @@ def _sampling(read: ParameterReader) -> SamplingParameters:
 
 
 def _sequences(read: ParameterReader) -> tuple[int, int]:
-    """Return the number of sequences that are shown, and the number of those that are generated."""
+    """Return the number of shown sequences, and the number of generated sequences."""
     n = read.integer("n", 1, minimum=1, maximum=MAX_SEQUENCES)
     best_of = read.integer("best_of", n, minimum=1, maximum=MAX_SEQUENCES)
     if best_of < n:

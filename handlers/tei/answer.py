@@ -1,4 +1,4 @@
-"""TEI's answers. The bytes are those that serde_json writes: no spaces, and keys in the order of TEI's structs.
+"""TEI's answers. The bytes are as serde_json writes them: no spaces, and keys in the order of TEI's structs.
 
 Source: TEI's router 1.9, `src/http/server.rs` and `src/http/types.rs`, and `core/src/infer.rs`.
 """

@@ -116,7 +116,7 @@ def pairs_of(inputs: Any) -> tuple[Sequence[Pair], bool]:
     """Return the texts and pairs of `inputs` of /predict, and True if they are a batch.
 
     Raises:
-        ContractError: The lists are not those of texts and pairs.
+        ContractError: The lists are not lists of texts and pairs.
     """
     if isinstance(inputs, str):
         return [(inputs, None)], False

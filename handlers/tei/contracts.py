@@ -85,7 +85,7 @@ class TeiContract:
 
         Raises:
             ContractError: The body has another shape.
-            RequestError: The body is wrong, or the model is of another kind.
+            RequestError: The body is wrong, or the route does not support this kind of model.
         """
 
     def _check_task(self, task: str, refusal: str) -> None:
@@ -227,7 +227,7 @@ class RootContract:
 
 
 def _has_source(body: bytes) -> bool:
-    """Return True if `inputs` is an object, as that of /similarity."""
+    """Return True if `inputs` is an object, as in a body of /similarity."""
     if b'"source_sentence"' not in body:
         return False
     try:

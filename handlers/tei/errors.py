@@ -31,7 +31,7 @@ class TeiRefusal(errors.InvalidRequest):
 
 
 class WrongKind(errors.NotServed):
-    """The model is of another kind than the route."""
+    """The route does not support this kind of model."""
 
 
 def empty(name: str, *, prefixed: bool = True) -> TeiRefusal:
@@ -40,7 +40,7 @@ def empty(name: str, *, prefixed: bool = True) -> TeiRefusal:
 
 
 def error_reply(kind: Kind, message: str, status: int | None = None) -> Reply:
-    """Return a reply with an error object. `status` is that of the kind unless it is given."""
+    """Return a reply with an error object. `status` defaults to the status of the kind."""
     body = f'{{"error":{quote(message)},"error_type":"{kind}"}}'
     return Reply(status or _STATUS[kind], JSON, body.encode("utf-8", "replace"))
 

@@ -66,7 +66,7 @@ _EMBED, _EMBED_ALL = _body(EmbedBody, "TeiEmbedRequest"), _body(EmbedAllBody, "T
 _RERANK, _PREDICT = _body(RerankBody, "TeiRerankRequest"), _body(PredictBody, "TeiPredictRequest")
 _SIMILARITY = _body(SimilarityBody, "TeiSimilarityRequest")
 _ERROR = an_answer("TeiError", "What is wrong, and its kind.", "error", "error_type")
-# The replies to bodies that cannot be read, in addition to those of `refuse`. A 422 has either form.
+# The replies to bodies that cannot be read, in addition to the replies of `refuse`. A 422 has either form.
 _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
     "400": ("The body is no JSON, or a text is empty", {"text/plain": STRING, JSON: _ERROR}),
     "415": ("The content type is not application/json", {"text/plain": STRING}),

@@ -18,7 +18,7 @@ from handlers.answers.token_answer import ShownSequence, TokenDocument, TokenFor
 from handlers.contract import Reply
 from handlers.tgi.errors import EVENTS, INCOMPLETE_STREAM, IncompleteGeneration, error_event, refuse, refuse_stream
 
-# The members of `details`, those of a further sequence, and those of `details` at the end of a stream.
+# The members of `details`, of a further sequence, and of `details` at the end of a stream.
 _COUNTS = ("finish_reason", "generated_tokens", "seed")
 DETAILS = (*_COUNTS, "prefill", "tokens", "best_of_sequences", "top_tokens")
 OTHER = ("generated_text", *_COUNTS, "prefill", "tokens", "top_tokens")

@@ -203,7 +203,7 @@ def _fraction(name: str, value: float | None) -> float:
 
 
 def _stop(stop: tuple[str, ...], setting: ContractSetting) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the stop texts, and the ids of those that are special tokens. The text does not show special tokens."""
+    """Return the stop texts, and the ids of stop texts that are special tokens. The text shows no special tokens."""
     most = setting.settings.max_stop_sequences
     if len(stop) > most:
         raise InvalidRequest(f"`stop` supports up to {most} stop sequences. Given: {len(stop)}")

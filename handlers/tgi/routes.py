@@ -133,7 +133,7 @@ _TOKENS = an_array(
     an_answer("TgiToken", "A token and the bytes of the text from which it is.", "id", "text", "start", "stop")
 )
 _ERROR = an_answer("TgiError", "What is wrong, and its kind.", "error", "error_type")
-# The replies to bodies that cannot be read, in addition to those of `refuse`. A 422 has either form.
+# The replies to bodies that cannot be read, in addition to the replies of `refuse`. A 422 has either form.
 _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
     "400": ("The body is no JSON", {"text/plain": STRING}),
     "415": ("The content type is not application/json", {"text/plain": STRING}),

@@ -111,7 +111,8 @@ class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[str, ...] = ()  # Their URLs. The prompt has the model's mark for each.
     vllm: VllmParameters
     stream: bool  # Send one response for each step of the engine, instead of one at the end.
-    add_special_tokens: bool  # The tokenizer adds those of its template, such as the beginning of the sequence.
+    # The tokenizer adds the special tokens of its template, such as the beginning of the sequence.
+    add_special_tokens: bool
     repeat_prompt: bool  # `text_output` begins with the prompt.
     outputs: frozenset[str]  # The outputs that the request asks for beside `text_output`.
     adapter: str | None  # The value of `lora_name`.

@@ -41,7 +41,7 @@ class HandlerCaller:
 
     @property
     def takes_batches(self) -> bool:
-        """False for a script: its answers have a status and a content type each, and those of a batch have not."""
+        """False for a script: each of its answers has a status and a content type; answers of a batch have neither."""
         return not isinstance(getattr(self._module, self._request.function), SageMakerScript)
 
     def call(self, message: Message) -> Any:

@@ -55,8 +55,8 @@ def serve(descriptor: int) -> None:
 def _set_python_path(model_dir: str) -> None:
     """Let Python processes that the handler starts import `djl_python` and the model's modules, as in LMI.
 
-    This process itself does not import from the model directory yet: a module there could replace one that the start
-    needs.
+    This process itself does not import from the model directory yet: a module there could replace a module that the
+    start needs.
     """
     places = (os.environ.get("PYTHONPATH"), _IMPORTABLE, model_dir)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))

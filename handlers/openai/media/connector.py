@@ -159,7 +159,7 @@ class _ImageConnector(BoundedConnector):
 
 
 class VllmImages:
-    """Loads the images of the other contracts as vLLM loads those of chats (`ImageLoader`)."""
+    """Loads the images of the other contracts as vLLM loads the images of chats (`ImageLoader`)."""
 
     def __init__(self, llm: Any, memory: MediaMemory) -> None:
         self._llm, self._memory = llm, memory

@@ -130,7 +130,7 @@ def _check_typical_p(value: Any, refusal: str) -> None:
 
 
 class EngineClient:
-    """The engine for vLLM's serving classes; all other attributes are those of `AsyncLLM`."""
+    """The engine for vLLM's serving classes; all other attributes are `AsyncLLM`'s."""
 
     def __init__(self, engine: VllmEngine, settings: ModelSettings) -> None:
         self._engine, self._settings = engine, settings
@@ -179,7 +179,7 @@ class EngineClient:
         return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options, places=places)
 
     def _read_args(self, args: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the arguments without those of connectors that the engine does not have.
+        """Return the arguments without arguments of connectors that the engine does not have.
 
         vLLM would report numbers of them in usage and metrics.
         """
@@ -383,7 +383,7 @@ def _check_id(request_id: str, options: Mapping[str, Any]) -> None:
 def _submitted(call: OpenAICall, prompt: Any) -> Any:
     """Return a prompt of a call with the call's salt. The source of the prompt's media is dropped."""
     call.submitted = True
-    if "encoder_prompt" in prompt:  # A clip of a sound, after which others may follow. vLLM caches none of them.
+    if "encoder_prompt" in prompt:  # A clip of a sound. Further clips may follow. vLLM does not cache clips.
         return prompt
     if call.media is not None:
         call.media.release()
