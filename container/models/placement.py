@@ -141,8 +141,7 @@ def hub_asked_once(models: Sequence[Settings]) -> Iterator[str]:
     download would take half a minute for each model.
     """
     on_hub = ", ".join(settings.model.model_id for settings in models if not os.path.isdir(settings.model.model_id))
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE or not on_hub:
         yield ""

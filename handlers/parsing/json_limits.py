@@ -35,7 +35,7 @@ _BRACKETS = bytes.maketrans(b"[]", b"{}")
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 _TOO_DEEP = f"it is nested more than {MOST_DEPTH} levels deep"
 
-# Held while a thread checks and decodes a long text. Two such threads would block the event loop for twice as long.
+# Held while a thread checks and decodes a long text: two at a time would keep all else waiting for twice as long.
 _one_at_a_time = threading.Lock()
 
 T = TypeVar("T")

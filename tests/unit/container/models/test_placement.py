@@ -12,9 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, get_session
 from huggingface_hub.errors import OfflineModeIsEnabled
-from huggingface_hub.utils import get_session
 from hypothesis import given
 from hypothesis import strategies as st
 
