@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 def add_contracts(router: Router, state: AppState, contracts: Sequence[ContractRoutes]) -> None:
-    """Add the routes that contracts declare, other than those for management."""
+    """Add the routes that contracts declare, except the routes for management."""
     threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts")
     declarations: dict[tuple[str, str], list[tuple[Route, HttpRoute]]] = {}
     for contract in contracts:

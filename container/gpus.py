@@ -33,7 +33,7 @@ class GpusUnknown(Exception):
 
 
 class SliceNotChosen(Exception):
-    """Several GPUs are visible and one of them is divided into MIG slices. It is unclear which one CUDA would use."""
+    """Several GPUs are visible, and a GPU is divided into MIG slices. It is unclear which one CUDA would use."""
 
 
 def gpu_count(environ: Mapping[str, str] = os.environ) -> int:

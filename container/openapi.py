@@ -220,7 +220,7 @@ def _errors(contract: ContractRoutes, route: Route) -> Answers:
 
 
 def _refusals(refuse: Callable[[RequestError], Reply], meanings: Meanings, schema: Schema = OBJECT) -> Answers:
-    """Return the answers to these errors, by status. `schema` is that of their JSON objects."""
+    """Return the answers to these errors, by status. `schema` describes their JSON objects."""
     answers: dict[str, tuple[str, Mapping[str, Schema]]] = {}
     for error, meaning in meanings:
         reply = refuse(error)

@@ -268,7 +268,7 @@ class ModelServer:
             await asyncio.sleep(_ENGINE_CHECK_SECONDS)
 
     async def drain(self) -> None:
-        """Refuse new calls, and wait for the running ones, at most `drain_timeout`."""
+        """Refuse new calls, and wait at most `drain_timeout` for running calls."""
         self.models.draining = True
         # Loads are cancelled, and their callers get an error. A restart continues if calls wait for it.
         seconds = self.settings.drain_timeout

@@ -93,7 +93,7 @@ class HuggingFaceService:
         return {"configs": self.hf_configs, "tokenizer": self.tokenizer, "rolling_batch": self.rolling_batch}
 
     def get_pipeline(self, task: str, model_id_or_path: str, kwargs: Mapping[str, Any]) -> Any:
-        """Return the pipeline of a task. A subclass may return another one, with `kwargs` as its arguments."""
+        """Return the pipeline of a task. A subclass may return another pipeline, with `kwargs` as its arguments."""
         if self.hf_configs is None:
             raise ValueError("get_pipeline belongs to initialize")
         return build_pipeline(task, self.hf_configs)

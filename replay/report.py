@@ -175,7 +175,7 @@ class Report:
 
     @property
     def groups(self) -> list[Group]:
-        """The groups: first those without an explanation, then by their counts."""
+        """The groups: first the groups without an explanation, then by count."""
         found = self._groups.values()
         return sorted(found, key=lambda group: (group.explanation is not None, -group.count, group.kind, group.where))
 
@@ -268,7 +268,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def rows(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups for people: those with one explanation, kind and route are one row, with all their places."""
+    """Return the groups for people. Groups with the same explanation, kind and route are one row with all places."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in groups:
         explanation = group["explanation"]

@@ -23,7 +23,7 @@ _TGI = re.compile(r"/(generate|generate_stream)?")
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p")
 _PROMPTS = ("inputs", "messages", "prompt", "model")  # They name the schema, also if they are empty.
 _STREAMING_PATH = re.compile(r"/(generate_stream|invocations-response-stream)$")
-# Headers of one connection. Each target gets new ones. `accept-encoding` could lead to compressed bytes.
+# Headers of one connection. Each target gets new ids. `accept-encoding` could lead to compressed bytes.
 _OF_CONNECTION = frozenset(
     (
         *("host", "connection", "keep-alive", "transfer-encoding", "content-length", "expect", "te", "upgrade"),
@@ -115,7 +115,7 @@ class RecordedRequest:
 
     @cached_property
     def greedy(self) -> bool:
-        """True if the most probable token is taken for certain. The same model then gives the same text."""
+        """True if the most probable token is certainly chosen. The same model then gives the same text."""
         parameters = [self.fields, *(self.fields.get(name) for name in ("parameters", "sampling_parameters"))]
         given = [fields for fields in parameters if isinstance(fields, dict)]
         temperatures = [fields["temperature"] for fields in given if fields.get("temperature") is not None]

@@ -25,7 +25,7 @@ TEXTS = frozenset(
     )
 )
 FINISH_REASONS = frozenset(("finish_reason", "finish_reasons", "stop_reason"))
-# Numbers of tokens. Those of the prompt depend on the request alone.
+# Numbers of tokens. Counts of the prompt depend on the request alone.
 PROMPT_COUNTS = frozenset(("prompt_tokens", "input_tokens", "input_length", "num_input_tokens", "max_model_len"))
 TOKEN_COUNTS = frozenset(
     (

@@ -62,7 +62,7 @@ class HttpTarget:
 
         Args:
             url: The address. The paths of the requests are added to its path.
-            headers: Headers that replace those of the requests.
+            headers: Headers that replace headers of the requests.
             timeout: The time in seconds for a whole reply.
             concurrency: The number of requests that run together.
             paths: Paths that differ on this target.

@@ -61,7 +61,7 @@ class HttpReply:
 
         Args:
             send: ASGI's callable.
-            headers: Headers of every reply. A reply's headers replace those of the same name.
+            headers: Headers of every reply. A reply's headers replace headers of the same name.
             retry_after: Makes the `retry-after` headers of the server.
             break_off: Drops the connection at once.
         """
@@ -118,7 +118,7 @@ class HttpReply:
             self._push({"type": "http.response.body", "body": data, "more_body": True})
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
-        """Add the result of `part` when the client has taken all earlier parts."""
+        """Add the result of `part` when the client has read all earlier parts."""
         if self._resuming is None:
             self.write(part())
         else:

@@ -33,7 +33,7 @@ BREAK_OFF = "slipway.break_off"
 _TCP_CLOSE = 7  # The state of a reset TCP connection in the first byte of TCP_INFO.
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LEADING_ZERO = b"0"  # Begins the size of the next chunk.
-_LOOKS_WITH_PROBE = (0, 3)  # A proxy may have taken the first probe before it found that its client has left.
+_LOOKS_WITH_PROBE = (0, 3)  # A proxy may accept the first probe before it notices that its client has left.
 
 _OVERRIDDEN = (
     *("on_headers_complete", "on_body", "on_response_complete", "_should_upgrade", "_start_asgi_task"),
@@ -203,7 +203,7 @@ class HttpProtocol(HttpToolsProtocol):
     - Every request is told when its client has left.
 
     A client that has ended its side of the connection (RFC 9112, section 9.6) looks like a client that has left. They
-    differ when something is sent to them: the system of the one that left answers with a reset. If the reply is not
+    differ when data is sent to them: the system of a client that left answers with a reset. If the reply is not
     complete after `LOOK_SECONDS`, both get bytes that clients of HTTP/1.1 have to ignore: an interim reply, or a
     leading zero of the next chunk's size in the middle of a stream. HTTP/1.0 has neither, so its clients count as gone.
     """
@@ -216,7 +216,7 @@ class HttpProtocol(HttpToolsProtocol):
     # the time, up to a second.
     LOOK_SECONDS = 0.02
     MAX_HEADER_NAME = 256  # `container.http.request_head` keeps the names that it has seen.
-    MAX_PIPELINED = 100  # Requests of a connection that may wait for the one before them. uvicorn has no limit.
+    MAX_PIPELINED = 100  # Requests of a connection that may wait for an earlier request. uvicorn has no limit.
 
     def __init__(self, *args: Any, cork: Cork | None = None, **keywords: Any) -> None:
         """Create the protocol of a connection. `cork` is shared by all connections of a server."""

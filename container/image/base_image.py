@@ -1,8 +1,8 @@
 """Builds the image on a base image that has vLLM: makes Slipway's environment, and compiles the base image's modules.
 
 The base image has vLLM and its dependencies in the Python of its PATH: the system's Python (vLLM's image) or a virtual
-environment (AWS's image). Slipway's environment sees those packages after its own packages, and changes none of them.
-Run this file with the base image's Python:
+environment (AWS's image). Slipway's environment sees the base's packages after its own packages, and does not change
+them. Run this file with the base image's Python:
 
     base_image.py environment DIRECTORY LOCK PYPROJECT    prints the constraints for the packages that pip is to add
     base_image.py lacking REPORT LOCK                     prints the lock's lines, with hashes, of the packages to add

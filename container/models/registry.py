@@ -173,7 +173,7 @@ class Models:
     def choose(self, name: str, version: str | None = None) -> Model:
         """Return one model.
 
-        Several versions take turns, and only the ready ones if any is ready.
+        Several versions take turns. If a version is ready, only ready versions take turns.
 
         Raises:
             UnknownModel: The server has no such model or version.
@@ -211,7 +211,7 @@ class Models:
         return any(model.at_startup and model.lifecycle.state is State.STARTING for model in self)
 
     async def drain(self, limit: float) -> None:
-        """Refuse new calls and wait for the running ones, for at most `limit` seconds.
+        """Refuse new calls and wait for running calls, for at most `limit` seconds.
 
         Calls whose bodies are still being read are refused too.
         """

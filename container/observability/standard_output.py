@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-_MOST_BYTES = 8 << 20  # The size of the queue. The thread may hold as much again.
+_MOST_BYTES = 8 << 20  # The size of the queue. The thread may hold the same number of bytes again.
 _BYTES_OF_A_LINE = 1024  # The overhead of a queued line.
 _CHUNK = 65536
 _LONGEST = 65536  # Characters of a line from another process. A longer line is cut into several.

@@ -243,7 +243,7 @@ def _body(body: bytes) -> dict[str, str]:
 
 
 class RequestCapture:
-    """An ASGI application that records the requests of another one. Replies pass through it at once."""
+    """An ASGI application that records the requests of another application. Replies pass through it at once."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ def _chat_format(text: str) -> str:
 
 
 def _all_gpus_or_one(text: str) -> str:
-    """Return TGI's `sharded` as a degree: all GPUs share the model, or it has one. Other text is refused later."""
+    """Return TGI's `sharded` as a degree: all GPUs if true, one GPU if false. Other text is refused later."""
     word = text.strip().lower()
     return "max" if word in TRUE else "1" if word in FALSE else text
 
@@ -206,7 +206,8 @@ IGNORED_VARIABLES: Mapping[str, str] = {name: reason for reason, names in _IGNOR
 _VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT", "API_KEY": API_KEYS}
 _NEGATION = "NO_"  # `--no-x` is the negation of the flag `--x`. No argument of vLLM has a name that begins so.
 
-# Variables that protect the server. If one of them is empty, as when a secret is missing, the start fails.
+# Variables that protect the server. The start fails if such a variable is empty, for example because a secret is
+# missing.
 _NEVER_EMPTY = (API_KEYS, API_KEYS_FILE, f"{VLLM_PREFIX}API_KEY")
 # All variables that hold API keys, or the path of a file with API keys.
 KEY_VARIABLES = frozenset({*_NEVER_EMPTY, *(alias.variable for alias in ALIASES if alias.target == API_KEYS)})

@@ -242,7 +242,7 @@ def _sources(
 ) -> Sources:
     """Return the texts of the model's settings.
 
-    Keys that say something of the model are taken out of the server's `layer`.
+    Keys about the model are removed from the server's `layer`.
     """
     variables = environment.variables
     directory = found or location.DEFAULT_MODEL_DIR
@@ -475,7 +475,7 @@ def _from_hub(environment: Environment, command_line: Mapping[str, str]) -> Iter
     if is_s3(url) or os.path.isdir(url):
         yield _one_of_several(url if is_s3(url) else os.path.abspath(url), None, environment, command_line)
         return
-    # No other model's files count for it: its model directory is empty.
+    # Its model directory is empty, so files of other models do not count.
     empty = tempfile.mkdtemp(prefix="slipway-")
     atexit.register(shutil.rmtree, empty, ignore_errors=True)
     settings = load_settings(empty, for_hub_model(environment), _for_each_model(command_line))

@@ -150,7 +150,7 @@ class Lookup:
 
         Args:
             key: The name.
-            value: Its value. Nothing shows it: the name may be that of a secret, misspelled.
+            value: Its value. It is never shown: the name may be a misspelled name of a secret.
             meant: The known name that is probably meant.
             stops: False: it is a warning in any case.
         """
@@ -237,7 +237,7 @@ class Sources:
         return self.lookup.value(option, self.model, self.variables)
 
     def workers(self) -> dict[str, Value]:
-        """Return the model's settings. `gpu.` or `cpu.` forms of the numbers of workers replace the general ones."""
+        """Return the model's settings. `gpu.` or `cpu.` forms of the numbers of workers replace the general numbers."""
         device = "gpu" if self.gpus else "cpu"
         keys = (MIN_WORKERS.key, MAX_WORKERS.key)
         return self.model | {key: self.model[own] for key in keys if (own := f"{device}.{key}") in self.model}
@@ -422,7 +422,7 @@ TENSORRT_LLM = (
     "rotary_scaling_type rotary_scaling_factor smoothquant_alpha smoothquant_per_token smoothquant_per_channel "
     "multi_query_mode awq_format awq_calib_size q_format calib_size calib_batch_size"
 )
-# Those that LMI's secure mode does not allow.
+# Settings that LMI's secure mode does not allow.
 _NEWER_TENSORRT_LLM = (
     "max_beam_width enable_block_reuse host_cache_size onboard_blocks max_attention_window sink_token_length "
     "cross_kv_cache_fraction secondary_offload_min_priority event_buffer_max_size enable_overlap_scheduler "

@@ -137,7 +137,7 @@ class Settings(ServerReport):
     # Returns the parts of an adapter's directory that it refuses.
     adapter_faults: Callable[[Path], list[str]] | None = field(default=None, compare=False)
     remote_models: tuple[RemoteWeights, ...] = ()  # Models whose weights are to be fetched before the model is loaded.
-    # Fetches adapters while the model serves; None: those on S3 are refused.
+    # Fetches adapters while the model serves; None: adapters on S3 are refused.
     remote_adapters: AdapterDownloads | None = field(default=None, compare=False)
 
 

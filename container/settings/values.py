@@ -266,7 +266,7 @@ _ADAPTER_WORD = re.compile(r"[^\s,{][^\s,]*")
 def _adapters(text: str) -> str:
     """Return LoRA adapters as a JSON array of objects with `name`, `path` and perhaps `revision`.
 
-    The forms are those of `vllm serve --lora-modules`: `name=path` or a JSON object, several with blanks or commas
+    The forms are as in `vllm serve --lora-modules`: `name=path` or a JSON object, several with blanks or commas
     between, or all of them in a JSON array.
     """
     given = json_value(text) if text.startswith("[") else list(_adapter_parts(text))

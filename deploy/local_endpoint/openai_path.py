@@ -1,4 +1,4 @@
-"""The OpenAI path of an endpoint, `/endpoints/<name>/openai/v1/...`, and the one of its inference components.
+"""The OpenAI path of an endpoint, `/endpoints/<name>/openai/v1/...`, and the paths of its inference components.
 
 As on SageMaker, the container gets the path without the prefix and without `/openai`, and errors have OpenAI's form.
 SageMaker documents `POST chat/completions` alone. The local endpoint forwards the paths of OpenAI's and Anthropic's
@@ -38,7 +38,7 @@ class OpenAIPath:
 
     @classmethod
     def of(cls, scope: Scope) -> OpenAIPath | None:
-        """Return the parts of a request's path, or None if the path is another one."""
+        """Return the parts of a request's path, or None for any other path."""
         found, raw = _PATH.fullmatch(scope["path"]), _PATH.fullmatch(scope["raw_path"].decode("latin-1"))
         if found is None or raw is None or raw.groups()[:2] != found.groups()[:2]:
             return None

@@ -78,7 +78,7 @@ class RemoteContainer:
         ]
         begun = False
         try:
-            # httpx would remove the dots of a path, and so ask for another one.
+            # httpx would remove the dots of a path, and so ask for another path.
             exact = {"target": target}
             async with self._http.stream(scope["method"], "", headers=sent, content=body, extensions=exact) as reply:
                 own = [(name.lower(), value) for name, value in reply.headers.raw if name.lower() not in _OWN_HEADERS]

@@ -10,7 +10,7 @@ from deploy.local_endpoint.errors import ACCOUNT, REGION, validation_error
 from deploy.local_endpoint.parameters import VARIANT, Headers, Parameters, check_endpoint_name
 
 MEBIBYTE = 1 << 20
-# The name is like that of the bucket which SageMaker's SDK makes in each account.
+# The name has the form of the bucket that SageMaker's SDK makes in each account.
 OWN_BUCKET = f"sagemaker-{REGION}-{ACCOUNT}"
 _OUTPUT = S3Url(OWN_BUCKET, "async-output")
 ADAPTER_HEADER = b"x-amzn-sagemaker-adapter-identifier"

@@ -49,7 +49,7 @@ def push(ecr: Any, local: str, image: str, report: Callable[[str], None]) -> Non
     """
     host, _, rest = image.partition("/")
     repository = re.split("[:@]", rest)[0]
-    registry = host.partition(".")[0]  # The account, which may be another one than that of the credentials.
+    registry = host.partition(".")[0]  # The account. It may differ from the account of the credentials.
     try:
         ecr.describe_repositories(registryId=registry, repositoryNames=[repository])
     except ecr.exceptions.RepositoryNotFoundException:

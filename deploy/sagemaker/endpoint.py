@@ -74,7 +74,7 @@ def invoke(
 def invoke_stream(
     runtime: Any, endpoint: str, request: bytes, component: str | None = None, route: str | None = None
 ) -> Iterator[bytes]:
-    """Send a request, and yield the parts of the answer as they arrive. The arguments are those of `invoke`.
+    """Send a request, and yield the parts of the answer as they arrive. The arguments are as for `invoke`.
 
     Raises:
         StreamBroken: The connection broke.

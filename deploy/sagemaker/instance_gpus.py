@@ -17,7 +17,7 @@ _ONE = {"xlarge": 1, "2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "16xlarge": 1}
 _FOUR_OR_EIGHT = {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
 _ONE_TO_EIGHT = {"2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "12xlarge": 2, "24xlarge": 4, "48xlarge": 8}
 # By the family: MiB of a GPU, and the GPUs of each size. The numbers are `GpuInfo` of EC2's DescribeInstanceTypes, as
-# Karpenter's documentation of instance types has them in August 2026. Those of P3 are from SageMaker's Python SDK
+# Karpenter's documentation of instance types has them in August 2026. The numbers of P3 are from SageMaker's Python SDK
 # (`instance_gpu_info.json`). Drivers show a few percent less.
 _FAMILIES: Mapping[str, tuple[int, Mapping[str, int]]] = {
     "g4dn": (16_384, _ONE | {"12xlarge": 4}),

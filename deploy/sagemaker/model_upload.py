@@ -71,7 +71,7 @@ def files_in(directory: Path) -> list[Path]:
 
 
 def _files(directory: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """Yield all files below a directory, also those behind links to directories.
+    """Yield all files below a directory, also files behind links to directories.
 
     Args:
         directory: The directory.

@@ -1,8 +1,7 @@
 """The CloudFormation template of a configuration: one stack with all resources of a deployment.
 
 Only the endpoint and its components have fixed names, from which the names for the scaling are derived. CloudFormation
-chooses the other names. So it can create a new model and a new endpoint configuration beside the old ones when
-something changes.
+chooses the other names. So it can create a new model and a new endpoint configuration before it deletes the old ones.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def _names(configuration: Configuration) -> list[str]:
     names = [configuration.model]
     if configuration.from_s3:
         name = configuration.model.rstrip("/").rpartition("/")[2].removesuffix(".tar.gz").removesuffix(".tgz")
-        # The second name is that of a local server.
+        # The second name is the name of a local server.
         names = [name for name in (name, name_of_url(name)) if _PLAIN_NAME.fullmatch(name)]
     return list(dict.fromkeys([*names, configuration.name]))
 
