@@ -151,7 +151,8 @@ class AdapterRegistry:
         """Register the adapters in `adapters/` below these directories, and the adapters that the settings declare.
 
         Args:
-            model_dirs: The directories. Of two adapters with one name, the one in the first directory is registered.
+            model_dirs: The directories. Of two adapters with one name, the adapter in the first directory is
+                registered.
             declared: Places by names. They take precedence over the directories.
 
         Raises AdapterError, InvalidRequest: one of them, which is named, cannot be used or is not allowed.

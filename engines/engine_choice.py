@@ -1,7 +1,7 @@
 """The choice of the engine that runs a model (`option.rolling_batch`).
 
-vLLM runs all models but those of the dynamic batch; LMI's other backends give their parameters and defaults only.
-Engines take seconds to import, so each is imported only when it is wanted.
+vLLM runs all models, except models of the dynamic batch. Of LMI's other backends, only the parameters and defaults are
+used. Engines take seconds to import, so each is imported only when it is wanted.
 """
 
 from __future__ import annotations

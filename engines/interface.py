@@ -122,7 +122,7 @@ class Generation(Protocol):
         """Stop generating. Nothing more reaches the sink. Harmless when the request has ended."""
 
     def abort(self) -> None:
-        """Stop generating, and pass on the rest: each sequence that has not ended ends soon, as aborted.
+        """Stop generating. Each unfinished sequence soon ends as aborted.
 
         Its last delta has the tokens that were not passed on yet, `FinishReason.ABORT`, and true counts. Harmless when
         the request has ended.

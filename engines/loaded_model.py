@@ -91,7 +91,7 @@ class ModelTexts:
         Args:
             text: The text.
             second: The second text of a pair.
-            most: The largest number of tokens, at least that of the special tokens.
+            most: The largest number of tokens, at least the number of special tokens.
             side: The side at which texts are cut.
             special: With the special tokens that the model wants around a text.
 

@@ -44,7 +44,7 @@ class HandlerSettings:
     async_mode: bool = False
     rolling_batch: bool = False  # The function is called for each step, with all active requests.
     python_executable: str | None = None  # None: the interpreter that runs this process.
-    # Environment variables in addition to those of this process (`option.env`).
+    # Environment variables in addition to the variables of this process (`option.env`).
     environment: Mapping[str, str] = field(default_factory=dict)
     # Packages of `requirements.txt` go into a virtual environment of the model's own even if that is unnecessary.
     enable_venv: bool = False
@@ -90,7 +90,7 @@ class ModelSettings:
     max_media_download_mb: int = 64  # MiB that the URLs of a request may send together.
     # MiB of media in memory, of all requests whose prompts the engine does not have yet.
     max_media_memory_mb: int = 4096
-    # Networks such as "10.0.0.0/8" that media may be fetched from beside public addresses.
+    # Networks such as "10.0.0.0/8" that media may be fetched from, in addition to public addresses.
     allowed_media_networks: tuple[str, ...] = ()
     # The task that the model is loaded for. "auto": the task in its files.
     task: Task = "auto"
@@ -107,7 +107,7 @@ class ModelSettings:
     # The text that goes in front on TEI's routes, and for vectors on LMI's, if a request names none; or its name.
     default_prompt: str | None = None
     default_prompt_name: str | None = None
-    enable_lora: bool = False  # LoRA adapters can be registered; requests name the one they want.
+    enable_lora: bool = False  # LoRA adapters can be registered; requests name an adapter.
     # Adapters to register at the start: directories, `s3://` or `hf://`, by names.
     adapters: Mapping[str, str] = field(default_factory=dict)
     dtype: str = "auto"

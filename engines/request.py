@@ -167,7 +167,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pooling_request(prompt: str | tuple[int, ...], pooling: Pooling, **fields: Any) -> GenerationRequest:
-    """Return a request for numbers. The context needs no room for new tokens. `fields`: further ones of the request."""
+    """Return a request for numbers. The context needs no room for new tokens. `fields`: its further fields."""
     return GenerationRequest(prompt=prompt, pooling=pooling, room=0, **fields)
 
 

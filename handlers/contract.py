@@ -172,7 +172,7 @@ class Answer(Protocol):
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """Return the bytes that a delta adds to the body.
 
-        They may be empty. Those of a cumulative answer are, unless the delta is the last one.
+        They may be empty. Parts of a cumulative answer are replaceable, unless the delta is the last delta.
 
         Args:
             prompt: The position of the delta's request in `Exchange.requests`.
@@ -239,7 +239,7 @@ class ReplyWriter(Protocol):
         """Add a part to the body."""
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
-        """Add the result of `part`, now or when the client has taken the parts before.
+        """Add the result of `part`, now or when the client has read the earlier parts.
 
         It is for answers whose parts each repeat all before them. Of several waiting parts only the latest is called,
         and none once the reply ends. Do not mix it with `write`.

@@ -141,7 +141,7 @@ def page_cache(group: Path) -> int:
     They count as used, but the kernel drops them where memory is needed.
     """
     stat = dict(line.partition(" ")[::2] for line in _lines(group / "memory.stat"))
-    # Version 1 tells a group's own pages (`inactive_file`) from those of the groups below it too (`total_`).
+    # In version 1, `inactive_file` counts a group's own pages, and `total_` includes the groups below it.
     return sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in ("inactive_file", "active_file"))
 
 

@@ -63,7 +63,7 @@ class Layout:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Layout:
-        """Read vLLM's engine arguments, as numbers or as texts; those that are missing have vLLM's defaults."""
+        """Read vLLM's engine arguments, as numbers or as texts. Missing arguments have vLLM's defaults."""
         replicas = _size(arguments, "data_parallel_size")
         external = arguments.get("data_parallel_rank") is not None
         return cls(

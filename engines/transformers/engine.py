@@ -303,7 +303,7 @@ class BatchEngine:
             self.statistics.failed_requests += job.open_sequences
             try:
                 job.sink.on_error(error)
-            except Exception:  # The other jobs are still to be told.
+            except Exception:  # The other jobs still have to be told.
                 logger.exception("request %s: internal error while handling an error", job.request.request_id)
 
     def cancel(self, job: Job) -> None:

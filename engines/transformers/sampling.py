@@ -1,8 +1,8 @@
 """From logits to tokens, for a batch whose sequences have the same parameters.
 
 transformers' processors, in the order of the sampler of vLLM: allowed tokens and bias, bad words, minimum length,
-penalties, then temperature, min_p, typical_p, top_k, top_p. Log probabilities are those of the logits as the model gave
-them.
+penalties, then temperature, min_p, typical_p, top_k, top_p. Log probabilities are computed from the model's original
+logits.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Sampler:
         Args:
             request: Any of the batch, as they differ in prompt, seed and limit alone.
             generated: The tokens of each sequence so far, to which the caller adds those that are chosen.
-            generators: The sources of their random numbers, so that a seeded sequence draws the same ones in any batch.
+            generators: The sources of their random numbers. A seeded sequence draws the same numbers in any batch.
         """
         s = request.sampling
         self._request, self._sampling, self._model = request, s, model
@@ -124,7 +124,7 @@ class Sampler:
             scores += self._bias
         if self._bad_words is not None:
             scores = self._bad_words(input_ids, scores)
-        # Those that have not ended have equally many tokens, and no fewer than the others.
+        # Unfinished sequences have the same number of tokens, and at least as many as the finished sequences.
         if max(map(len, self._generated)) < s.min_tokens:
             scores[:, self._ending] = _NEVER
         if self._in_prompt is None and not s.presence_penalty and not s.frequency_penalty:

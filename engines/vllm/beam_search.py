@@ -5,8 +5,8 @@ alternatives, and keeps the best beams; the engine's prefix cache makes a step c
 Scores are sums of the model's own log probabilities, over length to the power of `length_penalty` (as in
 transformers); sampling parameters and penalties do not apply.
 
-The metrics count one prompt, the sequences that are returned, and each token that the engine makes, as vLLM counts
-those of its candidates.
+The metrics count one prompt, the sequences that are returned, and each token that the engine makes, as vLLM counts the
+tokens of its candidates.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ class VllmLoader:
         """Create the vLLM loader.
 
         Args:
-            threads: Start vLLM's processes; the kernel kills those that are spawned with a thread.
+            threads: Start vLLM's processes. The kernel kills spawned processes together with the thread that spawned
+                them.
         """
         self._settings = settings
         self._threads = threads
@@ -214,7 +215,7 @@ def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
     """Switch torch's compilation off if no compiler is installed; returns whether that was done.
 
     vLLM compiles some of its functions at their first call, also when it runs the model eagerly, and its process dies
-    if that fails. torch reads the variable when it is imported, so it is for processes that are still to be started. A
+    if that fails. torch reads the variable when it is imported, so it affects only processes that start later. A
     value that is already set stays.
     """
     compiler = environ.get("CXX", _COMPILER)  # as torch looks for it

@@ -29,7 +29,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 Shapes = Mapping[str, tuple[int, ...]]  # Names of tensors to their shapes.
 _LARGEST_CONFIG = 10_000_000
-# Types of weights that have the shape of the matrix; packed ones have another.
+# Types of weights that have the shape of the matrix; packed weights have another shape.
 _PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")

@@ -72,8 +72,8 @@ class _Waiting:
 class EngineReports(PrometheusStatLogger, Collector):
     """The place to which vLLM's output loop reports each message of the engine's process.
 
-    vLLM would make its metrics in the process's registry, in which each further engine replaces those of the last one.
-    These are in a registry of the engine, and are gone with it.
+    vLLM would make its metrics in the process's registry, in which each further engine replaces the metrics of the
+    engine before. These are in a registry of the engine, and are gone with it.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
@@ -205,5 +205,5 @@ class EngineReports(PrometheusStatLogger, Collector):
 
 
 def _public_name(name: str) -> str:
-    """Return the name that clients use for an adapter, without the number that tells it from former ones."""
+    """Return the name that clients use for an adapter, without the number that tells it from former adapters."""
     return name.rpartition("#")[0] or name

@@ -67,7 +67,7 @@ class _RecordingSlow(_Recording, SlowIncrementalDetokenizer):
 
 
 class TokensApart:
-    """The texts of single tokens, as vLLM shows them beside log probabilities."""
+    """The texts of single tokens, as vLLM shows them with log probabilities."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -118,7 +118,7 @@ class Siblings(ParentRequest):
     def __init__(self, sequences: int) -> None:
         self.request_id = ""  # vLLM looks for it among the parents that it knows.
         self.sequences = sequences
-        self.child_requests = set(range(sequences))  # Those that have not ended.
+        self.child_requests = set(range(sequences))  # Sequences that have not ended.
         self.max_num_generation_tokens = 0
 
     @property
@@ -269,7 +269,7 @@ class PushedState(OwnState):
             check_answer: Takes the text when the sequence has ended.
         """
         self.want_tokens = generation.want_tokens
-        # A part goes out when there are so many tokens, or at the end.
+        # A part is sent when there are `interval` tokens, or at the end.
         self.due, self.interval = (1, interval) if generation.stream else (sys.maxsize, 0)
         self.tokenizer = texts.tokenizer
         self.logprobs = _StepLogprobs()
@@ -322,7 +322,7 @@ class PushedState(OwnState):
         self.want_ranks = generation.want_ranks
         self.own_stop_ids = generation.sampling.stop_token_ids
         self.dead_end = no_token_left(generation.sampling) if generation.sampling.constraint is not None else None
-        self.tokens: list[Token] = []  # That are still to be shown.
+        self.tokens: list[Token] = []  # Tokens that still have to be shown.
         may_clip = bool(generation.sampling.stop) and self.want_tokens and self.apart is None
         self.held = HeldTokens() if may_clip else None
         self.token_count = 0

@@ -124,7 +124,7 @@ class _Call:
         return self._requests[0].message
 
     def _received(self, size: int) -> None:
-        """Count received bytes. The worker gets credit for more when the client has taken them."""
+        """Count received bytes. The worker gets credit for more parts when the client has read them."""
         self._uncredited += size
         if self._uncredited >= CREDIT_BYTES and self._draining is None and not self._cancelled:
             self._draining = asyncio.create_task(self._drain())

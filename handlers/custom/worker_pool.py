@@ -73,7 +73,7 @@ class WorkerPool:
         self._plan = plan
         parallel = self._settings.properties.get("parallel_loading", "").lower() == "true"
         try:
-            # A worker that ends while another one loads is restarted by `_on_end`, and is one of the pending starts.
+            # A worker that ends while another worker loads is restarted by `_on_end`, and counts as a pending start.
             while len(self._batchers) + self._pending_starts < self.min_workers:
                 starts = (self._start_worker() for _ in range(self.min_workers if parallel else 1))
                 for failure in await asyncio.gather(*starts, return_exceptions=True):

@@ -1,6 +1,6 @@
 """happy_vllm's answers: one compact document, or a line of JSON for each step that repeats the whole text so far.
 
-Source: happy_vllm, "Generating endpoints", section "Output". The bytes are those of the original: the document as
+Source: happy_vllm, "Generating endpoints", section "Output". The bytes are as in the original: the document as
 Starlette writes JSON, the lines as Python's `json.dumps` does by default.
 """
 

@@ -29,7 +29,7 @@ _HEAD = 256  # Characters of a text on which a word is tried first; what follows
 _TRIES = 3  # Words that are tried on a whole text; the first fits all but texts that were made to defeat it.
 _BLOCK = 32  # Tokens decoded together: a decoder may take quadratic time over bytes that are not text.
 _CONTEXT = 16
-# Tokens that may together be one character: four bytes of UTF-8, and some for special ones in between.
+# Tokens that may together be one character: four bytes of UTF-8, and some special tokens in between.
 _LONGEST_CHARACTER = 8
 
 

@@ -313,7 +313,7 @@ def _logprob(token: Token) -> float:
 
 
 def alternatives(token: Token) -> list[Token]:
-    """Return a token and the most probable ones at its place, each once."""
+    """Return a token and the most probable tokens at its place, without duplicates."""
     return [token, *(other for other in token.top if other.id != token.id)]
 
 
@@ -361,6 +361,6 @@ def _completion_logprobs(tokens: Sequence[Token], number: Callable[[Token], str]
 
 
 def _completion_top(token: Token, number: Callable[[Token], str]) -> str:
-    """Return a token's alternatives. Those with the same text are one member, with the number of the last."""
+    """Return a token's alternatives. Tokens with the same text are one member, with the number of the last token."""
     top = {other.text: other for other in alternatives(token)}
     return "{" + ",".join([f"{quote(text)}:{number(other)}" for text, other in top.items()]) + "}"

@@ -1,7 +1,7 @@
 """The words for a body that Pydantic's models of a request refuse.
 
 Pydantic describes the fault of each type that a value may have: an item of `input` of `/v1/responses` may have 25, and
-a wrong item has 240 faults. Here the fault is that of the type which the value means.
+a wrong item has 240 faults. Here the fault is the fault of the type that the value means.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Fault(NamedTuple):
     path: tuple[str | int, ...]  # Of the value in the body.
     branch: tuple[str, ...]  # The types of the values on this path, as far as there are several.
     message: str
-    expected: str  # The allowed values of a `type` that another type of object has. Empty if the fault is another one.
+    expected: str  # The allowed values of a `type` that another type of object has. Empty for any other fault.
 
 
 class BodyFault(NamedTuple):

@@ -132,7 +132,7 @@ class Form(NamedTuple):
 
     name: str = "structured_outputs"
     strict: bool | None = None  # As in `SchemaPart`.
-    tools: tuple[Tool, ...] = ()  # Those of which the model has to call one.
+    tools: tuple[Tool, ...] = ()  # The tools of which the model has to call one.
     is_named: bool = False  # The client has named the tool.
 
     def parts(self, schema: Any) -> list[SchemaPart]:

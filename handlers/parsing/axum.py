@@ -53,7 +53,7 @@ def wrong_shape(reason: str) -> ContractError:
 
 
 def refuse_unread(error: errors.RequestError) -> Reply | None:
-    """Return the reply to an error that comes before the body is read. None if it is another error."""
+    """Return the reply to an error that comes before the body is read. None for any other error."""
     if isinstance(error, errors.Unauthorized):
         return Reply(401, "", b"")
     if isinstance(error, errors.BodyTooLarge):

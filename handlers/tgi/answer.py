@@ -1,6 +1,6 @@
 """TGI's answers: one JSON document, or an event for each token.
 
-The bytes are those that serde_json writes: no spaces between items, non-ASCII characters unescaped, and keys in the
+The bytes are as serde_json writes them: no spaces between items, non-ASCII characters unescaped, and keys in the
 order that TGI's structs have. Source: TGI's router, `src/lib.rs` and `src/server.rs`.
 """
 

@@ -55,7 +55,7 @@ _MOST_PLACES, _MOST_PLACE_CHARACTERS = 64, 8192  # Of the places that are named.
 _NO_SCHEMA, _TOO_DEEP = "it must be a JSON schema, which is a JSON object", "it is nested too deeply"
 _SURROGATE = "it must not hold half of a surrogate pair"
 
-# llguidance's options for writing JSON, which stand in the schema in the place of the client's.
+# llguidance's options for writing JSON. In the schema they replace the client's options.
 _FLEXIBLE = {"whitespace_flexible": True}
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 # Keywords beside which an object is not closed: they say what further members it may have.
@@ -153,8 +153,8 @@ _WAYS = (
     _Way(loose=True),
     _Way(loose=True, closed=False, sealed=False),
 )
-# Work, in characters that llguidance reads. Beyond it nothing more is compared, and only the loose ways are taken. A
-# limit of time would let two servers hold different parts of a schema.
+# Work, in characters that llguidance reads. Beyond this limit nothing more is compared, and only the loose forms are
+# used. A limit of time would let two servers hold different parts of a schema.
 _MOST_WORK, _WORK_OF_A_SCHEMA, _WORK_OF_COMPILING = 1_000_000, 20, 8
 
 
@@ -296,7 +296,8 @@ class _Rewriter:
         """Return True if an object that names its members has no others.
 
         By the standard it may have any. A model that may add some seldom stops, and vLLM's usual back end does not
-        allow them either. Schemas that are combined with others stay open, and those that need others.
+        allow them either. Schemas that are combined with other schemas stay open. So do schemas that require unnamed
+        members.
         """
         given, named = node.given, node.given.get("properties")
         if not node.closed or node.exact or not isinstance(named, dict) or any(word in given for word in _COMBINED):
@@ -564,7 +565,7 @@ class _Rewriter:
         return True
 
     def _names_of_members(self, node: _Node, _: str, value: Any) -> bool:
-        """`propertyNames`: its expression becomes one of `patternProperties`, beside which nothing is allowed."""
+        """`propertyNames`: its expression becomes a member of `patternProperties`, and no other members are allowed."""
         if self._late:
             return False
         with self._silent() as left:
@@ -1091,7 +1092,7 @@ KEYWORDS: Mapping[str, Keyword] = {
     "$dynamicRef": Keyword(_Rewriter._reference, "`$ref`, if the anchor is there once"),
     "$recursiveRef": Keyword(_Rewriter._reference, "`$ref`, if the anchor is there once"),
 }
-# Those that other keywords have to express.
+# Keywords that other keywords have to express.
 _EXPRESSED = frozenset(
     {
         *("uniqueItems", "contains", "propertyNames", "minProperties", "maxProperties", "if", "not"),

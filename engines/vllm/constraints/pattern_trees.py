@@ -3,7 +3,7 @@ r"""Patterns of JSON schemas as trees.
 A pattern is an expression of ECMA-262, of the flag `u` or of browsers. What could mean another thing in the syntax of
 Rust or Python is not read, if it is not certain that the standard's meaning is the client's.
 
-The classes are those that llguidance reads: `\d` and `\w` are ASCII, `\s` is Unicode's, `.` is all but the newline.
+The classes are as llguidance reads them: `\d` and `\w` are ASCII, `\s` is Unicode's, `.` is all but the newline.
 """
 
 from __future__ import annotations

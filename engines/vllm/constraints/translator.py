@@ -1,8 +1,9 @@
 """From a request's constraint to vLLM's structured outputs.
 
-vLLM has several back ends for them, and one for a whole engine: with its setting `auto` each request is checked against
-the back end that suits it best, but enforced by the one that the first request happened to get. So one is chosen when
-the model is loaded: `guidance` (llguidance), which refuses constraints that it cannot enforce, and bounds their cost.
+vLLM has several back ends for constraints, but uses only one in an engine. With its setting `auto`, each request is
+checked against the back end that suits it best, but enforced by the back end of the first request. So one is chosen
+when the model is loaded: `guidance` (llguidance), which refuses constraints that it cannot enforce, and bounds their
+cost.
 
 A constraint is a program that a client has sent, so it is rewritten and compiled once in a separate process (`trials`)
 before the engine gets it.

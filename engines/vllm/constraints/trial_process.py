@@ -1,7 +1,7 @@
 """A script that compiles constraints before the engine does, in a separate process, and checks finished answers.
 
 A constraint is a program that a client has sent. One that takes too long, takes too much memory or crashes the
-compiler ends this process, and neither the server nor the engine. Imports little beside llguidance, so that it starts
+compiler ends this process, and neither the server nor the engine. Imports little except llguidance, so that it starts
 at once and stays small. `trials.GrammarTrials` writes to its standard input and reads its standard output.
 """
 
@@ -24,7 +24,7 @@ import llguidance
 from engines.vllm.constraints import json_schema
 from engines.vllm.constraints.expressions import ascii_expression, grammar_for_guidance
 
-CPU_SECONDS = 2.0  # Limit for one constraint; ordinary ones take a hundredth of it.
+CPU_SECONDS = 2.0  # Limit for one constraint; ordinary constraints take a hundredth of it.
 # Limit for one token's mask, which the engine makes between two steps of all requests; ordinary ones take 0.001.
 STEP_CPU_SECONDS = 0.1
 STEPS = 64  # Tokens that are tried out.

@@ -109,7 +109,7 @@ class GrammarTrials:
     def _try(self, key: bytes, message: dict[str, Any]) -> Trial:
         if (known := self._known.get(key)) is not None:  # another request had the same
             return known
-        # A process that has already ended says nothing about the constraint, so another one gets it.
+        # A process that has already ended says nothing about the constraint, so another process gets the constraint.
         if (result := self._tried(message) or self._tried(message)) is None:
             raise Overloaded(NO_VERDICT)
         if result.error == TOO_MUCH:

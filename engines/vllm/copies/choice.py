@@ -13,7 +13,8 @@ from typing import Protocol, TypeVar
 
 BLOCK = 128  # Tokens of a block. A shorter common beginning saves too little.
 _MOST_BLOCKS = 64  # Of a prompt. The rest of a longer prompt decides nothing.
-# A copy with the prompt's blocks may have so many times the mean work of the others, and so many requests more.
+# A copy with the prompt's blocks may have this multiple of the mean work of the other copies, and this number of
+# requests more.
 _MORE_THAN_MEAN, _MORE_REQUESTS = 1.25, 3
 MOST_ANSWER_TOKENS = 512  # Of an answer that count as work. Limits are often far above the true length.
 

@@ -104,7 +104,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         self._siblings, self.holds = siblings, holds
         self.messages: asyncio.Queue[Any] = asyncio.Queue()  # That vLLM's output loop has not taken.
         self.came = 0  # Messages of all copies.
-        self._handled = 0  # Those that vLLM's output loop has handled, or that were dropped.
+        self._handled = 0  # Messages that vLLM's output loop has handled, or that were dropped.
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []  # For so many to be handled.
         self._choice = CopyChoice()
         self._chosen = 0  # Requests that have got a copy.

@@ -146,7 +146,7 @@ class Continuations:
         self._adapters, self._allowed = adapters, deaths
         self._deaths: Counter[str] = Counter()  # At which a sequence ran, by its id.
         self._trials: dict[Copy, RequestState] = {}  # The suspect that is being tried.
-        self._failed: set[str] = set()  # Sequences that have got an error, and are still to be forgotten.
+        self._failed: set[str] = set()  # Sequences that have got an error, and still have to be removed.
 
     def copy_died(self, copy: Copy, lost: Collection[str]) -> None:
         """Count the death for the sequences that the copy had, or blame the sequence that was tried there.

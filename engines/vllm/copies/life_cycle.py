@@ -56,10 +56,11 @@ class Copies:
         self._most = len(self._places[: settings.max_copies])
         self._least = min(settings.min_copies or self._most, self._most)
         self._sends_whole_media = self._most > 1
-        # Is set while a copy takes new requests, or none ever will. Requests that survived a death come first.
+        # Is set while a copy takes new requests, or if no copy will take requests any more. Requests that survived a
+        # death come first.
         self.up = asyncio.Event()
         self._down_since = 0.0
-        self.gave_up = False  # No copy runs, and none will.
+        self.gave_up = False  # No copy runs, and no copy will be started.
         self._turns = asyncio.Semaphore(len(self._places) if settings.parallel_loading else 1)  # Of loads.
         self._openings: dict[Copy, asyncio.Task[None]] = {}
         self._ends: dict[int, asyncio.Task[None]] = {}  # Of former copies, whose memory is being freed.
@@ -192,7 +193,7 @@ class Copies:
         self._end_if_all_are_dead()
 
     def _end_if_all_are_dead(self) -> None:
-        """Give an error to all requests if no copy serves, and none will."""
+        """Give an error to all requests if no copy serves and no copy will be started."""
         if all(copy.given_up for copy in self._by_number.values()):
             self.gave_up = True
             self.fail_all(EngineDead())

@@ -27,7 +27,8 @@ _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 class Place:
     """The part of the machine that a copy has."""
 
-    gpus: tuple[int, ...] = ()  # As CUDA numbers those that this process sees. Empty: vLLM takes the first ones.
+    # The numbers that CUDA gives to the GPUs that this process sees. Empty: vLLM takes the first ones.
+    gpus: tuple[int, ...] = ()
     physical_gpus: tuple[int, ...] | None = None  # The same GPUs, as the machine numbers them.
     processors: tuple[int, ...] = ()  # Empty: all.
 

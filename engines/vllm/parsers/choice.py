@@ -195,7 +195,7 @@ def _fits(family: Family, template: str, architectures: Collection[str]) -> bool
 
 
 def _most_specific(families: Sequence[Family]) -> list[Family]:
-    """Leave out each family of which another one has all markers, and further ones or an architecture."""
+    """Leave out each family if another family has all its markers, and further markers or an architecture."""
 
     def marks(family: Family) -> set[str]:
         return {*family.markers, *(["an architecture"] if family.architectures else [])}

@@ -276,7 +276,7 @@ def _with_references(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _moved(part: Any, place: str, *, is_map: bool = False) -> Any:
-    """Return a part of a schema as it has to be if the schema is at this place of another one.
+    """Return a part of a schema, changed for the place that the schema has in another schema.
 
     Args:
         is_map: Its keys are names and no keywords.

@@ -1,8 +1,8 @@
 """Media that the engine process has, as vLLM's renderer knows them.
 
 The renderer leaves the data of an image out of a prompt if it was in an earlier prompt. But the earlier prompt may have
-been refused, its client may have left, or it may go to the engine later. Here the data are in every prompt that is made
-until the engine has got one of them.
+been refused, its client may have left, or it may go to the engine later. Here every prompt contains the data until the
+engine has received one of these prompts.
 
 `engines.vllm.internals` has the names of vLLM on which the module relies. They mean:
 

@@ -16,7 +16,7 @@ finds nothing left.
 
 Failures: vLLM writes the errors of its processes to the log alone. Here the engine process reports an error of the
 function that vLLM runs in it, and each worker reports an error of `WorkerProc()`. tests/live/test_management_live.py
-has an engine fail for want of memory.
+lets an engine fail because memory is short.
 
 Each engine process is a separate process group: Ctrl-C in a terminal goes to a whole group, and would end the engine
 while the server lets its requests finish. tests/live/test_process_live.py does that. They stay in the server's session:
@@ -113,7 +113,7 @@ def tied_to_this_thread(processors: Collection[int] = (), *, spawned: bool = Fal
     reads.
 
     Args:
-        processors: Those that the threads of workers are bound to. Empty: vLLM chooses among all.
+        processors: The processors that the threads of workers are bound to. Empty: vLLM chooses among all.
         spawned: Do not fork them, even with a fork server: vLLM binds a process to a NUMA node when it is spawned.
     """
     _remove_shared_memory(())  # A start that failed may have left some.
@@ -242,7 +242,7 @@ def prepare_engine(report: Connection, processors: Collection[int] = ()) -> None
 def _end_workers(workers: Sequence[BaseProcess]) -> None:
     """Wait for the workers' end, as vLLM does; if one has died, kill the others first.
 
-    They wait for it, and end only after the engine process has waited for them for 8 seconds. It tells nobody until
+    They wait for it, and end only after the engine process has waited for them for 8 seconds. It reports nothing until
     then.
     """
     if any(worker.exitcode for worker in workers):

@@ -102,7 +102,7 @@ def end_with_parent() -> None:
 
 
 def is_forked() -> bool:
-    """Return True if this process is from the fork server; multiprocessing gives only those a list."""
+    """Return True if this process is from the fork server; multiprocessing gives a list only to such processes."""
     return forkserver.get_inherited_fds() is not None
 
 

@@ -147,8 +147,8 @@ def _import(request: LoadRequest) -> ModuleType:
         sys.path.insert(0, directory)
     if not os.path.isfile(path):
         raise LoadError(f"the handler file {path} does not exist")
-    # Other modules in the directory and pickles find the module by the file's name. If that name is taken, the module
-    # gets another one.
+    # Other modules in the directory and pickles find the module by the file's name. If that name is in use, the module
+    # gets another name.
     stem = os.path.basename(path)[: -len(".py")]
     if not stem.isidentifier() or stem in sys.modules or os.path.dirname(path) != request.model_dir:
         stem = "model_" + hashlib.sha256(path.encode()).hexdigest()[:8]

@@ -113,7 +113,7 @@ class Downloader:
         attempts: int = 1,
     ) -> None:
         """Args:
-        networks: Networks that media may come from beside public addresses.
+        networks: Networks that media may come from, in addition to public addresses.
         domains: Hosts that media may come from; none: all.
         redirects: Follow redirects.
         attempts: Requests for one URL if its host does not answer in time, or says that it is busy.

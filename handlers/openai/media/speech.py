@@ -8,7 +8,7 @@ from handlers.parsing.forms import MULTIPART
 
 SPEECH = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _MIB = 1 << 20
-_SEPARATORS = (b"&", b";")  # Of a form that can have no file. Each takes time on the event loop.
+_SEPARATORS = (b"&", b";")  # The size of a form without a file. Each takes time on the event loop.
 _MOST_FIELDS = 1000
 _FIELDS_MIB = 1  # For the fields of a form beside the file.
 

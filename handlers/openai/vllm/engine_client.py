@@ -1,6 +1,6 @@
 """The engine as vLLM's serving classes see it: vLLM's own `AsyncLLM`, under the rules that hold for every contract.
 
-Requests of the serving classes are ordinary ones of `AsyncLLM`. They run beside those of
+Requests of the serving classes are ordinary requests of `AsyncLLM`. They run beside those of
 `engines.vllm.engine`, take places in the same queue, count in the same statistics and fail after the same wait for
 a token.
 
@@ -53,9 +53,9 @@ from handlers.parsing.json_fields import MAX_STRING_LENGTH, MAX_STRINGS, json_ki
 
 CheckAnswer = Callable[[Any], None]  # Takes the state of a sequence that has ended.
 _INT64 = 2**63
-# Options that vLLM's serving classes give for chats, whose answers are constrained once their reasoning has ended. The
-# answer to any other prompt has no reasoning, and is constrained from its first token; so is one of a chat if nobody
-# can tell where its reasoning ends.
+# Options that vLLM's serving classes give for chats, whose answers are constrained once their reasoning has ended.
+# Other answers have no reasoning, and are constrained from the first token. So are chats whose end of reasoning is
+# unknown.
 _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
 _MOST_REPEATED = 2048  # Tokens that the scheduler may look at for each length of a pattern, after each token.
 _MOST_ID = 512  # Characters. The engine's messages repeat the id for each token.
@@ -262,7 +262,7 @@ class EngineClient:
                 await self._abort(queue)
             raise
         except Exception as error:
-            # vLLM's text for a dead engine speaks of a stack trace, and it logs one for each request.
+            # vLLM's text for a dead engine mentions a stack trace, and vLLM logs a stack trace for each request.
             failure = GenerationError(EngineDead().message) if isinstance(error, EngineDeadError) else error
             if queue is not None:
                 statistics.failed_requests += 1
@@ -362,7 +362,7 @@ class EngineClient:
     async def _adapter(self, call: OpenAICall, name: str) -> Any:
         """Return vLLM's request for the adapter of this name, which is in its memory until the call ends.
 
-        It is looked up anew: another one may have taken its place since the front end did.
+        The adapter is looked up again: another adapter may have replaced it since the front end looked it up.
         """
         assert self._engine.adapters is not None
         claim = call.adapters.get(name) or call.keep(name, await self._engine.claim(name))
