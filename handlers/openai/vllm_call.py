@@ -142,8 +142,7 @@ class VllmCall:
     async def _send(self, message: Any) -> None:
         """Pass the application's messages on. A reply begins with its first bytes, which show if it is a stream."""
         if self._gone.is_set():
-            # The error passes through the application, which would continue after any other error.
-            raise asyncio.CancelledError
+            raise asyncio.CancelledError  # It passes through the application, which would go on after any other error.
         if message["type"] == "http.response.start":
             self._status = message["status"]
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in message["headers"]}
