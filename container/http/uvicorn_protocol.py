@@ -1,6 +1,6 @@
 """Extends uvicorn's HTTP protocol: limits, joined writes, HTTP/1.0, protocol offers, half-closed clients.
 
-No other module touches uvicorn's internals. This one was run with uvicorn 0.54.0. `check_uvicorn` refuses other
+No other module touches uvicorn's internals. This module was run with uvicorn 0.54.0. `check_uvicorn` refuses other
 releases when the server starts. tests/live/test_uvicorn_internals.py fails if one of these names has moved:
 
 - `HttpToolsProtocol`: the callbacks of httptools' parser, of the transport and of the server that are overridden below,

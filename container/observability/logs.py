@@ -130,8 +130,8 @@ class JsonFormatter(logging.Formatter):
 class HeldLines:
     """The latest lines that libraries wrote and the log does not show. They are shown if a start or an engine fails.
 
-    These are vLLM's lines below `warning`, for example. While a server starts, they are also the lines that no logger
-    wrote, such as progress bars.
+    Examples are vLLM's lines below `warning`. While a server starts, lines that no logger wrote are held too, such as
+    progress bars.
     """
 
     def __init__(self) -> None:

@@ -98,7 +98,7 @@ def read_generation(values: dict[str, Any], memo: ParameterMemo[tuple[bool, Vllm
 
     Args:
         values: The body.
-        memo: Has what bodies without their prompts mean: `prompt_in_response`, and vLLM's parameters.
+        memo: Caches parsed bodies without their prompts: `prompt_in_response` and vLLM's parameters.
 
     Raises:
         InvalidRequest: The prompt is missing, or keywords exclude each other; as InvalidParameter, a keyword has the

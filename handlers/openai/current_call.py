@@ -71,7 +71,7 @@ class OpenAICall:
         self._background: asyncio.Task[None] | None = None
         self.any_model = any_model  # No `model` in its body is refused.
         self.only_counts = only_counts  # Its prompt is counted, and nothing is generated.
-        self.cache_salt = cache_salt  # Of prompts for which the body has none.
+        self.cache_salt = cache_salt  # The salt of prompts if the body has no salt.
         self.uses_tools = False  # The model may call tools of its body.
         self.form = Form()  # Of its text, as the body says it.
         self.request_id = ""  # For the log.
@@ -138,7 +138,7 @@ class OpenAICall:
         self._background = task
 
     def close(self) -> None:
-        """Give everything back, when nothing runs in the background."""
+        """Release all resources when nothing runs in the background."""
         self.on_begin = None
         task, self._background = self._background, None
         if task is not None and not task.done():

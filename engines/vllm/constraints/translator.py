@@ -202,8 +202,8 @@ class ConstraintTranslator:
 def _named(places: Sequence[str], parts: Sequence[SchemaPart]) -> list[tuple[SchemaPart, str]]:
     """Return places of a schema as the client names them, each with its part of the schema.
 
-    A place above several parts counts for all of them. A place in no part keeps its name. The time grows with the
-    places and the parts, and not with their product: clients choose both numbers.
+    A place above several parts counts for all of them. A place outside all parts keeps its name. The time grows with
+    the places and the parts, and not with their product: clients choose both numbers.
     """
     at = {part.place: part for part in parts}
     above: dict[str, list[SchemaPart]] = {}

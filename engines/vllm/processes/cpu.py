@@ -14,7 +14,7 @@ from engines.vllm.patches import processes
 
 _SPIN_SECONDS = 0.002  # The pause between two steps is shorter, so it costs nothing there.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.002  # Seconds.
-_PAUSE_SHARE = 1 / 64  # Of the time that the message has taken so far: the share by which it may be seen too late.
+_PAUSE_SHARE = 1 / 64  # The largest delay, as a share of the time that the process has waited for the message.
 _NEW_WAIT_SECONDS = 0.0005  # A look takes microseconds, and a step longer than this.
 
 
