@@ -70,7 +70,7 @@ class Watchdog:
         """Create the watchdog.
 
         Args:
-            look: Ends what waits for ever; returns False when nothing is left to watch.
+            look: Ends work that would wait for ever. Returns False when nothing is left to watch.
         """
         self._look = look
         self._task: asyncio.Task[None] | None = None

@@ -104,7 +104,7 @@ class ModelSettings:
     scores_in_order: bool = False  # `query` and `texts` on `/invocations` get DJL's scores; otherwise TEI's ranks.
     auto_truncate: bool = True  # TEI's routes cut texts that are too long, unless a request says otherwise.
     max_client_batch_size: int = 32  # Texts of a request on TEI's routes. The default is TEI's.
-    # The text that goes in front on TEI's routes, and for vectors on LMI's, if a request names none; or its name.
+    # The text in front of inputs on TEI's routes, and on LMI's for vectors, if a request names no prompt; or its name.
     default_prompt: str | None = None
     default_prompt_name: str | None = None
     enable_lora: bool = False  # LoRA adapters can be registered; requests name an adapter.
@@ -115,8 +115,8 @@ class ModelSettings:
     tensor_parallel_degree: int | None = None
     tensor_parallel_max: bool = False  # "max" was asked for: as many GPUs as the model allows.
     pipeline_parallel_degree: int = 1
-    # GPUs that the engine may use, as CUDA numbers those that this process sees; it uses the first ones, as many as it
-    # needs. None: all; an empty tuple: the CPU.
+    # The CUDA numbers of the GPUs that the engine may use. The engine uses the first GPUs, as many as it needs. None:
+    # all; an empty tuple: the CPU.
     devices: tuple[int, ...] | None = None
     # Copies of the model on vLLM, each with its own GPUs or share of the processors. None: as many as `devices` hold.
     max_copies: int | None = 1

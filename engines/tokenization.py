@@ -146,7 +146,7 @@ class TokenTexts:
 
 
 def _decoding_context(tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> list[int]:
-    """Return what of a prompt a decoder has to see in front of the answer: its end, on which token texts may depend.
+    """Return the end of a prompt that a decoder needs in front of the answer, because token texts may depend on it.
 
     Empty if the prompt ends within a character, or in U+FFFD, which looks the same: a decoder would wait for the
     character's rest, and then give the prompt as if it were part of the answer.
@@ -215,7 +215,7 @@ def prompt_tokens(
     logprobs: Iterable[float],
     ranks: Iterable[int] = (),
 ) -> list[Token]:
-    """Return a prompt's tokens; `logprobs`, `ranks`: theirs from the second token on, or none."""
+    """Return a prompt's tokens. `logprobs` and `ranks` begin with the second token, or are empty."""
     tokens = split_text(tokenizer, prompt_ids, special_ids, skip_special_tokens=False)
     for token, value in zip(tokens[1:], logprobs, strict=False):
         token.logprob = value
@@ -335,7 +335,7 @@ class StopStrings:
         self._tail = ""
 
     def add(self, text: str, count: bool) -> int | None:
-        """Take the added text; if a stop string ends in it, the number of characters to take back.
+        """Add text. If a stop string ends in it, return the number of characters to remove.
 
         Without `count` the text is taken note of, but a stop string that ends in it does not.
         """

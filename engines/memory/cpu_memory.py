@@ -103,10 +103,10 @@ def _gib(size: float) -> str:
 
 
 def memory_limits(workers: int, root: Path = _ROOT) -> list[Limit]:
-    """Read the limits of `machine_limits`, and what NUMA nodes have for an engine with so many workers.
+    """Read the limits of `machine_limits`, and the memory that NUMA nodes have for an engine with `workers` workers.
 
-    vLLM binds each worker to a node. Here they get the roomiest ones; if it binds to others, it refuses the size and
-    names their memory.
+    vLLM binds each worker to a node. Here the workers get the nodes with the most memory. If vLLM binds to other nodes,
+    it refuses the size and names their memory.
     """
     nodes = []
     for path in root.glob("sys/devices/system/node/node[0-9]*/meminfo"):

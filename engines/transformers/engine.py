@@ -69,7 +69,7 @@ class _Waiting(NamedTuple):
 
 
 class BatchQueue(Generic[T]):
-    """Items that wait to be run in batches, each batch with items of one key; for one event loop.
+    """Items that wait to be run in batches. All items of a batch have the same key. For one event loop.
 
     The item that came first is in the next batch, which is due when it is full, or when that item has waited for
     `delay` seconds. `size`: the weight of a full batch; a heavier item is a separate batch.

@@ -30,7 +30,7 @@ _LEAST, _MOST = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
 
 
 def check_request(request: GenerationRequest, model: TransformersModel) -> None:
-    """Refuse what cannot be done, or would be an index beyond the model's vocabulary.
+    """Refuse parameters that this engine lacks, and token ids beyond the model's vocabulary.
 
     Raises:
         InvalidParameter: It names the parameter.

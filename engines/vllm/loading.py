@@ -58,7 +58,7 @@ class StartedEngine:
     reports: EngineReports
     frontend_arguments: dict[str, Any]
     typical_refusal: str  # Why `typical_p` is refused; "" if it is not.
-    places: Sequence[Place]  # Of all copies that the machine has room for.
+    places: Sequence[Place]  # The places of all copies that the machine has room for.
 
 
 class VllmLoader:
@@ -227,7 +227,7 @@ def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
 
 
 def cache_demand(config: VllmConfig, copies: int) -> Demand:
-    """Return the memory that each CPU worker of vLLM will need, in each of so many copies."""
+    """Return the memory that each CPU worker of vLLM will need, with `copies` copies."""
     model, parallel = config.model_config, config.parallel_config
     item = model.dtype.itemsize
     stored = getattr(getattr(model.hf_config, "dtype", None), "itemsize", item)

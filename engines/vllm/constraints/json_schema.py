@@ -295,9 +295,9 @@ class _Rewriter:
     def _is_closed(node: _Node) -> bool:
         """Return True if an object that names its members has no others.
 
-        By the standard it may have any. A model that may add some seldom stops, and vLLM's usual back end does not
-        allow them either. Schemas that are combined with other schemas stay open. So do schemas that require unnamed
-        members.
+        By the standard an object may have any further members. A model that may add members seldom stops, and vLLM's
+        usual back end does not allow them either. Schemas that are combined with other schemas stay open. So do schemas
+        that require unnamed members.
         """
         given, named = node.given, node.given.get("properties")
         if not node.closed or node.exact or not isinstance(named, dict) or any(word in given for word in _COMBINED):
@@ -374,7 +374,7 @@ class _Rewriter:
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[dict[str, None]]:
-        """Do not note places in the block. Yields the places that would have been noted."""
+        """Record no places in the block. Yields the places that would have been recorded."""
         kept, self.not_held = self.not_held, {}
         try:
             yield self.not_held

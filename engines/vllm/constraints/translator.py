@@ -150,7 +150,7 @@ class ConstraintTranslator:
             if not value and kind == "choice":
                 raise InvalidParameter(parameter, "must have at least one choice")
             text = value if isinstance(value, str) else _written(parameter, value)
-            # Without a trial, nothing takes the descriptions out of a schema.
+            # Without a trial, the descriptions stay in a schema.
             _check_size(parameter, text, _MAX_CHARACTERS if kind == "json" and self._trials is None else most)
             if self._trials is None:
                 continue

@@ -199,7 +199,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
 
         Args:
             request: The request.
-            copy: The copy that gets it. None: one of those that take new requests.
+            copy: The copy that gets it. None: any copy that takes new requests.
 
         Raises:
             EngineDeadError: No copy can take it, and it does not wait for one.

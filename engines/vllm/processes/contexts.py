@@ -8,11 +8,11 @@ Start: they are forked from a process that has imported vLLM (`fork_server`), if
 its parent's environment from long ago, so the environment is handed over, and its effects on libraries at their load
 are repeated (`fork_server.apply_environment`).
 
-End: the kernel kills the fork server with the server's main thread, and the others with the fork server, after any end
-of the server. A spawned process ends with the thread that started it. vLLM's own workers notice the end of the engine
-process only between two steps, and a process that is stopped notices nothing. Workers that wait for one that has died
-are killed, so that the engine process reports its death at once. tests/live/test_health_live.py kills a server and
-finds nothing left.
+End: however the server ends, the kernel kills the fork server with the server's main thread, and the fork server's
+processes with the fork server. A spawned process ends with the thread that started it. vLLM's own workers notice the
+end of the engine process only between two steps, and a process that is stopped notices nothing. Workers that wait for
+one that has died are killed, so that the engine process reports its death at once. tests/live/test_health_live.py kills
+a server and finds nothing left.
 
 Failures: vLLM writes the errors of its processes to the log alone. Here the engine process reports an error of the
 function that vLLM runs in it, and each worker reports an error of `WorkerProc()`. tests/live/test_management_live.py

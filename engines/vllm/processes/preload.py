@@ -38,8 +38,8 @@ _CPU = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "vll
 def _share_openmp() -> bool:
     """Load torch's OpenMP before anything else, for all to see, as vLLM does for its CPU workers with LD_PRELOAD.
 
-    With a second one in the process, threads that are bound to processors share one of them. Returns True if torch has
-    its own copy.
+    With a second OpenMP in the process, threads that are bound to processors share one processor. Returns True if torch
+    has its own copy.
     """
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
@@ -63,7 +63,7 @@ def _unsafe_threads() -> list[str]:
 
 
 def _import_vllm(openmp: bool) -> str:
-    """Import it; return why this process must not be forked then, "" if it may."""
+    """Import vLLM. Return why this process must not be forked afterwards, "" if it may."""
     try:
         for name in _ANY_DEVICE:
             importlib.import_module(name)

@@ -318,7 +318,7 @@ class _BoundedLoader:
     def load_bytes(cls, data: bytes, **options: Any) -> Any:
         loader: Any = super()
         frames, metadata = loader.load_bytes(data, **options)
-        if not cls.counted:  # a decoder of the operator's choice, which does not ask before
+        if not cls.counted:  # the operator chose a decoder that does not check the limits first
             count, height, width = frames.shape[:3]
             cls.media.add_frames(width, height, count)
         return frames, metadata
