@@ -217,10 +217,8 @@ class ManagementRoute:
 
     path: str
     operations: Mapping[str, ManagementOperation]  # By method.
-    counted: str | None = None  # The path under which calls are counted, if it differs.
-    refuse: Callable[[RequestError], Reply] | None = (
-        None  # The form of the route's errors, if it differs from the contract's form.
-    )
+    counted: str | None = None  # The path under which calls are counted, if it is another.
+    refuse: Callable[[RequestError], Reply] | None = None  # The form of its errors, if it is not the contract's.
     # Replies to all other methods, in place of `ContractRoutes.wrong_method`.
     wrong_method: Callable[[Call], Reply] | None = None
 

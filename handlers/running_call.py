@@ -16,7 +16,7 @@ from handlers.queue import EngineQueue
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 15.0  # Between the comments of a stream that has nothing to say; TGI's interval.
+KEEP_ALIVE_SECONDS = 15.0  # The interval of comments in an idle stream, as in TGI.
 _LONG = 64 * 1024  # Bytes; parts of a cumulative answer up to this length come with each addition.
 _BYTES_PER_SECOND = 32 * 1024 * 1024  # The rate of longer parts of one cumulative answer.
 

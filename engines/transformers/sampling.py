@@ -85,7 +85,7 @@ class Sampler:
 
         Args:
             request: Any of the batch, as they differ in prompt, seed and limit alone.
-            generated: The tokens of each sequence so far, to which the caller adds those that are chosen.
+            generated: The tokens of each sequence so far. The caller adds the chosen tokens.
             generators: The sources of their random numbers. A seeded sequence draws the same numbers in any batch.
         """
         s = request.sampling

@@ -250,7 +250,7 @@ class TypicalProcessor(NewLogitsProcessor):
         self._temperatures = np.ones(req_states.max_num_reqs, np.float32)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Take the parameters of the request in this place; greedy ones ask for nothing."""
+        """Set the parameters of the request in this row. Greedy parameters need nothing."""
         mass = _mass(sampling_params) if sampling_params.temperature > 0 else None
         self._masses[req_idx] = 1.0 if mass is None else mass
         self._temperatures[req_idx] = sampling_params.temperature

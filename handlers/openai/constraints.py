@@ -123,7 +123,7 @@ class Tool(NamedTuple):
     """A tool in a body."""
 
     name: str  # In vLLM's schema of its calls.
-    place: str  # Of the schema of its arguments in the body.
+    place: str  # The place in the body of the schema of the tool's arguments.
     strict: bool
 
 

@@ -1,7 +1,7 @@
 """JSON schemas, rewritten for llguidance.
 
-llguidance refuses a whole schema for one keyword that it does not know. So a schema is rewritten first: what says
-nothing is left out, and what can be expressed in other keywords is expressed in them. The rest is not held: the caller
+llguidance refuses a whole schema for one keyword that it does not know. So a schema is rewritten first: keywords
+without effect are removed, and keywords that other keywords can express are replaced. The rest is not held: the caller
 gets its places and decides. `KEYWORDS` has the treatment of each keyword, with the reason.
 
 A rewritten schema never allows more than the schema does, apart from the places that are named.
@@ -46,7 +46,7 @@ from engines.vllm.constraints.schema_values import (
     with_integers,
 )
 
-_MAX_CHARACTERS = 1 << 17  # Of a schema without what says nothing.
+_MAX_CHARACTERS = 1 << 17  # The limit of a schema without keywords that have no effect.
 WHOLE = "#"  # The place of a schema of which nothing is held but its type.
 # The most schemas that rewriting may add, and the most that may replace one keyword.
 _MOST_ADDED, _MOST_ALTERNATIVES, _CHARACTERS_OF_A_SCHEMA = 2048, 128, 64
