@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
-from container.settings.values import json_value
+from engines.settings.parsers import json_value
 
 Headers = Sequence[tuple[bytes, bytes]]
 

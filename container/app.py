@@ -29,16 +29,17 @@ from container.observability.prometheus_text import CONTENT_TYPE
 from container.observability.traffic_capture import RecordFiles, RequestCapture
 from container.openapi import openapi_document, swagger_assets, swagger_page
 from container.ping import ping
-from container.settings.settings import ServerReport, ServerSettings
+from container.settings.server import ServerConfig
+from container.settings.settings import ServerReport
 from engines.errors import CrossSite
-from engines.model_settings import ModelSettings
 from engines.statistics import Distribution
 from handlers.all_contracts import all_contracts
 from handlers.contract import JSON, Call, Reply
 from handlers.djl_errors import front_end_refusal
+from handlers.model_config import ModelConfig
 
 # The API description shows this model if the server has several models, or none yet.
-_ANY_MODEL = ModelSettings(name="{model}", model_dir=Path(), model_id="")
+_ANY_MODEL = ModelConfig(name="{model}", model_dir=Path(), model_id="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class _Page:
 
 def create_app(
     models: Models,
-    settings: ServerSettings,
+    settings: ServerConfig,
     registrar: Registrar,
     mounts: Sequence[Mount] = (),
     lag: Distribution | None = None,
@@ -232,8 +233,8 @@ class _Description:
             for document in self._of_kinds.values():
                 paths |= document.get("paths", {})
                 schemas |= document.get("components", {}).get("schemas", {})
-            model_settings = self._models.startup().lifecycle.model if self._models.single else _ANY_MODEL
-            content = openapi_document(model_settings, {"paths": paths, "components": {"schemas": schemas}})
+            config = self._models.startup().lifecycle.model if self._models.single else _ANY_MODEL
+            content = openapi_document(config, {"paths": paths, "components": {"schemas": schemas}})
             self._document = msgspec.json.encode(content)
         return Response(self._document, media_type=JSON)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from container.models.registry import Model, Models
-from container.settings.settings import ServerSettings
+from container.settings.server import ServerConfig
 from handlers.contract import JSON, Reply
 
 _MEBIBYTE = 1 << 20
@@ -16,7 +16,7 @@ _PAYLOAD = 6  # SageMaker's default of MaxPayloadInMB. A larger payload would le
 _ROOM = 100  # SageMaker's limit of MaxPayloadInMB times MaxConcurrentTransforms.
 
 
-def execution_parameters(models: Models, settings: ServerSettings) -> Reply:
+def execution_parameters(models: Models, settings: ServerConfig) -> Reply:
     """Return the reply of the route.
 
     A record is a body of `/invocations`, and a body holds one request. So records are never joined (SINGLE_RECORD). The
@@ -32,7 +32,7 @@ def execution_parameters(models: Models, settings: ServerSettings) -> Reply:
     return Reply(200, JSON, msgspec.json.encode(parameters))
 
 
-def _together(model: Model, settings: ServerSettings) -> int:
+def _together(model: Model, settings: ServerConfig) -> int:
     """Return the number of calls that a model runs together. A custom handler's calls may have to wait in the queue."""
     given = model.lifecycle.model
     return min(given.rolling_batch_size, settings.job_queue_size) if given.handler else given.rolling_batch_size

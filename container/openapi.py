@@ -20,11 +20,11 @@ import msgspec
 
 from engines import errors
 from engines.errors import RequestError
-from engines.model_settings import ModelSettings
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import JSON, Call, Reply
 from handlers.lmi.management import adapters as lmi_adapters
 from handlers.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
+from handlers.model_config import ModelConfig
 from handlers.openai.routes import ALIASED, LOAD, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest, refuse_adapter
 from handlers.openapi_schemas import OBJECT, STRING, Schema, either, struct
 from handlers.route_declarations import ContractRoutes, GenerationRoute, InfoRoute, Operation, Route
@@ -106,7 +106,7 @@ _VLLM_ADAPTERS = {
 }
 
 
-def openapi_document(model: ModelSettings, vllm: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def openapi_document(model: ModelConfig, vllm: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the OpenAPI document of the server's routes.
 
     Args:
@@ -162,7 +162,7 @@ def _tags(paths: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"name": name, "description": meaning} for name, meaning in TAGS.items() if name in used]
 
 
-def _operations(model: ModelSettings, forwarded: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Operation]]:
+def _operations(model: ModelConfig, forwarded: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Operation]]:
     """Yield method, path, tag and description of each route that vLLM's document does not describe.
 
     If several have one method and path, they are joined, or the first counts if they have no body.

@@ -7,7 +7,7 @@ from json.encoder import encode_basestring
 from container.models.life_cycle import State
 from container.models.registry import Model, Models
 from container.observability.error_rates import ErrorRates
-from container.settings.settings import ServerSettings
+from container.settings.server import ServerConfig
 from handlers.contract import JSON, Reply
 
 _TEXT = {
@@ -20,7 +20,7 @@ _TEXT = {
 }
 
 
-def ping(models: Models, settings: ServerSettings, error_rates: ErrorRates) -> Reply:
+def ping(models: Models, settings: ServerConfig, error_rates: ErrorRates) -> Reply:
     """Return the reply to `/ping`: LMI's body, with a `reason` if something is wrong.
 
     Unlike in LMI, 200 means that all models can serve. With `allow_multi_status` the status is 207 instead of 503 while
@@ -38,7 +38,7 @@ def ping(models: Models, settings: ServerSettings, error_rates: ErrorRates) -> R
     return Reply(503 if exceeded else _status(models, settings), JSON, body.encode())
 
 
-def _status(models: Models, settings: ServerSettings) -> int:
+def _status(models: Models, settings: ServerConfig) -> int:
     """Return the first status that applies, in LMI's order."""
     states = [(model, model.lifecycle.state) for model in models]
     if any(state is State.FAILED or model.lifecycle.unhealthy for model, state in states):

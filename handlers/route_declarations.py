@@ -17,9 +17,9 @@ from djl_python.input_parser import SAGEMAKER_ADAPTER_IDENTIFIER_HEADER
 from engines.adapters import Adapter
 from engines.errors import InvalidParameter, NotReady, NotServed, RequestError
 from engines.loaded_model import LoadedModel
-from engines.model_settings import ModelSettings
 from handlers.contract import JSON, Call, Contract, Head, Reply, adapter_header
 from handlers.management import ManagementOperation
+from handlers.model_config import ModelConfig
 from handlers.openapi_schemas import Schema
 
 # The error on routes that a model with a custom handler does not serve.
@@ -54,7 +54,7 @@ def is_address(name: str) -> bool:
 class ModelView:
     """The state of a model at one moment, for routes that generate nothing."""
 
-    settings: ModelSettings
+    settings: ModelConfig
     state: State
     reason: str  # The reason if it has failed or is unhealthy, else empty.
     started_at: float  # The time at which the server was started, in seconds since the epoch.
@@ -104,7 +104,7 @@ NO_ADAPTERS = "cannot be used: this server has no adapters"  # Follows the name 
 class ContractSetting:
     """The arguments with which a contract is created for a model."""
 
-    settings: ModelSettings
+    settings: ModelConfig
     model: LoadedModel
 
     def adapter_of(self, call: Call, named: str | None) -> str | None:
@@ -150,7 +150,7 @@ class GenerationRoute:
     own_handler: bool = False  # A custom handler answers the route if the model has one.
     by_attribute: bool = True  # `route` in SageMaker's custom attributes may name it: it infers or tokenizes.
     # Returns the refusal of wrong path parameters, which does not depend on the model's state. None if they are right.
-    refuse_path: Callable[[Mapping[str, str], ModelSettings], Reply | None] | None = None
+    refuse_path: Callable[[Mapping[str, str], ModelConfig], Reply | None] | None = None
     about: Operation | None = None
 
 

@@ -19,8 +19,8 @@ from container.settings.settings import ServerReport
 from container.settings.values import masked
 from engines.engine_choice import is_vllm
 from engines.loaded_model import LoadedModel
-from engines.model_settings import ModelSettings
 from handlers.contract import JSON
+from handlers.model_config import ModelConfig
 
 
 def console_state(
@@ -65,7 +65,7 @@ def _model(model: Model, management: bool) -> dict[str, Any]:
         "engine_version": view.engine_version,
         "model_id": settings.model_id,
         "contract": _contract(settings),
-        "tgi_compat": settings.tgi_compat,
+        "tgi_compat": settings.lmi.tgi_compat,
         "context": loaded.max_model_len if loaded is not None else None,
         "chat": loaded is not None and loaded.texts.has_chat_template,
         "images": loaded is not None and loaded.takes_images,
@@ -114,10 +114,10 @@ def _kind(loaded: LoadedModel | None) -> dict[str, Any]:
     return {"kind": kind, "labels": loaded.pooling.labels if kind == "classifier" else {}}
 
 
-def _contract(settings: ModelSettings) -> str:
+def _contract(settings: ModelConfig) -> str:
     """Return the name of the contract of `/invocations`."""
     if settings.handler is not None:
         return "handler"
     if settings.rolling_batch == "disable":
         return "dynamic batch"
-    return "asynchronous" if settings.async_mode else "rolling batch"
+    return "asynchronous" if settings.lmi.async_mode else "rolling batch"

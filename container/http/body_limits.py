@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from container.http.uvicorn_protocol import received_body
-from container.settings.settings import ServerSettings
+from container.settings.server import ServerConfig
 from engines.errors import BodyTimeout as BodyTimeout  # re-exported: `BodyReader.read` raises it
 from engines.errors import BodyTooLarge as BodyTooLarge
 from engines.errors import Overloaded
@@ -25,7 +25,7 @@ UNCOUNTED = 64 * 1024  # Bodies of up to this many bytes are not counted in `Bod
 class BodyMemory:
     """A budget in bytes for the long bodies of all requests that are being read or answered."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerConfig) -> None:
         """Set the limit: `max_request_memory`, or else a quarter of this process's memory.
 
         The limit is never below `max_request_size`, so that one body always fits.

@@ -23,7 +23,7 @@ from container.models.life_cycle import Lifecycle
 from container.models.registry import Model, Models
 from container.observability.error_rates import CLIENT_GONE, ErrorRates
 from container.observability.logs import access_log
-from container.settings.settings import ServerSettings
+from container.settings.server import ServerConfig
 from engines.errors import BodyTimeout, CrossSite, InternalError, NotReady, RequestError, Unauthorized
 from engines.statistics import Distribution
 from handlers.contract import Call, ContractError, Reply, Running
@@ -55,7 +55,7 @@ class HttpCounts:
 class AppState:
     """The objects that all routes of one server share."""
 
-    def __init__(self, models: Models, settings: ServerSettings, counts: HttpCounts) -> None:
+    def __init__(self, models: Models, settings: ServerConfig, counts: HttpCounts) -> None:
         self.models, self.settings, self.counts = models, settings, counts
         self.error_rates = ErrorRates(
             {

@@ -10,7 +10,7 @@ from container.models.life_cycle import State
 from container.models.load_queue import LoadFailed, Loads
 from container.models.registry import EngineRestart, Model, Models
 from container.observability import logs
-from container.settings.settings import ServerSettings
+from container.settings.server import ServerConfig
 from engines.engine_choice import is_vllm
 from engines.interface import CopyState, EngineStartError
 
@@ -28,7 +28,7 @@ class EngineRestarts:
     restarted together, if one of them has a restart left.
     """
 
-    def __init__(self, models: Models, server: ServerSettings, loads: Loads) -> None:
+    def __init__(self, models: Models, server: ServerConfig, loads: Loads) -> None:
         self._models, self._server, self._loads = models, server, loads
         self._when_stalled = server.engine_restart > 0 and server.engine_restart_when_stalled
 
@@ -56,8 +56,9 @@ class EngineRestarts:
             return True
         most, lifecycle = self._server.engine_restart, model.lifecycle
         recent = self._recent(model)
+        runs_vllm = lifecycle.model.handler is None and is_vllm(lifecycle.model)
         ends = self._models.draining or model in self._models.leaving
-        if recent >= most or not is_vllm(lifecycle.model) or (ends and not lifecycle.calls_can_wait()):
+        if recent >= most or not runs_vllm or (ends and not lifecycle.calls_can_wait()):
             if missing := lifecycle.missing:
                 logs.show_held()
                 limit = f"each copy is started again at most {most} times within {WINDOW_SECONDS / 60:g} minutes"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
+from platform import python_version
 
 import msgspec
 
@@ -26,12 +27,12 @@ from engines.engine_choice import running_engine
 from engines.errors import RequestError
 from engines.interface import CopyState, Engine, EngineCopy, EngineHealth, EngineStartError, first_delta, unless_dead
 from engines.memory.garbage_collection import collect_after_load
-from engines.model_settings import ModelSettings
 from engines.pooling import Pooling
 from engines.request import WARM_UP
 from engines.statistics import StartupTimes
 from handlers.entry_point import load_service
 from handlers.loaded_service import EngineBehindHandler, Limits, Service
+from handlers.model_config import ModelConfig
 from handlers.route_declarations import ModelView
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class Lifecycle:
         model = dataclasses.replace(self.settings.model, min_copies=least, max_copies=most)
         self.settings = dataclasses.replace(self.settings, model=model)
 
-    async def start(self, place: Callable[[ModelSettings], ModelSettings] | None = None) -> None:
+    async def start(self, place: Callable[[ModelConfig], ModelConfig] | None = None) -> None:
         """Load the model and generate a first token.
 
         The model is ready after that.
@@ -197,7 +198,7 @@ class Lifecycle:
             self.stage = State.READY
 
     async def restart(
-        self, place: Callable[[ModelSettings], ModelSettings], *, last: Callable[[], bool] = lambda: True
+        self, place: Callable[[ModelConfig], ModelConfig], *, last: Callable[[], bool] = lambda: True
     ) -> None:
         """Restart the engine of a model after it has died or stalled, or restart its dead copies.
 
@@ -255,7 +256,7 @@ class Lifecycle:
         self.service = service
         self._stall = StallWatch(partial(self._health, service), self.settings.server.stall_timeout)
 
-    async def _load(self, place: Callable[[ModelSettings], ModelSettings] | None) -> Service:
+    async def _load(self, place: Callable[[ModelConfig], ModelConfig] | None) -> Service:
         started = time.monotonic()
         service: Service | None = None
         try:
@@ -310,7 +311,8 @@ class Lifecycle:
         """Return the model's state for routes that generate nothing."""
         service = self.service if self.stage is not State.STARTING else None
         queue = service.queue if service is not None else None
-        engine, version = running_engine(service.settings if service is not None else self.model)
+        config = service.settings if service is not None else self.model
+        engine, version = ("python", python_version()) if config.handler is not None else running_engine(config)
         stalled = self.stalled
         return ModelView(
             settings=self.model,
@@ -385,7 +387,7 @@ async def until_none(calls: Callable[[], int], limit: float) -> None:
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _warm_up(engine: Engine, model: ModelSettings) -> None:
+async def _warm_up(engine: Engine, model: ModelConfig) -> None:
     """Answer a first request.
 
     Raises:

@@ -14,7 +14,7 @@ from container.observability import logs
 from container.settings.settings import Settings
 from engines.errors import NotReady
 from engines.interface import EngineStartError
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Loads:
         task.add_done_callback(lambda done: self._ended(model, done))
         return task
 
-    def place(self, model: ModelSettings, check: Settings | None = None) -> ModelSettings:
+    def place(self, model: ModelConfig, check: Settings | None = None) -> ModelConfig:
         """Return a model's settings with the GPUs that have the most room now.
 
         Args:

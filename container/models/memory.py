@@ -12,7 +12,7 @@ from container.settings.settings import Settings
 from engines.memory.cpu_memory import machine_limits
 from engines.memory.parallelism import Layout, Weights, copies_that_fit
 from engines.memory.weight_files import draft_model, expert_bytes, weight_bytes
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def _needed(settings: Settings, size: int, layout: Layout) -> int:
     return int(_BEYOND_FILES * _loaded(settings.model, layout).each(size, layout)) + cache
 
 
-def _loaded(model: ModelSettings, layout: Layout) -> Weights:
+def _loaded(model: ModelConfig, layout: Layout) -> Weights:
     """Return the bytes of the weight files, or of all files if a custom handler's model has no known weight files."""
     if model.handler is not None:
         paths = {str(model.model_dir), model.model_id}

@@ -22,7 +22,7 @@ from engines.memory.parallelism import (
     why_one_copy,
 )
 from engines.memory.weight_files import hub_file, weight_bytes, weights_of
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 
 _CONFIG = "config.json"
 _GIB = 1 << 30
@@ -237,7 +237,7 @@ def _vllm_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
     )
 
 
-def _missing(model: ModelSettings, each: int, gpus: int, fitting: int) -> str:
+def _missing(model: ModelConfig, each: int, gpus: int, fitting: int) -> str:
     """Return the GPUs or copies that the settings ask for and the machine lacks; "" if it has all of them."""
     if each > gpus:
         return f"it needs {each} GPUs, and has {gpus}"
@@ -286,7 +286,7 @@ def _length(text: str) -> int | None:
     return int(float(found[1]) * _MULTIPLES[found[2]]) if found else None  # None: the model's own
 
 
-def placed(model: ModelSettings, memory: Sequence[int]) -> ModelSettings:
+def placed(model: ModelConfig, memory: Sequence[int]) -> ModelConfig:
     """Return the settings with `devices` in the order in which the engine takes them: most room first.
 
     They are unchanged for a custom handler, whose workers already have devices, and for an engine that chooses its
@@ -298,7 +298,7 @@ def placed(model: ModelSettings, memory: Sequence[int]) -> ModelSettings:
     return replace(model, devices=gpus)
 
 
-def gpus_of(model: ModelSettings, memory: Sequence[int]) -> tuple[int, ...]:
+def gpus_of(model: ModelConfig, memory: Sequence[int]) -> tuple[int, ...]:
     """Return the GPUs that a model may use, in the order in which it takes them. Empty if it runs in main memory."""
     gpus = range(len(memory) - 1)
     if model.handler is not None:
@@ -308,7 +308,7 @@ def gpus_of(model: ModelSettings, memory: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(allowed, key=lambda index: (-(memory[index] // _ALIKE), index)))
 
 
-def sharing_gpus(model: ModelSettings, gpus: int) -> tuple[Sequence[int], Layout]:
+def sharing_gpus(model: ModelConfig, gpus: int) -> tuple[Sequence[int], Layout]:
     """Return how many GPUs may share each layer: all possible counts, ascending. Also return the model's layout.
 
     If `gpus` is 0, the model runs in main memory. The counts are then counts of processes.
@@ -325,16 +325,16 @@ def sharing_gpus(model: ModelSettings, gpus: int) -> tuple[Sequence[int], Layout
     return range(most if model.tensor_parallel_max else 1, most + 1), layout
 
 
-def gpus_asked_for(model: ModelSettings) -> int:
+def gpus_asked_for(model: ModelConfig) -> int:
     """Return the number of this machine's GPUs that an engine takes with the model's settings, at least."""
     return _layout(model).gpus(model.tensor_parallel_degree or 1) * (model.max_copies or 1)
 
 
-def _layout(model: ModelSettings) -> Layout:
+def _layout(model: ModelConfig) -> Layout:
     return Layout.of({**model.engine_arguments, "pipeline_parallel_size": model.pipeline_parallel_degree})
 
 
-def _chooses_itself(model: ModelSettings) -> bool:
+def _chooses_itself(model: ModelConfig) -> bool:
     arguments = model.engine_arguments
     return (
         "device_ids" in arguments

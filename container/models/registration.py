@@ -19,7 +19,8 @@ from container.models.memory import OutOfMemory, free_memory
 from container.models.placement import gpu_plan
 from container.models.registry import AlreadyRegistered, Model, Models
 from container.settings.properties import FILE_NAME
-from container.settings.settings import ServerSettings, Settings
+from container.settings.server import ServerConfig
+from container.settings.settings import Settings
 from container.settings.values import Value
 from container.sources.location import SETTINGS_SECONDS, name_of_url
 from engines.daemon_thread import in_daemon_thread
@@ -49,7 +50,7 @@ class Registrar:
     def __init__(
         self,
         models: Models,
-        server: ServerSettings,
+        server: ServerConfig,
         read_settings: ReadSettings,
         free: Callable[[], Sequence[int]] = free_memory,
         said: Iterable[str] = (),

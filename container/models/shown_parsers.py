@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from container.settings.options import DEFAULT, PREFIX
-from container.settings.settings import SettingEntry, Settings, Startup
+from container.settings.lookup import DEFAULT, SettingEntry
+from container.settings.settings import Settings, Startup
 from engines.engine_choice import is_vllm
+from engines.settings.declaration import PREFIX
 from engines.vllm.parsers.choice import GENERATION, NAMES, NONE, parser_of
+from handlers.model_config import ModelConfig
 
 
 def with_parsers_shown(startup: Startup) -> Startup:
@@ -16,12 +18,14 @@ def with_parsers_shown(startup: Startup) -> Startup:
     A model that makes vectors or scores, or that vLLM does not run, gets no entries.
     """
     models = [
-        replace(model, settings=_with_entries(model.settings))
-        if is_vllm(model.settings.model) and model.settings.model.task in GENERATION
-        else model
+        replace(model, settings=_with_entries(model.settings)) if _generates_on_vllm(model.settings.model) else model
         for model in startup.models
     ]
     return replace(startup, models=tuple(models))
+
+
+def _generates_on_vllm(config: ModelConfig) -> bool:
+    return config.handler is None and is_vllm(config) and config.task in GENERATION
 
 
 def _with_entries(settings: Settings) -> Settings:

@@ -11,14 +11,16 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from container.gpus import gpu_count
-from container.settings.options import PREFIX, SUGGESTED
-from container.settings.settings import Alias, Environment
-from container.settings.values import FALSE, NOT_TEXT, TRUE, Value
+from container.settings.options import SUGGESTED
+from container.settings.values import NOT_TEXT, Value
 from container.sources.download import download_dir
+from engines.settings.declaration import PREFIX
+from engines.settings.parsers import FALSE, TRUE
 
 # SageMaker's variables that overwrite a key of the model.
 SAGEMAKER_MODEL_KEYS = (
@@ -63,6 +65,29 @@ _VARIABLES = frozenset(
 )
 _LMI, _TGI, _TEI, _VLLM, _AWS, _HUB = "LMI", "TGI", "TEI", "vLLM", "AWS's vLLM image", "Hugging Face"
 _TOOLKIT, _TORCHSERVE = "SageMaker's inference toolkit", "SageMaker's PyTorch images"
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A variable, and the one that it stands for."""
+
+    variable: str
+    target: str
+    of: str  # The container whose variable it is.
+    convert: Callable[[str], str] = str
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The environment variables that count, as they were when the process started."""
+
+    variables: Mapping[str, Value] = field(default_factory=dict)  # With those that aliases stand for.
+    aliases: tuple[Alias, ...] = ()  # Those that are in effect.
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    downloads: Path = Path("/tmp/slipway")  # The directory for models that are fetched from S3.
+    gpus: int = 0  # The GPUs that the settings are read for: this process's, or those of a machine to plan for.
+    one_model: bool = False  # The settings are those of the only model that the server starts with.
 
 
 def _inverted(text: str) -> str:

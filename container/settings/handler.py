@@ -6,15 +6,16 @@ import math
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from container.gpus import allowed_devices, device_groups
-from container.settings.options import BY_KEY, ENVIRONMENT, HANDLER_OPTIONS, PREFIX, Sources
-from container.settings.settings import SettingEntry
-from container.settings.values import assignments
+from container.settings.lookup import SettingEntry, Sources
+from container.settings.options import BY_KEY
 from container.sources import location
-from engines.model_settings import HandlerSettings
+from engines.settings.declaration import PREFIX
+from engines.settings.engine_config import ENVIRONMENT
+from handlers.custom.settings import HandlerConfig, PackageConfig
 
 # LMI's own handler for vLLM. It calls the `handle` of a `model.py` before the engine.
 SERVICE_FOR_VLLM = "djl_python.lmi_vllm.vllm_async_service"
@@ -24,20 +25,16 @@ _TENSOR_PARALLEL, _PIPELINE_PARALLEL = _PARALLEL = ("tensor_parallel_degree", "p
 
 
 def handler_settings(
-    sources: Sources, entry_point: str, function: str, model_id: str | None, packages: Mapping[str, Any]
-) -> HandlerSettings | None:
-    """Return the handler's settings. If they are wrong, return None and add the reasons to the problems.
-
-    Args:
-        packages: The fields for `requirements.txt`.
-    """
+    sources: Sources, entry_point: str, function: str, model_id: str | None, packages: PackageConfig
+) -> HandlerConfig | None:
+    """Return the handler's settings. If they are wrong, return None and add the reasons to the problems."""
     lookup = sources.lookup
     problems = len(lookup.problems)
     gpus = sources.gpus
     layer = sources.workers()
-    fields: dict[str, Any] = {
-        option.field: lookup.value(option, layer, sources.variables) for option in HANDLER_OPTIONS
-    }
+    config = lookup.read(
+        HandlerConfig, layer, sources.variables, entry_point=entry_point, function=function, packages=packages
+    )
     _show_other_keys(sources)
     is_hugging_face = _is_hugging_face(sources.model_dir, model_id)
     degrees = _degrees(sources, gpus, is_hugging_face)
@@ -45,21 +42,15 @@ def handler_settings(
     if len(lookup.problems) > problems:
         return None
     _warn_of_mpi(sources, degrees)
-    for name in ("min_workers", "max_workers"):  # Both are numbers for each device.
-        fields[name] *= max(len(devices), 1)
-    # 0 ends a worker as soon as it is idle. A pause keeps a worker that waits for a full batch from being checked all
-    # the time.
-    fields["max_idle_time"] = max(fields["max_idle_time"], _LEAST_IDLE_TIME)
-    least, most = fields["min_workers"], fields["max_workers"]
+    least, most = (number * max(len(devices), 1) for number in (config.min_workers, config.max_workers))
     given = layer.get("maxWorkers") or layer.get("max_workers")
     if given is not None and most < least:
         lookup.warnings.append(f"maxWorkers ({given.source}) is below minWorkers: {least} run")
-    fields["max_workers"] = max(least, most)
-    fields["environment"] = assignments(fields["environment"]) if fields["environment"] else {}
-    if (executable := fields["python_executable"]) is not None:
-        fields["python_executable"] = shutil.which(executable)
-        if fields["python_executable"] is None:
-            lookup.problems.append(f'option.pythonExecutable is "{executable}": there is no such program')
+    executable = None
+    if config.python_executable is not None:
+        executable = shutil.which(config.python_executable)
+        if executable is None:
+            lookup.problems.append(f'option.pythonExecutable is "{config.python_executable}": there is no such program')
     properties = _properties(sources, model_id, degrees)
     if is_hugging_face:
         # LMI sets these for a Hugging Face model. LMI turns `auto` into `disable` if it uses none of its
@@ -67,19 +58,24 @@ def handler_settings(
         if properties.get("rolling_batch", "auto").strip().lower() == "auto":
             properties["rolling_batch"] = "disable"
         properties = {"pipeline_parallel_degree": "1", "max_rolling_batch_size": "32"} | properties
-    return HandlerSettings(
-        entry_point=entry_point,
-        function=function,
+    return replace(
+        config,
+        min_workers=least,
+        max_workers=max(least, most),
+        # 0 ends a worker as soon as it is idle. A pause keeps a worker that waits for a full batch from being checked
+        # all the time.
+        max_idle_time=max(config.max_idle_time, _LEAST_IDLE_TIME),
+        python_executable=executable,
         devices=devices,
         sees_own_gpus=_TENSOR_PARALLEL in degrees,
         rolling_batch=properties.get("rolling_batch", "").strip().lower() not in ("", "disable"),
         properties=properties,
-        **fields,
-        **packages,
     )
 
 
-def handler_before_engine(sources: Sources, model_id: str | None, packages: Mapping[str, Any]) -> HandlerSettings:
+def handler_before_engine(
+    sources: Sources, model_id: str, environment: Mapping[str, str], packages: PackageConfig
+) -> HandlerConfig:
     """Return the settings of a `handle` that is called before the engine.
 
     It has one worker, which sees all GPUs of the model.
@@ -87,14 +83,13 @@ def handler_before_engine(sources: Sources, model_id: str | None, packages: Mapp
     gpus = sources.gpus
     degrees = _degrees(sources, gpus, is_hugging_face=True)
     devices = _worker_devices(sources, gpus, degrees)
-    environment = sources.value(ENVIRONMENT)
-    return HandlerSettings(
+    return HandlerConfig(
         entry_point=SERVICE_FOR_VLLM,
         async_mode=True,
         devices=(",".join(devices),) if devices else (),
         properties=_properties(sources, model_id, degrees),
-        environment=assignments(str(environment)) if environment else {},
-        **packages,
+        environment=environment,
+        packages=packages,
     )
 
 

@@ -12,9 +12,11 @@ import symtable
 from pathlib import Path
 
 from container.settings.handler import SERVICE_FOR_VLLM
-from container.settings.options import ASYNC_MODE, ENTRY_POINT, MODEL_ID, ROLLING_BATCH, Sources
+from container.settings.lookup import Sources
 from container.settings.values import Value
 from container.sources import location
+from engines.settings.engine_config import MODEL_ID, ROLLING_BATCH
+from handlers.custom.settings import ASYNC_MODE, ENTRY_POINT
 
 # LMI's own handlers. An engine replaces these handlers. LMI has removed the last four.
 _BUILT_IN = frozenset(
@@ -51,8 +53,8 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
     """
     script = _script(sources, code)
     given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
-    text = sources.value(ENTRY_POINT)
-    if text is None or given is None:
+    name = sources.value(ENTRY_POINT)
+    if name is None or given is None:
         named = any(key in sources.model for key in MODEL_ID.keys) or "HF_MODEL_ID" in sources.variables
         has_model = named or location.has_model(sources.model_dir)
         if code is not None and (defines(code, function) or defines(code, MODEL_FN) or not has_model):
@@ -61,7 +63,6 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
             path = script.relative_to(sources.model_dir)
             sources.lookup.warnings.append(f"{path} is not used: {ENTRY_POINT.key}={SCRIPT} would serve it")
         return str(script) if script is not None and not has_model else None
-    name = str(text)
     if name in OF_ENGINES:
         _use_engine(name, given, sources)
         return None

@@ -16,11 +16,11 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from container.settings import options, server
 from container.settings.environment import (
     SERVER_DEFAULTS_OF_MODEL_KEYS,
+    Environment,
     for_each_model,
     for_given_model,
     for_hub_model,
@@ -29,31 +29,25 @@ from container.settings.environment import (
     sagemaker_model_layer,
 )
 from container.settings.handler_code import OF_ENGINES
-from container.settings.model import model_fields, other_arguments
-from container.settings.options import BY_KEY, DEFAULT, Lookup, Sources
+from container.settings.lookup import ALLOW_UNKNOWN, DEFAULT, Lookup, SettingEntry, Sources
+from container.settings.model import model_config, other_arguments
+from container.settings.options import BY_KEY
 from container.settings.properties import read_properties
 from container.settings.secure_mode import SecureMode, read_secure_mode
-from container.settings.server import API_KEYS, LOAD_MODELS, server_fields, server_layer
-from container.settings.settings import (
-    Environment,
-    ServerReport,
-    ServerSettings,
-    SettingEntry,
-    Settings,
-    SettingsError,
-    Startup,
-    StartupModel,
-    UrlNotFound,
-)
+from container.settings.server import API_KEYS, LOAD_MODELS, server_config, server_layer
+from container.settings.settings import ServerReport, Settings, SettingsError, Startup, StartupModel, UrlNotFound
 from container.settings.values import Value, is_true, quoted
 from container.sources import location
 from container.sources.download import RemoteModels
 from container.sources.location import ModelNotFound, SourceError, is_s3
 from container.sources.remote_adapters import RemoteAdapters
-from engines.model_settings import ModelSettings
+from engines.settings.declaration import PREFIX
+from engines.settings.engine_config import BATCH_SIZE, DJL_ENGINES, ENGINE, MODEL_ID, ROLLING_BATCH
+from handlers.custom.settings import ENTRY_POINT, HANDLER_SETTINGS
+from handlers.model_config import ModelConfig
 
 # Variables that name the model, and go before HF_MODEL_ID.
-_MODEL_VARIABLES = frozenset(key.replace("option.", "OPTION_").upper() for key in options.MODEL_ID.keys)
+_MODEL_VARIABLES = frozenset(key.replace("option.", "OPTION_").upper() for key in MODEL_ID.keys)
 
 
 def load_settings(
@@ -84,20 +78,20 @@ def load_settings(
     remote = RemoteModels(environment.downloads, offline=offline)
     found = _model_dir(_place(model_dir, layer), variables, remote, lookup)
     sources = _sources(found, environment, layer, arguments or {}, remote, lookup)
-    fields = server_fields(layer, lookup)
-    model = model_fields(sources)
+    config = server_config(layer, lookup)
+    model = model_config(sources)
     required, reserved = _memory(sources, "required_memory_mb"), _memory(sources, "reserved_memory_mb")
     secure_mode = read_secure_mode(variables, lookup.problems)
     if secure_mode is not None:
         secure_mode = _for_model(secure_mode, sources, model, remote)
         lookup.problems += secure_mode.model_faults()
-    if fields["health_check_override"] and model.get("handler") is not None:
-        model["handler"] = replace(model["handler"], retry_threshold=sys.maxsize)
+    if config.health_check_override and model.handler is not None:
+        model = replace(model, handler=replace(model.handler, retry_threshold=sys.maxsize))
     if lookup.problems:
         raise SettingsError(lookup.problems, lookup.warnings)
     return Settings(
-        server=ServerSettings(**fields),
-        model=ModelSettings(**model),
+        server=config,
+        model=model,
         entries=tuple(lookup.entries),
         warnings=tuple(dict.fromkeys(lookup.warnings)),
         aliases=environment.aliases,
@@ -107,9 +101,7 @@ def load_settings(
         model_faults=None if secure_mode is None else secure_mode.model_faults,
         adapter_faults=None if secure_mode is None else secure_mode.adapter_faults,
         remote_models=remote.opened,
-        remote_adapters=RemoteAdapters(
-            model["model_loading_timeout"], offline=offline, downloads=environment.downloads
-        ),
+        remote_adapters=RemoteAdapters(model.model_loading_timeout, offline=offline, downloads=environment.downloads),
     )
 
 
@@ -128,17 +120,17 @@ def setting_faults(
     layer = server_layer(environment.variables, {}, lookup)
     sources = _sources(model_dir, environment, layer, {}, RemoteModels(environment.downloads, offline=True), lookup)
     layer.pop(server.API_KEYS_FILE.key, None)  # A path in the container.
-    server_fields(layer, lookup)
-    for option in (*options.HANDLER_OPTIONS, *options.MEMORY):
-        sources.value(option)
-    given = sources.model.get(options.ENTRY_POINT.key) or environment.variables.get("DJL_ENTRY_POINT")
+    server_config(layer, lookup)
+    for setting in (*HANDLER_SETTINGS.values(), *options.MEMORY):
+        sources.value(setting)
+    given = sources.model.get(ENTRY_POINT.key) or environment.variables.get("DJL_ENTRY_POINT")
     if has_code or (given is not None and given.text.strip() not in OF_ENGINES):
         return lookup.problems, lookup.warnings
-    for option in (*options.SERVED, *options.NOT_SERVED):
-        sources.value(option)
-    is_djl = sources.value(options.ENGINE) in options.DJL_ENGINES
-    batching, size = (sources.model.get(key) for key in (options.ROLLING_BATCH.key, options.BATCH_SIZE.key))
-    batches = size is not None and size.word != options.BATCH_SIZE.default
+    for setting in (*options.SERVED, *options.NOT_SERVED):
+        sources.value(setting)
+    is_djl = sources.value(ENGINE) in DJL_ENGINES
+    batching, size = (sources.model.get(key) for key in (ROLLING_BATCH.key, BATCH_SIZE.key))
+    batches = size is not None and size.word != BATCH_SIZE.default
     other_arguments(
         sources.model, "disable" if batches else batching.word if batching else "", lookup, reads_names=is_djl
     )
@@ -156,12 +148,12 @@ def load_server(environment: Environment, command_line: Mapping[str, str]) -> Se
     layer = server_layer(variables, command_line, lookup)
     for key in (*SERVER_DEFAULTS_OF_MODEL_KEYS, *(option.key for option in server.FOR_MODELS)):
         layer.pop(key, None)
-    fields = server_fields(layer, lookup)
+    config = server_config(layer, lookup)
     read_secure_mode(variables, lookup.problems)
     if lookup.problems:
         raise SettingsError(lookup.problems, lookup.warnings)
     return ServerReport(
-        server=ServerSettings(**fields),
+        server=config,
         entries=tuple(lookup.entries),
         warnings=tuple(dict.fromkeys(lookup.warnings)),
         aliases=environment.aliases,
@@ -170,7 +162,7 @@ def load_server(environment: Environment, command_line: Mapping[str, str]) -> Se
 
 
 def _lookup(environment: Environment) -> Lookup:
-    allows_unknown = is_true(environment.variables.get(options.ALLOW_UNKNOWN))
+    allows_unknown = is_true(environment.variables.get(ALLOW_UNKNOWN))
     return Lookup(
         warnings=list(environment.warnings), problems=list(environment.problems), allows_unknown=allows_unknown
     )
@@ -281,7 +273,7 @@ def _sources(
 
 def _is_unset(key: str, value: Value) -> bool:
     """Return True for an empty value of an option. Like an empty variable, it counts as unset."""
-    known = key in BY_KEY or key == "job_queue_size" or key.startswith((options.PREFIX, "gpu.", "cpu."))
+    known = key in BY_KEY or key == "job_queue_size" or key.startswith((PREFIX, "gpu.", "cpu."))
     return known and not value.text.strip()
 
 
@@ -305,10 +297,10 @@ def _memory(sources: Sources, key: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _for_model(mode: SecureMode, sources: Sources, model: Mapping[str, Any], remote: RemoteModels) -> SecureMode:
-    directories, model_id, handler = [sources.model_dir], model.get("model_id"), model.get("handler")
-    if model_id is not None and os.path.isdir(model_id):
-        directories.append(Path(model_id))
+def _for_model(mode: SecureMode, sources: Sources, model: ModelConfig, remote: RemoteModels) -> SecureMode:
+    directories, handler = [sources.model_dir], model.handler
+    if os.path.isdir(model.model_id):
+        directories.append(Path(model.model_id))
     return replace(
         mode,
         keys=sources.given,
@@ -461,7 +453,7 @@ def _has_another(directories: tuple[Path, ...], variables: Mapping[str, Value]) 
     (directory,) = directories
     properties = read_properties(directory, [])
     given = {key: value for key, value in properties.items() if not _is_unset(key, value)}
-    own = next((given[key] for key in options.MODEL_ID.keys if key in given), None)
+    own = next((given[key] for key in MODEL_ID.keys if key in given), None)
     if own is not None:
         return own.text.strip() != hub.text.strip()
     return location.has_model(directory) and Path(hub.text.strip()) != directory

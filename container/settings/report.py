@@ -9,8 +9,10 @@ import json
 from typing import Any
 
 from container.models.placement import GpuPlan
-from container.settings.settings import ServerReport, SettingEntry, Startup
-from container.settings.values import Scalar, masked
+from container.settings.lookup import SettingEntry
+from container.settings.settings import ServerReport, Startup
+from container.settings.values import masked
+from engines.settings.parsers import Scalar
 
 _HEAD = ("setting", "value", "source")
 

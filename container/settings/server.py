@@ -8,34 +8,30 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from container.api_keys import ApiKeys, keys_in, keys_in_file
 from container.observability.error_rates import error_rate
 from container.settings.environment import sagemaker_server_layer, serving_layer
-from container.settings.options import ALLOW_UNKNOWN, Lookup, Option, closest, refused
-from container.settings.settings import SettingEntry
-from container.settings.values import (
+from container.settings.lookup import ALLOW_UNKNOWN, Lookup, SettingEntry, closest
+from container.settings.values import HIDDEN, Value
+from engines.settings.declaration import Setting, declared, refused, setting
+from engines.settings.parsers import (
     BOOLEAN,
-    HEADER_NAME,
-    HEADER_VALUE,
-    HIDDEN,
-    HOST,
-    HTTP_ERROR,
-    LOG_LEVEL,
-    MODEL_NAME,
     NAMES_OR_NONE,
     SECONDS,
     SECONDS_OR_NEVER,
     TEXT,
     Parser,
-    Value,
     checked,
     choice,
     integer,
-    names,
+    matching,
 )
+
+LogFormat = Literal["plain", "json"]
 
 SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")  # A file that is there on SageMaker only.
 # The defaults that are others there.
@@ -67,75 +63,198 @@ def url_of(host: str, port: int) -> str:
 
 _HTTP_ADDRESS = checked(address, "http://host:port, without TLS")
 _ERROR_RATE = checked(error_rate, "a number, or a number and an ISO-8601 duration, such as 10/PT5M")
-API_KEYS = Option(
-    "api_keys", checked(keys_in, "keys of visible ASCII characters, with commas between, or a JSON array")
+_HEADER_VALUE = matching(r"[\x20-\x7e]+", "the value of an HTTP header, in ASCII")
+_HTTP_ERROR = integer(400, 599)
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+API_KEYS = Setting(
+    "api_keys",
+    checked(keys_in, "keys of visible ASCII characters, with commas between, or a JSON array"),
+    doc="[Keys](security.md#keys) of callers; default: callers need no key",
 )
-API_KEYS_FILE = Option("api_keys_file", TEXT)
-# The settings with a field in `ServerSettings`.
-SERVED = (
-    Option("host", HOST, "0.0.0.0"),
-    Option("port", integer(1, 65535), "8080", variables=("SAGEMAKER_BIND_TO_PORT",)),
-    Option("job_queue_size", integer(1), "1000"),
-    Option(
+API_KEYS_FILE = Setting("api_keys_file", TEXT, doc="File with further keys")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How the process listens, queues, logs and ends.
+
+    Sizes are in bytes, times in seconds.
+    """
+
+    host: str = setting(
+        "host", matching(r"[A-Za-z0-9_.:%-]+", "a host name or an address"), "0.0.0.0", doc="Address to listen on"
+    )
+    port: int = setting(
+        "port", integer(1, 65535), "8080", variables=("SAGEMAKER_BIND_TO_PORT",), doc="Port to listen on"
+    )
+    job_queue_size: int = setting(
+        "job_queue_size",
+        integer(1),
+        "1000",
+        doc="Sequences that may wait; a model's `job_queue_size` takes precedence. Custom handler: calls, one of which "
+        "runs",
+    )
+    max_request_size: int = setting(
         "max_request_size",
         integer(1),
         "67108864",
         variables=("SAGEMAKER_MAX_REQUEST_SIZE", "SAGEMAKER_MAX_PAYLOAD_IN_MB"),
-    ),
-    Option("max_request_memory", integer(1)),
-    Option("request_read_timeout", SECONDS, "60"),
-    Option("drain_timeout", SECONDS, "20"),
-    Option("fail_fast", BOOLEAN, "false"),
-    Option("stall_timeout", SECONDS_OR_NEVER),
-    Option("fail_fast_when_stalled", BOOLEAN, "false"),
-    Option("engine_restart", integer(0), "3"),
-    Option("continue", integer(0), "1", field_name="continue_calls"),
-    Option("engine_restart_when_stalled", BOOLEAN, "false"),
-    Option("log_format", choice(("plain", "json")), "plain"),
-    Option("log_level", LOG_LEVEL, "info"),
-    Option("verbose", BOOLEAN, "false"),
-    Option("log_prompts", BOOLEAN, "false"),
-    Option("capture", TEXT),
-    Option("request_id_header_key", HEADER_NAME, "x-request-id", field_name="request_id_header"),
-    Option("allow_multi_status", BOOLEAN, "false"),
-    Option("health_check_override", BOOLEAN, "false"),
-    Option("workers_health_check", BOOLEAN, "false", variables=("SAGEMAKER_HEALTH_CHECK_OVERRIDE",)),
-    Option("management_address", _HTTP_ADDRESS),
-    Option("multi_model", BOOLEAN, "false", variables=("SAGEMAKER_MULTI_MODEL",)),
-    Option("console", BOOLEAN, "true"),
-    Option("model_aliases", NAMES_OR_NONE, '"",dummy,tgi,tei,text-embeddings-inference'),
-    Option("error_rate_wlm", _ERROR_RATE),
-    Option("error_rate_server", _ERROR_RATE),
-    Option("error_rate_model", _ERROR_RATE),
-    Option("error_rate_any", _ERROR_RATE),
-    API_KEYS,
-    Option("allowed_hosts", NAMES_OR_NONE, ""),
-    Option("cors_allowed_origin", HEADER_VALUE),
-    Option("cors_allowed_methods", HEADER_VALUE),
-    Option("cors_allowed_headers", HEADER_VALUE),
-    Option("throttle_error_http_code", HTTP_ERROR, "503"),
-    Option("wlm_error_http_code", HTTP_ERROR, "503"),
-    Option("server_error_http_code", HTTP_ERROR, "500"),
-)
+        doc="Bytes of a body (`SAGEMAKER_MAX_PAYLOAD_IN_MB`: MiB); more is 413",
+    )
+    max_request_memory: int | None = setting(
+        "max_request_memory",
+        integer(1),
+        doc="Bytes of all bodies over 64 KiB ([overload](operations.md#overload)); default: a quarter of the memory",
+    )
+    request_read_timeout: float = setting(
+        "request_read_timeout", SECONDS, "60", doc="Time without data within a body until 408"
+    )
+    drain_timeout: float = setting("drain_timeout", SECONDS, "20", doc="Time for running requests after SIGTERM")
+    fail_fast: bool = setting("fail_fast", BOOLEAN, "false", doc="Exit when the engine dies")
+    # None: 60 s, and 300 s for an engine that has worked for less than ten minutes.
+    stall_timeout: float | None = setting(
+        "stall_timeout",
+        SECONDS_OR_NEVER,
+        doc="Time without progress until `/ping` is 500; 0: never; "
+        "default: [60, or 300](operations.md#stalled-engines)",
+    )
+    fail_fast_when_stalled: bool = setting(
+        "fail_fast_when_stalled", BOOLEAN, "false", doc="With `fail_fast`: when it is stalled, too"
+    )
+    engine_restart: int = setting(
+        "engine_restart",
+        integer(0),
+        "3",
+        doc="[Restarts](operations.md#health) of each copy in ten minutes; `fail_fast` is for later failures",
+    )
+    continue_calls: int = setting(
+        "continue",
+        integer(0),
+        "1",
+        doc="Deaths after which [calls continue](operations.md#calls-that-outlive-the-engine); 0: they get an error",
+    )
+    engine_restart_when_stalled: bool = setting(
+        "engine_restart_when_stalled", BOOLEAN, "false", doc="With `engine_restart`: a stalled engine, too"
+    )
+    log_format: LogFormat = setting(
+        "log_format", choice({word: word for word in get_args(LogFormat)}), "plain", doc="Format of logs"
+    )
+    log_level: str = setting(
+        "log_level",
+        choice({level: level for level in _LOG_LEVELS} | {"warn": "warning"}),
+        "info",
+        doc="Lowest level that is logged",
+    )
+    verbose: bool = setting(
+        "verbose", BOOLEAN, "false", doc="Log [all lines](operations.md#logs) of vLLM and other libraries"
+    )
+    log_prompts: bool = setting("log_prompts", BOOLEAN, "false", doc="Log bodies, including prompts")
+    capture: str | None = setting(
+        "capture",
+        TEXT,
+        doc="Directory for a [record of each inference request](security.md#recorded-requests), also `--capture`",
+    )
+    request_id_header: str = setting(
+        "request_id_header_key",
+        matching(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", "the name of an HTTP header"),
+        "x-request-id",
+        doc="Header with the request's id; on SageMaker the default is `X-Amzn-SageMaker-Inference-Id`",
+    )
+    allow_multi_status: bool = setting(
+        "allow_multi_status", BOOLEAN, "false", doc="`/ping` is 207 while the model loads"
+    )
+    health_check_override: bool = setting(
+        "health_check_override", BOOLEAN, "false", doc="A custom handler is healthy however often workers crash"
+    )
+    workers_health_check: bool = setting(
+        "workers_health_check",
+        BOOLEAN,
+        "false",
+        variables=("SAGEMAKER_HEALTH_CHECK_OVERRIDE",),
+        doc="`/ping` is 500 while fewer workers or copies than `minWorkers` serve",
+    )
+    management_address: str | None = setting(
+        "management_address",
+        _HTTP_ADDRESS,
+        doc="Separate listener for [the management API](management.md#the-management-api)",
+    )
+    multi_model: bool = setting(
+        "multi_model",
+        BOOLEAN,
+        "false",
+        variables=("SAGEMAKER_MULTI_MODEL",),
+        doc="Start without a model, with [SageMaker's management API](management.md#sagemakers-multi-model-endpoints)",
+    )
+    console: bool = setting(
+        "console", BOOLEAN, "true", doc="Serve [the console](console.md); on SageMaker the default is false"
+    )
+    model_aliases: tuple[str, ...] = setting(
+        "model_aliases",
+        NAMES_OR_NONE,
+        '"",dummy,tgi,tei,text-embeddings-inference',
+        doc="Further values of OpenAI's `model`",
+    )
+    error_rate_wlm: str | None = setting(
+        "error_rate_wlm", _ERROR_RATE, doc="[Error rate](operations.md#error-rates): refusals"
+    )
+    error_rate_server: str | None = setting("error_rate_server", _ERROR_RATE, doc="Likewise: 424 and 5xx")
+    error_rate_model: str | None = setting("error_rate_model", _ERROR_RATE, doc="Likewise: without refusals")
+    error_rate_any: str | None = setting("error_rate_any", _ERROR_RATE, doc="Likewise: 4xx and 5xx")
+    # Callers need one of these; None: they need none.
+    api_keys: ApiKeys | None = field(default=None, metadata=API_KEYS.metadata)
+    # Further names under which browsers may reach the server's own routes (`container.http.cross_site`).
+    allowed_hosts: tuple[str, ...] = setting(
+        "allowed_hosts", NAMES_OR_NONE, "", doc="Further names for [browsers](security.md#browsers)"
+    )
+    cors_allowed_origin: str | None = setting("cors_allowed_origin", _HEADER_VALUE, doc="CORS origin")
+    cors_allowed_methods: str | None = setting("cors_allowed_methods", _HEADER_VALUE, doc="CORS methods")
+    cors_allowed_headers: str | None = setting("cors_allowed_headers", _HEADER_VALUE, doc="CORS headers")
+    throttle_error_http_code: int = setting(
+        "throttle_error_http_code", _HTTP_ERROR, "503", doc="Status if the queue is full"
+    )
+    wlm_error_http_code: int = setting(
+        "wlm_error_http_code", _HTTP_ERROR, "503", doc="Status if the model is not ready"
+    )
+    server_error_http_code: int = setting(
+        "server_error_http_code", _HTTP_ERROR, "500", doc="Status of an unexpected error"
+    )
 
-MODEL_NAME_OPTION = Option("model_name", MODEL_NAME, shows_default=False)
-LOAD_MODELS = Option(
+
+MODEL_NAME = Setting(
+    "model_name",
+    matching(r"[A-Za-z0-9_.-]+", "letters, digits and _ . -"),
+    shows_default=False,
+    doc="The model's name in routes and `/ping`",
+)
+LOAD_MODELS = Setting(
     "load_models",
     Parser(lambda text: text.upper() if text.upper() in ("ALL", "NONE") else text, "ALL, NONE, or urls"),
     "ALL",
     shows_default=False,
+    doc="[Models at the start](management.md#at-the-start)",
 )
-ALLOW_UNKNOWN_OPTION = Option(ALLOW_UNKNOWN.removeprefix("SERVING_").lower(), BOOLEAN, "false", shows_default=False)
+_ALLOW_UNKNOWN = Setting(
+    ALLOW_UNKNOWN.removeprefix("SERVING_").lower(),
+    BOOLEAN,
+    "false",
+    shows_default=False,
+    doc="Warn of [unknown names](#errors)",
+)
 # The settings that say which models there are, and where, and how their settings are read.
-FOR_MODELS = (
-    MODEL_NAME_OPTION,
-    Option("model_store", TEXT, "/opt/ml/model"),
+FOR_MODELS: tuple[Setting[Any], ...] = (
+    MODEL_NAME,
+    Setting("model_store", TEXT, "/opt/ml/model", doc="Model directory, or `s3://`"),
     LOAD_MODELS,
-    Option("download_dir", TEXT, variables=("DJL_CACHE_DIR",)),
-    ALLOW_UNKNOWN_OPTION,
+    Setting(
+        "download_dir",
+        TEXT,
+        variables=("DJL_CACHE_DIR",),
+        doc="Directory for [models from S3](model_sources.md#kept-files)",
+    ),
+    _ALLOW_UNKNOWN,
 )
 
-NOT_SERVED = (
+NOT_SERVED: tuple[Setting[Any], ...] = (
     refused("model_url_pattern", TEXT, (), "load models with POST /models"),
     *(
         refused(key, TEXT, (), _TLS)
@@ -156,10 +275,11 @@ IGNORED: Mapping[str, str] = {
     "engine": "LMI does not read it either; `engine` of serving.properties is meant, or OPTION_ENGINE",
 }
 
-SERVER_OPTIONS = (*SERVED, API_KEYS_FILE, *FOR_MODELS, *NOT_SERVED)
-_INFERENCE_ADDRESS = Option("inference_address", _HTTP_ADDRESS, shows_default=False)
-_KEYS = frozenset({*(option.key for option in SERVER_OPTIONS), _INFERENCE_ADDRESS.key})
-_SUGGESTED = _KEYS - {option.key for option in NOT_SERVED}
+# The settings of the documentation's table.
+SERVED: tuple[Setting[Any], ...] = (*declared(ServerConfig).values(), API_KEYS_FILE, *FOR_MODELS)
+_INFERENCE_ADDRESS = Setting("inference_address", _HTTP_ADDRESS, shows_default=False)
+_SUGGESTED = frozenset({*(setting.key for setting in SERVED), _INFERENCE_ADDRESS.key})
+_KEYS = _SUGGESTED | {setting.key for setting in NOT_SERVED}
 
 
 def server_layer(variables: Mapping[str, Value], command_line: Mapping[str, str], lookup: Lookup) -> dict[str, Value]:
@@ -168,7 +288,7 @@ def server_layer(variables: Mapping[str, Value], command_line: Mapping[str, str]
     serving = serving_layer(variables, lookup.problems)
     if (text := lookup.value(_INFERENCE_ADDRESS, serving)) is not None:
         source = serving[_INFERENCE_ADDRESS.key].source
-        for key, part in zip(("host", "port"), address(str(text)), strict=True):
+        for key, part in zip(("host", "port"), address(text), strict=True):
             serving.setdefault(key, Value(part, source))
     if API_KEYS.key in given and API_KEYS.key in serving:
         lookup.problems.append(f"--api-key and {serving[API_KEYS.key].source} both set keys; use one of them")
@@ -183,22 +303,20 @@ def _flag(key: str) -> str:
     return "--api-key" if key == API_KEYS.key else f"--{key.replace('_', '-')}"
 
 
-def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
-    """Return the fields of `ServerSettings`; wrong values are added to `lookup.problems`."""
+def server_config(layer: dict[str, Value], lookup: Lookup) -> ServerConfig:
+    """Return the server's settings. Wrong values are added to `lookup.problems`."""
     if os.path.exists(SAGEMAKER_METADATA):
         for key, text in _ON_SAGEMAKER.items():
             layer.setdefault(key, Value(text, "default on SageMaker"))
-        for option in (API_KEYS, API_KEYS_FILE):
-            if (given := layer.pop(option.key, None)) is not None:
-                lookup.warnings.append(f"{option.key} ({given.source}) is ignored: {_NO_KEYS}")
-    fields: dict[str, Any] = {option.field: lookup.value(option, layer) for option in SERVED}
-    fields[API_KEYS.field] = _api_keys(fields[API_KEYS.field], layer, lookup)
-    for name in ("model_aliases", "allowed_hosts"):
-        fields[name] = names(str(fields[name]))
-    for option in (LOAD_MODELS, ALLOW_UNKNOWN_OPTION, *NOT_SERVED):
-        lookup.value(option, layer)
-    if fields["management_address"] is not None and _is_main_listener(layer, fields):
-        fields["management_address"] = None
+        for name in (API_KEYS.key, API_KEYS_FILE.key):
+            if (given := layer.pop(name, None)) is not None:
+                lookup.warnings.append(f"{name} ({given.source}) is ignored: {_NO_KEYS}")
+    config = lookup.read(ServerConfig, layer, api_keys=_api_keys(layer, lookup))
+    others: tuple[Setting[Any], ...] = (LOAD_MODELS, _ALLOW_UNKNOWN, *NOT_SERVED)
+    for other in others:
+        lookup.value(other, layer)
+    if config.management_address is not None and _is_main_listener(layer, config.management_address, config):
+        config = replace(config, management_address=None)
     for key, value in sorted(layer.items()):
         if key in IGNORED:
             lookup.ignore(key, value, IGNORED[key])
@@ -209,25 +327,25 @@ def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
         else:  # DJL ignores such a name, too. Kubernetes sets some, for a service that is called `serving`.
             meant = closest(key, _SUGGESTED)
             lookup.unknown(_variable(key), value, meant and _variable(meant), stops=False)
-    return fields
+    return config
 
 
-def _api_keys(text: str | None, layer: Mapping[str, Value], lookup: Lookup) -> ApiKeys | None:
-    """Return the keys in `text` (the variable) and the keys in the file; None if neither is set."""
+def _api_keys(layer: Mapping[str, Value], lookup: Lookup) -> ApiKeys | None:
+    """Return the keys of the variable and those of the file; None if neither is set."""
     keys: list[str] = []
-    if text is not None:
+    if (text := lookup.value(API_KEYS, layer)) is not None:
         lookup.replace(SettingEntry(API_KEYS.key, HIDDEN, layer[API_KEYS.key].source))  # the report has no key
         keys += keys_in(text)
     if (path := lookup.value(API_KEYS_FILE, layer)) is not None:
         try:
-            keys += keys_in_file(str(path))
+            keys += keys_in_file(path)
         except ValueError as error:
             lookup.problems.append(f"{layer[API_KEYS_FILE.key].describe(API_KEYS_FILE.key)}: {error}")
     return ApiKeys.of(keys) if keys else None
 
 
-def _is_main_listener(layer: Mapping[str, Value], fields: Mapping[str, Any]) -> bool:
+def _is_main_listener(layer: Mapping[str, Value], management: str, config: ServerConfig) -> bool:
     inference = layer.get(_INFERENCE_ADDRESS.key)
     if inference is not None and inference.text == layer["management_address"].text:
         return True
-    return address(fields["management_address"]) == (fields["host"], str(fields["port"]))
+    return address(management) == (config.host, str(config.port))

@@ -6,95 +6,13 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
-from container.api_keys import ApiKeys
-from container.settings.values import Value
+from container.settings.environment import Alias, Environment
+from container.settings.lookup import SettingEntry
+from container.settings.server import ServerConfig
 from engines.adapters import AdapterDownloads
-from engines.model_settings import ModelSettings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """How the process listens, queues, logs and ends.
-
-    Sizes are in bytes, times in seconds.
-
-    `container.settings.server` has their names and allowed values. docs/configuration.md explains each.
-    """
-
-    host: str = "0.0.0.0"
-    port: int = 8080
-    job_queue_size: int = 1000
-    max_request_size: int = 67108864
-    max_request_memory: int | None = None
-    request_read_timeout: float = 60.0
-    drain_timeout: float = 20.0
-    fail_fast: bool = False
-    stall_timeout: float | None = None  # None: 60 s, and 300 s for an engine that has worked for less than ten minutes.
-    fail_fast_when_stalled: bool = False
-    engine_restart: int = 3  # Within ten minutes.
-    continue_calls: int = 1  # Deaths of the engine after which a call is continued; 0: it gets an error.
-    engine_restart_when_stalled: bool = False
-    log_format: Literal["plain", "json"] = "plain"
-    log_level: str = "info"
-    verbose: bool = False  # The log has the lines of vLLM and other libraries.
-    log_prompts: bool = False
-    capture: str | None = None  # The directory for the records of inference requests.
-    request_id_header: str = "x-request-id"
-    allow_multi_status: bool = False
-    health_check_override: bool = False
-    workers_health_check: bool = False
-    management_address: str | None = None
-    multi_model: bool = False
-    console: bool = True
-    error_rate_wlm: str | None = None  # This and the next three are for `container.observability.error_rates`.
-    error_rate_server: str | None = None
-    error_rate_model: str | None = None
-    error_rate_any: str | None = None
-    api_keys: ApiKeys | None = None  # Callers need one of these; None: they need none.
-    # Further names under which browsers may reach the server's own routes (`container.http.cross_site`).
-    allowed_hosts: tuple[str, ...] = ()
-    cors_allowed_origin: str | None = None
-    cors_allowed_methods: str | None = None
-    cors_allowed_headers: str | None = None
-    model_aliases: tuple[str, ...] = ("dummy", "tgi", "tei", "text-embeddings-inference")
-    throttle_error_http_code: int = 503
-    wlm_error_http_code: int = 503
-    server_error_http_code: int = 500
-
-
-@dataclass(frozen=True, slots=True)
-class SettingEntry:
-    """One line of the report on settings."""
-
-    name: str
-    value: str | int | float | bool | None
-    source: str  # "default", or the written text and its place, such as "environment: OPTION_DTYPE".
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """A variable that sets another variable, its target."""
-
-    variable: str
-    target: str
-    of: str  # The container whose variable it is.
-    convert: Callable[[str], str] = str
-
-
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """The environment variables that count, as they were when the process started."""
-
-    variables: Mapping[str, Value] = field(default_factory=dict)  # Including the targets of aliases.
-    aliases: tuple[Alias, ...] = ()  # Those that are in effect.
-    problems: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    downloads: Path = Path("/tmp/slipway")  # The directory for models that are fetched from S3.
-    gpus: int = 0  # The GPUs that the settings are read for: this process's GPUs, or the GPUs of a machine to plan for.
-    one_model: bool = False  # The server starts with this model alone.
+from handlers.model_config import ModelConfig
 
 
 class RemoteWeights(Protocol):
@@ -116,7 +34,7 @@ class RemoteWeights(Protocol):
 class ServerReport:
     """The settings of a server, with the record of where each came from."""
 
-    server: ServerSettings
+    server: ServerConfig
     entries: tuple[SettingEntry, ...] = ()
     warnings: tuple[str, ...] = ()
     aliases: tuple[Alias, ...] = ()  # Those that are in effect.
@@ -128,7 +46,7 @@ class ServerReport:
 class Settings(ServerReport):
     """All settings of a model and of its server."""
 
-    model: ModelSettings
+    model: ModelConfig
     required_memory: int | None = None  # MiB that the model needs; None: to be estimated.
     reserved_memory: int = 500  # MiB that have to stay free.
     # Returns the parts of the model that the secure mode refuses, also after weights were downloaded; None: the mode is
@@ -160,13 +78,13 @@ class StartupModel:
 class Startup:
     """All that a server starts with."""
 
-    server: ServerSettings
+    server: ServerConfig
     models: tuple[StartupModel, ...]
     report: ServerReport | None = (
         None  # The origins of the server's settings; None: as in the settings of its one model.
     )
     # The environment and the command line. They count for models that are registered later as well.
-    environment: Environment = Environment()
+    environment: Environment = field(default_factory=Environment)
     command_line: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -15,17 +15,16 @@ import typer
 from container.http.cross_site import KnownHosts
 from container.http.router import Mount, Router
 from container.observability import logs
-from container.settings.server import url_of
-from container.settings.settings import ServerSettings
-from container.settings.values import names
+from container.settings.server import ServerConfig, url_of
 from container.sources.location import S3Url, SourceError
 from deploy.local_endpoint.errors import REGION, RuntimeApiError
 from deploy.local_endpoint.parameters import check_endpoint_name, is_server_url
 from deploy.local_endpoint.runtime_api import PREFIX, RuntimeApi
 from deploy.local_endpoint.settings import MEBIBYTE, LocalSettings
 from deploy.local_endpoint.storage import folder_url
+from engines.settings.parsers import names
 
-_DRAIN_SECONDS = ServerSettings().drain_timeout
+_DRAIN_SECONDS = ServerConfig().drain_timeout
 _S3_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 LocalEndpoints = Annotated[
@@ -93,7 +92,7 @@ class LocalOptions:
         )
 
 
-def local_endpoint_of(server: ServerSettings, endpoints: list[str], options: LocalOptions) -> tuple[Mount, str]:
+def local_endpoint_of(server: ServerConfig, endpoints: list[str], options: LocalOptions) -> tuple[Mount, str]:
     """Return SageMaker's runtime API in front of the server, and the text that tells users how to reach it."""
     settings = options.settings("--local-endpoint", endpoints)
     _silence_httpx()

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from container.http.body_limits import BodyReader, BodyTimeout, BodyTooLarge
 from container.http.cross_site import KnownHosts
-from container.settings.settings import ServerSettings
+from container.settings.server import ServerConfig
 from container.sources.location import SourceError
 from deploy.local_endpoint.asynchronous import MAX_INLINE, AsyncCall, AsyncCalls
 from deploy.local_endpoint.data_capture import DataCapture
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "/endpoints/"
 # The time for which a client may send nothing in the middle of a body. It is the default of the container's setting.
-READ_SECONDS = ServerSettings().request_read_timeout
+READ_SECONDS = ServerConfig().request_read_timeout
 
 _PATH = re.compile(r"/endpoints/([^/]+)/(.+)")
 _APIS = {"invocations": Api.INVOKE, "invocations-response-stream": Api.STREAM, "async-invocations": Api.ASYNC}

@@ -102,7 +102,7 @@ def without_local_sessions(startup: Startup) -> Startup:
     models = []
     for model in startup.models:
         settings = model.settings.model
-        if settings.enable_stateful_sessions and not settings.sessions_path and not settings.sessions_s3url:
-            settings = replace(settings, enable_stateful_sessions=False)
+        if settings.lmi.enable_stateful_sessions and not settings.lmi.sessions_path and not settings.lmi.sessions_s3url:
+            settings = replace(settings, lmi=replace(settings.lmi, enable_stateful_sessions=False))
         models.append(replace(model, settings=replace(model.settings, model=settings)))
     return replace(startup, models=tuple(models))

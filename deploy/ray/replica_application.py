@@ -11,7 +11,7 @@ from typing import Any
 from container.http.cross_site import KnownHosts
 from container.http.router import Application, without_slashes
 from container.observability.prometheus_text import CONTENT_TYPE
-from container.settings.settings import ServerSettings
+from container.settings.server import ServerConfig
 
 _ESCAPE = re.compile(rb"%([0-9A-Fa-f]{2})")
 _UNRESERVED = {
@@ -34,7 +34,7 @@ class ReplicaApplication:
     """The ASGI application of a replica."""
 
     def __init__(
-        self, metrics: Callable[[], Awaitable[bytes]], application: Application, settings: ServerSettings
+        self, metrics: Callable[[], Awaitable[bytes]], application: Application, settings: ServerConfig
     ) -> None:
         """Create the application.
 

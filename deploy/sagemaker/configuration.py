@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta, field
 
 from container.settings.load import setting_faults
-from container.settings.options import closest
+from container.settings.lookup import closest
 from deploy.sagemaker.ecr import ecr_image
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engines.vllm.arguments.table import TRUE
+from engines.settings.parsers import TRUE
 
 Config = Mapping[str, Any]
 

@@ -35,9 +35,9 @@ from engines.interface import (
 )
 from engines.loaded_model import EngineStatus, ModelTexts, copied
 from engines.memory.garbage_collection import release_memory
-from engines.model_settings import ModelSettings
 from engines.pooling import PoolingModel
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from engines.settings.engine_config import EngineConfig
 from engines.start_failure import failure_of
 from engines.statistics import EngineStatistics
 from engines.tokenization import PromptTokenizer, split_text
@@ -137,7 +137,7 @@ class BatchEngine:
 
     adapters = None
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: EngineConfig) -> None:
         self._settings = settings
         streams = settings.enable_streaming != "false"
         size = max(settings.batch_size, STREAMED_TOGETHER) if streams else settings.batch_size

@@ -19,7 +19,7 @@ from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.utils.logging import disable_progress_bar
 
 from engines.interface import EngineStartError
-from engines.model_settings import ModelSettings
+from engines.settings.engine_config import EngineConfig
 from engines.start_failure import failure_of
 from engines.tokenization import end_token_ids
 
@@ -42,7 +42,7 @@ class LoadingArguments(msgspec.Struct, frozen=True, kw_only=True):
     load_in_4bit: bool = False
 
 
-def loading_arguments(settings: ModelSettings) -> LoadingArguments:
+def loading_arguments(settings: EngineConfig) -> LoadingArguments:
     """Read the engine arguments.
 
     Raises:
@@ -70,7 +70,7 @@ class TransformersModel:
     pad_token_id: int
 
 
-def load_model(settings: ModelSettings) -> TransformersModel:
+def load_model(settings: EngineConfig) -> TransformersModel:
     """Load model and tokenizer; blocks for as long as that takes.
 
     Raises:
@@ -115,7 +115,7 @@ def load_model(settings: ModelSettings) -> TransformersModel:
     )
 
 
-def warn_of_arguments_without_effect(settings: ModelSettings) -> None:
+def warn_of_arguments_without_effect(settings: EngineConfig) -> None:
     """Name in one warning the engine arguments that nothing here reads."""
     unknown = [name for name in settings.engine_arguments if name not in LoadingArguments.__struct_fields__]
     if unknown:
@@ -123,7 +123,7 @@ def warn_of_arguments_without_effect(settings: ModelSettings) -> None:
         logger.warning("%s: no effect with option.rolling_batch=%s", sources, settings.rolling_batch)
 
 
-def model_arguments(settings: ModelSettings) -> dict[str, Any]:
+def model_arguments(settings: EngineConfig) -> dict[str, Any]:
     """Return the keyword arguments of `from_pretrained`."""
     given = loading_arguments(settings)
     arguments: dict[str, Any] = {
@@ -160,13 +160,13 @@ def _dtype(name: str) -> Any:
     return dtype
 
 
-def _device(settings: ModelSettings) -> Any:
+def _device(settings: EngineConfig) -> Any:
     if settings.devices == () or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", settings.devices[0] if settings.devices else 0)
 
 
-def _device_map(settings: ModelSettings, text: str) -> Any:
+def _device_map(settings: EngineConfig, text: str) -> Any:
     if not text.startswith("{"):
         return text
     try:
@@ -175,12 +175,12 @@ def _device_map(settings: ModelSettings, text: str) -> Any:
         raise EngineStartError(f"{source(settings, 'device_map')}: {text!r} is not JSON: {error}") from None
 
 
-def source(settings: ModelSettings, name: str) -> str:
+def source(settings: EngineConfig, name: str) -> str:
     """Return where an engine argument was set, for messages."""
     return settings.engine_argument_sources.get(name, f"option.{name}")
 
 
-def check_kind(settings: ModelSettings, config: Any) -> None:
+def check_kind(settings: EngineConfig, config: Any) -> None:
     """Refuse a model that is no causal language model, though transformers would load a part of it as one.
 
     Raises EngineStartError: it is an encoder-decoder model, or an encoder.
@@ -196,7 +196,7 @@ def check_kind(settings: ModelSettings, config: Any) -> None:
     )
 
 
-def check_weights(settings: ModelSettings, loading: Mapping[str, Any]) -> None:
+def check_weights(settings: EngineConfig, loading: Mapping[str, Any]) -> None:
     """Refuse a checkpoint that lacks weights: transformers fills them with random numbers.
 
     Args:
@@ -216,7 +216,7 @@ def check_weights(settings: ModelSettings, loading: Mapping[str, Any]) -> None:
             raise EngineStartError(f"{settings.model_id} {what}: {shown}{more}")
 
 
-def check_quantization(settings: ModelSettings, config: Any) -> None:
+def check_quantization(settings: EngineConfig, config: Any) -> None:
     """Refuse to quantize while loading, unless bitsandbytes does it."""
     wanted = loading_arguments(settings).quantization.lower()
     if not wanted or wanted in _BITS or getattr(config, "quantization_config", None) is not None:
@@ -227,7 +227,7 @@ def check_quantization(settings: ModelSettings, config: Any) -> None:
     )
 
 
-def max_model_len(settings: ModelSettings, config: Any) -> int:
+def max_model_len(settings: EngineConfig, config: Any) -> int:
     """Return the tokens of prompt and answer together; `config`: the part of the model's about text."""
     longest = longest_context(config)
     wanted = loading_arguments(settings).max_model_len

@@ -35,9 +35,9 @@ from engines.interface import (
     unless_dead,
 )
 from engines.loaded_model import EngineStatus, ModelTexts
-from engines.model_settings import ModelSettings
 from engines.pooling import Pooling
 from engines.request import WARM_UP, GenerationRequest, Token
+from engines.settings.engine_config import EngineConfig
 from engines.statistics import EngineStatistics
 from engines.tokenization import PromptTokenizer, end_token_ids, split_text
 from engines.vllm import async_llm
@@ -64,7 +64,7 @@ _ONLY_SPEECH = "this model only writes down sounds: send them to /v1/audio/trans
 class VllmEngine:
     """One model on vLLM. Its engine core runs in a separate process."""
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: EngineConfig) -> None:
         self._settings = settings
         self._ids = itertools.count()
         self.statistics = EngineStatistics()

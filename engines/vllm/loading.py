@@ -25,7 +25,7 @@ from engines.loaded_model import copied
 from engines.memory.cpu_memory import Demand, kv_cache_size, memory_limits, smaller_size
 from engines.memory.parallelism import Layout, ModelMemory, Weights
 from engines.memory.weight_files import hub_weight_bytes, weight_bytes
-from engines.model_settings import ModelSettings
+from engines.settings.engine_config import EngineConfig
 from engines.start_failure import failure_of
 from engines.vllm.arguments.from_settings import engine_arguments, frontend_arguments, serve_defaults
 from engines.vllm.async_llm import end_output, forget_tokenizers, stat_loggers
@@ -64,7 +64,7 @@ class StartedEngine:
 class VllmLoader:
     """Loads one copy of a model, once."""
 
-    def __init__(self, settings: ModelSettings, threads: LastingThreads) -> None:
+    def __init__(self, settings: EngineConfig, threads: LastingThreads) -> None:
         """Create the vLLM loader.
 
         Args:

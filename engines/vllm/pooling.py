@@ -16,8 +16,8 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from engines.errors import InvalidRequest
 from engines.interface import EngineStartError
-from engines.model_settings import ModelSettings
 from engines.pooling import Pooling, PoolingModel, kind_of_model
+from engines.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _SPARSE = "BertSpladeSparseEmbeddingModel"  # vLLM's only model with such vector
 
 
 def model_of(
-    config: ModelConfig, tasks: Collection[str], frontend: Mapping[str, Any], settings: ModelSettings
+    config: ModelConfig, tasks: Collection[str], frontend: Mapping[str, Any], settings: EngineConfig
 ) -> PoolingModel | None:
     """Return the description of a pooling model; None if the model generates text.
 
@@ -112,7 +112,7 @@ def _pairs_refusal(config: ModelConfig, frontend: Mapping[str, Any]) -> str:
     return ""
 
 
-def _default_prompt(settings: ModelSettings, prompts: Mapping[str, str]) -> str | None:
+def _default_prompt(settings: EngineConfig, prompts: Mapping[str, str]) -> str | None:
     name = settings.default_prompt_name
     if name is None:
         return settings.default_prompt

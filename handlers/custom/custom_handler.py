@@ -9,7 +9,6 @@ from importlib.metadata import version
 
 from engines.errors import UnknownAdapter
 from engines.interface import EngineHealth
-from engines.model_settings import ModelSettings
 from handlers.contract import LONG_BODY, Call, ContractError, ReplyWriter
 from handlers.custom.batch_format import MAX_BATCH
 from handlers.custom.dynamic_batching import DynamicBatcher
@@ -24,6 +23,7 @@ from handlers.custom.worker_adapters import WorkerAdapterHost
 from handlers.custom.worker_pool import WorkerPool
 from handlers.custom.worker_process.socket_protocol import LoadRequest, Message
 from handlers.djl_errors import unknown_adapter
+from handlers.model_config import ModelConfig
 from handlers.parsing.forms import is_form
 
 
@@ -35,7 +35,7 @@ class CustomHandler:
 
     def __init__(
         self,
-        settings: ModelSettings,
+        settings: ModelConfig,
         *,
         queue_size: int,
         overload_status: int,

@@ -20,10 +20,10 @@ from engines.adapters import Adapter
 from engines.daemon_thread import in_daemon_thread
 from engines.errors import AdapterFailed
 from engines.interface import EngineStartError
-from engines.model_settings import ModelSettings
 from handlers.custom.model_imports import ModelImports
 from handlers.custom.worker_process.load_error import describe_error
 from handlers.formatter_thread import FormatterThread
+from handlers.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _type_names(annotation: Any) -> set[str]:
     return set(re.findall(r"\w+", str(annotation)))
 
 
-def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatters:
+def load_formatters(settings: ModelConfig, imports: ModelImports) -> Formatters:
     """Import the model's `model.py` and return its formatters.
 
     The formatters work until `imports` is removed.
@@ -152,18 +152,18 @@ def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatter
         logger.exception("%s cannot be imported", path.name)
         raise EngineStartError(f"{path.name} cannot be imported: {describe_error(error, str(path.parent))}") from error
     found = _found(module, thread)
-    if settings.formatter_function is not None:
-        output = getattr(module, settings.formatter_function, None)
+    if settings.lmi.formatter_function is not None:
+        output = getattr(module, settings.lmi.formatter_function, None)
         if not callable(output):
             raise EngineStartError(
-                f"option.output_formatter is {settings.formatter_function}: {path.name} has no such function"
+                f"option.output_formatter is {settings.lmi.formatter_function}: {path.name} has no such function"
             )
         found = replace(found, output=output)
-    elif settings.output_formatter is not None:  # The settings choose a built-in formatter.
+    elif settings.lmi.output_formatter is not None:  # The settings choose a built-in formatter.
         found = replace(found, output=None)
     if found.input is None and found.output is None:
         logger.warning("%s has neither a handler nor formatters; the engine serves the model without it", path.name)
-    if fault := signature_fault(found, async_mode=settings.async_mode):
+    if fault := signature_fault(found, async_mode=settings.lmi.async_mode):
         raise EngineStartError(f"{path.name}: {fault}")
     return found
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 from engines.interface import EngineStartError
-from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.custom.requirements import needs_packages, prepare_interpreter
+from handlers.custom.settings import HandlerConfig
+from handlers.model_config import ModelConfig
 
 _OF_THE_SERVER = frozenset({"container", "deploy", "engines", "handlers", "replay", "slipway"})
 """The server's packages. They are imported already, so code in this process gets them under these names."""
@@ -109,18 +110,13 @@ def _is_there(name: str, directory: Path) -> bool:
     return (directory / f"{top}.py").is_file() or (directory / top).is_dir()
 
 
-async def add_packages(settings: ModelSettings, imports: ModelImports) -> None:
+async def add_packages(settings: ModelConfig, imports: ModelImports) -> None:
     """Install the model's `requirements.txt` and add the packages to `sys.path`.
 
     Raises:
         EngineStartError: The environment cannot be created, or pip fails.
     """
-    handler = HandlerSettings(
-        entry_point=str(settings.formatters or ""),
-        offline=settings.offline,
-        install_requirements=settings.install_requirements,
-        pip_arguments=settings.pip_arguments,
-    )
+    handler = HandlerConfig(entry_point=str(settings.formatters or ""), packages=settings.packages)
     if not needs_packages(settings.model_dir, handler):
         return
     python = Path(await prepare_interpreter(settings.model_dir, handler))

@@ -23,7 +23,7 @@ from filelock import AsyncFileLock
 
 from engines.cache_dir import cache_dir
 from engines.interface import EngineStartError
-from engines.model_settings import HandlerSettings
+from handlers.custom.settings import HandlerConfig
 
 logger = logging.getLogger("handlers.custom")
 
@@ -42,8 +42,8 @@ _PIP_FILES = frozenset({".txt", ".whl", ".gz", ".zip", ".toml"})
 _LAST_LINES = 5  # Lines of pip's output that the error message repeats.
 
 
-def environment_variables(settings: HandlerSettings, python: str = "") -> Mapping[str, str]:
-    """Return the server's variables and the variables of `option.env`.
+def environment_variables(settings: HandlerConfig, python: str = "") -> Mapping[str, str]:
+    """Return the server's variables and those of `option.env`.
 
     Another interpreter does not get the variables that concern the server's packages.
 
@@ -57,12 +57,13 @@ def environment_variables(settings: HandlerSettings, python: str = "") -> Mappin
     return inherited | dict(settings.environment)
 
 
-def needs_packages(model_dir: Path, settings: HandlerSettings) -> bool:
+def needs_packages(model_dir: Path, settings: HandlerConfig) -> bool:
     """True if packages have to be installed for the model."""
-    return settings.install_requirements and (bool(settings.pip_arguments) or os.path.isfile(model_dir / REQUIREMENTS))
+    packages = settings.packages
+    return packages.install_requirements and (bool(packages.pip_arguments) or os.path.isfile(model_dir / REQUIREMENTS))
 
 
-def requirements_dir(model_dir: Path, settings: HandlerSettings) -> Path:
+def requirements_dir(model_dir: Path, settings: HandlerConfig) -> Path:
     """Return the directory of `requirements.txt`.
 
     This is the model's directory. If only the directory of the handler's file has a `requirements.txt`, it is that
@@ -75,7 +76,7 @@ def requirements_dir(model_dir: Path, settings: HandlerSettings) -> Path:
     return own if elsewhere else model_dir
 
 
-async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str:
+async def prepare_interpreter(model_dir: Path, settings: HandlerConfig) -> str:
     """Return the interpreter for the model's workers.
 
     Install the requirements if that has not been done yet.
@@ -115,14 +116,14 @@ async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str
     return own_python
 
 
-def _pip_arguments(model_dir: Path, settings: HandlerSettings) -> list[str]:
+def _pip_arguments(model_dir: Path, settings: HandlerConfig) -> list[str]:
     """Return the arguments of `pip install`, or an empty list if no packages have to be installed."""
     if not needs_packages(model_dir, settings):
         return []
-    arguments = list(settings.pip_arguments) or ["-r", REQUIREMENTS]
-    if not settings.pip_arguments and (model_dir / "requirements").is_dir():
+    arguments = list(settings.packages.pip_arguments) or ["-r", REQUIREMENTS]
+    if not settings.packages.pip_arguments and (model_dir / "requirements").is_dir():
         arguments += ["--find-links", str(model_dir / "requirements")]
-    return arguments + (["--no-index", "--no-build-isolation"] if settings.offline else [])
+    return arguments + (["--no-index", "--no-build-isolation"] if settings.packages.offline else [])
 
 
 async def _install(python: str, model_dir: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> None:

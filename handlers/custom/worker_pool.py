@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 
 from engines.interface import EngineStartError
-from engines.model_settings import HandlerSettings
 from handlers.contract import ContractError
 from handlers.custom.dynamic_batching import DynamicBatcher
 from handlers.custom.metrics import HandlerMetrics
 from handlers.custom.request import CallSettings, Request
 from handlers.custom.rolling_batching import RollingBatcher
+from handlers.custom.settings import HandlerConfig
 from handlers.custom.worker import Worker, WorkerPlan
 from handlers.djl_errors import refused
 
@@ -40,7 +40,7 @@ class WorkerPool:
     """Starts workers, gives them requests, and restarts workers that have ended."""
 
     def __init__(
-        self, settings: HandlerSettings, calls: CallSettings, batcher: type[Batcher], prepare_worker: PrepareWorker
+        self, settings: HandlerConfig, calls: CallSettings, batcher: type[Batcher], prepare_worker: PrepareWorker
     ) -> None:
         self._settings, self._calls = settings, calls
         self._batcher, self._prepare_worker = batcher, prepare_worker

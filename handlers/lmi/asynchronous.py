@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest, RequestError
-from engines.model_settings import ModelSettings
 from handlers.answers.token_answer import TokenDocument, TokenForm, TokenStream
 from handlers.contract import JSON, Call, Exchange, Reply
 from handlers.djl_errors import FAILED_DEPENDENCY, payload_error
@@ -21,6 +20,7 @@ from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import notes_of, read_body, stream_of
 from handlers.lmi.errors import failure, payload_refused
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, NOT_READ
+from handlers.model_config import ModelConfig
 from handlers.parsing.constraints import FORMS, refuse_unread
 from handlers.parsing.json_fields import ParameterReader, json_kind
 from handlers.parsing.parameter_memo import ParameterMemo
@@ -56,7 +56,7 @@ _LAST = ("finish_reason", "seed", "generated_tokens", "input_length")
 class LmiAsyncContract:
     """Parses bodies with `inputs` for one model."""
 
-    def __init__(self, settings: ModelSettings, model_defaults: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, settings: ModelConfig, model_defaults: Mapping[str, Any] | None = None) -> None:
         """Create the contract.
 
         Args:
@@ -132,7 +132,7 @@ class LmiAsyncContract:
                 parameters.vllm.request,
                 stream=stream,
                 want_tokens=want_tokens,
-                want_logprobs=want_tokens and self._settings.token_logprobs,
+                want_logprobs=want_tokens and self._settings.lmi.token_logprobs,
                 want_prompt_tokens=parameters.prompt_details and not stream,
             )
             parameters = replace(parameters, vllm=replace(parameters.vllm, request=request))

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest, RequestError
-from engines.model_settings import ModelSettings
 from engines.request import FinishReason, TokenDelta
 from handlers.answers.token_answer import TokenDocument, TokenForm
 from handlers.contract import Answer, Call, ContractError, Exchange, Reply
@@ -20,6 +19,7 @@ from handlers.djl_errors import handler_failure
 from handlers.lmi.body import notes_of, read_body, request_ids
 from handlers.lmi.errors import failure, status_of
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
+from handlers.model_config import ModelConfig
 from handlers.parsing.json_fields import json_kind
 from handlers.parsing.parameter_memo import ParameterMemo
 
@@ -30,12 +30,12 @@ _FIELDS = frozenset({"inputs", "parameters"})
 _WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_n_tokens")
 
 
-def default_max_new_tokens(settings: ModelSettings) -> int:
+def default_max_new_tokens(settings: ModelConfig) -> int:
     """Return the limit on new tokens of a request that does not set one."""
     return DEFAULT_MAX_NEW_TOKENS if settings.enable_streaming == "false" else STREAMED_MAX_NEW_TOKENS
 
 
-def parameter_rules(settings: ModelSettings) -> ParameterRules:
+def parameter_rules(settings: ModelConfig) -> ParameterRules:
     """Return the rules by which parameters are read under these settings."""
     return ParameterRules(
         do_sample_inferred=settings.do_sample_inferred,
@@ -49,7 +49,7 @@ def parameter_rules(settings: ModelSettings) -> ParameterRules:
 class LmiDynamicContract:
     """Parses dynamic-batch bodies for one model."""
 
-    def __init__(self, settings: ModelSettings, pad_text: str = "") -> None:
+    def __init__(self, settings: ModelConfig, pad_text: str = "") -> None:
         """Create the contract.
 
         Args:
@@ -58,7 +58,7 @@ class LmiDynamicContract:
         """
         self._pad_text = pad_text
         self._streaming = settings.enable_streaming
-        self._stop_sequences = settings.stop_sequences
+        self._stop_sequences = settings.lmi.stop_sequences
         self._max_new_tokens = default_max_new_tokens(settings)
         self._rules = parameter_rules(settings)
         self._memo = ParameterMemo[LmiParameters]()

@@ -10,7 +10,6 @@ from functools import partial
 import msgspec
 
 from engines.errors import InvalidRequest, UnknownAdapter
-from engines.model_settings import ModelSettings
 from handlers.contract import JSON, Call, ContractError, Handler, ReplyWriter, Running, adapter_header, media_type
 from handlers.custom.formatters import Formatters
 from handlers.djl_errors import FAILED_DEPENDENCY, unknown_adapter
@@ -20,6 +19,7 @@ from handlers.lmi.chat_answers import AsyncForm, LmiChatForm
 from handlers.lmi.errors import payload_refused
 from handlers.lmi.formatters.async_formatters import FormattedReply, formatted_call
 from handlers.lmi.sessions import SESSION_ID, Sessions
+from handlers.model_config import ModelConfig
 from handlers.openai.answer import VLLM_FORM, AnswerForm
 from handlers.openai.body import Body, read_chat, read_completion
 from handlers.openai.constraints import CHAT, COMPLETIONS
@@ -46,7 +46,7 @@ class InvocationsHandler:
         self,
         lmi: Handler,
         openai: OpenAIHandler | None,
-        settings: ModelSettings,
+        settings: ModelConfig,
         sessions: Sessions,
         overload_status: int = 503,
         contract: LmiAsyncContract | None = None,
@@ -66,12 +66,12 @@ class InvocationsHandler:
         """
         self._lmi, self._openai, self._settings, self._sessions = lmi, openai, settings, sessions
         self._overload_status, self._contract, self._formatters = overload_status, contract, formatters
-        self._order = _ASYNCHRONOUS if settings.async_mode else _ROLLING_BATCH
+        self._order = _ASYNCHRONOUS if settings.lmi.async_mode else _ROLLING_BATCH
         self._forms = dict.fromkeys(_PATHS, VLLM_FORM)
-        if settings.async_mode:
+        if settings.lmi.async_mode:
             self._forms = dict.fromkeys(_PATHS, AsyncForm(overload_status))
-        elif settings.chat_format != "openai":
-            sse = settings.output_formatter == "sse"
+        elif settings.lmi.chat_format != "openai":
+            sse = settings.lmi.output_formatter == "sse"
             self._forms["messages"] = LmiChatForm(sse=sse, overload_status=overload_status)
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.contract import JSON
+from handlers.custom.settings import HandlerConfig
 from handlers.lmi import dynamic_batch, rolling_batch
 from handlers.lmi.asynchronous import VLLM_NAMES, VLLM_PARAMETERS
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, read_parameters
+from handlers.model_config import ModelConfig
 from handlers.openapi_schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, either
 from handlers.openapi_schemas import parameters as parameter_schemas
 from handlers.parsing.vllm_parameters import read_vllm_parameters
@@ -25,7 +26,7 @@ _FRONT_END_ERROR = an_answer(
 )
 
 
-def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operation:
+def invocation(model: ModelConfig, for_vllm: Mapping[str, Schema]) -> Operation:
     """Return the description of `/invocations` under these settings.
 
     Args:
@@ -36,7 +37,7 @@ def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operatio
         return _custom_handler(model.handler)
     if model.rolling_batch == "disable":
         return _dynamic_batch(model)
-    if model.async_mode:
+    if model.lmi.async_mode:
         name, request = "asynchronous handler", _asynchronous_request(model)
     else:
         rules = rolling_batch.parameter_rules(model)
@@ -50,7 +51,7 @@ def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operatio
     )
 
 
-def _asynchronous_request(model: ModelSettings) -> Schema:
+def _asynchronous_request(model: ModelConfig) -> Schema:
     schemas = parameter_schemas(lambda reader: read_vllm_parameters({}, reader=reader))
     passed = {name: schema for name, schema in schemas.items() if name in VLLM_PARAMETERS}
     passed |= {"max_tokens": {**schemas["max_tokens"], "default": DEFAULT_MAX_NEW_TOKENS}, "structured_outputs": OBJECT}
@@ -60,7 +61,7 @@ def _asynchronous_request(model: ModelSettings) -> Schema:
     return _request("LmiAsyncRequest", {**passed, **own, **more}, stream=_FALSE, **_adapters(model))
 
 
-def _adapters(model: ModelSettings) -> dict[str, Schema]:
+def _adapters(model: ModelConfig) -> dict[str, Schema]:
     return {"adapters": _ONE_OR_MORE} if model.enable_lora else {}
 
 
@@ -69,7 +70,7 @@ def _request(name: str, parameters: Mapping[str, Schema], **more: Schema) -> Sch
     return an_object(fields, "inputs", name=name, description="A body of type text/plain is the prompt alone.")
 
 
-def _dynamic_batch(model: ModelSettings) -> Operation:
+def _dynamic_batch(model: ModelConfig) -> Operation:
     rules = dynamic_batch.parameter_rules(model)
     parameters = parameter_schemas(lambda reader: read_parameters({}, rules, reader))
     limit = {**parameters["max_new_tokens"], "default": dynamic_batch.default_max_new_tokens(model)}
@@ -82,7 +83,7 @@ def _dynamic_batch(model: ModelSettings) -> Operation:
     )
 
 
-def _custom_handler(handler: HandlerSettings) -> Operation:
+def _custom_handler(handler: HandlerConfig) -> Operation:
     return Operation(
         summary=f"Call the model's own handler ({Path(handler.entry_point).name})",
         request=ANYTHING,

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest, RequestError, UnknownAdapter
-from engines.model_settings import ModelSettings
 from engines.request import GenerationRequest
 from handlers.answers.token_answer import TokenDocument, TokenForm, TokenStream, without
 from handlers.contract import Answer, Call, ContractError, Exchange, Reply
@@ -20,6 +19,7 @@ from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import notes_of, read_body, request_ids, stream_of
 from handlers.lmi.errors import failure, payload_refused, request_error, status_of, stream_error, tgi_error_type
 from handlers.lmi.parameters import ParameterRules, read_parameters
+from handlers.model_config import ModelConfig
 from handlers.parsing.json_fields import json_kind
 from handlers.parsing.parameter_memo import ParameterMemo
 
@@ -37,16 +37,16 @@ _FORMATTERS = ("json", "jsonlines", "sse")
 _FIELDS = frozenset({"inputs", "parameters", "stream"})
 
 
-def parameter_rules(settings: ModelSettings) -> ParameterRules:
+def parameter_rules(settings: ModelConfig) -> ParameterRules:
     """Return the rules by which parameters are read under these settings."""
     return ParameterRules(
         do_sample_inferred=settings.do_sample_inferred,
-        details_by_default=settings.tgi_compat,
+        details_by_default=settings.lmi.tgi_compat,
         typical_p=settings.rolling_batch in ("lmi-dist", "scheduler"),
         trtllm=settings.rolling_batch == "trtllm",
         max_sequences=settings.rolling_batch_size,
         strict=settings.strict_parameters,
-        token_logprobs=settings.token_logprobs,
+        token_logprobs=settings.lmi.token_logprobs,
     )
 
 
@@ -63,7 +63,7 @@ class _ParsedParameters(msgspec.Struct, frozen=True):
 class LmiRollingContract:
     """Parses rolling-batch bodies for one model."""
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: ModelConfig) -> None:
         self._settings = settings
         self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
         self._rules = parameter_rules(settings)
@@ -90,10 +90,10 @@ class LmiRollingContract:
         except InvalidParameter as error:
             formatter = self._formatter(body.parameters.get("output_formatter"), stream)
             write = request_error if formatter == "json" and not stream else stream_error
-            refusal = _failure(error, write, tgi=self._settings.tgi_compat)
+            refusal = _failure(error, write, tgi=self._settings.lmi.tgi_compat)
             raise ContractError(refusal, error.message) from None
         answer: Answer
-        tgi = self._settings.tgi_compat
+        tgi = self._settings.lmi.tgi_compat
         if records:
             answer = RecordAnswer(parsed.form, prompts[0], sse=parsed.formatter == "sse", tgi=tgi)
         else:
@@ -120,7 +120,7 @@ class LmiRollingContract:
         left_out = [name for name, asked in asked_for.items() if not asked]
         names = _SEVERAL if several else _LAST if records else _DETAILS
         form = msgspec.structs.replace(
-            _TGI_FORM if self._settings.tgi_compat else _FORM,
+            _TGI_FORM if self._settings.lmi.tgi_compat else _FORM,
             details=without(names, left_out) if parameters.details or several else (),
             others=without(_OTHER, left_out),
             full_text=parameters.return_full_text,
@@ -145,11 +145,11 @@ class LmiRollingContract:
     def _formatter(self, asked: Any, stream: bool) -> str:
         if asked in _FORMATTERS:
             return str(asked)
-        if self._settings.output_formatter is not None:
-            return self._settings.output_formatter
+        if self._settings.lmi.output_formatter is not None:
+            return self._settings.lmi.output_formatter
         if not stream:
             return "json"
-        return "sse" if self._settings.tgi_compat else "jsonlines"
+        return "sse" if self._settings.lmi.tgi_compat else "jsonlines"
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:

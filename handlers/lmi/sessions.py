@@ -24,10 +24,10 @@ from djl_python.session_manager import Session, SessionManager
 from engines.daemon_thread import in_daemon_thread
 from engines.errors import Overloaded
 from engines.interface import EngineStartError
-from engines.model_settings import ModelSettings
 from handlers.contract import JSON, LONG_BODY, Call, ContractError, Reply
 from handlers.djl_errors import failed_dependency, overloaded
 from handlers.lmi.errors import payload_refused
+from handlers.model_config import ModelConfig
 from handlers.parsing.json_limits import JsonDecoder
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class Sessions:
         return ContractError(overloaded(Overloaded(message, self._overload_status)), message)
 
 
-async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessions:
+async def load_sessions(settings: ModelConfig, overload_status: int) -> Sessions:
     """Return the sessions of a model with these settings.
 
     Sessions are off if they cannot be stored in the default directory.
@@ -163,22 +163,22 @@ async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessio
     Raises:
         EngineStartError: Sessions cannot be stored in the place that the settings name.
     """
-    if not settings.enable_stateful_sessions:
+    if not settings.lmi.enable_stateful_sessions:
         return Sessions(None, overload_status)
     properties = {
-        "sessions_expiration": settings.sessions_expiration,
-        "sessions_path": settings.sessions_path,
-        "sessions_s3url": settings.sessions_s3url,
+        "sessions_expiration": settings.lmi.sessions_expiration,
+        "sessions_path": settings.lmi.sessions_path,
+        "sessions_s3url": settings.lmi.sessions_s3url,
     }
     try:
         manager = await asyncio.to_thread(SessionManager, properties)
     except (ValueError, OSError) as error:
-        if settings.sessions_path or settings.sessions_s3url:
+        if settings.lmi.sessions_path or settings.lmi.sessions_s3url:
             raise EngineStartError(f"sessions cannot be kept: {error}") from None
         logger.warning("stateful sessions are off: %s", error)
         return Sessions(None, overload_status)
     sessions = Sessions(manager, overload_status)
-    if not settings.sessions_path:
+    if not settings.lmi.sessions_path:
         _in_default_directory.append(sessions)
     return sessions
 

@@ -26,9 +26,9 @@ from engines.errors import (
     RequestError,
     UnknownAdapter,
 )
-from engines.model_settings import ModelSettings
 from engines.vllm.parsers.choice import is_named
 from handlers.contract import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
+from handlers.model_config import ModelConfig
 from handlers.openai.answer import VLLM_FORM, AnswerForm
 from handlers.openai.body import Body
 from handlers.openai.constraints import CHAT, COMPLETIONS, COUNT_TOKENS, RENDER
@@ -52,7 +52,7 @@ _PREFIXES = ("chatcmpl-", "cmpl-", "transcribe-", "translate-")
 _ONE_OF_MANY = re.compile(r"[-_]\d+$")
 
 
-def import_front_end(settings: ModelSettings) -> None:
+def import_front_end(settings: ModelConfig) -> None:
     """Import vLLM's front end if it is going to serve the model. Call it in a thread: it takes a second."""
     if is_vllm(settings):
         from handlers.openai.vllm import engine_client  # noqa: F401
@@ -61,7 +61,7 @@ def import_front_end(settings: ModelSettings) -> None:
         routers()
 
 
-async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: Sequence[str]) -> OpenAIHandler | None:
+async def openai_handler(queue: EngineQueue, settings: ModelConfig, aliases: Sequence[str]) -> OpenAIHandler | None:
     """Create the handler for a loaded model.
 
     Args:

@@ -13,9 +13,9 @@ import msgspec
 
 from engines.errors import InvalidRequest
 from engines.loaded_model import LoadedModel, ModelTexts
-from engines.model_settings import ModelSettings
 from engines.pooling import Pooling, PoolingModel, Side
 from engines.request import GenerationRequest, pooling_request
+from handlers.model_config import ModelConfig
 from handlers.parsing.axum import wrong_shape
 from handlers.tei.errors import TeiRefusal, empty
 
@@ -140,22 +140,22 @@ def _wrong_pair() -> Exception:
     )
 
 
-def cut_of(body: _Cut, settings: ModelSettings) -> Side | None:
+def cut_of(body: _Cut, settings: ModelConfig) -> Side | None:
     """Return the side at which texts are cut. None: texts that are too long are refused."""
-    if not (settings.auto_truncate if body.truncate is None else body.truncate):
+    if not (settings.tei.auto_truncate if body.truncate is None else body.truncate):
         return None
     return "left" if body.truncation_direction.lower() == "left" else "right"
 
 
-def check_batch(size: int, settings: ModelSettings) -> None:
+def check_batch(size: int, settings: ModelConfig) -> None:
     """Check the number of texts.
 
     Raises:
         TeiRefusal: There are too many.
     """
-    if size > settings.max_client_batch_size:
+    if size > settings.tei.max_client_batch_size:
         raise TeiRefusal(
-            "Validation", f"batch size {size} > maximum allowed batch size {settings.max_client_batch_size}"
+            "Validation", f"batch size {size} > maximum allowed batch size {settings.tei.max_client_batch_size}"
         )
 
 

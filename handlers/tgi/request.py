@@ -14,8 +14,8 @@ import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
 from engines.loaded_model import LoadedModel
-from engines.model_settings import ModelSettings
 from engines.request import Constraint, EngineMemo, GenerationRequest, SamplingParameters
+from handlers.model_config import ModelConfig
 from handlers.parsing.constraints import constraint_of, refuse_unread
 from handlers.parsing.json_fields import MAX_INT64, MAX_STRING_LENGTH, decode_json
 from handlers.route_declarations import NO_ADAPTERS, ContractSetting
@@ -68,7 +68,7 @@ class TgiRequest(msgspec.Struct, frozen=True):
     stream: bool | None = None  # Only / reads it.
 
 
-def max_input_tokens(model: LoadedModel, settings: ModelSettings) -> int:
+def max_input_tokens(model: LoadedModel, settings: ModelConfig) -> int:
     """Return the length in tokens of the longest prompt that is accepted."""
     context = model.max_model_len - 1
     return context if settings.max_prompt_tokens is None else min(settings.max_prompt_tokens, context)
@@ -106,7 +106,7 @@ def validate(inputs: str, given: RequestParameters | None, setting: ContractSett
         InvalidRequest: A value is wrong. The message is TGI's, without its prefix "Input validation error".
     """
     parameters = RequestParameters(do_sample=True) if given is None else given
-    best_of = _best_of(parameters, setting.settings.max_best_of, streams)
+    best_of = _best_of(parameters, setting.settings.tgi.max_best_of, streams)
     sampling = _sampling(parameters, setting, best_of)
     top_tokens = parameters.top_n_tokens or 0
     if top_tokens > MAX_TOP_N_TOKENS:
@@ -203,8 +203,8 @@ def _fraction(name: str, value: float | None) -> float:
 
 
 def _stop(stop: tuple[str, ...], setting: ContractSetting) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the stop texts, and the ids of stop texts that are special tokens. The text shows no special tokens."""
-    most = setting.settings.max_stop_sequences
+    """Return the stop texts, and the ids of those that are special tokens. The text does not show special tokens."""
+    most = setting.settings.tgi.max_stop_sequences
     if len(stop) > most:
         raise InvalidRequest(f"`stop` supports up to {most} stop sequences. Given: {len(stop)}")
     if not all(0 < len(text) <= MAX_STRING_LENGTH for text in stop):

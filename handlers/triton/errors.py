@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from json.encoder import encode_basestring as quote
 
 from engines import errors
-from engines.model_settings import ModelSettings
 from handlers.contract import JSON, Reply
+from handlers.model_config import ModelConfig
 
 VERSION = "1"  # The only version of a model.
 # Any other error is a 500.
@@ -79,7 +79,7 @@ def unknown_model(name: str, version: str | None = None) -> str:
     return f"Request for unknown model: '{name[:_LONGEST_NAME]}'{which} is not found"
 
 
-def missing_model(names: Mapping[str, str], settings: ModelSettings) -> Reply | None:
+def missing_model(names: Mapping[str, str], settings: ModelConfig) -> Reply | None:
     """Return the error for a path that does not name the served model and version. None if it names them."""
     name, version = names["model"], names.get("version")
     if name != settings.name:

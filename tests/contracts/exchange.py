@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 
 from engines.errors import RequestError
-from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from handlers.contract import Call, ContractError, Exchange, Reply
 from handlers.lmi.rolling_batch import LmiRollingContract
+from handlers.model_config import ModelConfig
 from handlers.route_declarations import InfoRoute, ModelView, RenderedChat
+from tests.settings import configured
 
-MODEL = ModelSettings(name="model", model_dir=Path("."), model_id="model")
+MODEL = ModelConfig(name="model", model_dir=Path("."), model_id="model")
 
 
 def call(document: Any, content_type: str = "application/json") -> Call:
@@ -24,7 +25,7 @@ def call(document: Any, content_type: str = "application/json") -> Call:
 
 
 def parse(document: Any, content_type: str = "application/json", **settings: Any) -> Exchange:
-    return LmiRollingContract(replace(MODEL, **settings)).parse(call(document, content_type))
+    return LmiRollingContract(configured(MODEL, **settings)).parse(call(document, content_type))
 
 
 def request_of(document: Any, **settings: Any) -> GenerationRequest:

@@ -17,7 +17,8 @@ from container.app import create_app
 from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
-from container.settings.settings import ServerSettings, Settings
+from container.settings.server import ServerConfig
+from container.settings.settings import Settings
 from engines.errors import ContextExceeded, InvalidRequest, RequestError
 from engines.interface import Generation, Sink
 from engines.loaded_model import ModelTexts
@@ -29,6 +30,7 @@ from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.loaded_service import Service
 from handlers.queue import EngineQueue
 from tests.contracts.exchange import MODEL
+from tests.settings import configured
 from tests.stand_ins.scripted_engine import ScriptedEngine, ScriptedGeneration
 
 Kind = Literal["embedding", "sparse", "reranker", "classifier", "generating"]
@@ -147,7 +149,7 @@ class Exchange:
 
 def service_of(engine: PoolingEngine, places: int = 100, **settings: Any) -> Service:
     """Return a loaded model on the engine, with the handlers that the entry point makes."""
-    model = replace(MODEL, model_id="org/model", revision="abc", **settings)
+    model = configured(MODEL, model_id="org/model", revision="abc", **settings)
     if engine.pooling is not None:
         engine.pooling = replace(engine.pooling, default_prompt=model.default_prompt)
     queue = EngineQueue(engine, places)
@@ -191,7 +193,7 @@ async def ask(
     """
     engine = PoolingEngine(kind, numbers, failure)
     service = service_of(engine, places, **settings)
-    server_settings = ServerSettings(**(server or {}))
+    server_settings = ServerConfig(**(server or {}))
     lifecycle = Lifecycle(Settings(server=server_settings, model=service.settings))
     lifecycle.stage, lifecycle.service = state, service if state is not State.STARTING else None
     models = Models([Model(lifecycle, "model")])

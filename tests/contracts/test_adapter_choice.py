@@ -27,6 +27,7 @@ from tests.contracts import (
     tgi_exchange,
     triton_exchange,
 )
+from tests.settings import configured
 from tests.stand_ins.request_headers import request_headers
 
 HEADER = request_headers(("X-Amzn-SageMaker-Adapter-Identifier", "h"))
@@ -96,7 +97,7 @@ def by_header(contract: Contract, document: dict[str, Any], name: str = "h") -> 
 
 def contracts(**settings: Any) -> dict[str, tuple[Contract, dict[str, Any], dict[str, Any], ContractRoutes]]:
     """Return each contract, a request, a request that names the adapter `a`, and the family."""
-    setting = ContractSetting(settings=replace(exchange.MODEL, **settings), model=tgi_exchange.FakeModel())
+    setting = ContractSetting(settings=configured(exchange.MODEL, **settings), model=tgi_exchange.FakeModel())
     prompt = {"inputs": "x"}
     named = {"inputs": "x", "parameters": {"adapter_id": "a"}}
     return {

@@ -69,6 +69,7 @@ from tests.contracts.constraint_targets import (
 from tests.contracts.exchange import MODEL
 from tests.contracts.openai_exchange import FRONT_END
 from tests.contracts.tgi_exchange import FakeModel
+from tests.settings import configured
 from tests.stand_ins.scripted_engine import ScriptedEngine
 from tests.unit.container.one_model import make
 
@@ -79,7 +80,7 @@ ADAPTERS = (ADAPTER, OTHER_ADAPTER)
 LEFT_TO_VLLM = 418  # The status of the stand-in for vLLM's front end.
 ENGINE_SETTINGS = replace(MODEL, rolling_batch="lmi-dist", enable_lora=True)
 SETTINGS = {
-    **dict.fromkeys(ASYNCHRONOUS, replace(ENGINE_SETTINGS, async_mode=True)),
+    **dict.fromkeys(ASYNCHRONOUS, configured(ENGINE_SETTINGS, async_mode=True)),
     **dict.fromkeys(DYNAMIC, replace(MODEL, rolling_batch="disable")),
 }
 """The settings of the model, by route, where they are not `ENGINE_SETTINGS`."""

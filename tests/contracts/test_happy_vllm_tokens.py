@@ -16,10 +16,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from engines.errors import InvalidChat, NotReady, NotServed, RequestError
 from engines.loaded_model import ModelTexts
-from engines.model_settings import HandlerSettings
 from engines.request import Token
 from engines.tokenization import split_text as text_of_tokens
 from handlers.contract import ContractError, Reply
+from handlers.custom.settings import HandlerConfig
 from handlers.happy_vllm.routes import HAPPY_VLLM
 from handlers.happy_vllm.tokens import ids_inside
 from handlers.route_declarations import InfoRoute, ModelView, RenderedChat
@@ -532,7 +532,7 @@ def test_an_abort_answers_null_and_reaches_the_engine() -> None:
 
 def test_routes_on_tokens_need_a_loaded_model() -> None:
     loading = replace(VIEW, state="starting", loaded=None)
-    handler = replace(loading, settings=replace(MODEL, handler=HandlerSettings(entry_point="model.py")))
+    handler = replace(loading, settings=replace(MODEL, handler=HandlerConfig(entry_point="model.py")))
     for path, document in (("/v1/tokenizer", {"text": "a"}), ("/v1/info", b""), ("/live_metrics", b"")):
         with pytest.raises(NotReady):
             TELLS[path].answer(call(document), loading)

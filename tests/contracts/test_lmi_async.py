@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +12,11 @@ from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from handlers.contract import ContractError, Exchange, Reply
 from handlers.lmi.asynchronous import LmiAsyncContract
 from tests.contracts.exchange import MODEL, a_joke, call, whole
+from tests.settings import configured
 
 
 def parse(document: Any, defaults: dict[str, Any] | None = None, **settings: Any) -> Exchange:
-    return LmiAsyncContract(replace(MODEL, **settings), model_defaults=defaults).parse(call(document))
+    return LmiAsyncContract(configured(MODEL, **settings), model_defaults=defaults).parse(call(document))
 
 
 def request_of(parameters: dict[str, Any], defaults: dict[str, Any] | None = None, **more: Any) -> GenerationRequest:

@@ -11,17 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.errors import EngineDead, GenerationFailed, InvalidRequest, Overloaded, RequestError
-from engines.model_settings import Streaming
 from engines.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from engines.settings.engine_config import Streaming
 from handlers.contract import Call, ContractError, Exchange, Reply
 from handlers.lmi.dynamic_batch import LmiDynamicContract
 from tests.contracts.exchange import MODEL, call, whole
+from tests.settings import configured
 
 PAD = "<pad>"
 
 
 def parse(document: Any, content_type: str = "application/json", pad_text: str = "", **settings: Any) -> Exchange:
-    contract = LmiDynamicContract(replace(MODEL, **settings), pad_text=pad_text)
+    contract = LmiDynamicContract(configured(MODEL, **settings), pad_text=pad_text)
     return contract.parse(call(document, content_type))
 
 
@@ -331,6 +332,6 @@ def test_entries_of_a_prompt_joined_are_its_text_in_whatever_order_deltas_come(
 
 
 def test_stop_strings_of_the_settings_are_added_to_those_of_the_request() -> None:
-    model = replace(MODEL, rolling_batch="disable", stop_sequences=("###",))
+    model = configured(MODEL, rolling_batch="disable", stop_sequences=("###",))
     exchange = LmiDynamicContract(model).parse(call({"inputs": "x", "parameters": {"stop_sequences": ["a"]}}))
     assert exchange.requests[0].sampling.stop == ("a", "###")

@@ -25,6 +25,7 @@ from handlers.lmi.formatters.async_formatters import FormattedReply, formatted_c
 from handlers.lmi.formatters.formatter_contract import FormatterContract
 from handlers.lmi.rolling_batch import LmiRollingContract
 from tests.contracts.exchange import MODEL, a_joke, call
+from tests.settings import configured
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.request_headers import request_headers
 from tests.waiting import until
@@ -35,7 +36,7 @@ PROMPT = {"inputs": "Tell me", "parameters": {"max_new_tokens": 2}}
 def contract(
     read: Callable[..., Any] | None = None, write: Callable[..., Any] | None = None, **options: Any
 ) -> FormatterContract:
-    model = replace(MODEL, **options)
+    model = configured(MODEL, **options)
     given = Formatters(FormatterThread(5), read, write)
     return FormatterContract(LmiRollingContract(model), model, given, "tokenizer")
 
@@ -254,7 +255,7 @@ def changed_by(read: Callable[..., Any], request: Call) -> Call:
 
 def completion_of(document: Any) -> Call:
     """Return the completion by which vLLM answers a body with `inputs`."""
-    completion, _ = LmiAsyncContract(replace(MODEL, async_mode=True)).as_completion(call(document))
+    completion, _ = LmiAsyncContract(configured(MODEL, async_mode=True)).as_completion(call(document))
     return completion
 
 

@@ -17,6 +17,7 @@ from engines.request import GenerationRequest, TokenDelta
 from handlers.contract import Contract, ContractError, Exchange, Reply
 from handlers.lmi.vectors.contracts import pooling_contract
 from tests.contracts.exchange import MODEL, call
+from tests.settings import configured
 
 EMBEDDING = PoolingModel(kind="embedding", task="embed", tasks=frozenset({"embed"}), vector_size=2)
 RERANKER = PoolingModel(kind="reranker", task="classify", tasks=frozenset({"classify"}), vector_size=0)
@@ -31,7 +32,7 @@ OTHER = PoolingModel(kind="late interaction", task="token_embed", tasks=frozense
 
 
 def contract(model: PoolingModel, **settings: Any) -> Contract:
-    return pooling_contract(replace(MODEL, **settings), model)
+    return pooling_contract(configured(MODEL, **settings), model)
 
 
 def requests(model: PoolingModel, document: Any, **settings: Any) -> list[tuple[Any, Pooling | None]]:

@@ -20,8 +20,8 @@ from engines.errors import (
     RequestError,
     UnknownModel,
 )
-from engines.model_settings import ModelSettings
 from handlers.contract import Call
+from handlers.model_config import ModelConfig
 from handlers.openai.routes import OPENAI, models
 from handlers.route_declarations import GenerationRoute, InfoRoute, ModelView
 
@@ -122,7 +122,7 @@ def test_models_can_be_listed_whatever_runs_them() -> None:
 
 def view(**settings: object) -> ModelView:
     return ModelView(
-        settings=ModelSettings(name="model", model_dir=Path("."), model_id="m", **settings),  # type: ignore[arg-type]
+        settings=ModelConfig(name="model", model_dir=Path("."), model_id="m", **settings),  # type: ignore[arg-type]
         state="starting",
         reason="",
         started_at=0.0,

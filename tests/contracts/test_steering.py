@@ -32,6 +32,7 @@ from tests.contracts.exchange import MODEL, call
 from tests.contracts.openai_exchange import FRONT_END
 from tests.contracts.pooling_exchange import ask
 from tests.contracts.tgi_exchange import FakeModel
+from tests.settings import configured
 from tests.stand_ins.request_headers import request_headers
 
 HEADERS = {"Traceparent": "00-1-2-01", "X-Cache-Salt": "own", "X-Vllm-Priority": "-3"}
@@ -66,7 +67,7 @@ def check(requests: Any) -> None:
     [
         (ROLLING, {"inputs": ["a", "b"]}),
         (LmiDynamicContract(MODEL), INPUTS),
-        (LmiAsyncContract(replace(MODEL, async_mode=True)), INPUTS),
+        (LmiAsyncContract(configured(MODEL, async_mode=True)), INPUTS),
         (FORMATTED, INPUTS),
         (TgiContract(SETTING, streams=False), INPUTS),
         (TritonContract(SETTING, events=False), {"text_input": "x"}),

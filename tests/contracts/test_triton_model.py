@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.errors import BodyTooLarge, EngineDead, NotReady, NotServed, RequestError, UnknownModel
-from engines.model_settings import HandlerSettings
 from handlers.contract import Call, Reply
+from handlers.custom.settings import HandlerConfig
 from handlers.route_declarations import GenerationRoute, InfoRoute, State
 from handlers.triton.routes import TRITON
 from tests.contracts.triton_exchange import NAMED, LoadedText, told, view
 
 MODEL = "/v2/models/{model}"
 VERSION = MODEL + "/versions/{version:int}"
-CUSTOM = HandlerSettings(entry_point=str(Path("model.py")))
+CUSTOM = HandlerConfig(entry_point=str(Path("model.py")))
 EMPTY = (200, "", b"")
 NOT_READY = (400, "application/json", b'{"error":"Model version not ready"}')
 
@@ -250,7 +250,7 @@ def test_tensors_are_refused_with_the_routes_to_use() -> None:
         b'{"error":"/infer is not served; use POST /v2/models/model/generate or '
         b'POST /v2/models/model/generate_stream"}',
     )
-    own = infer.answer(call, view(handler=HandlerSettings(entry_point="model.py")))
+    own = infer.answer(call, view(handler=HandlerConfig(entry_point="model.py")))
     assert own.status == 501
     assert b"/infer is not served: this model has a handler of its own; /invocations" in own.body
 

@@ -19,6 +19,7 @@ from handlers.contract import Call, Contract, ContractError, Exchange, Reply
 from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, ModelView, RenderedChat, State
 from handlers.tgi.routes import TGI
 from tests.contracts.exchange import MODEL, told
+from tests.settings import configured
 
 CONTEXT = 2048
 END, TURN = 2, 3  # The model's end token, and a special token that does not end a generation.
@@ -79,7 +80,7 @@ def contract(path: str, image_mark: Callable[[int], str] | None = None, **settin
     route = next(route for route in TGI.routes if isinstance(route, GenerationRoute) and route.path == path)
     assert route.contract is not None
     return route.contract(
-        ContractSetting(settings=replace(MODEL, rolling_batch="lmi-dist", **settings), model=FakeModel(image_mark))
+        ContractSetting(settings=configured(MODEL, rolling_batch="lmi-dist", **settings), model=FakeModel(image_mark))
     )
 
 

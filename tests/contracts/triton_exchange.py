@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,7 @@ from handlers.contract import Call, ContractError, Exchange, Reply
 from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, ModelView, State
 from handlers.triton.routes import TRITON
 from tests.contracts.exchange import MODEL
+from tests.settings import configured
 
 PROMPT = {"text_input": "hello"}
 NAMED = {"model": "model"}
@@ -55,7 +55,7 @@ def parse(
 ) -> Exchange:
     path = "/v2/models/{model}" + ("/versions/{version:int}" if "version" in names else "") + f"/{route}"
     found = next(one for one in TRITON.routes if isinstance(one, GenerationRoute) and one.path == path)
-    model = replace(MODEL, **settings)
+    model = configured(MODEL, **settings)
     if found.refuse_path is not None and (refusal := found.refuse_path(names, model)) is not None:
         raise ContractError(refusal, "the path is wrong")
     assert found.contract is not None
@@ -90,7 +90,7 @@ def answered(document: Any, *deltas: TokenDelta, route: str = "generate", **more
 
 def view(state: State = "ready", reason: str = "", loaded: Any = None, **settings: Any) -> ModelView:
     return ModelView(
-        settings=replace(MODEL, **settings),
+        settings=configured(MODEL, **settings),
         state=state,
         reason=reason,
         started_at=0.0,

@@ -16,7 +16,7 @@ from container.sources.sample_model import make_once, prepare
 from engines.cache_dir import cache_dir
 from engines.engine_choice import running_engine
 from engines.memory.garbage_collection import release_memory
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 from tests.live.bare_vllm import texts_of_bare_vllm
 from tests.live.preloaded import plain_environment
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
@@ -146,7 +146,7 @@ def bare_texts(sample_model: Path) -> dict[str, dict[str, Any]]:
     arguments = {name: ENGINE[name] for name in ("max_model_len", "kv_cache_memory_bytes")}
     arguments |= {"model": str(sample_model), "dtype": "float32", "enforce_eager": True}
     script = Path(__file__).with_name("bare_vllm.py").read_text()
-    model = ModelSettings(name="m", model_dir=sample_model, model_id=str(sample_model), rolling_batch="vllm")
+    model = ModelConfig(name="m", model_dir=sample_model, model_id=str(sample_model), rolling_batch="vllm")
     made_by = [arguments, script, PROMPTS, MAX_NEW_TOKENS, running_engine(model), version("torch")]
     digest = sha256(json.dumps(made_by).encode()).hexdigest()[:16]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from engines.engine_choice import begin_import, engine_factory
 from engines.errors import RequestError
-from engines.model_settings import ModelSettings
 from engines.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
+from handlers.model_config import ModelConfig
 from tests.generation import generate
 from tests.live.preloaded import answer_order, result_of
 
@@ -24,9 +24,9 @@ def constrained_answers(model: Path, cases: dict[str, dict[str, Any]]) -> dict[s
     return answers
 
 
-def settings_for(directory: str) -> ModelSettings:
+def settings_for(directory: str) -> ModelConfig:
     arguments = {"max_model_len": "1024", "kv_cache_memory_bytes": str(128 << 20)}
-    return ModelSettings(
+    return ModelConfig(
         name="m",
         model_dir=Path(directory),
         model_id=directory,

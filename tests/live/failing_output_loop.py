@@ -13,8 +13,8 @@ from typing import Any
 
 from engines.engine_choice import begin_import, engine_factory
 from engines.interface import Engine
-from engines.model_settings import ModelSettings
 from engines.request import GenerationRequest, SamplingParameters
+from handlers.model_config import ModelConfig
 from tests.generation import generate
 from tests.waiting import until
 
@@ -30,7 +30,7 @@ async def _text(engine: Engine, number: int) -> str:
 
 async def _main(model: Path) -> dict[str, Any]:
     arguments = {"max_model_len": "1024", "kv_cache_memory_bytes": str(64 << 20)}
-    settings = ModelSettings(
+    settings = ModelConfig(
         name="m",
         model_dir=model,
         model_id=str(model),

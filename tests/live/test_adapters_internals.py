@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
 from engines.errors import AdapterFailed, AdapterUnusable, UnknownAdapter
-from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
+from handlers.model_config import ModelConfig
 from handlers.openai.current_call import OpenAICall
 from handlers.queue import EngineQueue
 from tests.waiting import until
@@ -111,7 +111,7 @@ async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place
     await adapters.add(Adapter(name="a", src="", path=source, id=2, preload=True))
     await adapters.remove(1)
     engine: Any = SimpleNamespace(async_llm=llm, adapters=adapters, claim=adapters.claim)
-    client = EngineClient(engine, ModelSettings(name="model", model_dir=source, model_id="m"))
+    client = EngineClient(engine, ModelConfig(name="model", model_dir=source, model_id="m"))
     call = OpenAICall(EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4))  # type: ignore[arg-type]
     taken = await client._adapter(call, looked_up.lora_name)
     assert (taken.lora_int_id, taken.lora_name) == (2, "a#2")

@@ -22,11 +22,11 @@ from msgspec import structs
 
 from engines.errors import InvalidParameter
 from engines.interface import Engine
-from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from handlers.contract import Call
 from handlers.entry_point import load_service
 from handlers.loaded_service import Limits
+from handlers.model_config import ModelConfig
 from tests.constrained import DYNAMIC, END, FORMS, NAMES, by_name
 from tests.generation import generate
 from tests.live.constrained import CHECKED_TOKENS, accepted, disobeyed
@@ -43,9 +43,9 @@ pytestmark = pytest.mark.slow
 GREEDY = SamplingParameters(max_tokens=MAX_NEW_TOKENS)
 
 
-def settings(model: Path, **fields: Any) -> ModelSettings:
+def settings(model: Path, **fields: Any) -> ModelConfig:
     fields = {"batch_size": 8, "max_batch_delay": 0.1, "engine_arguments": {"max_model_len": "1024"}, **fields}
-    return ModelSettings(name="m", model_dir=model, model_id=str(model), dtype="fp32", **fields)
+    return ModelConfig(name="m", model_dir=model, model_id=str(model), dtype="fp32", **fields)
 
 
 @asynccontextmanager

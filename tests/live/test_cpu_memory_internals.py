@@ -12,7 +12,7 @@ import pytest
 from engines.daemon_thread import LastingThreads
 from engines.interface import EngineOutOfMemory
 from engines.memory.cpu_memory import Demand, Limit, memory_limits, smaller_size
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_what_a_model_will_need_is_read_from_its_files(sample_model: Path) -> No
     from engines.vllm.loading import cache_demand
 
     arguments = {"max_model_len": "1000"}
-    settings = ModelSettings(name="m", model_dir=sample_model, model_id=str(sample_model), engine_arguments=arguments)
+    settings = ModelConfig(name="m", model_dir=sample_model, model_id=str(sample_model), engine_arguments=arguments)
     config = AsyncEngineArgs(**engine_arguments(settings, on_cpu=True)).create_engine_config()
     demand = cache_demand(config, 1)
     assert demand.sequence == 1000 * 30 * 3 * 64 * 2 * 2
@@ -89,7 +89,7 @@ def test_a_machine_that_is_too_small_is_told_before_vllm_starts_a_process(sample
     def nothing_starts(*_: Any) -> None:
         raise AssertionError("vLLM was started")
 
-    settings = ModelSettings(name="m", model_dir=sample_model, model_id=str(sample_model))
+    settings = ModelConfig(name="m", model_dir=sample_model, model_id=str(sample_model))
     monkeypatch.setattr(vllm_loading, "memory_limits", lambda *_: [Limit("NUMA node0", 1 << 30, 2 << 30)])
     monkeypatch.setattr(AsyncLLM, "from_vllm_config", nothing_starts)
     thread = LastingThreads("loading")

@@ -19,8 +19,8 @@ import pytest
 from engines.daemon_thread import LastingThreads
 from engines.interface import EngineStartError
 from engines.memory.parallelism import ModelMemory, Weights, tensor_parallel_sizes
-from engines.model_settings import ModelSettings
 from engines.vllm.arguments.table import ARGUMENTS, FRONT_END, KINDS, TABLE, WITHOUT_EFFECT
+from handlers.model_config import ModelConfig
 from tests.engine_arguments import REFUSED, TRIALS, Trial, command_line, files
 from tests.live.server import write_model
 from tests.settings import load_settings
@@ -40,15 +40,15 @@ GIB = 1 << 30
 
 
 @pytest.fixture
-def settings(sample_model: Path) -> ModelSettings:
-    return ModelSettings(name="model", model_dir=sample_model, model_id=str(sample_model))
+def settings(sample_model: Path) -> ModelConfig:
+    return ModelConfig(name="model", model_dir=sample_model, model_id=str(sample_model))
 
 
 class _StoppedHere(Exception):
     """The arguments were seen; no engine is needed."""
 
 
-def arguments_seen(settings: ModelSettings, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+def arguments_seen(settings: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """Start loading a model; return vLLM's arguments and usage context as vLLM gets them."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -82,7 +82,7 @@ def serve_arguments(model: Path) -> Any:
 
 
 def test_arguments_are_those_of_vllm_serve(
-    settings: ModelSettings, sample_model: Path, monkeypatch: pytest.MonkeyPatch
+    settings: ModelConfig, sample_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, context = arguments_seen(settings, monkeypatch)
     served = serve_arguments(sample_model)
@@ -110,7 +110,7 @@ def documented_differences() -> set[str]:
     ids=["default", "adapters", "scheduler"],
 )
 def test_the_documentation_has_what_differs_from_vllm_serve(
-    settings: ModelSettings, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], expected: set[str]
+    settings: ModelConfig, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], expected: set[str]
 ) -> None:
     ours, _ = arguments_seen(replace(settings, **more), monkeypatch)
     served = serve_arguments(settings.model_dir)
@@ -120,7 +120,7 @@ def test_the_documentation_has_what_differs_from_vllm_serve(
     assert differing - set(more) <= documented_differences()
 
 
-def test_the_documentation_has_what_is_changed_in_vllms_configuration(settings: ModelSettings) -> None:
+def test_the_documentation_has_what_is_changed_in_vllms_configuration(settings: ModelConfig) -> None:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -143,7 +143,7 @@ def test_the_documentation_has_what_is_changed_in_vllms_configuration(settings: 
 
 
 def test_sequences_that_run_together_are_set_only_where_they_are_given(
-    settings: ModelSettings, monkeypatch: pytest.MonkeyPatch
+    settings: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, _ = arguments_seen(settings, monkeypatch)
     assert ours.max_num_seqs is None
@@ -161,7 +161,7 @@ def test_sequences_that_run_together_are_set_only_where_they_are_given(
     ],
 )
 def test_the_scheduler_takes_transformers_code_unless_something_else_is_set(
-    settings: ModelSettings, rolling_batch: Any, given: dict[str, str], model_impl: str
+    settings: ModelConfig, rolling_batch: Any, given: dict[str, str], model_impl: str
 ) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -182,7 +182,7 @@ def test_the_scheduler_takes_transformers_code_unless_something_else_is_set(
     ],
 )
 def test_batches_on_a_gpu_are_as_large_as_those_of_vllm_serve(
-    settings: ModelSettings, monkeypatch: pytest.MonkeyPatch, name: str, memory: int, tokens: int, sequences: int
+    settings: ModelConfig, monkeypatch: pytest.MonkeyPatch, name: str, memory: int, tokens: int, sequences: int
 ) -> None:
     import vllm.platforms
 
@@ -239,7 +239,7 @@ def test_lmis_default_counts_and_on_a_cpu_one_more_slot_that_stays_empty() -> No
     from engines.vllm.arguments.from_settings import engine_arguments
 
     def slots(on_cpu: bool, **given: str) -> tuple[int, int | None]:
-        model = ModelSettings(name="m", model_dir=Path("."), model_id="m", enable_lora=True, engine_arguments=given)
+        model = ModelConfig(name="m", model_dir=Path("."), model_id="m", enable_lora=True, engine_arguments=given)
         arguments = engine_arguments(model, on_cpu)
         assert arguments["enable_lora"] is True
         return arguments["max_loras"], arguments.get("max_cpu_loras")
@@ -296,7 +296,7 @@ def test_the_table_of_arguments_has_those_of_vllm_serve_and_each_has_an_effect_o
 
 @pytest.mark.parametrize(("name", "text"), [("api_key", "hidden"), ("no_such_thing", "1")])
 def test_an_argument_that_is_not_the_engines_is_warned_of(
-    settings: ModelSettings, caplog: pytest.LogCaptureFixture, name: str, text: str
+    settings: ModelConfig, caplog: pytest.LogCaptureFixture, name: str, text: str
 ) -> None:
     from engines.vllm.arguments.from_settings import engine_arguments
 
@@ -306,7 +306,7 @@ def test_an_argument_that_is_not_the_engines_is_warned_of(
 
 
 @pytest.mark.parametrize("name", ["enable_prefix_caching", "data_parallel_multi_port_external_lb"])
-def test_a_flag_may_be_false_with_and_without_a_negation_in_vllm(settings: ModelSettings, name: str) -> None:
+def test_a_flag_may_be_false_with_and_without_a_negation_in_vllm(settings: ModelConfig, name: str) -> None:
     from engines.vllm.arguments.from_settings import engine_arguments
 
     for text, value in {"true": True, "FALSE": False}.items():
@@ -316,7 +316,7 @@ def test_a_flag_may_be_false_with_and_without_a_negation_in_vllm(settings: Model
         engine_arguments(replace(settings, engine_arguments={name: "maybe"}), on_cpu=True)
 
 
-def test_an_error_of_vllm_names_the_options_that_were_given(settings: ModelSettings) -> None:
+def test_an_error_of_vllm_names_the_options_that_were_given(settings: ModelConfig) -> None:
     from engines.vllm.loading import VllmLoader
 
     given = {"enable_sleep_mode": "true", "sleep_preserve_parameter_names": "lm_head.weight"}

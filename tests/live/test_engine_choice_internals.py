@@ -9,14 +9,14 @@ import pytest
 
 from engines.engine_choice import choose_engine, engine_factory
 from engines.interface import EngineStartError
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 
 
-def settings(model: Path, **fields: Any) -> ModelSettings:
-    return ModelSettings(name="m", model_dir=model, model_id=str(model), **fields)
+def settings(model: Path, **fields: Any) -> ModelConfig:
+    return ModelConfig(name="m", model_dir=model, model_id=str(model), **fields)
 
 
-async def refusal(model: ModelSettings) -> str:
+async def refusal(model: ModelConfig) -> str:
     with pytest.raises(EngineStartError) as caught:
         await engine_factory(model)(model).start()
     return str(caught.value)

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import struct
 from collections.abc import Iterator
-from dataclasses import replace
 from http import HTTPStatus
 from io import BytesIO
 from pathlib import Path
@@ -16,15 +15,16 @@ from typing import Any
 import pytest
 
 from engines.errors import InvalidRequest
-from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
+from handlers.model_config import ModelConfig
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.media.limits import MediaMemory, RequestMedia
 from handlers.queue import EngineQueue
 from tests.live.media_host import hosting
 from tests.live.pictures import bomb, data_url, encoded
+from tests.settings import configured
 
-SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
+SETTINGS = ModelConfig(name="model", model_dir=Path("."), model_id="m")
 
 
 class Loading:
@@ -34,7 +34,7 @@ class Loading:
         from handlers.openai.media.connector import bound_media
 
         bound_media()
-        self.memory = MediaMemory(replace(SETTINGS, **limits))
+        self.memory = MediaMemory(configured(SETTINGS, **limits))
         queue = EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4)  # type: ignore[arg-type]
         self.call = OpenAICall(queue, media=self.memory)
 

@@ -20,9 +20,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from engines.errors import InvalidParameter
 from engines.interface import EngineStartError
-from engines.model_settings import DEFAULT_MEDIA_COUNTS, ModelSettings
+from engines.settings.engine_config import DEFAULT_MEDIA_COUNTS
+from handlers.model_config import ModelConfig
 
-SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
+SETTINGS = ModelConfig(name="model", model_dir=Path("."), model_id="m")
 
 
 def arguments(model_dir: Path = Path("."), **options: str) -> dict[str, Any]:

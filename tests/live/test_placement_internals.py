@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engines.interface import EngineStartError
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 from tests.stand_ins.model_configs import LLAMA
 
 GIBIBYTE = 1 << 30
@@ -46,8 +46,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     return EightGpus
 
 
-def settings(devices: tuple[int, ...] | None, **others: Any) -> ModelSettings:
-    return ModelSettings(name="m", model_dir=Path("/m"), model_id="/m", devices=devices, **others)
+def settings(devices: tuple[int, ...] | None, **others: Any) -> ModelConfig:
+    return ModelConfig(name="m", model_dir=Path("/m"), model_id="/m", devices=devices, **others)
 
 
 def chosen(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> Any:

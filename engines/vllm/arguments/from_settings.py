@@ -19,8 +19,9 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engines.interface import EngineStartError
-from engines.model_settings import DEFAULT_MAX_LORAS, DEFAULT_MEDIA_COUNTS, ModelSettings
-from engines.vllm.arguments.table import FALSE, FRONT_END, TRUE
+from engines.settings.engine_config import DEFAULT_MAX_LORAS, DEFAULT_MEDIA_COUNTS, EngineConfig
+from engines.settings.parsers import FALSE, TRUE
+from engines.vllm.arguments.table import FRONT_END
 from engines.vllm.parsers import classes as parsers
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ EMPTY_SLOTS_ON_CPU = 1
 _PATHS = frozenset({"chat_template", "tool_parser_plugin"})
 
 
-def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
+def engine_arguments(settings: EngineConfig, on_cpu: bool) -> dict[str, Any]:
     """Return keyword arguments of vLLM's `AsyncEngineArgs`; for the rest `serve_defaults` hold.
 
     Raises EngineStartError: an option has a value that vLLM's own argument parser refuses; the option is named.
@@ -92,7 +93,7 @@ def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
     return arguments
 
 
-def frontend_arguments(settings: ModelSettings) -> dict[str, Any]:
+def frontend_arguments(settings: EngineConfig) -> dict[str, Any]:
     """Return all of vLLM's front-end arguments: the model's, and vLLM's defaults for the rest.
 
     Raises:
@@ -109,13 +110,13 @@ def frontend_arguments(settings: ModelSettings) -> dict[str, Any]:
     return arguments
 
 
-def _in_model_dir(settings: ModelSettings, text: str) -> str:
+def _in_model_dir(settings: EngineConfig, text: str) -> str:
     """Return the path of a file in the model directory, LMI's working directory; else the text itself."""
     path = os.path.join(settings.model_dir, text)
     return path if os.path.isfile(path) else text
 
 
-def _check_parsers(arguments: Mapping[str, Any], settings: ModelSettings) -> None:
+def _check_parsers(arguments: Mapping[str, Any], settings: EngineConfig) -> None:
     """Check the names of parsers, as vLLM's own server does (`vllm.entrypoints.launchers.launcher`)."""
     given: dict[str, Any] = {name: text.strip() for name, text in settings.engine_arguments.items()}
     given.update(arguments)
@@ -137,7 +138,7 @@ def _check_parsers(arguments: Mapping[str, Any], settings: ModelSettings) -> Non
             raise EngineStartError(f"option.{name}: vLLM has no parser {value!r}; allowed: {allowed}")
 
 
-def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: Mapping[str, str]) -> dict[str, Any]:
+def _parse(add_arguments: Callable[[Any], Any], settings: EngineConfig, given: Mapping[str, str]) -> dict[str, Any]:
     """Read options with the parser of vLLM, to which `add_arguments` adds its arguments.
 
     Raises:

@@ -20,19 +20,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from engines.settings.parsers import FALSE, SIZE_WITH_UNIT, TRUE, TRUE_OR_FALSE
+
 TABLE: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("table.json").read_bytes())
 ARGUMENTS: Mapping[str, str | list[str]] = {name: row["kind"] for name, row in TABLE.items() if row["kind"] is not None}
 FRONT_END = frozenset(name for name, row in TABLE.items() if row.get("of") == "front end")
 WITHOUT_EFFECT: Mapping[str, str] = {
     name: row["without_effect"] for name, row in TABLE.items() if "without_effect" in row
 }
-TRUE = frozenset({"true", "1", "yes", "on"})
-FALSE = frozenset({"false", "0", "no", "off"})
-TRUE_OR_FALSE = "true or false (also 1/0, yes/no, on/off)"
-
-
-# vLLM takes decimals of 1000, 1000², ... only.
-SIZE_WITH_UNIT = r"\d+(?:\.\d+)?[kmgt]|\d+[KMGT]"
 
 
 def _matches(pattern: str) -> Callable[[str], bool]:

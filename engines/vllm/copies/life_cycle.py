@@ -13,7 +13,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from engines.errors import EngineDead, InvalidRequest
 from engines.interface import CopyState, EngineCopy, EngineHealth, EngineStartError, Progress
-from engines.model_settings import ModelSettings
+from engines.settings.engine_config import EngineConfig
 from engines.statistics import EngineStatistics
 from engines.vllm import async_llm
 from engines.vllm.copies import core_client
@@ -37,7 +37,7 @@ class Copies:
         self,
         loaded: StartedEngine,
         first: Copy,
-        settings: ModelSettings,
+        settings: EngineConfig,
         statistics: EngineStatistics,
         waits: Callable[[], bool],
     ) -> None:

@@ -15,7 +15,7 @@ from vllm.utils import cpu_resource_utils
 from engines.interface import EngineStartError
 from engines.memory.parallelism import Layout, ModelMemory, copies_that_fit, tensor_parallel_sizes, why_one_copy
 from engines.memory.weight_files import weights_of
-from engines.model_settings import ModelSettings
+from engines.settings.engine_config import EngineConfig
 from engines.vllm.copies import core_client
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def processor_places(copies: int) -> list[Place]:
     return [Place(processors=tuple(share)) for share in shares]
 
 
-def gpu_places(engine_args: AsyncEngineArgs, settings: ModelSettings) -> list[Place]:
+def gpu_places(engine_args: AsyncEngineArgs, settings: EngineConfig) -> list[Place]:
     """Return the places of all copies that the GPUs have room for.
 
     Sets how many GPUs share each layer, unless that is given, and the GPUs of the first copy: the first of `devices`.

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from engines.memory.weight_files import hub_file
-from engines.model_settings import ModelSettings
-from engines.vllm.arguments.table import FALSE
+from engines.settings.engine_config import EngineConfig
+from engines.settings.parsers import FALSE
 
 logger = logging.getLogger(__name__)
 
@@ -203,8 +203,8 @@ def _most_specific(families: Sequence[Family]) -> list[Family]:
     return [one for one in families if not any(marks(one) < marks(other) for other in families)]
 
 
-def parser_of(kind: str, settings: ModelSettings) -> Choice:
-    """Return the parser of a model: the option's parser, or the parser that the model's files ask for.
+def parser_of(kind: str, settings: EngineConfig) -> Choice:
+    """Return the parser of a model: the one that an option names, or the one that the model's files ask for.
 
     A model that is not here is looked up on the hub.
     """
@@ -231,12 +231,12 @@ def parser_of(kind: str, settings: ModelSettings) -> Choice:
     return choose(kind, template, [name for name in listed if isinstance(name, str)])
 
 
-def is_named(settings: ModelSettings) -> bool:
+def is_named(settings: EngineConfig) -> bool:
     """Return True if an option names the parser of tool calls."""
     return settings.engine_arguments.get(TOOLS, "").strip().lower() not in ("", AUTO)
 
 
-def with_parsers(settings: ModelSettings) -> ModelSettings:
+def with_parsers(settings: EngineConfig) -> EngineConfig:
     """Return the settings with the names of the parsers. With a parser of tool calls, the model may call tools."""
     arguments = dict(settings.engine_arguments)
     for kind in NAMES:
@@ -270,7 +270,7 @@ def allowed_names(kind: str) -> str:
     return ", ".join((AUTO, NONE, *NAMES[kind]))
 
 
-def _given_template(settings: ModelSettings) -> str:
+def _given_template(settings: EngineConfig) -> str:
     """Return the text of `option.chat_template`; "" without it."""
     given = settings.engine_arguments.get("chat_template", "")
     path = os.path.join(settings.model_dir, given.strip())

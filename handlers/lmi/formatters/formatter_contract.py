@@ -21,7 +21,6 @@ from djl_python.output_formatter import legacy_call_arguments
 from djl_python.request_io import RequestInput, TextGenerationOutput, TextInput
 from djl_python.request_io import Token as FormatterToken
 from engines.errors import GenerationFailed, InvalidRequest, RequestError
-from engines.model_settings import ModelSettings
 from engines.request import Token, TokenDelta
 from handlers.answers.token_answer import FINISH_REASONS
 from handlers.contract import JSON, Answer, Call, Contract, Exchange, Reply
@@ -31,6 +30,7 @@ from handlers.djl_errors import failed_dependency, payload_error
 from handlers.formatter_thread import FAILED
 from handlers.lmi.body import read_body
 from handlers.lmi.errors import failure, status_of
+from handlers.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _STREAMING = frozenset({"jsonlines", "sse"})
 class FormatterContract:
     """Calls a customer's formatters before and after another contract."""
 
-    def __init__(self, contract: Contract, settings: ModelSettings, formatters: Formatters, tokenizer: Any) -> None:
+    def __init__(self, contract: Contract, settings: ModelConfig, formatters: Formatters, tokenizer: Any) -> None:
         """Create the contract.
 
         Args:
@@ -57,8 +57,8 @@ class FormatterContract:
                 model_id_or_path=settings.model_id,
                 model_dir=str(settings.model_dir),
                 rolling_batch=settings.rolling_batch,
-                tgi_compat=settings.tgi_compat,
-                output_formatter=settings.output_formatter,
+                tgi_compat=settings.lmi.tgi_compat,
+                output_formatter=settings.lmi.output_formatter,
                 trust_remote_code=settings.trust_remote_code,
                 revision=settings.revision,
             ),
@@ -98,7 +98,11 @@ class FormatterContract:
                 "an array of inputs cannot be answered by the model's output formatter; send one at a time"
             )
         asked = msgspec.structs.replace(
-            exchange.requests[0], stream=True, want_tokens=True, want_logprobs=self._settings.token_logprobs, memo=None
+            exchange.requests[0],
+            stream=True,
+            want_tokens=True,
+            want_logprobs=self._settings.lmi.token_logprobs,
+            memo=None,
         )
         return Exchange(
             (asked,),
@@ -137,8 +141,8 @@ class FormatterContract:
         parameters, write = request.parameters, self._formatters.output
         request.request_id = next(self._ids)
         request.client_request_id = call.request_id
-        request.tgi_compat = self._settings.tgi_compat
-        formatter = parameters.get("output_formatter", request.output_formatter or self._settings.output_formatter)
+        request.tgi_compat = self._settings.lmi.tgi_compat
+        formatter = parameters.get("output_formatter", request.output_formatter or self._settings.lmi.output_formatter)
         request.output_formatter = write if formatter is None and write is not None else formatter
         seed = parameters.get("seed")
         own = {"seed": random.getrandbits(31) if seed is None else seed, "output_formatter": request.output_formatter}

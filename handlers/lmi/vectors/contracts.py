@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from engines.errors import InvalidRequest, Overloaded, RequestError, UnknownAdapter
-from engines.model_settings import ModelSettings
 from engines.pooling import Pooling, PoolingModel
 from engines.request import GenerationRequest, pooling_request
 from handlers.answers.pooled_answer import PooledAnswer, encode, json_fragment, sigmoid, softmax
@@ -26,6 +25,7 @@ from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, overloaded, 
 from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import decode, notes_of, request_ids
 from handlers.lmi.vectors.options import FIELDS, VectorDefaults, VectorOptions
+from handlers.model_config import ModelConfig
 from handlers.parsing.json_fields import json_kind, shown
 
 _MOST_CLASSES = 5  # Classes in DJL's answer for a text.
@@ -36,11 +36,11 @@ _FIELDS = frozenset(
 _VECTOR_FIELDS = frozenset({"inputs", "parameters", "adapters", "stream"}) | FIELDS
 
 
-def pooling_contract(settings: ModelSettings, model: PoolingModel) -> Contract:
+def pooling_contract(settings: ModelConfig, model: PoolingModel) -> Contract:
     """Return the contract of `/invocations` for LMI's bodies."""
     match model.kind:
         case "embedding":
-            if settings.vector_format == "vllm":
+            if settings.lmi.vector_format == "vllm":
                 return HandlerVectorContract(settings, model)
             return DjlVectorContract(settings, model)
         case "reranker":
@@ -100,7 +100,7 @@ class PoolingContract:
     refusals: ClassVar[Refusals] = _DJL
     fields: ClassVar[frozenset[str]] = _FIELDS  # The fields of a body that have an effect.
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: ModelConfig) -> None:
         self._lora = settings.enable_lora
 
     def parse(self, call: Call) -> Exchange:
@@ -175,9 +175,9 @@ class DjlVectorContract(PoolingContract):
 
     fields = _VECTOR_FIELDS
 
-    def __init__(self, settings: ModelSettings, model: PoolingModel) -> None:
+    def __init__(self, settings: ModelConfig, model: PoolingModel) -> None:
         super().__init__(settings)
-        self._defaults = VectorDefaults(model, normalize=settings.normalize, cut="right")
+        self._defaults = VectorDefaults(model, normalize=settings.lmi.normalize, cut="right")
 
     def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
         texts, is_list = _djl_texts(document)
@@ -203,9 +203,9 @@ class HandlerVectorContract(PoolingContract):
     refusals = _HANDLER
     fields = _VECTOR_FIELDS
 
-    def __init__(self, settings: ModelSettings, model: PoolingModel) -> None:
+    def __init__(self, settings: ModelConfig, model: PoolingModel) -> None:
         super().__init__(settings)
-        self._defaults = VectorDefaults(model, normalize=settings.normalize, cut=None)
+        self._defaults = VectorDefaults(model, normalize=settings.lmi.normalize, cut=None)
         self._lower_case = model.lower_case
 
     def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
@@ -255,9 +255,9 @@ class _HandlerVectors(LmiPooledAnswer):
 class PairContract(PoolingContract):
     """Scores of pairs, in the order of the pairs, in the form of DJL's engines."""
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: ModelConfig) -> None:
         super().__init__(settings)
-        self._sigmoid = settings.sigmoid
+        self._sigmoid = settings.lmi.sigmoid
 
     def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
         pairs, is_list = _pairs(document)
@@ -310,7 +310,7 @@ class _PairScores(LmiPooledAnswer):
 class DjlClassContract(PoolingContract):
     """The most probable classes of each text, in the form of DJL's engines."""
 
-    def __init__(self, settings: ModelSettings, model: PoolingModel) -> None:
+    def __init__(self, settings: ModelConfig, model: PoolingModel) -> None:
         super().__init__(settings)
         self._labels = model.labels
         self._pooling = Pooling(task="classify", cut="right")
@@ -347,7 +347,7 @@ class PipelineContract(PoolingContract):
 
     refusals = _HANDLER
 
-    def __init__(self, settings: ModelSettings, model: PoolingModel) -> None:
+    def __init__(self, settings: ModelConfig, model: PoolingModel) -> None:
         super().__init__(settings)
         self._model = model
 

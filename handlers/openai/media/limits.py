@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 
 from engines.errors import InvalidRequest, Overloaded
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 
 _MIB = 1 << 20
 _IMAGE_BYTES = 4  # Pillow stores a pixel in four bytes.
@@ -23,7 +23,7 @@ _MOST_OWN_DOWNLOADS = 10  # Of one request, so that hosts that do not answer do 
 class MediaMemory:
     """The media of all requests to a model that are in memory. Threads decode media, so there is a lock."""
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: ModelConfig) -> None:
         self.settings = settings
         self.lock = threading.Lock()
         self.used = 0  # Bytes.
@@ -75,7 +75,7 @@ class RequestMedia:
 
     def add_download(self, size: int) -> None:
         """Count bytes that a URL has sent."""
-        most = self.settings.max_media_download_mb
+        most = self.settings.media.max_media_download_mb
         with self._memory.lock:
             self._downloaded += size
             if self._downloaded > most * _MIB:
@@ -102,7 +102,7 @@ class RequestMedia:
         self.release()
 
     def _add_pixels(self, pixels: int, count: int, found: str, item_bytes: int) -> None:
-        one, most = self.settings.max_image_pixels, self.settings.max_request_pixels
+        one, most = self.settings.media.max_image_pixels, self.settings.media.max_request_pixels
         if pixels > one:
             raise InvalidRequest(f"is {found} pixels; at most {one} pixels are taken (option.max_image_pixels)")
         with self._memory.lock:
@@ -115,13 +115,13 @@ class RequestMedia:
             self._hold(pixels * count * item_bytes)
 
     def _hold(self, size: int) -> None:
-        limit = self.settings.max_media_memory_mb * _MIB
+        most = self.settings.media.max_media_memory_mb
+        limit = most * _MIB
         if self._closed:
             raise InvalidRequest("the request has ended")
         if self._held + size > limit:
             raise InvalidRequest(
-                f"is one too many: the media of a request may take {self.settings.max_media_memory_mb} MiB of memory "
-                "(option.max_media_memory_mb)"
+                f"is one too many: the media of a request may take {most} MiB of memory (option.max_media_memory_mb)"
             )
         if self._memory.used + size > limit:
             raise Overloaded("the media of other requests fill the memory for media; try again")

@@ -34,7 +34,6 @@ from engines.errors import (
     PromptTooLong,
     UnknownAdapter,
 )
-from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
 from engines.vllm.async_llm import (
     EngineDeadError,
@@ -48,6 +47,7 @@ from engines.vllm.constraints.translator import CheckedConstraint, no_token_left
 from engines.vllm.engine import VllmEngine
 from engines.vllm.parsers.classes import constrained_text, tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_texts, check_bad_words
+from handlers.model_config import ModelConfig
 from handlers.openai.current_call import BeamSteps, OpenAICall, current_call
 from handlers.parsing.json_fields import MAX_STRING_LENGTH, MAX_STRINGS, json_kind
 
@@ -132,7 +132,7 @@ def _check_typical_p(value: Any, refusal: str) -> None:
 class EngineClient:
     """The engine for vLLM's serving classes; all other attributes are `AsyncLLM`'s."""
 
-    def __init__(self, engine: VllmEngine, settings: ModelSettings) -> None:
+    def __init__(self, engine: VllmEngine, settings: ModelConfig) -> None:
         self._engine, self._settings = engine, settings
         self._llm = engine.async_llm
 

@@ -14,7 +14,8 @@ from container.app import Applications, create_app
 from container.models.life_cycle import Lifecycle
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
-from container.settings.settings import ServerSettings, Settings
+from container.settings.server import ServerConfig
+from container.settings.settings import Settings
 from container.settings.values import Value
 from tests.settings import further_settings
 
@@ -29,7 +30,7 @@ class Api:
     def __init__(
         self, environ: dict[str, str], memory: tuple[int, ...], startup: tuple[str, ...], **server: Any
     ) -> None:
-        settings = ServerSettings(**server)
+        settings = ServerConfig(**server)
 
         def read(url: Value, name: str, arguments: Mapping[str, Value]) -> Settings:
             return further_settings(url, name, environ, arguments)

@@ -13,7 +13,8 @@ from container.http.router import Mount
 from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
-from container.settings.settings import ServerSettings, Settings
+from container.settings.server import ServerConfig
+from container.settings.settings import Settings
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
 from handlers.lmi.rolling_batch import LmiRollingContract
@@ -26,7 +27,7 @@ from tests.stand_ins.scripted_engine import ScriptedEngine
 def make(
     state: State = State.READY, *, mounts: Sequence[Mount] = (), **server: Any
 ) -> tuple[Lifecycle, httpx.AsyncClient]:
-    settings = ServerSettings(**server)
+    settings = ServerConfig(**server)
     lifecycle = Lifecycle(Settings(server=settings, model=MODEL))
     lifecycle.stage = state
     models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])

@@ -23,7 +23,8 @@ from container.observability.logs import PlainFormatter, access_log
 from container.observability.standard_output import Writer
 from container.settings.load import load_startup
 from container.settings.report import startup_json, startup_text
-from container.settings.settings import ServerSettings, Settings, SettingsError
+from container.settings.server import ServerConfig
+from container.settings.settings import Settings, SettingsError
 from tests.contracts.exchange import MODEL
 
 KEY, OTHER = "sk-first", "sk,second"
@@ -59,7 +60,7 @@ async def mounted(scope: Any, receive: Any, send: Any) -> None:
 
 
 def applications(keys: ApiKeys | None = KEYS, **server: Any) -> Applications:
-    settings = ServerSettings(api_keys=keys, **server)
+    settings = ServerConfig(api_keys=keys, **server)
     lifecycle = Lifecycle(Settings(server=settings, model=MODEL))
     lifecycle.stage = State.READY
     models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
@@ -292,7 +293,7 @@ def test_each_key_has_a_salt_that_does_not_show_the_key() -> None:
 
 def test_the_keys_themselves_are_not_kept() -> None:
     assert KEY not in repr(KEYS)
-    assert KEY not in repr(ServerSettings(api_keys=KEYS))
+    assert KEY not in repr(ServerConfig(api_keys=KEYS))
     assert replace(KEYS) == KEYS
 
 

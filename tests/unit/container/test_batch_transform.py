@@ -12,24 +12,25 @@ import pytest
 from container.batch_transform import execution_parameters
 from container.models.life_cycle import State
 from container.models.registry import Model, Models
-from container.settings.settings import ServerSettings
-from engines.model_settings import HandlerSettings, ModelSettings
+from container.settings.server import ServerConfig
+from handlers.custom.settings import HandlerConfig
+from handlers.model_config import ModelConfig
 
-HANDLER = HandlerSettings(entry_point="model.py")
+HANDLER = HandlerConfig(entry_point="model.py")
 
 
 @dataclass
 class Life:
     """A life cycle of which the route asks for the model's settings alone."""
 
-    model: ModelSettings
+    model: ModelConfig
     state: State = State.STARTING
 
 
 def parameters(*models: dict[str, Any], **settings: Any) -> tuple[int, int]:
-    lives: list[Any] = [Life(ModelSettings(name="m", model_dir=Path("."), model_id="m", **model)) for model in models]
+    lives: list[Any] = [Life(ModelConfig(name="m", model_dir=Path("."), model_id="m", **model)) for model in models]
     registered = Models(Model(life, "", str(version)) for version, life in enumerate(lives))
-    reply = execution_parameters(registered, ServerSettings(**settings))
+    reply = execution_parameters(registered, ServerConfig(**settings))
     assert (reply.status, reply.content_type) == (200, "application/json")
     found = json.loads(reply.body)
     assert found.pop("BatchStrategy") == "SINGLE_RECORD"

@@ -16,9 +16,10 @@ from container.http.route import AppState, HttpCounts, HttpRoute
 from container.http.router import Router
 from container.models.life_cycle import Lifecycle
 from container.models.registry import Model, Models
-from container.settings.settings import ServerSettings, Settings
-from engines.model_settings import ModelSettings
+from container.settings.server import ServerConfig
+from container.settings.settings import Settings
 from handlers.contract import Call, Reply
+from handlers.model_config import ModelConfig
 from handlers.route_declarations import ContractRoutes, InfoRoute, ModelView
 
 pytestmark = pytest.mark.asyncio
@@ -66,7 +67,7 @@ class Text:
         )
         model = SimpleNamespace(lifecycle=SimpleNamespace(view=lambda: None))
         models = SimpleNamespace(single=True, called=lambda *_: model, open_calls=0, reading=set())
-        state = AppState(cast(Models, models), ServerSettings(), HttpCounts())
+        state = AppState(cast(Models, models), ServerConfig(), HttpCounts())
         router = Router(HttpRoute(state, contract, "unknown"))
         add_contracts(router, state, [contract])
         await asyncio.gather(*(ask(router, b"x" * length) for length in lengths))
@@ -88,8 +89,8 @@ async def test_a_short_body_is_answered_at_once() -> None:
 
 async def test_of_two_versions_the_one_with_the_adapter_answers_for_it() -> None:
     def version(number: str, *adapters: str) -> Model:
-        model = ModelSettings(name="m", model_dir=Path(), model_id="m")
-        life: Any = Lifecycle(Settings(server=ServerSettings(), model=model))
+        model = ModelConfig(name="m", model_dir=Path(), model_id="m")
+        life: Any = Lifecycle(Settings(server=ServerConfig(), model=model))
         life.service = SimpleNamespace(adapters=set(adapters))
         return Model(life, "m", number, at_startup=False)
 

@@ -21,7 +21,7 @@ from container.models.registration import Registrar
 from container.models.registry import Model, Models
 from container.settings.values import Value
 from engines.interface import EngineStartError
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 from tests.settings import further_settings
 from tests.unit.container.management import ECHO, HANDLERS, PLENTY, Api, error, serving
 from tests.waiting import until
@@ -102,9 +102,9 @@ async def test_an_engine_gets_the_gpus_with_room_and_is_507_where_too_few_have_i
 ) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 32}')
     (tmp_path / "serving.properties").write_text("option.tensor_parallel_degree=2\nrequired_memory_mb=20000\n")
-    loaded: list[ModelSettings] = []
+    loaded: list[ModelConfig] = []
 
-    async def load(settings: ModelSettings, *_: object) -> None:
+    async def load(settings: ModelConfig, *_: object) -> None:
         loaded.append(settings)
         raise EngineStartError("enough is known")
 
@@ -126,9 +126,9 @@ async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    loaded: list[ModelSettings] = []
+    loaded: list[ModelConfig] = []
 
-    async def load(settings: ModelSettings, *_: object) -> None:
+    async def load(settings: ModelConfig, *_: object) -> None:
         loaded.append(settings)
         raise EngineStartError("enough is known")
 
@@ -149,7 +149,7 @@ async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot
 async def test_the_start_of_a_server_tells_the_plan_of_the_gpus_and_warns_of_idle_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def load(settings: ModelSettings, *_: object) -> Mock:
+    async def load(settings: ModelConfig, *_: object) -> Mock:
         return Mock(settings=settings, custom=None, engine=None, running_engine=None)
 
     monkeypatch.setattr(life_cycle, "load_service", load)

@@ -8,18 +8,20 @@ import msgspec
 import pytest
 
 from container.openapi import openapi_document
-from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.all_contracts import CONTRACTS
+from handlers.custom.settings import HandlerConfig
+from handlers.model_config import ModelConfig
 from handlers.openai.routes import ALIASED
 from handlers.route_declarations import GenerationRoute, InvocationRoute, ManagementRoute
 from tests.contracts.exchange import MODEL
+from tests.settings import configured
 
 MODES = {
     "rolling": MODEL,
-    "tgi": replace(MODEL, tgi_compat=True),
+    "tgi": configured(MODEL, tgi_compat=True),
     "dynamic": replace(MODEL, rolling_batch="disable"),
     "adapters": replace(MODEL, enable_lora=True),
-    "custom": replace(MODEL, handler=HandlerSettings(entry_point="/x/model.py")),
+    "custom": replace(MODEL, handler=HandlerConfig(entry_point="/x/model.py")),
 }
 
 
@@ -35,13 +37,13 @@ def references(value: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("model", MODES.values(), ids=MODES)
-def test_every_schema_that_is_named_is_there_and_no_other(model: ModelSettings) -> None:
+def test_every_schema_that_is_named_is_there_and_no_other(model: ModelConfig) -> None:
     document = as_json(openapi_document(model))
     assert references(document) == document["components"]["schemas"].keys()
 
 
 @pytest.mark.parametrize("model", MODES.values(), ids=MODES)
-def test_the_tags_have_descriptions_and_inference_is_before_management(model: ModelSettings) -> None:
+def test_the_tags_have_descriptions_and_inference_is_before_management(model: ModelConfig) -> None:
     document = as_json(openapi_document(model, vllms()))
     names = [tag["name"] for tag in document["tags"]]
     assert set(names) == {tag for operation in operations(document) for tag in operation["tags"]}
@@ -95,7 +97,7 @@ def vllms() -> dict[str, Any]:
 
 
 def complete(**settings: Any) -> Any:
-    return as_json(openapi_document(replace(MODEL, **settings), vllms()))
+    return as_json(openapi_document(configured(MODEL, **settings), vllms()))
 
 
 def body_schemas(document: Any, path: str) -> list[str]:
@@ -198,7 +200,7 @@ def test_our_schemas_and_vllms_have_different_names() -> None:
 
 
 @pytest.mark.parametrize("model", MODES.values(), ids=MODES)
-def test_every_field_of_a_request_has_a_meaning(model: ModelSettings) -> None:
+def test_every_field_of_a_request_has_a_meaning(model: ModelConfig) -> None:
     document = as_json(openapi_document(model))
     schemas = {name: schema for name, schema in document["components"]["schemas"].items() if name.endswith("Request")}
     found = [schema["requestBody"]["content"].values() for schema in operations(document) if "requestBody" in schema]

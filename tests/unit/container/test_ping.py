@@ -13,10 +13,10 @@ from container.models.life_cycle import State
 from container.models.registry import Model, Models
 from container.observability.error_rates import ErrorRates
 from container.ping import ping
-from container.settings.settings import ServerSettings
-from engines.model_settings import ModelSettings
+from container.settings.server import ServerConfig
+from handlers.model_config import ModelConfig
 
-MODEL = ModelSettings(name="m", model_dir=Path("."), model_id="m")
+MODEL = ModelConfig(name="m", model_dir=Path("."), model_id="m")
 STALLED = "the engine is stalled"
 MISSING = "copy 2 of 3 has died"
 
@@ -30,7 +30,7 @@ class Life:
     missing: str = ""
     reason: str = ""
     short_of_workers: bool = False
-    model: ModelSettings = MODEL
+    model: ModelConfig = MODEL
 
 
 def models(*lives: Any) -> Models:
@@ -38,7 +38,7 @@ def models(*lives: Any) -> Models:
 
 
 def asked(life: Life, rates: ErrorRates | None = None, **settings: Any) -> tuple[int, dict[str, str]]:
-    reply = ping(models(life), ServerSettings(**settings), rates or ErrorRates({}, frozenset()))
+    reply = ping(models(life), ServerConfig(**settings), rates or ErrorRates({}, frozenset()))
     return reply.status, json.loads(reply.body)["m"]
 
 
@@ -64,7 +64,7 @@ def test_each_state_has_its_status_and_text(
 
 
 def test_the_bytes_are_lmis() -> None:
-    reply = ping(models(Life()), ServerSettings(), ErrorRates({}, frozenset()))
+    reply = ping(models(Life()), ServerConfig(), ErrorRates({}, frozenset()))
     assert reply.body == b'{\n  "m": {\n    "status": "Healthy"\n  }\n}\n'
 
 
@@ -77,8 +77,8 @@ def test_too_many_errors_go_before_everything_else() -> None:
 
 
 def test_one_model_that_is_not_well_makes_the_server_unhealthy_and_its_entry_alone_says_so() -> None:
-    other = ModelSettings(name="other", model_dir=Path("."), model_id="m")
-    reply = ping(models(Life(), Life(unhealthy=STALLED, model=other)), ServerSettings(), ErrorRates({}, frozenset()))
+    other = ModelConfig(name="other", model_dir=Path("."), model_id="m")
+    reply = ping(models(Life(), Life(unhealthy=STALLED, model=other)), ServerConfig(), ErrorRates({}, frozenset()))
     assert reply.status == 500
     assert json.loads(reply.body) == {
         "m": {"status": "Healthy"},

@@ -20,10 +20,10 @@ from container.api_keys import ApiKeys
 from container.models.life_cycle import State
 from container.observability.logs import access_log
 from engines.interface import EngineHealth
-from engines.model_settings import HandlerSettings
 from handlers import entry_point
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import Call, Contract, ReplyWriter, Running
+from handlers.custom.settings import HandlerConfig
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.loaded_service import Service
 from handlers.queue import EngineQueue
@@ -324,7 +324,7 @@ async def test_a_fault_of_our_own_is_500_without_its_traceback(path: str) -> Non
 async def test_a_model_with_a_handler_of_its_own_refuses_other_contracts_and_says_why(path: str) -> None:
     lifecycle, client = make()
     lifecycle.model = MODEL.__class__(
-        name="model", model_dir=MODEL.model_dir, model_id="model", handler=HandlerSettings(entry_point="/x/model.py")
+        name="model", model_dir=MODEL.model_dir, model_id="model", handler=HandlerConfig(entry_point="/x/model.py")
     )
     custom: Any = Custom()
     lifecycle.service = Service(lifecycle.model, Faulty(), custom, custom=custom)

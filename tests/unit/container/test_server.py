@@ -21,8 +21,9 @@ from container.http.router import Mount
 from container.models.life_cycle import State
 from container.models.registry import Model, Models
 from container.observability import logs
-from container.settings.settings import ServerSettings, Startup
-from engines.model_settings import ModelSettings
+from container.settings.server import ServerConfig
+from container.settings.settings import Startup
+from handlers.model_config import ModelConfig
 from tests.live.server import free_port
 
 
@@ -32,7 +33,7 @@ class Stalled:
     state = State.READY
     reason = ""
     open_calls = 0
-    model = ModelSettings(name="m", model_dir=Path("."), model_id="m")
+    model = ModelConfig(name="m", model_dir=Path("."), model_id="m")
     stalled = "the engine is stalled"
     missing = lost = ""
     died_while_draining = False
@@ -57,7 +58,7 @@ async def watched(monkeypatch: pytest.MonkeyPatch, lifecycle: Any = None, **sett
     """Return the exit code. None: the process still runs."""
     monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
     lifecycle = lifecycle or Stalled()
-    process = server.Process(Startup(ServerSettings(**settings), ()))
+    process = server.Process(Startup(ServerConfig(**settings), ()))
     process.server.models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
     try:
         await asyncio.wait_for(process.watch(), 1.0)
@@ -158,7 +159,7 @@ async def test_further_applications_end_their_work_with_the_drain() -> None:
         pass
 
     mounts = [Mount("/further/", nothing, drain=drain), Mount("/other/", nothing)]
-    draining = server.ModelServer(Startup(ServerSettings(drain_timeout=3.0), ()), mounts)
+    draining = server.ModelServer(Startup(ServerConfig(drain_timeout=3.0), ()), mounts)
     await draining.drain()
     assert drained == [3.0]
 
@@ -179,7 +180,8 @@ FAILING = """
 import asyncio, logging, sys
 from container import server
 from container.observability import logs
-from container.settings.settings import ServerSettings, Startup
+from container.settings.server import ServerConfig
+from container.settings.settings import Startup
 from engines.interface import EngineStartError
 
 class Failing(server.ModelServer):
@@ -210,7 +212,7 @@ server.ModelServer, server._PROGRESS_SECONDS, server._FAILED_SECONDS = Failing, 
 Process = server.Process
 server.Process = lambda startup, mounts, clean_up: listening(startup)
 logs.configure("plain", "info", redirect=True, quiet=True)
-settings = ServerSettings(host="127.0.0.1", port=int(sys.argv[1]), multi_model=True)
+settings = ServerConfig(host="127.0.0.1", port=int(sys.argv[1]), multi_model=True)
 sys.exit(server.serve(Startup(settings, ())))
 """
 
@@ -233,7 +235,8 @@ HANGING = """
 import asyncio, sys
 from container import server
 from container.observability import logs
-from container.settings.settings import ServerSettings, Startup
+from container.settings.server import ServerConfig
+from container.settings.settings import Startup
 
 class Hanging(server.ModelServer):
     async def stop(self):
@@ -244,7 +247,7 @@ class Hanging(server.ModelServer):
 
 server.ModelServer, server._END_SECONDS, server._STOP_SECONDS = Hanging, 1.0, 0.5
 logs.configure("plain", "critical", redirect=True)
-settings = ServerSettings(host="127.0.0.1", port=int(sys.argv[1]), drain_timeout=0.5, multi_model=True)
+settings = ServerConfig(host="127.0.0.1", port=int(sys.argv[1]), drain_timeout=0.5, multi_model=True)
 server.serve(Startup(settings, ()))
 """
 
@@ -263,7 +266,7 @@ def test_a_step_that_hangs_does_not_put_off_the_end(output: str) -> None:
 
 
 def test_processes_to_come_load_no_library_from_their_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    startup = Startup(ServerSettings(multi_model=True), ())
+    startup = Startup(ServerConfig(multi_model=True), ())
     for given, left in (("/a::/b:", "/a:/b"), ("/a", "/a"), (":", None), (None, None)):
         monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
         if given is not None:

@@ -12,11 +12,11 @@ import pytest
 from engines import engine_choice
 from engines.engine_choice import begin_import, choose_engine, is_vllm, running_engine
 from engines.interface import EngineStartError
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 
 
-def settings(rolling_batch: str = "auto", **fields: Any) -> ModelSettings:
-    return ModelSettings(name="m", model_dir=Path("/m"), model_id="/m", rolling_batch=rolling_batch, **fields)
+def settings(rolling_batch: str = "auto", **fields: Any) -> ModelConfig:
+    return ModelConfig(name="m", model_dir=Path("/m"), model_id="/m", rolling_batch=rolling_batch, **fields)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from handlers.triton.routes import TritonContract
 from tests.contracts.exchange import MODEL, call
 from tests.contracts.tgi_exchange import FakeModel
 from tests.freed import bytes_in_cycles
+from tests.settings import configured
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.request_headers import request_headers
 from tests.stand_ins.scripted_engine import ScriptedEngine
@@ -94,7 +95,7 @@ SETTING = ContractSetting(settings=MODEL, model=FakeModel())
 TRITON = TritonContract(SETTING, events=False)
 HAPPY = HappyVllmContract(SETTING, stream=False)
 TGI = TgiContract(SETTING, streams=False)
-LMI_ASYNC = LmiAsyncContract(replace(MODEL, async_mode=True))
+LMI_ASYNC = LmiAsyncContract(configured(MODEL, async_mode=True))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from engines.interface import EngineHealth, EngineStartError
-from engines.model_settings import ModelSettings
 from handlers.contract import Handler
 from handlers.loaded_service import EngineBehindHandler, Service
+from handlers.model_config import ModelConfig
 
 pytestmark = pytest.mark.asyncio
 
@@ -44,7 +44,7 @@ async def test_an_engine_that_a_call_has_loaded_is_the_services() -> None:
     loaded: Any = Mock(stop=AsyncMock())
     loaded.runtime.health.return_value = EngineHealth(False, "it has died")
     model = Model(AsyncMock(return_value=loaded))
-    settings = ModelSettings(name="m", model_dir=Path(), model_id="m")
+    settings = ModelConfig(name="m", model_dir=Path(), model_id="m")
     service = Service(settings, Mock(), model.both, custom=model.handler)
     assert service.running_engine is None
     assert model.call_engine is not None

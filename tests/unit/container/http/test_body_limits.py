@@ -14,7 +14,7 @@ from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader, announ
 from container.http.route import AppState, HttpCounts
 from container.http.router import Router
 from container.models.registry import Models
-from container.settings.settings import ServerSettings
+from container.settings.server import ServerConfig
 from engines.errors import BodyTimeout, BodyTooLarge, Overloaded
 from handlers.contract import Call, Reply, ReplyWriter
 from tests.stand_ins.answering_route import answering_route, model_with
@@ -26,7 +26,7 @@ PIECE = UNCOUNTED
 
 
 def memory(limit: int, most: int = MOST) -> BodyMemory:
-    return BodyMemory(ServerSettings(max_request_memory=limit, max_request_size=most, throttle_error_http_code=429))
+    return BodyMemory(ServerConfig(max_request_memory=limit, max_request_size=most, throttle_error_http_code=429))
 
 
 class Sender:
@@ -93,7 +93,7 @@ async def test_a_body_that_comes_when_the_memory_is_used_up_is_refused_and_other
 
 async def test_one_body_always_fits() -> None:
     assert memory(1, MOST).limit == MOST
-    assert BodyMemory(ServerSettings()).limit >= ServerSettings().max_request_size
+    assert BodyMemory(ServerConfig()).limit >= ServerConfig().max_request_size
 
 
 @given(sizes=st.lists(st.integers(1, 3 * PIECE), min_size=1, max_size=8), leaves=st.booleans())
@@ -167,7 +167,7 @@ def status(error: Any) -> int:
 async def test_a_long_body_is_not_read_while_the_queue_is_full() -> None:
     service = Service()
     model = model_with(service)
-    state = AppState(Models(), ServerSettings(), HttpCounts())
+    state = AppState(Models(), ServerConfig(), HttpCounts())
     answered: list[int] = []
 
     async def answer(call: Call, reply: ReplyWriter) -> None:
@@ -188,7 +188,7 @@ async def test_a_long_body_is_not_read_while_the_queue_is_full() -> None:
 
 
 async def test_a_route_gives_the_memory_back_when_the_reply_is_complete() -> None:
-    state = AppState(Models(), ServerSettings(), HttpCounts())
+    state = AppState(Models(), ServerConfig(), HttpCounts())
     during: list[int] = []
 
     async def answer(call: Call, reply: ReplyWriter) -> None:
@@ -202,7 +202,7 @@ async def test_a_route_gives_the_memory_back_when_the_reply_is_complete() -> Non
 
 
 async def test_a_route_says_in_its_contract_that_there_is_no_memory() -> None:
-    settings = ServerSettings(max_request_memory=1, max_request_size=2 * PIECE, throttle_error_http_code=429)
+    settings = ServerConfig(max_request_memory=1, max_request_size=2 * PIECE, throttle_error_http_code=429)
     state = AppState(Models(), settings, HttpCounts())
 
     async def answer(call: Call, reply: ReplyWriter) -> None:

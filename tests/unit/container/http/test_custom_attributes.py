@@ -18,9 +18,10 @@ from container.http.route import HttpRoute
 from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
-from container.settings.settings import ServerSettings, Settings
-from engines.model_settings import ModelSettings
+from container.settings.server import ServerConfig
+from container.settings.settings import Settings
 from handlers.all_contracts import CONTRACTS
+from handlers.model_config import ModelConfig
 from tests.unit.container.one_model import make, with_engine
 
 ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
@@ -235,7 +236,7 @@ async def test_the_attribute_gives_no_call_to_another_model_than_its_path(path: 
     ],
 )
 def test_a_call_keeps_the_model_that_it_names(path: str, headers: dict[str, str], named: dict[str, str]) -> None:
-    settings = ServerSettings()
+    settings = ServerConfig()
     models = Models([Model(Lifecycle(Settings(server=settings, model=model)), "m") for model in two_models()])
     router = create_app(models, settings, Registrar(models, settings, Mock())).router
     sent = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
@@ -247,5 +248,5 @@ def test_a_call_keeps_the_model_that_it_names(path: str, headers: dict[str, str]
     assert head.path_parameters == named
 
 
-def two_models() -> list[ModelSettings]:
-    return [ModelSettings(name=name, model_dir=Path(), model_id=name) for name in ("a", "b")]
+def two_models() -> list[ModelConfig]:
+    return [ModelConfig(name=name, model_dir=Path(), model_id=name) for name in ("a", "b")]

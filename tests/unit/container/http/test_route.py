@@ -13,7 +13,7 @@ from container.http.request_head import RequestHead
 from container.http.route import AppState, HttpCounts, HttpRoute
 from container.http.router import Router
 from container.models.registry import Model, Models
-from container.settings.settings import ServerSettings
+from container.settings.server import ServerConfig
 from engines.errors import GenerationFailed, RequestError, UnknownModel
 from handlers.contract import Call, Reply, ReplyWriter, Running
 from tests.freed import when_freed
@@ -72,7 +72,7 @@ class Generating:
 
 def route(answer: Answering) -> tuple[Router, Counts]:
     counts = Counts()
-    return answering_route(AppState(Models(), ServerSettings(), counts), answer), counts
+    return answering_route(AppState(Models(), ServerConfig(), counts), answer), counts
 
 
 async def test_a_call_whose_client_leaves_while_it_waits_is_cancelled() -> None:
@@ -161,7 +161,7 @@ async def test_a_fault_while_the_model_is_looked_up_is_an_internal_error_in_the_
         return Reply(500, "text/plain", type(error).__name__.encode())
 
     counts = Counts()
-    route = Route(AppState(Models(), ServerSettings(), counts), contract_with(refuse), "/x")
+    route = Route(AppState(Models(), ServerConfig(), counts), contract_with(refuse), "/x")
     client = Client()
     await asyncio.wait_for(Router(route)(SCOPE, client.receive, client.send), 60)
     assert (counts.statuses, client.sent[-1]["body"]) == ([500], b"InternalError")
@@ -180,7 +180,7 @@ async def test_an_error_of_the_look_up_of_a_model_is_freed_with_the_request() ->
             raise unknown()
 
     contract = contract_with(lambda error: Reply(404, "text/plain", error.message.encode()))
-    route, client = Route(AppState(Models(), ServerSettings(), Counts()), contract, "/x"), Client()
+    route, client = Route(AppState(Models(), ServerConfig(), Counts()), contract, "/x"), Client()
     gc.disable()
     try:
         await asyncio.wait_for(Router(route)(SCOPE, client.receive, client.send), 60)

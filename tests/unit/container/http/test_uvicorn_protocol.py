@@ -27,7 +27,7 @@ from container.http.uvicorn_protocol import (
 )
 from container.models.registry import Models
 from container.server import http_server
-from container.settings.settings import ServerSettings
+from container.settings.server import ServerConfig
 from engines.errors import BodyTooLarge, GenerationFailed, Overloaded
 from handlers.contract import Reply
 from tests.stand_ins.answering_route import answering_route
@@ -194,7 +194,7 @@ async def test_a_body_that_has_come_is_there_without_a_wait_and_the_end_of_the_c
 @pytest.mark.parametrize("framing", ["length", "chunks"])
 async def test_bodies_that_come_with_their_heads_have_the_limits_of_others(framing: str) -> None:
     """All requests are sent at once. The limit is 70,000 bytes, and longer bodies than 65,536 bytes take memory."""
-    memory = BodyMemory(ServerSettings(max_request_memory=70_000, max_request_size=70_000))
+    memory = BodyMemory(ServerConfig(max_request_memory=70_000, max_request_size=70_000))
     memory.take(1000)  # Requests to /full find no place for 69,500 bytes.
     found: list[object] = []
 
@@ -874,7 +874,7 @@ async def test_a_refusal_waits_for_a_client_that_has_not_taken_the_reply_before_
         refusing.set()
         raise GenerationFailed("no")
 
-    state = AppState(Models(), ServerSettings(), HttpCounts())
+    state = AppState(Models(), ServerConfig(), HttpCounts())
     refusals = answering_route(state, refuse_call)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:

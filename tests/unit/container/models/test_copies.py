@@ -18,10 +18,11 @@ from container.models.life_cycle import Lifecycle, State
 from container.models.registry import Model
 from container.observability.error_rates import ErrorRates
 from container.ping import ping
-from container.settings.settings import ServerSettings, Settings, Startup
+from container.settings.server import ServerConfig
+from container.settings.settings import Settings, Startup
 from engines.interface import CopyState, EngineStartError
-from engines.model_settings import ModelSettings
 from handlers.loaded_service import Service
+from handlers.model_config import ModelConfig
 from tests.stand_ins.copied_engine import CopiedEngine
 from tests.waiting import until
 
@@ -31,7 +32,7 @@ RESTARTS = 3
 
 
 def service_of(engine: Any) -> Service:
-    return Service(ModelSettings(name="m", model_dir=Path(), model_id="m"), Mock(), engine, engine=engine)
+    return Service(ModelConfig(name="m", model_dir=Path(), model_id="m"), Mock(), engine, engine=engine)
 
 
 class Watched:
@@ -39,8 +40,8 @@ class Watched:
 
     def __init__(self, engine: CopiedEngine, **settings: Any) -> None:
         self.engine = engine
-        self.settings = ServerSettings(**{"engine_restart": RESTARTS, "drain_timeout": 60.0, **settings})
-        model = ModelSettings(name="m", model_dir=Path(), model_id="m", rolling_batch="vllm", max_copies=None)
+        self.settings = ServerConfig(**{"engine_restart": RESTARTS, "drain_timeout": 60.0, **settings})
+        model = ModelConfig(name="m", model_dir=Path(), model_id="m", rolling_batch="vllm", max_copies=None)
         model = replace(model, min_copies=engine.least)
         self.life = Lifecycle(Settings(server=self.settings, model=model))
         self.life.service, self.life.stage = service_of(engine), State.READY
@@ -193,9 +194,9 @@ async def test_if_the_last_restart_of_a_copy_fails_and_the_others_have_died_mean
 async def test_if_all_copies_are_given_up_the_model_is_loaded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = CopiedEngine(2), CopiedEngine(2)
     old.broken = {1, 2}
-    loaded: list[ModelSettings] = []
+    loaded: list[ModelConfig] = []
 
-    async def load(settings: ModelSettings, *_: object) -> Service:
+    async def load(settings: ModelConfig, *_: object) -> Service:
         loaded.append(settings)
         return service_of(new)
 

@@ -15,9 +15,10 @@ from container import server
 from container.models import engine_restart
 from container.models.life_cycle import Lifecycle, State
 from container.models.registry import EngineRestart, Model
-from container.settings.settings import ServerSettings, Settings, Startup
+from container.settings.server import ServerConfig
+from container.settings.settings import Settings, Startup
 from engines.interface import EngineHealth, EngineStartError
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 from tests.waiting import until
 
 
@@ -52,7 +53,7 @@ class Engine:
         self.why = why
 
 
-SETTINGS = ServerSettings(engine_restart=3, drain_timeout=60.0)
+SETTINGS = ServerConfig(engine_restart=3, drain_timeout=60.0)
 
 
 class Watched:
@@ -60,7 +61,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.engine = Engine()
-        model = ModelSettings(name="m", model_dir=Path(), model_id="m", rolling_batch="vllm")
+        model = ModelConfig(name="m", model_dir=Path(), model_id="m", rolling_batch="vllm")
         self.life = Lifecycle(Settings(server=SETTINGS, model=model))
         service: Any = self.engine
         self.life.service, self.life.stage, self.life.open_calls = service, State.READY, 1

@@ -18,9 +18,9 @@ from container.models.load_queue import Loads
 from container.models.registration import Registrar
 from container.models.registry import EngineRestart, Model, Models
 from container.observability import logs
-from container.settings.settings import ServerSettings
+from container.settings.server import ServerConfig
 from engines.interface import EngineStartError
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 from tests.waiting import until
 
 
@@ -33,7 +33,7 @@ class Failed:
     copies = ()
 
     def __init__(self) -> None:
-        self.model = ModelSettings(name="m", model_dir=Path(), model_id="m")
+        self.model = ModelConfig(name="m", model_dir=Path(), model_id="m")
         self.reasons: list[str] = []
         self.attempts = 0
         self.gave_up = False
@@ -65,7 +65,7 @@ async def test_an_engine_is_started_again_as_often_as_it_may(
     life: Any = Failed()
     model = Model(life, "m")
     models = Models([model])
-    registrar = Registrar(models, ServerSettings(engine_restart=2), Mock())
+    registrar = Registrar(models, ServerConfig(engine_restart=2), Mock())
     for attempt in (1, 2):
         assert registrar.engine_restarts.begin(model, "the engine has died")
         assert registrar.loading
@@ -90,7 +90,7 @@ async def test_a_model_whose_calls_wait_has_not_failed_and_old_restarts_do_not_c
     life.waits = True
     old = EngineRestart(time.monotonic() - engine_restart.WINDOW_SECONDS - 1, frozenset({1}))
     model = Model(life, "m", restarts=[old] * 3)
-    registrar = Registrar(Models([model]), ServerSettings(engine_restart=1), Mock())
+    registrar = Registrar(Models([model]), ServerConfig(engine_restart=1), Mock())
     assert registrar.engine_restarts.begin(model, "the engine has died")
     await until(lambda: not registrar.loading)
     assert life.reasons == []
@@ -108,7 +108,7 @@ async def test_a_model_whose_restart_waits_for_another_load_longer_than_its_call
     life.model = replace(life.model, predict_timeout=0.05)
     model = Model(life, "m")
     loads = Loads(lambda: ())
-    restarts = EngineRestarts(Models([model]), ServerSettings(engine_restart=2), loads)
+    restarts = EngineRestarts(Models([model]), ServerConfig(engine_restart=2), loads)
     async with loads.one_at_a_time:
         assert restarts.begin(model, "the engine has died")
         await until(lambda: bool(life.reasons))
@@ -124,7 +124,7 @@ async def test_a_server_that_stops_starts_no_engine_again(monkeypatch: pytest.Mo
     life: Any = Failed()
     model = Model(life, "m")
     models = Models([model])
-    registrar = Registrar(models, ServerSettings(engine_restart=2), Mock())
+    registrar = Registrar(models, ServerConfig(engine_restart=2), Mock())
     assert registrar.engine_restarts.begin(model, "the engine has died")
     models.draining = True
     await registrar.stop()
@@ -140,6 +140,6 @@ async def test_a_server_that_stops_starts_no_engine_again(monkeypatch: pytest.Mo
 async def test_without_the_setting_no_engine_is_started_again(settings: dict[str, Any]) -> None:
     life: Any = Failed()
     model = Model(life, "m")
-    registrar = Registrar(Models([model]), ServerSettings(**settings), Mock())
+    registrar = Registrar(Models([model]), ServerConfig(**settings), Mock())
     assert not registrar.engine_restarts.begin(model, "the engine has died")
     assert life.reasons == []

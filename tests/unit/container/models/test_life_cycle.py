@@ -14,12 +14,13 @@ from container.models.life_cycle import Lifecycle, State
 from container.models.registry import Model, Models
 from container.observability.error_rates import ErrorRates
 from container.ping import ping
-from container.settings.settings import ServerSettings, Settings
+from container.settings.server import ServerConfig
+from container.settings.settings import Settings
 from engines.adapters import Adapter, AdapterOrder
 from engines.errors import EngineDead
 from engines.interface import EngineHealth, EngineStartError
-from engines.model_settings import ModelSettings
 from handlers.loaded_service import Service
+from handlers.model_config import ModelConfig
 
 
 class SlowToEnd:
@@ -72,8 +73,8 @@ async def test_an_engine_that_dies_of_its_first_request_names_the_options_that_w
         return found
 
     monkeypatch.setattr(life_cycle, "load_service", loaded)
-    model = ModelSettings(name="m", model_dir=Path(), model_id="m", engine_arguments={"mamba_cache_mode": "align"})
-    life = Lifecycle(Settings(server=ServerSettings(), model=model))
+    model = ModelConfig(name="m", model_dir=Path(), model_id="m", engine_arguments={"mamba_cache_mode": "align"})
+    life = Lifecycle(Settings(server=ServerConfig(), model=model))
     with pytest.raises(EngineStartError) as failure:
         await life.start()
     assert str(failure.value) == (
@@ -97,8 +98,8 @@ async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure
 
     monkeypatch.setattr(life_cycle, "load_service", loaded)
     monkeypatch.setattr(life_cycle, "_warm_up", nothing)
-    settings = ServerSettings()
-    life = Lifecycle(Settings(server=settings, model=ModelSettings(name="m", model_dir=Path(), model_id="m")))
+    settings = ServerConfig()
+    life = Lifecycle(Settings(server=settings, model=ModelConfig(name="m", model_dir=Path(), model_id="m")))
     models = Models([Model(life, "m", at_startup=False)])
     start = asyncio.create_task(life.start())
     await service.ending.wait()
@@ -132,8 +133,8 @@ async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says
         return service
 
     monkeypatch.setattr(life_cycle, "load_service", loaded)
-    settings = ServerSettings()
-    life = Lifecycle(Settings(server=settings, model=ModelSettings(name="m", model_dir=Path(), model_id="m")))
+    settings = ServerConfig()
+    life = Lifecycle(Settings(server=settings, model=ModelConfig(name="m", model_dir=Path(), model_id="m")))
     await life.start()
     assert life.stalled == ""
     reply = ping(Models([Model(life, str(life.model.model_dir))]), settings, ErrorRates({}, frozenset()))
@@ -197,8 +198,8 @@ async def test_a_model_that_is_loaded_again_serves_when_its_adapters_are_registe
         return found
 
     monkeypatch.setattr(life_cycle, "load_service", loaded)
-    model = ModelSettings(name="m", model_dir=Path(), model_id="m")
-    life = Lifecycle(Settings(server=ServerSettings(), model=model))
+    model = ModelConfig(name="m", model_dir=Path(), model_id="m")
+    life = Lifecycle(Settings(server=ServerConfig(), model=model))
     await life.start()
     old.adapters.names.append("a")
     life.fail("the engine has died; it is started again")
@@ -243,7 +244,7 @@ async def test_calls_wait_through_several_deaths_while_restarts_are_left(
     service, engine = WithAdapters(), WaitingEngine()
     given: Any = engine
     monkeypatch.setattr(service, "running_engine", given, raising=False)
-    life = Lifecycle(Settings(server=ServerSettings(), model=ModelSettings(name="m", model_dir=Path(), model_id="m")))
+    life = Lifecycle(Settings(server=ServerConfig(), model=ModelConfig(name="m", model_dir=Path(), model_id="m")))
     life.service, life.stage = as_service(service), State.DRAINING if draining else State.READY
     for _ in range(2):
         with pytest.raises(EngineStartError):

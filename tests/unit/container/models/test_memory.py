@@ -19,7 +19,7 @@ from container.models.placement import placed
 from container.settings import environment
 from container.settings.settings import Settings
 from engines.memory.cpu_memory import Limit
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 from tests.settings import load_settings
 from tests.stand_ins.model_configs import LLAMA
 
@@ -252,7 +252,7 @@ def test_the_gpus_that_are_taken_are_allowed_ones_and_none_left_has_more_room(
     gibibytes: list[int], allowed: list[int] | None, count: int
 ) -> None:
     room = (*(one * GIBIBYTE for one in gibibytes), MAIN)
-    model = ModelSettings(
+    model = ModelConfig(
         name="m", model_dir=Path("/m"), model_id="/m", devices=None if allowed is None else tuple(allowed)
     )
     found = placed(model, room).devices

@@ -11,7 +11,8 @@ import pytest
 
 from container.models.shown_parsers import with_parsers_shown
 from container.settings.load import load_startup
-from container.settings.settings import SettingEntry, SettingsError
+from container.settings.lookup import SettingEntry
+from container.settings.settings import SettingsError
 
 TEMPLATE = '{% if tools %}<tool_call>{"name": x, "arguments": {}}</tool_call>{% endif %}<think>{{ messages }}'
 

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 
 from container.models import placement
 from container.models.placement import GpuPlan, GpuUse, gpu_plan, hub_asked_once
-from container.settings.settings import ServerSettings, Settings
-from engines.model_settings import HandlerSettings, ModelSettings
+from container.settings.server import ServerConfig
+from container.settings.settings import Settings
+from handlers.custom.settings import HandlerConfig
+from handlers.model_config import ModelConfig
 from tests.stand_ins.model_configs import LLAMA
 
 GIB = 1 << 30
@@ -38,8 +40,8 @@ def large_model(tmp_path: Path) -> Path:
 
 
 def settings(model: Path | str, name: str = "m", **fields: Any) -> Settings:
-    loaded = ModelSettings(name=name, model_dir=Path("/m"), model_id=str(model), **fields)
-    return Settings(server=ServerSettings(), model=loaded)
+    loaded = ModelConfig(name=name, model_dir=Path("/m"), model_id=str(model), **fields)
+    return Settings(server=ServerConfig(), model=loaded)
 
 
 def plan(model: Settings, count: int = 8, gibibytes: int = 80) -> tuple[int | None, int | None, dict[str, int]]:
@@ -92,7 +94,7 @@ def test_the_settings_that_use_idle_gpus_fit_the_machine(
         ({"rolling_batch": "disable", "engine_arguments": {"device_map": "auto"}}, 8),
         ({"engine_arguments": {"device_ids": "1"}}, None),
         ({"engine_arguments": {"nnodes": "2"}}, None),
-        ({"handler": HandlerSettings(entry_point="model.py", devices=("0,1", "2,3"))}, 4),
+        ({"handler": HandlerConfig(entry_point="model.py", devices=("0,1", "2,3"))}, 4),
     ],
 )
 def test_what_has_no_copies_has_no_advice(large_model: Path, fields: dict[str, Any], taken: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,10 @@ def texts(layer: dict[str, Value]) -> dict[str, str]:
         ({"MAX_INPUT_TOKENS": "100"}, "max_prompt_tokens", 100),
         ({"MAX_TOTAL_TOKENS": "200"}, "engine_arguments", {"max_model_len": "200"}),
         ({"MAX_BATCH_PREFILL_TOKENS": "64"}, "engine_arguments", {"max_num_batched_tokens": "64"}),
-        ({"MAX_STOP_SEQUENCES": "9"}, "max_stop_sequences", 9),
-        ({"MAX_BEST_OF": "5"}, "max_best_of", 5),
-        ({"MESSAGES_API_ENABLED": "true"}, "chat_format", "openai"),
-        ({"MESSAGES_API_ENABLED": "false"}, "chat_format", "lmi"),
+        ({"MAX_STOP_SEQUENCES": "9"}, "tgi.max_stop_sequences", 9),
+        ({"MAX_BEST_OF": "5"}, "tgi.max_best_of", 5),
+        ({"MESSAGES_API_ENABLED": "true"}, "lmi.chat_format", "openai"),
+        ({"MESSAGES_API_ENABLED": "false"}, "lmi.chat_format", "lmi"),
         ({"QUANTIZE": "bitsandbytes-nf4"}, "engine_arguments", {"quantization": "bitsandbytes"}),
         ({"HF_MODEL_QUANTIZE": "bitsandbytes-fp4"}, "engine_arguments", {"quantization": "bitsandbytes"}),
         ({"DTYPE": "bfloat16"}, "dtype", "bfloat16"),
@@ -80,15 +81,15 @@ def texts(layer: dict[str, Value]) -> dict[str, str]:
         ({"MAX_BATCH_REQUESTS": "7"}, "max_rolling_batch_size", 7),
         ({"SAGEMAKER_MODEL_SERVER_TIMEOUT": "3600"}, "predict_timeout", 3600.0),
         ({"SAGEMAKER_TS_RESPONSE_TIMEOUT": "5"}, "predict_timeout", 5.0),
-        ({"STANDARD_AUTO_INSTALL_REQ": "false"}, "install_requirements", False),
-        ({"STANDARD_PIP_ARGS": "-r 'my file.txt'"}, "pip_arguments", ("-r", "my file.txt")),
+        ({"STANDARD_AUTO_INSTALL_REQ": "false"}, "packages.install_requirements", False),
+        ({"STANDARD_PIP_ARGS": "-r 'my file.txt'"}, "packages.pip_arguments", ("-r", "my file.txt")),
     ],
 )
 def test_a_variable_of_another_container_sets_what_it_means(
     model_dir: Path, environ: dict[str, str], field: str, value: Any
 ) -> None:
     settings = load_settings(model_dir, environ)
-    assert getattr(settings.model, field) == value
+    assert attrgetter(field)(settings.model) == value
     assert settings.warnings == ()
 
 
@@ -123,7 +124,7 @@ def test_a_variable_of_another_container_sets_what_it_means_for_the_server(
     model_dir: Path, environ: dict[str, str], field: str, value: Any
 ) -> None:
     settings = load_settings(model_dir, environ)
-    assert getattr(settings.server, field) == value
+    assert attrgetter(field)(settings.server) == value
     assert settings.warnings == ()
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from container.settings import environment
 from container.settings import server as server_module
-from container.settings.settings import ServerSettings, Settings, SettingsError
+from container.settings.server import ServerConfig
+from container.settings.settings import Settings, SettingsError
 from container.sources import location as model_location
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 from tests.settings import load_settings
 
 SAME_DIRECTORY = hypothesis_settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -47,8 +49,8 @@ def entry(settings: Settings, name: str) -> tuple[Any, str]:
 
 def test_nothing_given_means_defaults(model_dir: Path) -> None:
     settings = load(model_dir)
-    assert settings.server == ServerSettings()
-    assert settings.model == ModelSettings(name="model", model_dir=model_dir, model_id=str(model_dir))
+    assert settings.server == ServerConfig()
+    assert settings.model == ModelConfig(name="model", model_dir=model_dir, model_id=str(model_dir))
     assert settings.warnings == ()
     assert {one.source for one in settings.entries} == {"default", "command line: --model-dir"}
 
@@ -71,15 +73,15 @@ def test_nothing_given_means_defaults(model_dir: Path) -> None:
         ("max_dynamic_batch_size=4\noption.rolling_batch=vllm", "rolling_batch", "disable"),
         ("option.rolling_batch=disable\nmax_batch_delay=250", "max_batch_delay", 0.25),
         ("option.rolling_batch=disable\noption.enable_streaming=True", "enable_streaming", "true"),
-        ('option.rolling_batch=disable\noption.stop_sequence=["a", "b"]', "stop_sequences", ("a", "b")),
-        ("option.rolling_batch=disable\noption.stop_sequence=['</s>', 'x']", "stop_sequences", ("</s>", "x")),
+        ('option.rolling_batch=disable\noption.stop_sequence=["a", "b"]', "lmi.stop_sequences", ("a", "b")),
+        ("option.rolling_batch=disable\noption.stop_sequence=['</s>', 'x']", "lmi.stop_sequences", ("</s>", "x")),
         ("option.rolling_batch=disable\noption.device_map=auto", "engine_arguments", {"device_map": "auto"}),
         ("option.rolling_batch=trtllm\noption.max_num_tokens=9", "engine_arguments", {}),
         ("option.rolling_batch=scheduler\noption.model_impl=vllm", "engine_arguments", {"model_impl": "vllm"}),
         ("option.max_rolling_batch_size=16  ", "max_rolling_batch_size", 16),
         ("option.max_num_seqs=16", "max_rolling_batch_size", 16),
-        ("option.output_formatter=jsonlines", "output_formatter", "jsonlines"),
-        ("option.tgi_compat=on", "tgi_compat", True),
+        ("option.output_formatter=jsonlines", "lmi.output_formatter", "jsonlines"),
+        ("option.tgi_compat=on", "lmi.tgi_compat", True),
         ("option.do_sample_inferred=0", "do_sample_inferred", False),
         ("option.strict_parameters=yes", "strict_parameters", True),
         ("option.dtype=fp16", "dtype", "float16"),
@@ -98,7 +100,7 @@ def test_nothing_given_means_defaults(model_dir: Path) -> None:
     ],
 )
 def test_a_model_option_reaches_its_field(model_dir: Path, properties: str, field: str, value: object) -> None:
-    assert getattr(load(model_dir, properties).model, field) == value
+    assert attrgetter(field)(load(model_dir, properties).model) == value
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_a_model_option_reaches_its_field(model_dir: Path, properties: str, fiel
     ],
 )
 def test_a_variable_reaches_its_field(model_dir: Path, environ: dict[str, str], field: str, value: object) -> None:
-    assert getattr(load(model_dir, environ=environ).model, field) == value
+    assert attrgetter(field)(load(model_dir, environ=environ).model) == value
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_a_variable_reaches_its_field(model_dir: Path, environ: dict[str, str], 
 def test_a_server_variable_reaches_its_field(
     model_dir: Path, environ: dict[str, str], field: str, value: object
 ) -> None:
-    assert getattr(load(model_dir, environ=environ).server, field) == value
+    assert attrgetter(field)(load(model_dir, environ=environ).server) == value
 
 
 def test_the_queue_of_the_model_goes_before_that_of_the_server(model_dir: Path) -> None:
@@ -260,8 +262,8 @@ def test_the_task_of_a_model_has_the_names_of_lmi_and_transformers(model_dir: Pa
 def test_the_engines_of_djl_are_vllm_with_the_answers_of_djl(model_dir: Path, engine: str) -> None:
     properties = f"engine={engine}\noption.pooling=cls\noption.normalize=false\nbatch_size=32"
     model = load(model_dir, properties).model
-    assert (model.vector_format, model.scores_in_order) == ("djl", True)
-    assert (model.pooling, model.normalize, model.rolling_batch, model.batch_size) == ("CLS", False, "auto", 1)
+    assert (model.lmi.vector_format, model.lmi.scores_in_order) == ("djl", True)
+    assert (model.pooling, model.lmi.normalize, model.rolling_batch, model.batch_size) == ("CLS", False, "auto", 1)
 
 
 def test_lmis_vllm_handler_has_vectors_of_another_form(model_dir: Path) -> None:
@@ -273,13 +275,13 @@ def test_lmis_vllm_handler_has_vectors_of_another_form(model_dir: Path) -> None:
         option.task=text-embedding
     """
     model = load(model_dir, "\n".join(line.strip() for line in properties.splitlines())).model
-    assert (model.vector_format, model.task, model.rolling_batch) == ("vllm", "embed", "auto")
+    assert (model.lmi.vector_format, model.task, model.rolling_batch) == ("vllm", "embed", "auto")
 
 
 def test_teis_variables_are_read(model_dir: Path) -> None:
     environ = {"AUTO_TRUNCATE": "false", "MAX_CLIENT_BATCH_SIZE": "64", "POOLING": "last-token"}
     model = load(model_dir, environ=environ).model
-    assert (model.auto_truncate, model.max_client_batch_size, model.pooling) == (False, 64, "LAST")
+    assert (model.tei.auto_truncate, model.tei.max_client_batch_size, model.pooling) == (False, 64, "LAST")
 
 
 def test_teis_default_prompt_keeps_its_blank(model_dir: Path) -> None:
@@ -289,7 +291,7 @@ def test_teis_default_prompt_keeps_its_blank(model_dir: Path) -> None:
 
 def test_reranking_loads_the_model_for_scores(model_dir: Path) -> None:
     model = load(model_dir, "option.reranking=true").model
-    assert (model.task, model.scores_in_order) == ("classify", True)
+    assert (model.task, model.lmi.scores_in_order) == ("classify", True)
 
 
 def test_option_model_is_option_model_id(model_dir: Path) -> None:
@@ -531,7 +533,7 @@ def test_the_asynchronous_mode_selects_a_schema_and_leaves_the_engine(
     model_dir: Path, properties: str, rolling_batch: str
 ) -> None:
     model = load(model_dir, properties).model
-    assert (model.async_mode, model.rolling_batch) == (True, rolling_batch)
+    assert (model.lmi.async_mode, model.rolling_batch) == (True, rolling_batch)
 
 
 HANDLE = "async def handle(inputs):\n    return None\n"
@@ -543,7 +545,7 @@ def test_a_handle_beside_lmis_service_for_vllm_comes_before_the_engine(model_dir
         model_dir,
         "option.entryPoint=djl_python.lmi_vllm.vllm_async_service\noption.tensor_parallel_degree=1\noption.env=A=b",
     ).model
-    assert (model.handler, model.async_mode, model.formatters) == (None, True, model_dir / "model.py")
+    assert (model.handler, model.lmi.async_mode, model.formatters) == (None, True, model_dir / "model.py")
     handler = model.handler_before_engine
     assert handler is not None
     assert (handler.entry_point, handler.function) == ("djl_python.lmi_vllm.vllm_async_service", "handle")
@@ -588,7 +590,7 @@ def test_a_model_may_be_served_under_several_names(model_dir: Path, text: str) -
 
 def test_networks_of_media_are_a_list(model_dir: Path) -> None:
     model = load(model_dir, "option.allowed_media_networks=10.0.0.0/8, fd00::/8").model
-    assert model.allowed_media_networks == ("10.0.0.0/8", "fd00::/8")
+    assert model.media.allowed_media_networks == ("10.0.0.0/8", "fd00::/8")
 
 
 def test_without_served_names_a_model_has_its_own(model_dir: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from container.settings import environment
 from container.settings.report import render_text
 from container.settings.settings import Settings, SettingsError
-from engines.model_settings import HandlerSettings
+from handlers.custom.settings import HandlerConfig
 from tests.settings import load_settings
 
 SCRIPT = "def model_fn(model_dir): ...\n"
@@ -37,7 +37,7 @@ def load(
 
 def handler(
     directory: Path, code: str | None = HANDLER, properties: str = "", environ: Mapping[str, str] | None = None
-) -> HandlerSettings:
+) -> HandlerConfig:
     found = load(directory, code, properties, environ).model.handler
     assert found is not None
     return found
@@ -195,7 +195,7 @@ def test_settings_of_the_workers_reach_their_fields(model_dir: Path) -> None:
         {"DJL_OFFLINE": "true"},
     )
     assert (found.min_workers, found.max_workers, found.max_idle_time, found.retry_threshold) == (2, 3, 5.0, 4)
-    assert (found.async_mode, found.enable_venv, found.offline) == (True, True, True)
+    assert (found.async_mode, found.enable_venv, found.packages.offline) == (True, True, True)
     assert found.python_executable == sys.executable
     assert found.environment == {"A": "1", "B": "x", "y": "2,z"}
 
@@ -283,7 +283,7 @@ def test_secrets_in_the_workers_environment_are_not_shown(model_dir: Path) -> No
 
 def test_a_formatter_may_be_named(model_dir: Path) -> None:
     model = load(model_dir, FORMATTER, "option.model_id=org/name\noption.output_formatter=mine").model
-    assert (model.output_formatter, model.formatter_function) == (None, "mine")
+    assert (model.lmi.output_formatter, model.lmi.formatter_function) == (None, "mine")
     with pytest.raises(SettingsError, match=r"a function of model\.py, which is not in the model directory"):
         load(model_dir.parent, None, "option.model_id=org/name\noption.output_formatter=mine")
 

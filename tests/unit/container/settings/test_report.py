@@ -7,17 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from container.settings.lookup import SettingEntry
 from container.settings.report import render_text, startup_json
-from container.settings.settings import ServerSettings, SettingEntry, Settings, Startup, StartupModel
+from container.settings.server import ServerConfig
+from container.settings.settings import Settings, Startup, StartupModel
 from container.settings.values import masked, quoted
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
 
 
 def settings(*entries: SettingEntry, warnings: tuple[str, ...] = ()) -> Settings:
-    model = ModelSettings(name="model", model_dir=Path("/opt/ml/model"), model_id="org/name")
-    return Settings(server=ServerSettings(), model=model, entries=entries, warnings=warnings)
+    model = ModelConfig(name="model", model_dir=Path("/opt/ml/model"), model_id="org/name")
+    return Settings(server=ServerConfig(), model=model, entries=entries, warnings=warnings)
 
 
 def as_json(reported: Settings) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from container.settings.settings import ServerSettings
+from container.settings.server import ServerConfig
 from deploy.ray.replica_application import ReplicaApplication
 
 pytestmark = pytest.mark.asyncio
@@ -31,7 +31,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 def client() -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(ReplicaApplication(metrics, echo, ServerSettings()))
+    transport = httpx.ASGITransport(ReplicaApplication(metrics, echo, ServerConfig()))
     return httpx.AsyncClient(transport=transport, base_url="http://replica")
 
 
@@ -55,7 +55,7 @@ async def test_the_end_of_a_reply_is_told_though_the_connection_stays() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    client_application = ReplicaApplication(metrics, echo, ServerSettings())
+    client_application = ReplicaApplication(metrics, echo, ServerConfig())
     scope = {"type": "http", "method": "POST", "raw_path": b"/x", "headers": []}
     await asyncio.wait_for(client_application(scope, receive, send), 60)
     assert sent[-1] == {"type": "http.response.body", "body": b"a"}

@@ -23,7 +23,7 @@ from deploy.sagemaker.configuration import (
 )
 from deploy.sagemaker.template import MACHINE_IMAGE, secrets, template
 from deploy.yaml_text import as_yaml
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 from tests.unit.deploy.sagemaker.configurations import REGION, VALUES, configuration
 from tests.unit.deploy.sagemaker.random_configurations import configurations
 
@@ -146,7 +146,7 @@ def test_the_container_gets_its_environment(read: Configuration) -> None:
     assert made == hub | read.environment
 
 
-def _served(tmp_path: Path, read: Configuration) -> ModelSettings:
+def _served(tmp_path: Path, read: Configuration) -> ModelConfig:
     """Return the settings of the container's model. The container finds models of S3 in the directory `model`."""
     directory = tmp_path / "model"
     directory.mkdir()

@@ -34,12 +34,12 @@ from transformers import (
 
 from engines.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest, RequestError
 from engines.interface import EngineStartError, Generation, Progress
-from engines.model_settings import ModelSettings
 from engines.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from engines.transformers import engine as transformers_batch
 from engines.transformers import generate as transformers_generate
 from engines.transformers.engine import BatchEngine
 from engines.transformers.model import TransformersModel, load_model
+from handlers.model_config import ModelConfig
 from tests import waiting
 from tests.freed import when_freed
 from tests.generation import generate
@@ -94,9 +94,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tiny: TransformersModel) -> None:
     monkeypatch.setattr(transformers_batch, "load_model", lambda _: tiny)
 
 
-def settings(directory: Path, **fields: Any) -> ModelSettings:
+def settings(directory: Path, **fields: Any) -> ModelConfig:
     fields = {"batch_size": 8, "max_batch_delay": 0.05, "dtype": "fp32", "rolling_batch": "disable", **fields}
-    return ModelSettings(name="tiny", model_dir=directory, model_id=str(directory), **fields)
+    return ModelConfig(name="tiny", model_dir=directory, model_id=str(directory), **fields)
 
 
 @asynccontextmanager
@@ -874,7 +874,7 @@ async def test_a_model_that_loads_for_too_long_is_freed_once_it_is_there(
 ) -> None:
     may_end, freed = threading.Event(), []
 
-    def load(_: ModelSettings) -> Cycle:
+    def load(_: ModelConfig) -> Cycle:
         model = Cycle()
         freed.append(when_freed(model))
         assert may_end.wait(60)

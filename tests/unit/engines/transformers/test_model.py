@@ -11,7 +11,6 @@ import torch
 from transformers import BartConfig, BertConfig, LlamaConfig
 
 from engines.interface import EngineStartError
-from engines.model_settings import ModelSettings
 from engines.transformers.model import (
     check_kind,
     check_quantization,
@@ -22,12 +21,11 @@ from engines.transformers.model import (
     model_arguments,
     pad_token_id,
 )
+from handlers.model_config import ModelConfig
 
 
-def settings(engine_arguments: dict[str, str] | None = None, **fields: Any) -> ModelSettings:
-    return ModelSettings(
-        name="m", model_dir=Path("/m"), model_id="/m", engine_arguments=engine_arguments or {}, **fields
-    )
+def settings(engine_arguments: dict[str, str] | None = None, **fields: Any) -> ModelConfig:
+    return ModelConfig(name="m", model_dir=Path("/m"), model_id="/m", engine_arguments=engine_arguments or {}, **fields)
 
 
 @pytest.mark.parametrize(("text", "value"), [("7", 7), (" 7 ", 7)])

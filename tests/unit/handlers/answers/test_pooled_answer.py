@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -15,12 +14,13 @@ from handlers.lmi.vectors.contracts import pooling_contract
 from handlers.openai.embeddings import EmbeddingsContract
 from handlers.tei.answer import SparseVectors, Vectors
 from tests.contracts.exchange import MODEL, call
+from tests.settings import configured
 
 _EMBEDDING = PoolingModel(kind="embedding", task="embed", tasks=frozenset({"embed"}), vector_size=2)
 
 
 def _lmi(vector_format: Literal["djl", "vllm"]) -> PooledAnswer:
-    settings = replace(MODEL, vector_format=vector_format)
+    settings = configured(MODEL, vector_format=vector_format)
     answer = pooling_contract(settings, _EMBEDDING).parse(call({"inputs": ["a", "b"]})).answer
     assert isinstance(answer, PooledAnswer)
     return answer

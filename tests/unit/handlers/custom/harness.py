@@ -12,9 +12,10 @@ from typing import Any
 
 import psutil
 
-from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.contract import Call, Reply, Running
 from handlers.custom.custom_handler import CustomHandler
+from handlers.custom.settings import HandlerConfig, PackageConfig
+from handlers.model_config import ModelConfig
 from tests.stand_ins.request_headers import request_headers
 
 MODELS = Path(__file__).parents[3] / "fixtures" / "handlers"
@@ -110,17 +111,19 @@ class Client:
         return [worker.pid for worker in self.handler.pool.workers if worker.pid is not None]
 
 
-def settings_for(model: str | Path, **more: Any) -> ModelSettings:
-    """Return the settings of a model. Fields of `HandlerSettings` go there, and other fields to `ModelSettings`."""
+def settings_for(model: str | Path, **more: Any) -> ModelConfig:
+    """Return the settings of a model. Fields of the handler and its packages go there, others to `ModelConfig`."""
     model_dir = MODELS / model
-    own = {field.name for field in dataclasses.fields(HandlerSettings)}
+    own = {field.name for field in dataclasses.fields(HandlerConfig)}
     entry_point = str(model_dir / "model.py")
     given: dict[str, Any] = {"entry_point": entry_point, "retry_threshold": 100}
+    of_packages = {field.name for field in dataclasses.fields(PackageConfig)} & more.keys()
+    given["packages"] = PackageConfig(**{key: more.pop(key) for key in of_packages})
     given |= {key: value for key, value in more.items() if key in own}
     rest: dict[str, Any] = {"predict_timeout": 120.0, "model_loading_timeout": 120.0}
     rest |= {key: value for key, value in more.items() if key not in own}
-    return ModelSettings(
-        name="model", model_dir=model_dir, model_id=str(model_dir), handler=HandlerSettings(**given), **rest
+    return ModelConfig(
+        name="model", model_dir=model_dir, model_id=str(model_dir), handler=HandlerConfig(**given), **rest
     )
 
 

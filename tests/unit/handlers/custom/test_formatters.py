@@ -20,8 +20,10 @@ from engines.interface import EngineStartError
 from handlers.custom import model_imports
 from handlers.custom.formatters import Formatters, load_adapter_formatters, load_formatters, signature_fault
 from handlers.custom.model_imports import ModelImports, add_packages
+from handlers.custom.settings import PackageConfig
 from handlers.formatter_thread import FormatterThread
 from tests.contracts.exchange import MODEL
+from tests.settings import configured
 from tests.stand_ins.wheel import make_wheel
 from tests.waiting import until, wait_until
 
@@ -64,7 +66,7 @@ NONE = Formatters(FormatterThread(5))
 def found(directory: Path, code: str, **settings: Any) -> Formatters:
     (directory / "model.py").write_text(code)
     IMPORTS.append(ModelImports())
-    return load_formatters(replace(MODEL, formatters=directory / "model.py", **settings), IMPORTS[-1])
+    return load_formatters(configured(MODEL, formatters=directory / "model.py", **settings), IMPORTS[-1])
 
 
 def name(function: Any) -> str:
@@ -240,11 +242,16 @@ async def test_packages_that_formatters_need_are_installed_beside_ours(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     make_wheel(tmp_path / "model" / "requirements", "installed")
     (tmp_path / "model" / "requirements.txt").write_text("tiny-package\n")
-    settings = replace(MODEL, model_dir=tmp_path / "model", formatters=tmp_path / "model" / "model.py", offline=True)
+    settings = replace(
+        MODEL,
+        model_dir=tmp_path / "model",
+        formatters=tmp_path / "model" / "model.py",
+        packages=PackageConfig(offline=True),
+    )
     IMPORTS.append(ModelImports())
     await add_packages(settings, IMPORTS[-1])
-    code = "from tiny_package import ANSWER\nassert ANSWER == 'installed'\n" + OUTPUT
-    assert name(found(tmp_path / "model", code).output) == "write"
+    source = "from tiny_package import ANSWER\nassert ANSWER == 'installed'\n" + OUTPUT
+    assert name(found(tmp_path / "model", source).output) == "write"
     assert sys.path[0] == str(tmp_path / "model")
     assert str(tmp_path / "home") in sys.path[-1], "packages of a model must not go before ours"
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from engines.interface import EngineStartError
-from engines.model_settings import HandlerSettings
 from handlers.custom.custom_handler import CustomHandler
 from handlers.custom.requirements import environment_variables, prepare_interpreter, requirements_dir
+from handlers.custom.settings import HandlerConfig
 from tests.stand_ins.wheel import make_wheel
 from tests.unit.handlers.custom.harness import MODELS, serving, settings_for
 from tests.waiting import until
@@ -150,9 +150,9 @@ async def test_requirements_work_with_another_interpreter(home: Path, tmp_path: 
 
 async def test_programs_of_the_models_packages_are_found_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin")
-    settings = HandlerSettings(entry_point="model.py")
+    settings = HandlerConfig(entry_point="model.py")
     assert environment_variables(settings, "/e/bin/python")["PATH"] == "/e/bin:/usr/bin"
-    given = HandlerSettings(entry_point="model.py", environment={"PATH": "/own"})
+    given = HandlerConfig(entry_point="model.py", environment={"PATH": "/own"})
     assert environment_variables(given, "/e/bin/python")["PATH"] == "/own"
 
 
@@ -235,7 +235,7 @@ async def test_a_load_can_be_given_up_while_something_that_pip_left_behind_runs(
     python.write_text(f"#!/bin/sh\nsetsid sleep 2 &\necho $$ $! > {pids}.new\nmv {pids}.new {pids}\n")
     python.chmod(0o755)
     model = make_model(tmp_path / "model", "")
-    settings = HandlerSettings(entry_point="model.py", python_executable=str(python))
+    settings = HandlerConfig(entry_point="model.py", python_executable=str(python))
     load = asyncio.create_task(prepare_interpreter(model, settings))
     await until(pids.exists)
     script, left_behind = map(int, pids.read_text().split())
@@ -248,10 +248,10 @@ async def test_a_load_can_be_given_up_while_something_that_pip_left_behind_runs(
 
 async def test_requirements_may_lie_beside_the_handlers_file(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
-    settings = HandlerSettings(entry_point=str(tmp_path / "code" / "inference.py"))
+    settings = HandlerConfig(entry_point=str(tmp_path / "code" / "inference.py"))
     assert requirements_dir(tmp_path, settings) == tmp_path
     (tmp_path / "code" / "requirements.txt").touch()
     assert requirements_dir(tmp_path, settings) == tmp_path / "code"
-    assert requirements_dir(tmp_path, HandlerSettings(entry_point="a.module")) == tmp_path
+    assert requirements_dir(tmp_path, HandlerConfig(entry_point="a.module")) == tmp_path
     (tmp_path / "requirements.txt").touch()
     assert requirements_dir(tmp_path, settings) == tmp_path

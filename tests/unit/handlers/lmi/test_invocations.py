@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.model_settings import ModelSettings
 from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
 from handlers.lmi.chat_answers import AsyncForm, LmiChatForm
 from handlers.lmi.invocations import InvocationsHandler
 from handlers.lmi.sessions import Sessions
+from handlers.model_config import ModelConfig
 from handlers.openai.answer import VLLM_FORM, AnswerForm
 from handlers.openai.body import Body, read_chat, read_completion
 from handlers.openai.constraints import CHAT, COMPLETIONS
+from tests.settings import configured
 from tests.stand_ins.collected_reply import CollectedReply
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -71,7 +72,7 @@ class OpenAI(Lmi):
 
 async def handled(document: Any, openai: OpenAI | None, content_type: str = "application/json", **options: Any) -> Lmi:
     lmi = Lmi()
-    settings = ModelSettings(name="m", model_dir=Path("."), model_id="m", **options)
+    settings = configured(ModelConfig(name="m", model_dir=Path("."), model_id="m"), **options)
     handler = InvocationsHandler(lmi, openai, settings, Sessions(None, 503))  # type: ignore[arg-type]
     await handler.handle(call(document, content_type), CollectedReply())
     return lmi

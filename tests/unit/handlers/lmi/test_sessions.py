@@ -16,7 +16,6 @@ import pytest
 
 from djl_python.session_manager import Session, SessionBackup, SessionManager
 from engines.interface import EngineStartError
-from engines.model_settings import ModelSettings
 from handlers.contract import Call, ContractError, Reply
 from handlers.entry_point import load_service
 from handlers.lmi.sessions import (
@@ -28,7 +27,9 @@ from handlers.lmi.sessions import (
     remove_sessions,
 )
 from handlers.loaded_service import Limits
+from handlers.model_config import ModelConfig
 from tests.contracts.exchange import call
+from tests.settings import configured
 from tests.stand_ins.request_headers import request_headers
 from tests.waiting import until
 
@@ -134,8 +135,8 @@ async def test_a_directory_that_cannot_be_used_is_424_without_its_path(
     assert str(tmp_path) not in reply.body.decode()
 
 
-def settings(**options: Any) -> ModelSettings:
-    return ModelSettings(name="m", model_dir=Path("."), model_id="m", **options)
+def settings(**options: Any) -> ModelConfig:
+    return configured(ModelConfig(name="m", model_dir=Path("."), model_id="m"), **options)
 
 
 async def test_a_directory_that_others_can_write_to_stops_the_start_where_it_was_asked_for(tmp_path: Path) -> None:
@@ -204,7 +205,7 @@ async def test_a_server_leaves_none_of_its_sessions_in_the_default_directory(
 ) -> None:
     directory = tmp_path / "djl_sessions"
     monkeypatch.setattr("djl_python.session_manager._default_path", lambda: str(directory))
-    settings = ModelSettings(name="m", model_dir=tmp_path, model_id="m")
+    settings = ModelConfig(name="m", model_dir=tmp_path, model_id="m")
     mine = await load_sessions(settings, 503)
     another = Sessions(SessionManager({}), 503)
     for _ in range(3):
@@ -220,7 +221,7 @@ async def test_a_server_leaves_none_of_its_sessions_in_the_default_directory(
 
 
 async def test_sessions_in_a_place_that_was_asked_for_stay(tmp_path: Path) -> None:
-    settings = ModelSettings(name="m", model_dir=tmp_path, model_id="m", sessions_path=str(tmp_path / "s"))
+    settings = configured(ModelConfig(name="m", model_dir=tmp_path, model_id="m"), sessions_path=str(tmp_path / "s"))
     name = await begun(await load_sessions(settings, 503))
     remove_sessions()
     assert os.listdir(tmp_path / "s") == [name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,12 +21,13 @@ from handlers.triton.routes import TritonContract
 from tests.contracts.exchange import MODEL, call
 from tests.contracts.openai_exchange import FRONT_END
 from tests.contracts.tgi_exchange import FakeModel
+from tests.settings import configured
 
 SETTING = ContractSetting(settings=MODEL, model=FakeModel())
 CONTRACTS: dict[str, Contract] = {
     "rolling batch": LmiRollingContract(MODEL),
     "dynamic batch": LmiDynamicContract(MODEL),
-    "asynchronous": LmiAsyncContract(replace(MODEL, async_mode=True)),
+    "asynchronous": LmiAsyncContract(configured(MODEL, async_mode=True)),
     "TGI": TgiContract(SETTING, streams=None),
     "Triton": TritonContract(SETTING, events=True),
     "happy_vllm": HappyVllmContract(SETTING, stream=True),

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from engines.model_settings import ModelSettings
 from engines.vllm.parsers.choice import (
     FAMILIES,
     NAMES,
@@ -22,6 +21,7 @@ from engines.vllm.parsers.choice import (
     parser_of,
     with_parsers,
 )
+from handlers.model_config import ModelConfig
 
 JSON_CALLS = '<tool_call>{"name": x, "arguments": {}}</tool_call>'
 XML_CALLS = "<tool_call><function=x><parameter=y>1</parameter></function></tool_call>"
@@ -106,8 +106,8 @@ def template(says: str) -> str:
     return "{%- if tools %}" + says + "{% for tool in tools %}{{ tool }}{% endfor %}{% endif %}{{ messages }}"
 
 
-def settings(directory: Path, **arguments: str) -> ModelSettings:
-    return ModelSettings(name="m", model_dir=directory, model_id=str(directory), engine_arguments=arguments)
+def settings(directory: Path, **arguments: str) -> ModelConfig:
+    return ModelConfig(name="m", model_dir=directory, model_id=str(directory), engine_arguments=arguments)
 
 
 @pytest.fixture
@@ -248,11 +248,11 @@ def test_a_model_on_the_hub_is_looked_up(model: Path, monkeypatch: pytest.Monkey
         return path if repository == "a/model" and path.is_file() else None
 
     monkeypatch.setattr("engines.vllm.parsers.choice.hub_file", hub_file)
-    here = ModelSettings(name="m", model_dir=model, model_id="a/model", revision="v1")
+    here = ModelConfig(name="m", model_dir=model, model_id="a/model", revision="v1")
     assert parser_of(TOOLS, here).parser == "hermes"
     assert {(repository, revision) for repository, _, revision in asked} == {("a/model", "v1")}
     asked.clear()
-    elsewhere = ModelSettings(name="m", model_dir=model, model_id="another/model")
+    elsewhere = ModelConfig(name="m", model_dir=model, model_id="another/model")
     assert parser_of(TOOLS, elsewhere).parser == ""
     assert [name for _, name, _ in asked] == ["config.json"]  # an answer takes long without a network
 

@@ -7,7 +7,6 @@ import json
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +22,14 @@ from handlers.lmi.invocations import InvocationsHandler
 from handlers.lmi.sessions import Sessions
 from tests.contracts.exchange import MODEL, call
 from tests.freed import bytes_in_cycles
+from tests.settings import configured
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
 Write = Callable[[Any], Any]
-ASYNCHRONOUS = replace(MODEL, async_mode=True)
+ASYNCHRONOUS = configured(MODEL, async_mode=True)
 ERROR = b'{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}'
 FAILED = b'{"error":"Custom formatter failed: no answer","code":424}'
 

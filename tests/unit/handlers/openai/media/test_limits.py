@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from engines.errors import InvalidRequest, Overloaded
-from engines.model_settings import ModelSettings
+from handlers.model_config import ModelConfig
 from handlers.openai.media.limits import MediaMemory, RequestMedia
+from tests.settings import configured
 from tests.waiting import until
 
-SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
+SETTINGS = ModelConfig(name="model", model_dir=Path("."), model_id="m")
 MIB = 1 << 20
 
 
@@ -26,7 +27,7 @@ def test_photographs_of_phones_pass() -> None:
 
 
 def test_an_image_is_refused_by_its_pixels() -> None:
-    media = RequestMedia(MediaMemory(replace(SETTINGS, max_image_pixels=100)))
+    media = RequestMedia(MediaMemory(configured(SETTINGS, max_image_pixels=100)))
     media.add_image(10, 10)
     with pytest.raises(InvalidRequest) as caught:
         media.add_image(101, 1)
@@ -38,7 +39,7 @@ def test_an_image_is_refused_by_its_pixels() -> None:
 
 
 def test_the_images_and_frames_of_a_request_are_refused_by_all_their_pixels() -> None:
-    memory = MediaMemory(replace(SETTINGS, max_request_pixels=300))
+    memory = MediaMemory(configured(SETTINGS, max_request_pixels=300))
     media = RequestMedia(memory)
     media.add_image(10, 10)
     media.add_frames(10, 10, 2)
@@ -48,7 +49,7 @@ def test_the_images_and_frames_of_a_request_are_refused_by_all_their_pixels() ->
 
 
 def test_downloads_of_a_request_are_counted_together() -> None:
-    media = RequestMedia(MediaMemory(replace(SETTINGS, max_media_download_mb=2)))
+    media = RequestMedia(MediaMemory(configured(SETTINGS, max_media_download_mb=2)))
     media.add_download(MIB)
     media.add_download(MIB)
     with pytest.raises(InvalidRequest, match=r"at most 2 MiB are fetched for a request"):
@@ -86,7 +87,7 @@ async def test_a_request_takes_only_some_of_the_places_for_downloads() -> None:
 
 
 def test_requests_share_the_memory_until_the_engine_has_their_prompts() -> None:
-    memory = MediaMemory(replace(SETTINGS, max_media_memory_mb=3))
+    memory = MediaMemory(configured(SETTINGS, max_media_memory_mb=3))
     first, second = RequestMedia(memory), RequestMedia(memory)
     first.add_decoded(2 * MIB)
     with pytest.raises(Overloaded):
@@ -102,7 +103,7 @@ def test_requests_share_the_memory_until_the_engine_has_their_prompts() -> None:
 
 
 def test_a_request_that_could_never_be_held_is_the_clients_fault() -> None:
-    media = RequestMedia(MediaMemory(replace(SETTINGS, max_media_memory_mb=1)))
+    media = RequestMedia(MediaMemory(configured(SETTINGS, max_media_memory_mb=1)))
     with pytest.raises(InvalidRequest, match=r"\(option\.max_media_memory_mb\)"):
         media.add_decoded(MIB + 1)
 

@@ -1,0 +1,1 @@
+"""How a setting is declared and parsed, and the settings of an engine."""

@@ -1,0 +1,87 @@
+"""The declaration of a setting: its names, parser, default and meaning, in one place.
+
+A field of a configuration class carries its declaration: `max_best_of: int = setting("option.max_best_of", ...)`. The
+owner of a setting declares it: an engine, a contract, or the server. `container.settings` reads the values from their
+sources. docs/configuration.md has tables that are made from the declarations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, Generic, overload
+
+from engines.settings.parsers import Parser, Scalar, T
+
+PREFIX = "option."
+_SETTING = "setting"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting(Generic[T]):
+    """A setting of a model, or of the server."""
+
+    key: str  # The key in serving.properties, including a prefix `option.`.
+    parser: Parser[T]
+    default: str | None = None  # The default value as text, which the parser reads. None: no default.
+    _: KW_ONLY
+    doc: str = ""  # Its meaning, in Markdown, for the table of the documentation.
+    # Other keys for this setting. Two of them with different values are an error, unless `first_counts` is set.
+    aliases: tuple[str, ...] = ()
+    # If the key and its aliases have different values, the first one counts, and a warning names the others.
+    first_counts: bool = False
+    variables: tuple[str, ...] = ()  # Environment variables that count if neither the key nor an alias is given.
+    shows_default: bool = True  # Reports show the setting even if it is not given.
+    # The values that the server accepts. It does not start with other values of the parser. None: all values.
+    serves: frozenset[Scalar] | None = None
+    advice: str = ""  # The remedy for values that are not served.
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.key, *self.aliases)
+
+    @property
+    def name(self) -> str:
+        return self.key.removeprefix(PREFIX)
+
+    @property
+    def allowed(self) -> str:
+        if self.serves is None:
+            return self.parser.allowed
+        words = (str(value).lower() if isinstance(value, bool) else str(value) for value in self.serves)
+        return ", ".join(sorted(words)) or "nothing"
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The metadata of the dataclass field that has the setting's value."""
+        return {_SETTING: self}
+
+
+def refused(key: str, parser: Parser[T], serves: tuple[Scalar, ...], advice: str) -> Setting[T]:
+    """Return a setting of LMI. The server starts only with its values in `serves`."""
+    return Setting(key, parser, shows_default=False, serves=frozenset(serves), advice=advice)
+
+
+@overload
+def setting(key: str, parser: Parser[T], default: str, *, doc: str, **more: Any) -> T: ...
+@overload
+def setting(key: str, parser: Parser[T], *, unset: T, doc: str, **more: Any) -> T: ...
+@overload
+def setting(key: str, parser: Parser[T], *, doc: str, **more: Any) -> T | None: ...
+def setting(key: str, parser: Parser[Any], default: str | None = None, *, unset: Any = None, **more: Any) -> Any:
+    """Return the default of a dataclass field whose value is a setting.
+
+    Args:
+        key: As in `Setting`.
+        parser: As in `Setting`.
+        default: As in `Setting`.
+        unset: The field's value if the setting has no default and is not given.
+        **more: Other fields of `Setting`.
+    """
+    value = unset if default is None else parser(default)
+    return field(default=value, metadata=Setting(key, parser, default, **more).metadata)
+
+
+def declared(group: type) -> dict[str, Setting[Any]]:
+    """Return the settings of a dataclass by their fields."""
+    return {each.name: each.metadata[_SETTING] for each in fields(group) if _SETTING in each.metadata}

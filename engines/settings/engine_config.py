@@ -1,0 +1,288 @@
+"""The settings of an engine: which model it loads, and how it runs the model. Names and defaults are LMI's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from engines.settings.declaration import Setting, declared, setting
+from engines.settings.parsers import (
+    ADAPTERS,
+    ASSIGNMENTS,
+    BOOLEAN,
+    DTYPE,
+    MILLISECONDS,
+    NAMES,
+    PROMPT,
+    SECONDS,
+    TEXT,
+    choice,
+    integer,
+    integer_or,
+    one_of,
+    size,
+)
+
+RollingBatch = Literal["auto", "vllm", "lmi-dist", "scheduler", "trtllm", "disable"]
+Streaming = Literal["false", "true", "huggingface"]
+Task = Literal["auto", "generate", "embed", "classify"]
+
+# Images, videos and sounds of a request, unless `option.limit_mm_per_prompt` says otherwise; vLLM takes 999 of each.
+# `vision_chunk`: vLLM's name for images and videos of models that do not tell them apart.
+DEFAULT_MEDIA_COUNTS = {"image": 100, "vision_chunk": 100, "video": 4, "audio": 4}
+
+DEFAULT_MAX_LORAS = 4  # LMI's default of `option.max_loras`. vLLM's is 1.
+
+LMI_ROLLING_BATCH_SIZE = 256  # LMI's default of `option.max_rolling_batch_size`.
+
+# Tasks that are answered by generated text.
+_GENERATION = ("generate", "text-generation", "text2text-generation", "conversational", "image-text-to-text")
+_TASKS: Mapping[str, Any] = {
+    "auto": "auto",
+    **dict.fromkeys(_GENERATION, "generate"),
+    **dict.fromkeys(("embed", "embedding", "text-embedding", "feature-extraction", "sentence-similarity"), "embed"),
+    **dict.fromkeys(("classify", "text-classification", "text-ranking", "rerank"), "classify"),
+}
+
+MODEL_ID = Setting(
+    "option.model_id",
+    TEXT,
+    aliases=("option.model",),
+    variables=("HF_MODEL_ID",),
+    doc="Hub id, `s3://bucket/prefix/`, or directory",
+)
+LORA_MODULES = Setting(
+    "option.lora_modules", ADAPTERS, shows_default=False, doc="[Adapters](adapters.md) at the start, as in vLLM"
+)
+TENSOR_PARALLEL_DEGREE = Setting(
+    "option.tensor_parallel_degree",
+    integer_or("max", 1),
+    aliases=("option.tensor_parallel_size",),
+    variables=("TENSOR_PARALLEL_DEGREE",),
+    doc="[GPUs that share each layer](#how-many-gpus-share-a-model)",
+)
+DEVICES = Setting(
+    "load_on_devices",
+    TEXT,
+    doc="[GPUs](#which-gpus-a-model-runs-on) such as `0;2`, or `cpu`; default or `*`: all",
+)
+ENVIRONMENT = Setting(
+    "option.env",
+    ASSIGNMENTS,
+    doc="Variables of the workers; for an engine, of the server's process, which models share",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One model, and how an engine runs it."""
+
+    name: str  # The model's name in routes and in /ping.
+    model_dir: Path  # The directory of serving.properties.
+    # The model that the engine loads: a directory or a hub id.
+    model_id: str = field(metadata=MODEL_ID.metadata)
+    revision: str | None = setting("option.revision", TEXT, doc="Branch, tag or commit on the hub")
+    trust_remote_code: bool = setting(
+        "option.trust_remote_code", BOOLEAN, "false", doc="Run Python code that comes with the model"
+    )
+    rolling_batch: RollingBatch = setting(
+        "option.rolling_batch",
+        choice({name: name for name in get_args(RollingBatch)} | {"tnx": "vllm"}),
+        "auto",
+        doc="`auto`: vLLM, or [dynamic batch](dynamic_batch.md) if vLLM is not installed; `disable`: dynamic batch; "
+        "others: vLLM, with [that backend's parameters](lmi.md)",
+    )
+    # Prompts, or calls of a custom handler, that are run together as one dynamic batch.
+    batch_size: int = setting(
+        "batch_size",
+        integer(1, 100_000),
+        "1",
+        aliases=("max_dynamic_batch_size", "option.batch_size"),
+        first_counts=True,
+        doc="Prompts in a dynamic batch, which a value above 1 selects. Custom handler: calls that it gets together",
+    )
+    max_batch_delay: float = setting(
+        "max_batch_delay", MILLISECONDS, "100", doc="Wait of a dynamic batch's first request"
+    )
+    enable_streaming: Streaming = setting(
+        "option.enable_streaming",
+        choice({word: word for word in get_args(Streaming)}),
+        "false",
+        doc="Stream answers of the dynamic batch",
+    )
+    # Sequences that run together; None: the engine's default.
+    max_rolling_batch_size: int | None = setting(
+        "option.max_rolling_batch_size",
+        integer(1, 1_000_000),
+        aliases=("option.max_num_seqs",),
+        doc="Sequences that run together; default: [vLLM's default](operations.md#overload)",
+    )
+    # Names of the model for OpenAI's clients, besides `name`; the first is the one in answers.
+    served_model_names: tuple[str, ...] = setting(
+        "option.served_model_name", NAMES, unset=(), doc="Names for OpenAI's clients; default: the model's name"
+    )
+    # The answer follows the part of a JSON schema that the engine can hold, unless a request says `strict`. Otherwise
+    # only OpenAI's forms without `strict` allow that.
+    partial_schemas: bool = setting(
+        "option.partial_schemas",
+        BOOLEAN,
+        "false",
+        doc="Follow [JSON schemas](constraints.md#schemas-that-cannot-be-held-whole) in part",
+    )
+    # Longer prompts are refused; None: only the model's context limits them.
+    max_prompt_tokens: int | None = setting(
+        "option.max_prompt_tokens", integer(1), doc="Tokens of the longest prompt; default: the context"
+    )
+    # LoRA adapters can be registered; requests name the one they want.
+    enable_lora: bool = setting("option.enable_lora", BOOLEAN, "false", doc="Serve [LoRA adapters](adapters.md)")
+    # Adapters to register at the start: directories, `s3://` or `hf://`, by names.
+    adapters: Mapping[str, str] = field(default_factory=dict, metadata=LORA_MODULES.metadata)
+    dtype: str = setting(
+        "option.dtype",
+        DTYPE,
+        "auto",
+        aliases=("option.data_type",),
+        doc="Type of weights; for int8 use `option.quantize`",
+    )
+    # GPUs that share each layer. None: the fewest that hold the model, or with `tensor_parallel_max` the most.
+    tensor_parallel_degree: int | None = field(default=None, metadata=TENSOR_PARALLEL_DEGREE.metadata)
+    tensor_parallel_max: bool = False  # "max" was asked for: as many GPUs as the model allows.
+    # GPUs that the engine may use, as CUDA numbers those that this process sees; it uses the first ones, as many as it
+    # needs. None: all; an empty tuple: the CPU.
+    devices: tuple[int, ...] | None = field(default=None, metadata=DEVICES.metadata)
+    pipeline_parallel_degree: int = setting(
+        "option.pipeline_parallel_degree",
+        integer(1),
+        "1",
+        aliases=("option.pipeline_parallel_size",),
+        variables=("PIPELINE_PARALLEL_DEGREE",),
+        doc="Groups of GPUs, each with some layers",
+    )
+    # Copies of the model on vLLM, each with its own GPUs or share of the processors. None: as many as `devices` hold.
+    max_copies: int | None = 1
+    min_copies: int | None = None  # The copies that serve before the model is ready. None: all.
+    # The copies after the first are loaded at the same time, and not one by one.
+    parallel_loading: bool = setting(
+        "option.parallel_loading", BOOLEAN, "false", doc="Load [copies](#how-many-copies-run) together"
+    )
+    # Seconds without a new token after which a request fails.
+    predict_timeout: float = setting(
+        "option.predict_timeout",
+        SECONDS,
+        "240",
+        variables=("PREDICT_TIMEOUT",),
+        doc="Time without a new token until a request fails",
+    )
+    model_loading_timeout: float = setting(
+        "option.model_loading_timeout", SECONDS, "1800", variables=("MODEL_LOADING_TIMEOUT",), doc="Time for loading"
+    )
+    # The task that the model is loaded for. "auto": that of its files.
+    task: Task = setting(
+        "option.task",
+        one_of(_TASKS),
+        "auto",
+        variables=("HF_TASK",),
+        shows_default=False,
+        serves=frozenset(_TASKS.values()),
+        advice="A model.py that says `from djl_python.huggingface import handle` serves the other tasks of "
+        "transformers' pipelines",
+        doc="`auto`: by the model's files. Also names of LMI and transformers (`text-embedding`, ...)",
+    )
+    # The way to one vector, in vLLM's words. None: that of the model's files.
+    pooling: str | None = setting(
+        "option.pooling",
+        choice({"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST", "last-token": "LAST"}),
+        aliases=("pooling",),
+        shows_default=False,
+        doc="The way to one vector; default: that of the model's files",
+    )
+    # The text that goes in front of texts for vectors and scores, if a request names none; or its name.
+    default_prompt: str | None = setting(
+        "option.default_prompt",
+        PROMPT,
+        shows_default=False,
+        doc="In front of texts without `prompt_name`, on TEI's routes and `/invocations`; TEI's pairs are refused",
+    )
+    default_prompt_name: str | None = setting(
+        "option.default_prompt_name", TEXT, shows_default=False, doc="Its name among the model's prompts"
+    )
+    djl_engine: bool = False  # `engine` is Rust, OnnxRuntime or PyTorch.
+    # Deaths of the engine after which a request continues; 0: none. After one more, requests continue one by one.
+    continue_calls: int = 0
+    # Environment variables of the process that runs the engine.
+    environment: Mapping[str, str] = field(default_factory=dict, metadata=ENVIRONMENT.metadata)
+    # Further `option.<name>` values, for the engine to interpret.
+    engine_arguments: Mapping[str, str] = field(default_factory=dict)
+    # The origin of each engine argument, for error messages.
+    engine_argument_sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def engine_options(self) -> str:
+        """The names of the engine's options that are set, for error messages; empty if none is."""
+        return ", ".join(f"option.{name}" for name in self.engine_arguments)
+
+    @property
+    def rolling_batch_size(self) -> int:
+        """Sequences that run together, by LMI's default if the settings do not say; vLLM has another default."""
+        return self.max_rolling_batch_size or LMI_ROLLING_BATCH_SIZE
+
+    @property
+    def public_names(self) -> tuple[str, ...]:
+        """The names under which OpenAI's clients see the model."""
+        return self.served_model_names or (self.name,)
+
+
+_SETTINGS = declared(EngineConfig)
+ROLLING_BATCH = _SETTINGS["rolling_batch"]
+BATCH_SIZE = _SETTINGS["batch_size"]
+MAX_ROLLING_BATCH_SIZE = _SETTINGS["max_rolling_batch_size"]
+DRAFT_MODEL = Setting(
+    "option.speculative_draft_model",
+    TEXT,
+    aliases=("option.speculative_model",),
+    doc="Draft model: directory, hub id or `s3://`; other methods: `option.speculative_config`",
+)
+DRAFT_LENGTH = Setting(
+    "option.speculative_length",
+    integer(1),
+    aliases=("option.num_speculative_tokens",),
+    doc="Tokens that it proposes; default: 5",
+)
+# LMI's settings that are engine arguments of another name.
+ENGINE_ARGUMENTS: Mapping[str, Setting[Any]] = {
+    "quantization": Setting(
+        "option.quantize",
+        TEXT,
+        aliases=("option.quantization",),
+        doc="Quantization by the engine's name: `awq`, `gptq`, `fp8`, ...; `bitsandbytes` needs "
+        "`option.rolling_batch=disable`",
+    ),
+    "max_num_batched_tokens": Setting(
+        "option.max_rolling_batch_prefill_tokens",
+        size(1),
+        aliases=("option.max_num_batched_tokens",),
+        doc="Most tokens in a step of the engine",
+    ),
+    "cpu_offload_gb": Setting(
+        "option.cpu_offload_gb_per_gpu",
+        TEXT,
+        aliases=("option.cpu_offload_gb",),
+        doc="GiB of weights for each GPU in main memory",
+    ),
+    DRAFT_MODEL.name: DRAFT_MODEL,
+    DRAFT_LENGTH.name: DRAFT_LENGTH,
+}
+# DJL's engines other than Python serve embedding, reranking and classification. Slipway answers in their form.
+DJL_ENGINES = ("Rust", "OnnxRuntime", "PyTorch")
+_ALL_ENGINES = ("Python", "MPI", *DJL_ENGINES)
+ENGINE = Setting(
+    "engine",
+    one_of({name.lower(): name for name in _ALL_ENGINES}),
+    shows_default=False,
+    serves=frozenset(_ALL_ENGINES),
+    advice="give Python or leave it out: vLLM runs the model",
+    doc="`Rust`, `OnnxRuntime` and `PyTorch` choose [the answers of DJL's engines](retrieval.md#lmi); vLLM runs the "
+    "model",
+)

@@ -1,0 +1,95 @@
+"""The settings of a customer's handler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engines.settings.declaration import Setting, declared, setting
+from engines.settings.engine_config import ENVIRONMENT
+from engines.settings.parsers import BOOLEAN, SECONDS_OR_NEVER, TEXT, integer, matching
+
+_WORKERS = integer(0, 1024)
+ENTRY_POINT = Setting(
+    "option.entryPoint",
+    TEXT,
+    variables=("DJL_ENTRY_POINT",),
+    shows_default=False,
+    doc="`.py` file of the model directory, module, or LMI's name; default: `model.py`",
+)
+ASYNC_MODE = Setting(
+    "option.async_mode",
+    BOOLEAN,
+    "false",
+    doc="The function is `async`, and calls run together; without a handler: [LMI's asynchronous schema](lmi_async.md)",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackageConfig:
+    """How the packages of `requirements.txt` are installed. Variables set it."""
+
+    offline: bool = False  # Without an index (DJL_OFFLINE).
+    install_requirements: bool = True  # False: they are not installed (STANDARD_AUTO_INSTALL_REQ).
+    pip_arguments: tuple[str, ...] = ()  # Replace `-r requirements.txt` (STANDARD_PIP_ARGS).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandlerConfig:
+    """A customer's handler, which runs in worker processes."""
+
+    # The absolute path of a `.py` file, or the name of a module.
+    entry_point: str = field(metadata=ENTRY_POINT.metadata)
+    function: str = setting(
+        "option.handler", matching(r"[^\W\d]\w*", "the name of a function"), "handle", doc="The handler's function"
+    )
+    # The function is a coroutine function, and calls of it run together.
+    async_mode: bool = field(default=False, metadata=ASYNC_MODE.metadata)
+    min_workers: int = setting(
+        "minWorkers",
+        _WORKERS,
+        "1",
+        aliases=("min_workers",),
+        doc="Workers that always run; engine: copies that `/ping` waits for (all)",
+    )
+    max_workers: int = setting(
+        "maxWorkers",
+        _WORKERS,
+        "1",
+        aliases=("max_workers",),
+        doc="Workers under load; engine: [copies](#how-many-copies-run)",
+    )
+    # Seconds after which an idle worker beyond `min_workers` ends.
+    max_idle_time: float = setting(
+        "max_idle_time", SECONDS_OR_NEVER, "60", doc="Time until an idle worker beyond `minWorkers` ends"
+    )
+    # Number of crashes or hangs of workers after which they are restarted; with one more the model has failed.
+    retry_threshold: int = setting(
+        "retry_threshold", integer(0), "0", doc="Crashes and hangs with which the model is still healthy"
+    )
+    # None: the interpreter that runs this process.
+    python_executable: str | None = setting(
+        "option.pythonExecutable",
+        TEXT,
+        aliases=("option.python_executable",),
+        variables=("PYTHON_EXECUTABLE",),
+        doc="Interpreter of the workers",
+    )
+    # Environment variables in addition to those of this process.
+    environment: Mapping[str, str] = field(default_factory=dict, metadata=ENVIRONMENT.metadata)
+    # Packages of `requirements.txt` go into a virtual environment of the model's own even if that is unnecessary.
+    enable_venv: bool = setting(
+        "option.enable_venv", BOOLEAN, "false", doc="A virtual environment even without `requirements.txt`"
+    )
+    # The properties of the handler's first call: the model's settings without `option.`, all text.
+    properties: Mapping[str, str] = field(default_factory=dict)
+    # GPUs of one worker each, such as "0", or "0,1" for two; empty: the CPU. Workers are spread over them.
+    devices: tuple[str, ...] = ()
+    # Other GPUs are hidden from a worker with one GPU, as they always are from a worker with several.
+    sees_own_gpus: bool = False
+    rolling_batch: bool = False  # The function is called for each step, with all active requests.
+    packages: PackageConfig = field(default_factory=PackageConfig)
+
+
+HANDLER_SETTINGS = declared(HandlerConfig)
+FUNCTION, MIN_WORKERS, MAX_WORKERS = (HANDLER_SETTINGS[name] for name in ("function", "min_workers", "max_workers"))

@@ -1,0 +1,41 @@
+"""The settings of one model, with defaults filled in. `container.settings.load` makes them from their sources."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engines.settings.declaration import setting
+from engines.settings.engine_config import EngineConfig
+from engines.settings.parsers import BOOLEAN
+from handlers.custom.settings import HandlerConfig, PackageConfig
+from handlers.lmi.settings import LmiConfig
+from handlers.openai.settings import MediaConfig
+from handlers.tei.settings import TeiConfig
+from handlers.tgi.settings import TgiConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(EngineConfig):
+    """One model and how to serve it: the settings of its engine, and those of each contract."""
+
+    # Sampling parameters switch sampling on unless `do_sample` says otherwise (LMI 0.32 and later).
+    do_sample_inferred: bool = setting(
+        "option.do_sample_inferred", BOOLEAN, "true", doc="Sampling parameters imply `do_sample`"
+    )
+    # Refuse unknown generation parameters instead of ignoring them.
+    strict_parameters: bool = setting(
+        "option.strict_parameters", BOOLEAN, "false", doc="Refuse unknown generation parameters"
+    )
+    lmi: LmiConfig = field(default_factory=LmiConfig)
+    tgi: TgiConfig = field(default_factory=TgiConfig)
+    tei: TeiConfig = field(default_factory=TeiConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
+    handler: HandlerConfig | None = None  # A customer's handler instead of an engine.
+    # A customer's `handle` that gets every call of `/invocations` first, and may leave it to the engine.
+    handler_before_engine: HandlerConfig | None = None
+    formatters: Path | None = None  # A `model.py` that may have input and output formatters for the engine.
+    packages: PackageConfig = field(default_factory=PackageConfig)  # The packages of that `model.py`.
+
+
+GROUPS = {"lmi": LmiConfig, "tgi": TgiConfig, "tei": TeiConfig, "media": MediaConfig}  # The groups by their fields.

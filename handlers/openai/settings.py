@@ -1,0 +1,36 @@
+"""The settings of media in requests: images, videos and sounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engines.settings.declaration import setting
+from engines.settings.parsers import NETWORKS, integer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaConfig:
+    """Limits of the media of a request, and where they may come from."""
+
+    max_image_pixels: int = setting(
+        "option.max_image_pixels",
+        integer(1, 178_956_970),
+        "64000000",
+        doc="Pixels of the largest [image or video frame](media.md#limits)",
+    )
+    max_request_pixels: int = setting(
+        "option.max_request_pixels", integer(1), "256000000", doc="Pixels of all images and frames in a request"
+    )
+    max_media_download_mb: int = setting(
+        "option.max_media_download_mb", integer(1), "64", doc="MiB from the URLs in a request"
+    )
+    max_media_memory_mb: int = setting(
+        "option.max_media_memory_mb",
+        integer(1),
+        "4096",
+        doc="MiB of media in memory, of all requests before the engine; more is 503",
+    )
+    # Networks such as "10.0.0.0/8" that media may be fetched from in addition to public addresses.
+    allowed_media_networks: tuple[str, ...] = setting(
+        "option.allowed_media_networks", NETWORKS, unset=(), doc="Networks for media, beside public ones"
+    )

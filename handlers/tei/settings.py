@@ -1,0 +1,28 @@
+"""The settings of TEI's routes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engines.settings.declaration import setting
+from engines.settings.parsers import BOOLEAN, integer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeiConfig:
+    """How TEI's routes treat texts. The defaults are TEI's."""
+
+    auto_truncate: bool = setting(
+        "option.auto_truncate",
+        BOOLEAN,
+        "true",
+        shows_default=False,
+        doc="TEI's routes cut long texts, unless a request says otherwise",
+    )
+    max_client_batch_size: int = setting(
+        "option.max_client_batch_size",
+        integer(1),
+        "32",
+        shows_default=False,
+        doc="Most texts in a call of a TEI route",
+    )
