@@ -7,7 +7,7 @@ functions and methods that Slipway replaces are in `engines.vllm.patches`.
 Only `engines.vllm` imports from `vllm.v1`, or uses a name of vLLM's engine that begins with an underscore.
 `handlers.openai.vllm` and `handlers.openai.media.connector` use those of vLLM's front end.
 
-The table is for the release `engines.vllm.RELEASE`. The tests named `*_internals.py` hold what the names mean.
+The table is for the release `engines.vllm.RELEASE`. The tests named `*_internals.py` hold the meaning of the names.
 """
 
 from __future__ import annotations
@@ -587,7 +587,7 @@ def _now(target: Any, member: str) -> str | None:
     function = inspect.getattr_static(target, name)
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not isinstance(function, FunctionType) or not function.__module__.startswith("vllm."):
-        return member  # It is replaced: what it takes is not vLLM's choice.
+        return member  # It is replaced, so its parameters say nothing about vLLM.
     return name + _signature(inspect.signature(function))
 
 

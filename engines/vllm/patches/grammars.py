@@ -36,7 +36,10 @@ def patch_checks() -> None:
 
 
 def patch_grammars(advance: Callable[[Any, Any], None]) -> None:
-    """Patch the engine process: `advance` gets each grammar when it is compiled, and vLLM's request."""
+    """Patch the engine process: `advance` gets each grammar when it is compiled, and vLLM's request.
+
+    The grammar of a request that continues after a death of its engine has to accept the tokens that were sent before.
+    """
     create = StructuredOutputManager._create_grammar
 
     def created(self: StructuredOutputManager, request: Any) -> Any:

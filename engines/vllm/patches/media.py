@@ -33,7 +33,7 @@ _load_media = AsyncMultiModalItemTracker.resolve_items
 
 
 def patch_media_ids(rename: Callable[[str], str]) -> None:
-    """Replace the ids that clients give their media. vLLM's caches find media by them.
+    """Replace the ids that clients give their media. vLLM's caches find media by them, and have no salt.
 
     Args:
         rename: Takes an id, and returns the one that takes its place. It runs in the task of the call.
@@ -59,7 +59,7 @@ def drop_two_frames(error: BaseException) -> None:
 
 
 def free_loaded_media() -> None:
-    """Have vLLM forget where a prompt's media came from when they are loaded, or one cannot be.
+    """Have vLLM forget the sources of a prompt's media when they are loaded, or one of them cannot be loaded.
 
     Its tracker of a prompt's media would stay in a reference cycle, with the media in the body of the request.
     """

@@ -27,7 +27,7 @@ cgroup_usage: Callable[[], int | None] = cpu_resource_utils.get_cgroup_memory_us
 
 
 def patch_server(context: Callable[[], BaseContext], run: Callable[[Callable[[], Any]], Any]) -> None:
-    """Patch the server's process.
+    """Patch the server's process, so that the fork server forks vLLM's processes, which would import vLLM anew.
 
     Args:
         context: Returns the context that starts the engine process, and the coordinator of data-parallel ranks.
@@ -45,6 +45,9 @@ def patch_engine_process(
 ) -> None:
     """Patch the engine process.
 
+    Its workers are forked as well. vLLM waits 8 seconds for workers if one of them has died. It leaves the file in
+    which they find each other in /tmp.
+
     Args:
         context: Returns the context that starts workers.
         end_workers: Waits for the end of the workers.
@@ -59,6 +62,8 @@ def patch_engine_process(
 def patch_worker(wrap_start: Callable[[Callable[..., None]], Callable[..., None]], memory_used: Any) -> None:
     """Patch a worker process.
 
+    vLLM keeps the error of a worker that cannot start to its log, and counts cached pages of files as used memory.
+
     Args:
         wrap_start: Takes the method that starts the worker, and returns the one that takes its place.
         memory_used: Returns the bytes of memory that the container uses, None without a limit.
@@ -68,12 +73,15 @@ def patch_worker(wrap_start: Callable[[Callable[..., None]], Callable[..., None]
 
 
 def patch_waiting(pause: Callable[[], None]) -> None:
-    """Replace the pause between two looks of the engine process, or of a worker, for messages from the other."""
+    """Replace the pause between two looks of the engine process, or of a worker, for messages from the other.
+
+    vLLM only yields there, so both keep a processor busy.
+    """
     shm_broadcast.sched_yield = pause
 
 
 def patch_token_ranks(token_ranks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """Replace the sampler's function that ranks the chosen tokens."""
+    """Replace the sampler's function that ranks the chosen tokens. vLLM compiles it, for up to 90 seconds."""
     from vllm.v1.sample import sampler
 
     sampler.batched_count_greater_than = token_ranks

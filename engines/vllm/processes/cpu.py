@@ -1,4 +1,4 @@
-"""Replacements of vLLM's functions that are slow or wrong on a CPU. `processes` patches them in."""
+"""Replacements of vLLM's functions that are slow or wrong on a CPU, for `engines.vllm.patches.processes`."""
 
 from __future__ import annotations
 
