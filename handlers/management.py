@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from engines.adapters import AdapterRegistry
 from handlers.contract import Call, Reply
 
-MAX_BODY = 256 * 1024  # Bytes of a call that manages models or adapters.
+MAX_BODY = 256 * 1024  # Bytes of a call that manages models or adapters. It is decoded on the event loop.
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 LEAST_RATE = 1024  # The lowest average rate of a body after `GRACE_SECONDS`, in bytes per second.
 GRACE_SECONDS = 60.0
-_MOST_DIGITS = 20  # Python takes no numbers of thousands of digits.
 UNCOUNTED = 64 * 1024  # Bodies of up to this many bytes are not counted in `BodyMemory`.
 
 
@@ -56,7 +55,7 @@ class BodyMemory:
 
 def announced_size(headers: Mapping[bytes, bytes]) -> int:
     """Return the size in `Content-Length`, or 0 if the header is missing or is not a number."""
-    digits = headers.get(b"content-length", b"").lstrip(b"0")[:_MOST_DIGITS]
+    digits = headers.get(b"content-length", b"").lstrip(b"0")  # llhttp refuses more than 64 bits.
     return int(digits) if digits.isdigit() else 0
 
 

@@ -116,7 +116,7 @@ def test_a_form_without_fields_has_its_body_as_content() -> None:
 
 
 def test_empty_fields_do_not_hide_others() -> None:
-    assert contents(b"&" * 1500 + b"a=1&b=2", "application/x-www-form-urlencoded") == [("a", b"1"), ("b", b"2")]
+    assert contents(b"&" * 900 + b"a=1&b=2", "application/x-www-form-urlencoded") == [("a", b"1"), ("b", b"2")]
 
 
 def test_a_function_that_may_be_chosen_is_called_handler_whatever_the_case(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from engines.errors import InvalidParameter, InvalidRequest
 from handlers.contract import Call, adapter_header, media_type
-from handlers.parsing.forms import MULTIPART
+from handlers.parsing.forms import MAX_FIELDS, MULTIPART
 
 SPEECH = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _MIB = 1 << 20
-_SEPARATORS = (b"&", b";")  # The size of a form without a file. Each takes time on the event loop.
-_MOST_FIELDS = 1000
+_SEPARATORS = (b"&", b";")  # Of a form that can have no file. Each takes time on the event loop.
 _FIELDS_MIB = 1  # For the fields of a form beside the file.
 
 
@@ -23,7 +22,7 @@ def check_form(call: Call, most_mib: int) -> None:
     Raises:
         InvalidRequest: The form is too large or can have no file, or an adapter is named outside of it.
     """
-    if media_type(call.content_type) != MULTIPART and sum(map(call.body.count, _SEPARATORS)) > _MOST_FIELDS:
+    if media_type(call.content_type) != MULTIPART and sum(map(call.body.count, _SEPARATORS)) > MAX_FIELDS:
         raise InvalidParameter("file", f"must be a file in a form of the type {MULTIPART}")
     if len(call.body) > (most_mib + _FIELDS_MIB) * _MIB:
         raise InvalidParameter("file", f"may have {most_mib} MiB (VLLM_MAX_AUDIO_CLIP_FILESIZE_MB)")
