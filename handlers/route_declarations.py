@@ -260,7 +260,7 @@ class ContractRoutes:
 MOST_BYTES = 1 << 20
 # The same if the answer has the position of each token, which takes more memory and twice the time.
 PLACED_BYTES = MOST_BYTES // 2
-MOST_IDS = 1 << 19
+MOST_IDS = 1 << 19  # Token ids that are only decoded, in one call of the tokenizer.
 
 
 def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:

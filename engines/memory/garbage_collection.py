@@ -17,7 +17,8 @@ from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
-_THRESHOLDS = (20_000, 50, 50)  # Requests leave no reference cycles behind, so there is little to look for.
+# Requests leave no reference cycles behind, except for small ones of chats, so there is little to look for.
+_THRESHOLDS = (20_000, 50, 50)
 
 _collecting = threading.Lock()
 _loaded = False  # Objects of a model were loaded into this process.

@@ -47,7 +47,7 @@ _MOST_WAITING = 256  # Calls that may wait for their sessions.
 _SECONDS = 30.0  # Limit on the time of an operation on a session.
 _LAST_SAVE_SECONDS = 5.0  # Limit on the time to save sessions to S3 when the model stops.
 _ID = re.compile(r"[A-Za-z0-9-]{1,256}")
-_LONGEST_SHOWN = 64
+_LONGEST_SHOWN = 64  # Characters of a client's id in a message.
 _OFF = "stateful sessions are not enabled (option.enable_stateful_sessions)"
 
 _in_default_directory: list[Sessions] = []

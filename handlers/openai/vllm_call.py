@@ -15,12 +15,7 @@ import msgspec
 
 from engines.errors import InvalidRequest
 from handlers.contract import JSON, LONG_BODY, Call, Reply, ReplyWriter, media_type
-from handlers.openai.constraints import (
-    CHAT,
-    COMPLETIONS,
-    MESSAGES,
-    RESPONSES,
-)
+from handlers.openai.constraints import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.error_forms import error_form
 from handlers.openai.media.limits import MediaMemory

@@ -25,7 +25,7 @@ _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
     503: (errors.Overloaded, errors.NotReady),
 }
 _LARGEST_VERSION = 2**63 - 1
-_LONGEST_NAME = 200
+_LONGEST_NAME = 200  # Characters of a client's name in a message.
 _MOST_NAMES = 100  # Of adapters in a message.
 
 

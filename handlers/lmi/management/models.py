@@ -27,7 +27,7 @@ from handlers.management import (
 )
 from handlers.parsing.json_fields import JsonError, decode_json
 
-MAX_LISTED = 100
+MAX_LISTED = 100  # Models in one reply.
 MAX_WORKERS = 128  # Each worker is a process. No machine can use this many.
 # `.` and `..` are refused: clients resolve them in a path, so they could never unload such a model.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")

@@ -14,10 +14,7 @@ from functools import partial
 from typing import Any
 
 from openai.types.responses import ResponseFailedEvent, ResponseIncompleteEvent
-from vllm.entrypoints.openai.responses.protocol import (
-    ResponsesRequest,
-    ResponsesResponse,
-)
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.exceptions import VLLMValidationError
 
 from handlers.openai.current_call import current_call

@@ -12,9 +12,7 @@ import logging
 from functools import partial
 from typing import Any
 
-from vllm.entrypoints.openai.responses.protocol import (
-    ResponsesRequest,
-)
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.parser.parser_manager import ParserManager
 
 from handlers.openai.current_call import current_call
