@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import logging
@@ -108,10 +109,10 @@ class FolderStorage:
 
     def _path(self, url: S3Url) -> Path:
         root = self._root.resolve()
-        try:
-            path = (root / url.bucket / url.prefix).resolve()
-        except RuntimeError as error:  # A loop of links, before Python 3.13.
-            raise StorageError(str(error)) from error
+        # Path.resolve raises an error for a loop of links only before Python 3.13.
+        path = Path(os.path.realpath(root / url.bucket / url.prefix))
+        with contextlib.suppress(FileNotFoundError):
+            path.stat()  # OSError: a loop of links.
         if not path.is_relative_to(root):
             raise StorageError(f"{location(url)} leaves the folder {root}")
         return path

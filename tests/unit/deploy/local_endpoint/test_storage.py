@@ -105,7 +105,7 @@ def test_a_loop_of_links_and_a_link_to_a_device_are_errors_with_a_reason(tmp_pat
     (bucket / "a").symlink_to("b")
     (bucket / "b").symlink_to("a")
     (bucket / "zero").symlink_to("/dev/zero")
-    for key, reason in (("a", "(?i)loop"), ("a/c", "(?i)loop"), ("zero", "leaves the folder")):
+    for key, reason in (("a", "symbolic links"), ("a/c", "symbolic links"), ("zero", "leaves the folder")):
         for use in (folder.size, folder.read, lambda url: folder.write(url, b"", "")):
             with pytest.raises(StorageError, match=reason):
                 use(S3Url(BUCKET, key))
