@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import re
 import threading
@@ -33,6 +34,8 @@ from tests.stand_ins.scripted_engine import ScriptedEngine
 from tests.unit.container.one_model import make, with_engine
 
 pytestmark = pytest.mark.asyncio
+
+with_docs = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="the page /docs needs files of vLLM")
 
 ROUTES = [
     (family, route, method)
@@ -190,6 +193,7 @@ async def test_tgis_teis_and_tritons_paths_have_no_slash_at_their_end(starting: 
             assert (await starting.request(method, path + "/", content=b"{}")).status_code == 404, path
 
 
+@with_docs
 @pytest.mark.parametrize(("slashes", "query"), [("/", ""), ("/", "?a=b%2Fc&d=%25"), ("///", "?a")])
 async def test_a_path_of_vllm_and_happy_vllm_with_slashes_at_its_end_is_redirected(
     starting: httpx.AsyncClient, slashes: str, query: str
@@ -252,7 +256,10 @@ async def test_a_model_that_is_never_going_to_be_there_is_unknown_while_another_
     assert "Request for unknown model" in response.json()["error"]
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/server/metrics", "/docs", "/openapi.json", "/execution-parameters"])
+@pytest.mark.parametrize(
+    "path",
+    ["/metrics", "/server/metrics", pytest.param("/docs", marks=with_docs), "/openapi.json", "/execution-parameters"],
+)
 async def test_the_servers_own_pages_answer_head_as_they_answer_get(starting: httpx.AsyncClient, path: str) -> None:
     page, head = await starting.get(path), await starting.head(path)
     assert (page.status_code, head.status_code) == (200, 200)
@@ -459,6 +466,7 @@ async def test_metrics_count_routes_and_not_what_stands_in_them(starting: httpx.
     assert "secret" not in text
 
 
+@with_docs
 async def test_the_api_description_shows_every_family(starting: httpx.AsyncClient) -> None:
     document = json.loads((await starting.get("/openapi.json")).text)
     for path in ("/invocations", "/v2/models/{model}/generate", "/v1/generate", "/generate", "/v1/models"):

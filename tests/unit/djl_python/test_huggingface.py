@@ -15,7 +15,7 @@ from djl_python.request_io import TextInput
 from djl_python.test_model import TestHandler, create_concurrent_batch_request, create_json_request
 from tests.unit.djl_python.tiny_models import save_model
 
-pytest.importorskip("transformers")
+pytest.importorskip("torch", reason="torch is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,9 @@ import errno
 import os
 
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
 import torch
 
 from engines.interface import EngineOutOfMemory, EngineStartError

@@ -7,6 +7,9 @@ import time
 from dataclasses import dataclass
 
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as example_settings

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
 import torch
 from transformers import BartConfig, BertConfig, LlamaConfig
 

@@ -8,6 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

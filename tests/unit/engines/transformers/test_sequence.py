@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

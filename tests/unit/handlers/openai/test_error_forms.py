@@ -6,6 +6,9 @@ import json
 from typing import Any
 
 import pytest
+
+pytest.importorskip("anthropic", reason="anthropic is not installed")
+
 from anthropic.types import ErrorResponse, ModelInfo
 from openai.types.responses import ResponseError, ResponseErrorEvent
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import llguidance
 import pytest
+
+pytest.importorskip("llguidance", reason="llguidance is not installed")
+
+import llguidance
 
 from engines.vllm.constraints.expressions import ascii_expression, grammar_for_guidance
 from tests.python_calls import python_calls

@@ -7,9 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("llguidance", reason="llguidance is not installed")
+
 import jsonschema
 import llguidance
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,8 +8,11 @@ import re
 from collections.abc import Iterable
 from functools import partial
 
-import llguidance
 import pytest
+
+pytest.importorskip("llguidance", reason="llguidance is not installed")
+
+import llguidance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

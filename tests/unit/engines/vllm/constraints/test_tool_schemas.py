@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+pytest.importorskip("llguidance", reason="llguidance is not installed")
+
+
 from engines.vllm.constraints.trial_process import trial
 from tests.tool_schemas import NOT_HELD, ToolSchema, tool_schemas
 from tests.unit.engines.vllm.constraints.byte_tokens import allows, byte_tokens

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("llguidance", reason="llguidance is not installed")
+
+
 from engines.vllm.constraints.trial_process import TOO_MUCH, Trial, trial, verdict
 from tests.unit.engines.vllm.constraints.byte_tokens import END, byte_tokenizer, byte_tokens
 
