@@ -1,4 +1,4 @@
-# Slipway. `make run` serves the sample model on port 8080. CI runs `make test`, `make slow` and `make image-test`.
+# Slipway. `make run` serves the sample model on port 8080. CI runs the stages of .ci/run.
 
 # The first of these that is Python 3.11, 3.12 or 3.13 makes the environment.
 PYTHON ?= python3.11 python3.12 python3.13 python3
@@ -13,6 +13,9 @@ PORT ?= 8080
 WORKERS ?= 2
 # Unit tests often wait.
 UNIT_WORKERS ?= 3
+# The Pythons of `make pythons`, in addition to that of VENV. uv downloads those that it does not find.
+OTHER_PYTHONS ?= 3.12 3.13
+UNIT := tests/unit tests/contracts -m "not live and not image and not gpu and not slow"
 # The duration and the random seed of `chaos`, `fuzz`, `soak`, `overload` and `deaths`.
 MINUTES ?= 2
 SEED ?= 1
@@ -23,7 +26,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := $(BIN)/uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
 
-.PHONY: help install install-dev run test lint unit live slow long chaos fuzz soak overload deaths engine-arguments next-vllm \
+.PHONY: help install install-dev run test lint unit coverage pythons live slow long chaos fuzz soak overload deaths \
+	engine-arguments next-vllm \
 	bench bench-front-end gpu-proof gpu-needs image image-test lock clean
 
 help: ## Show this list
@@ -71,7 +75,27 @@ lint: install-dev ## Check style, types and imports
 	$(BIN)/hadolint --config .hadolint.yaml container/image/Dockerfile.cpu container/image/Dockerfile.gpu
 
 unit: install-dev ## Run tests that start no engine
-	$(BIN)/python -m pytest tests --ignore tests/live -n $(UNIT_WORKERS) -m "not live and not image and not gpu and not slow"
+	$(BIN)/python -m pytest $(UNIT) -n $(UNIT_WORKERS)
+
+coverage: install-dev ## Run the tests of `make unit`, and show the share of the branches that they run in each room
+	$(BIN)/python -m pytest $(UNIT) -n $(UNIT_WORKERS) --cov --cov-report=
+	@for room in djl_python engines handlers container deploy replay slipway benchmarks tests; do \
+		printf '%-12s %s %%\n' $$room $$($(BIN)/coverage report --include="$$room/*" --format=total --precision=1); done
+
+pythons: $(OTHER_PYTHONS:%=unit-%) ## Run the tests of `make unit` that need no engine with Python 3.12 and 3.13
+
+# dev.txt has no torch. Tests that need it are skipped.
+unit-%: build/python%/.installed
+	build/python$*/bin/python -m pytest $(UNIT) -n $(UNIT_WORKERS) --hypothesis-profile=few
+
+.PRECIOUS: build/python%/.installed
+# pyenv shows the Python that PYENV_VERSION names.
+build/python%/.installed: export PYENV_VERSION = $*
+build/python%/.installed: requirements/dev.txt pyproject.toml | install-dev
+	$(BIN)/uv venv --quiet --clear --python $* build/python$*
+	$(BIN)/uv pip install --quiet --python build/python$* --no-deps --require-hashes -r requirements/dev.txt
+	$(BIN)/uv pip install --quiet --python build/python$* --no-deps --editable .
+	touch $@
 
 live: install-dev ## Run tests with the real engine and real clients
 	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "live and not slow and not long"
@@ -147,4 +171,4 @@ lock-%:
 	done; rm build.lock
 
 clean: ## Remove the files that the checks leave behind
-	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage build

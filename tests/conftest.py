@@ -13,6 +13,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 # A busy machine can keep one example waiting for seconds.
 settings.register_profile("slow", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# For a second run on another Python.
+settings.register_profile("few", settings.get_profile("slow"), max_examples=10)
 settings.load_profile("slow")
 
 _SHARED = re.compile(r"[\[-](lmi-dist|sample|host)[-\]]")
