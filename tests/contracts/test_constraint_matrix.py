@@ -1,7 +1,8 @@
 """Each form of constraint on each route reaches the engine, with the adapter of the call, or is refused by its name.
 
-Calls go through the application with all contracts to a scripted engine. What Slipway leaves to vLLM's front end counts
-as its body. Bodies that JSON's readers disagree about mean the same here, or are refused.
+Calls go through the application with all contracts to a scripted engine. For a call that Slipway leaves to vLLM's front
+end, the tests look at the body that vLLM gets. Bodies that JSON's readers disagree about mean the same here, or are
+refused.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ SETTINGS = {
     **dict.fromkeys(ASYNCHRONOUS, configured(ENGINE_SETTINGS, async_mode=True)),
     **dict.fromkeys(DYNAMIC, replace(MODEL, rolling_batch="disable")),
 }
-"""The settings of the model, by route, where they are not `ENGINE_SETTINGS`."""
+"""The settings of the model, by route. Other routes have `ENGINE_SETTINGS`."""
 
 
 WITH_BEAMS: Refused = {
@@ -163,7 +164,7 @@ OF_TOKENS: dict[str, list[tuple[Fields, Fields]]] = {
     **for_each(LMI, [*_OWN_NAMES, *_STOP_SEQUENCES, ({"min_new_tokens": 6}, {"min_tokens": 6})]),
     **for_each(TGI, [*_STOP, *_STOP_SEQUENCES]),
 }
-"""The parameters of each route that constrain single tokens, and what the engine or vLLM gets."""
+"""The parameters of each route that constrain single tokens, and those that the engine or vLLM gets."""
 
 
 def _json_schema(**strict: Any) -> Fields:
@@ -206,7 +207,7 @@ class Engine(ScriptedEngine):
 
 @dataclass
 class Seen:
-    """What reached the engine, or vLLM's front end, of a call: the forms, the sampling parameters, the adapters."""
+    """The forms, the sampling parameters and the adapters of a call that reached the engine or vLLM's front end."""
 
     engine: Engine
     bodies: list[Fields] = field(default_factory=list)

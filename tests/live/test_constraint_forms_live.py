@@ -1,4 +1,4 @@
-"""Each form of constraint holds once, and each route once; what the engine cannot hold is refused by its name.
+"""Each form of constraint holds once, and each route once. A form that the engine cannot hold is refused by its name.
 
 tests/contracts/test_constraint_matrix.py has all forms on all routes.
 """
@@ -143,7 +143,7 @@ REFUSED_BY_ENGINE: dict[str, Refused] = {
     "LMI, streamed": _ENDLESS,
     **for_each(("happy_vllm", "Triton"), {**_ENDLESS, **_VLLMS_BEAMS}),
 }
-"""What the contracts let pass, and vLLM's front end or the engine refuses. The model has no parser of tools."""
+"""The contracts let these pass. vLLM's front end or the engine refuses them. The model has no parser of tools."""
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_ENGINE)
