@@ -213,14 +213,6 @@ def test_an_answer_of_a_simple_form_has_its_fields_and_types(sample_server: Serv
             assert all(isinstance(item, kinds[kind[0] if isinstance(kind, list) else kind]) for item in items)
 
 
-def test_a_stream_is_held_to_its_pool_as_well(server: Server) -> None:
-    document = {"prompt": "Choose:", "response_pool": ["mathematician", "show writer"], "n": 2}
-    with server.client.stream("POST", "/v1/generate_stream", json=document) as response:
-        last = json.loads(list(response.iter_lines())[-1])
-    assert set(last["responses"]) <= set(document["response_pool"])
-    assert last["finish_reasons"] == ["stop", "stop"]
-
-
 @pytest.mark.parametrize(
     "document",
     [
