@@ -113,7 +113,7 @@ async def _serving(
         """Return the handler of `/invocations` with the formatters of the model or of an adapter."""
         if engine.pooling is not None:
             return pooling_invocations(settings, queue, engine.pooling, openai)
-        contract = _contract(settings, engine)
+        contract = lmi_contract(settings, engine)
         if isinstance(contract, LmiAsyncContract):
             if given.output is not None and openai is None:
                 raise EngineStartError("an output formatter with option.async_mode=true needs vLLM as the engine")
@@ -232,7 +232,8 @@ async def _load_custom(settings: ModelConfig, limits: Limits, held: contextlib.A
     return Service(settings, custom, custom, custom=custom, adapters=adapters)
 
 
-def _contract(settings: ModelConfig, engine: Engine) -> Contract:
+def lmi_contract(settings: ModelConfig, engine: Engine) -> Contract:
+    """Return the contract of `/invocations` that the settings select."""
     if settings.lmi.async_mode:
         return LmiAsyncContract(settings, getattr(engine, "default_sampling", None))
     if settings.rolling_batch == "disable":

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.errors import EngineDead, GenerationFailed, InvalidParameter, Overloaded
-from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from engines.request import GenerationRequest
 from handlers.contract import ContractError, Exchange, Reply
 from handlers.lmi.asynchronous import LmiAsyncContract
-from tests.contracts.exchange import MODEL, a_joke, call, whole
+from tests.contracts.exchange import MODEL, call
 from tests.settings import configured
 
 
@@ -34,71 +33,6 @@ def refusal(document: Any, **settings: Any) -> Reply:
     reply = attempt(document, **settings)
     assert isinstance(reply, Reply), "the call was not refused"
     return reply
-
-
-def body(document: Any, *deltas: TokenDelta) -> bytes:
-    exchange = parse(document)
-    return b"".join(exchange.answer.feed(0, delta) for delta in deltas)
-
-
-JOKE = (Token(7, " a", -0.5), Token(9, " joke", -0.25))
-
-
-def test_a_whole_answer_is_one_line() -> None:
-    assert body({"inputs": "Tell me"}, whole(" a joke")) == b'{"generated_text": " a joke"}\n'
-
-
-def test_the_full_text_begins_with_the_prompt() -> None:
-    document = {"inputs": "Tell me", "parameters": {"return_full_text": True}}
-    assert body(document, whole(" a joke")) == b'{"generated_text": "Tell me a joke"}\n'
-
-
-def test_details_have_the_newer_schemas_fields() -> None:
-    document = {"inputs": "Tell me", "parameters": {"details": True, "seed": 3}}
-    assert body(document, whole(" a joke", *JOKE)) == (
-        b'{"generated_text": " a joke", "details": {"finish_reason": "length", "generated_tokens": 2, "seed": 3, '
-        b'"prefill": [], "tokens": [{"id": 7, "text": " a", "logprob": -0.5}, '
-        b'{"id": 9, "text": " joke", "logprob": -0.25}]}}\n'
-    )
-
-
-def test_prompt_tokens_are_among_the_details_if_asked_for() -> None:
-    document = {"inputs": "Tell me", "parameters": {"details": True, "decoder_input_details": True}}
-    exchange = parse(document)
-    assert exchange.requests[0].want_prompt_tokens
-    delta = whole("", prompt_tokens=[Token(1, "Tell"), Token(2, " me", -1.5)])
-    answer = json.loads(exchange.answer.feed(0, delta))
-    assert answer["details"]["prefill"] == [
-        {"id": 1, "text": "Tell", "logprob": None},
-        {"id": 2, "text": " me", "logprob": -1.5},
-    ]
-    assert not request_of({"decoder_input_details": True}).want_prompt_tokens
-
-
-def test_a_stream_is_a_line_for_each_token_and_two_empty_ones() -> None:
-    assert body({"inputs": "Tell me", "stream": True}, *a_joke()) == (
-        b'{"index": 0, "token": {"id": 7, "text": " a", "logprob": -0.5}, "generated_text": null, "details": null}\n'
-        b'{"index": 0, "token": {"id": 9, "text": " joke", "logprob": -0.25}, "generated_text": " a joke", '
-        b'"details": null}\n\n\n'
-    )
-
-
-def test_the_last_record_of_a_stream_has_the_details() -> None:
-    document = {"inputs": "Tell me", "stream": True, "parameters": {"details": True, "return_full_text": True}}
-    first, last = a_joke(FinishReason.EOS)
-    last.prompt_token_count = 2
-    exchange = parse(document)
-    exchange.answer.feed(0, first)
-    assert exchange.answer.feed(0, last) == (
-        b'{"index": 0, "token": {"id": 9, "text": " joke", "logprob": -0.25}, "generated_text": "Tell me a joke", '
-        b'"details": {"finish_reason": "eos_token", "seed": null, "generated_tokens": 2, "input_length": 2}}\n\n\n'
-    )
-
-
-def test_a_log_probability_that_is_no_number_is_null() -> None:
-    stream = {"inputs": "Tell me", "stream": True}
-    for logprob in (None, float("-inf")):
-        assert b'"logprob": null' in body(stream, whole("x", Token(1, "x", logprob)))
 
 
 @pytest.mark.parametrize(
@@ -140,6 +74,8 @@ def test_truncation_and_streaming_reach_the_engine() -> None:
     request = request_of({"truncate": 8}, stream=True)
     assert (request.truncate_prompt_tokens, request.stream, request.want_tokens) == (8, True, True)
     assert request_of({"stream": True}).stream
+    assert request_of({"details": True, "decoder_input_details": True}).want_prompt_tokens
+    assert not request_of({"decoder_input_details": True}).want_prompt_tokens
 
 
 def test_parameters_without_effect_are_noted_and_refused_when_strict() -> None:
@@ -153,54 +89,6 @@ def test_parameters_without_effect_are_noted_and_refused_when_strict() -> None:
 
 def test_an_array_of_one_prompt_is_that_prompt() -> None:
     assert parse({"inputs": ["Tell me"]}).requests[0].prompt == "Tell me"
-
-
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        (b"{", "Input Parsing failed. The body is not valid JSON: Input data was truncated."),
-        (
-            [],
-            "Input Parsing failed. The body must be a JSON object with `inputs`, `messages` or `prompt`, got an array.",
-        ),
-        ({}, "Input Parsing failed. The body has none of `inputs`, `messages` and `prompt`."),
-        ({"inputs": ["a", "b"]}, "Input Parsing failed. `inputs` must be one prompt: a string, or an array of one."),
-        ({"inputs": ""}, "Input Parsing failed. `inputs` must not be empty."),
-        ({"inputs": "a", "parameters": 1}, "Input Parsing failed. `parameters` must be an object, got a number."),
-        ({"inputs": "a", "stream": "yes"}, "Input Parsing failed. `stream` must be true or false, got a string."),
-        (
-            {"inputs": "a", "parameters": {"max_new_tokens": 0}},
-            "Input Parsing failed. `max_new_tokens` must be at least 1, got 0.",
-        ),
-        (
-            {"inputs": "a", "parameters": {"temperature": "hot"}},
-            'Input Parsing failed. `temperature` must be a number, got "hot".',
-        ),
-    ],
-)
-def test_what_cannot_be_understood_is_424_with_the_reason(document: Any, message: str) -> None:
-    reply = refusal(document)
-    assert (reply.status, reply.content_type) == (424, "application/json")
-    assert json.loads(reply.body) == {"error": message, "code": 424}
-
-
-def test_errors_before_the_first_token_have_a_status() -> None:
-    answer = parse({"inputs": "a"}).answer
-    assert answer.fail(InvalidParameter("max_new_tokens", "is too large")) == Reply(
-        424, "application/json", b'{"error":"`max_new_tokens` is too large","code":424}'
-    )
-    assert answer.fail(GenerationFailed("no token")).body == b'{"error":"no token","code":500}'
-    assert answer.fail(EngineDead()).status == 500
-    assert answer.fail(Overloaded("full")).body == (
-        b'{\n  "code": 503,\n  "type": "WlmCapacityException",\n  "message": "full"\n}\n'
-    )
-
-
-def test_an_error_midway_is_vllms_error_object() -> None:
-    answer = parse({"inputs": "a", "stream": True}).answer
-    assert answer.fail_midway(GenerationFailed("no token")) == (
-        b'{"error":{"message":"no token","type":"InternalServerError","param":null,"code":500}}\n\n'
-    )
 
 
 JSON = st.recursive(

@@ -9,7 +9,7 @@ from typing import Any
 
 from engines.errors import RequestError
 from engines.pooling import PoolingModel
-from engines.request import GenerationRequest, Token, TokenDelta
+from engines.request import GenerationRequest, Token
 from engines.statistics import EngineStatistics
 from handlers.contract import Call, ContractError, Exchange, Reply
 from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, ModelView, State
@@ -81,11 +81,6 @@ def refused(document: Any, route: str = "generate", **more: Any) -> Reply:
 
 def request_of(document: Any, route: str = "generate", **more: Any) -> GenerationRequest:
     return parse(document, route, **more).requests[0]
-
-
-def answered(document: Any, *deltas: TokenDelta, route: str = "generate", **more: Any) -> bytes:
-    exchange = parse(document, route, **more)
-    return b"".join(exchange.answer.feed(0, delta) for delta in deltas)
 
 
 def view(state: State = "ready", reason: str = "", loaded: Any = None, **settings: Any) -> ModelView:

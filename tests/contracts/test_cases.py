@@ -1,0 +1,146 @@
+"""Runs the case files `cases/<contract>/<behaviour>.yaml`. Each YAML document is one exchange of bytes.
+
+`-k NAME` runs one file. UPDATE_CASES=1 writes the replies, and keeps the text above each `reply:`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import httpx
+import pytest
+import yaml
+
+from container.app import create_app
+from container.models.life_cycle import Lifecycle, State
+from container.models.registration import Registrar
+from container.models.registry import Model, Models
+from engines import errors
+from engines.interface import Generation, Sink
+from engines.loaded_model import ModelTexts
+from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from handlers.djl_errors import overloaded
+from handlers.engine_handler import EngineHandler
+from handlers.entry_point import generation_handlers, lmi_contract, pooling_invocations
+from handlers.loaded_service import Service
+from handlers.queue import EngineQueue
+from tests.contracts import pooling_exchange, tgi_exchange
+from tests.settings import load_settings
+from tests.stand_ins.scripted_engine import ScriptedGeneration
+
+CASES = sorted((Path(__file__).parent / "cases").glob("*/*.yaml"))
+HEADERS = ("content-type", "allow", "cache-control", "x-accel-buffering", "x-compute-type", "x-compute-characters")
+HEADERS += ("x-compute-tokens", "x-prompt-tokens", "x-generated-tokens")
+
+
+class CaseEngine(pooling_exchange.PoolingEngine):
+    """Plays the deltas of a case when it has all requests of the call, or answers with the case's numbers."""
+
+    eos_token_ids = frozenset({tgi_exchange.END})
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        super().__init__(case.get("model", "generating"), case.get("numbers", [[0.5, 0.5, 0.5, 0.5]]))
+        self.tokenizer: Any = SimpleNamespace(pad_token="")
+        self._script: Sequence[dict[str, Any]] = case.get("deltas", ())
+        error = case.get("error")  # The name of the engine's error, and its arguments.
+        self._error: errors.RequestError | None = getattr(errors, error[0])(*error[1:]) if error else None
+        self._playing: asyncio.Task[None] | None = None
+
+    @cached_property
+    def texts(self) -> ModelTexts:
+        return ModelTexts(tgi_exchange.FakeTokenizer()) if self.pooling is None else super().texts
+
+    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
+        if self._error is not None and not self._script:
+            raise self._error
+        if request.pooling is not None or not self._script:
+            return await super().submit(request, sink)
+        self.sinks.append(sink)
+        if len(self.sinks) == 1 + max(step.get("prompt", 0) for step in self._script):
+            self._playing = asyncio.create_task(self._play())
+        return ScriptedGeneration(request, sink)
+
+    async def _play(self) -> None:
+        for step in self._script:
+            fields = {"token_count": len(step.get("tokens", ()))} | step
+            sink = self.sinks[fields.pop("prompt", 0)]
+            for name in ("tokens", "prompt_tokens"):
+                fields[name] = [token(*one) for one in fields[name]] if name in fields else []
+            if reason := fields.get("finish_reason"):
+                fields = {"last": True} | fields | {"finish_reason": FinishReason(reason)}
+            sink.on_delta(TokenDelta(**fields))
+        if self._error is not None:
+            self.sinks[0].on_error(self._error)
+
+
+def token(number: int, text: str, logprob: float | None = None, fields: dict[str, Any] | None = None) -> Token:
+    """Return a token of a case: `[id, text, log probability, further fields]`."""
+    fields = dict(fields or {})
+    return Token(number, text, logprob, **fields | {"top": tuple(token(*one) for one in fields.get("top", ()))})
+
+
+async def exchanged(case: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the reply of the application to a case's request."""
+    options = {"option.rolling_batch": "lmi-dist"} | case.get("options", {})
+    (directory / "config.json").write_text("{}")
+    (directory / "serving.properties").write_text("".join(f"{key}={value}\n" for key, value in options.items()))
+    settings = load_settings(directory, case.get("environment", {}))
+    engine = CaseEngine(case)
+    queue = EngineQueue(engine, case.get("places", 100), settings.server.throttle_error_http_code)
+    if engine.pooling is None:
+        lmi = lmi_contract(settings.model, engine)
+        invocations: Any = EngineHandler(queue, lmi, refuse_unread=overloaded)
+    else:
+        invocations = pooling_invocations(settings.model, queue, engine.pooling, None)
+    handlers = generation_handlers(settings.model, queue)
+    lifecycle = Lifecycle(settings)
+    lifecycle.stage = State.READY
+    lifecycle.service = Service(settings.model, invocations, engine, handlers, queue=queue, engine=engine)
+    models = Models([Model(lifecycle, "model")])
+    app = create_app(models, settings.server, Registrar(models, settings.server, Mock())).main
+    request = case["request"]
+    body = request.get("body")
+    sent: dict[str, Any] = {"content": body.encode()} if isinstance(body, str) else {"json": body}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        reply = await client.request(
+            request.get("method", "POST"), request["path"], headers=request.get("headers"), **sent
+        )
+    headers = {name: reply.headers[name] for name in HEADERS if name in reply.headers}
+    return {"status": reply.status_code, **headers, "body": reply.content.decode()}
+
+
+class ReplyDumper(yaml.SafeDumper):
+    """Writes bodies as blocks, whose lines are the bytes on the wire."""
+
+
+ReplyDumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text or text[:1] in "{[" else None
+    ),
+)
+
+
+def write_replies(path: Path, replies: list[dict[str, Any]]) -> None:
+    heads = [document.partition("\nreply:\n")[0].rstrip() for document in path.read_text().split("\n---\n")]
+    shown = [
+        yaml.dump({"reply": reply}, Dumper=ReplyDumper, allow_unicode=True, sort_keys=False, width=10**6)
+        for reply in replies
+    ]
+    path.write_text("---\n".join(f"{head}\n{reply}" for head, reply in zip(heads, shown, strict=True)))
+
+
+@pytest.mark.parametrize("path", CASES, ids=[f"{path.parent.name}-{path.stem}" for path in CASES])
+def test_the_reply_has_the_bytes_of_the_case(path: Path, tmp_path: Path) -> None:
+    (directory := tmp_path / "model").mkdir()
+    replies = [asyncio.run(exchanged(case, directory)) for case in yaml.safe_load_all(path.read_text())]
+    if os.environ.get("UPDATE_CASES"):
+        write_replies(path, replies)
+    assert replies == [case["reply"] for case in yaml.safe_load_all(path.read_text())]
