@@ -108,7 +108,8 @@ async def exchanged(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     request = case["request"]
     body = request.get("body")
     sent: dict[str, Any] = {"content": body.encode()} if isinstance(body, str) else {"json": body}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+    async with asyncio.timeout(60), client:  # A script without a last delta has no end.
         reply = await client.request(
             request.get("method", "POST"), request["path"], headers=request.get("headers"), **sent
         )
