@@ -47,6 +47,8 @@ class CaseEngine(pooling_exchange.PoolingEngine):
 
     def __init__(self, case: dict[str, Any]) -> None:
         super().__init__(case.get("model", "generating"), case.get("numbers", [[0.5, 0.5, 0.5, 0.5]]))
+        if self.pooling is None:
+            self.max_model_len = tgi_exchange.CONTEXT
         self.tokenizer: Any = SimpleNamespace(pad_token="")
         self._script: Sequence[dict[str, Any]] = case.get("deltas", ())
         error = case.get("error")  # The name of the engine's error, and its arguments.

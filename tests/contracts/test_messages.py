@@ -5,23 +5,36 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from tests.contracts.test_cases import ReplyDumper, exchanged
+from tests.contracts.test_cases import exchanged
 
 MESSAGES = Path(__file__).parent / "messages.yaml"
 
 
+def write_messages(replies: dict[str, list[dict[str, Any]]]) -> None:
+    """Write a line for each exchange."""
+    with MESSAGES.open("w") as file:
+        for path, exchanges in replies.items():
+            file.write(f"{path}:\n")
+            for exchange in exchanges:
+                line = yaml.safe_dump(
+                    exchange, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**6
+                )
+                file.write(f"- {line}")
+
+
 def test_each_wrong_request_has_its_message(tmp_path: Path) -> None:
     (directory := tmp_path / "model").mkdir()
-    replies = {}
+    replies: dict[str, list[dict[str, Any]]] = {}
     for path, exchanges in yaml.safe_load(MESSAGES.read_text()).items():
         replies[path] = []
         for exchange in exchanges:
-            head = {"path": path, "headers": {"content-type": "application/json"}, "body": exchange["request"]}
-            reply = asyncio.run(exchanged({"request": head}, directory))
+            sent = {"path": path, "headers": {"content-type": "application/json"}, "body": exchange["request"]}
+            reply = asyncio.run(exchanged({"request": sent}, directory))
             replies[path].append({"request": exchange["request"], "status": reply["status"], "reply": reply["body"]})
     if os.environ.get("UPDATE_CASES"):
-        MESSAGES.write_text(yaml.dump(replies, Dumper=ReplyDumper, allow_unicode=True, sort_keys=False, width=10**6))
+        write_messages(replies)
     assert replies == yaml.safe_load(MESSAGES.read_text())
