@@ -587,6 +587,8 @@ def test_a_call_keeps_its_adapter_once_and_until_it_ends() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("request_id", ["a-b", "chatcmpl-a-b"])
 async def test_an_abort_ends_all_requests_of_an_answer(request_id: str) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+
     class Llm:
         errored = False
         output_processor = SimpleNamespace(external_req_ids=["chatcmpl-a-b_0", "chatcmpl-a-b_1", "chatcmpl-a-bc_0"])
