@@ -275,8 +275,8 @@ EQUAL = (
     Planted("the-same-stream", STREAM, STREAM, (), body=GREEDY),
     Planted(
         "ids-and-times",
-        reply(CHAT_ANSWER),
-        reply(CHAT_ANSWER | {"id": "chatcmpl-2", "created": 2}),
+        reply(CHAT_ANSWER | {"system_fingerprint": "vllm-1"}),
+        reply(CHAT_ANSWER | {"id": "chatcmpl-2", "created": 2, "system_fingerprint": "vllm-2"}),
         (),
         "/v1/chat/completions",
         CHAT,
