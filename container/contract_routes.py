@@ -60,7 +60,7 @@ def add_contracts(router: Router, state: AppState, contracts: Sequence[ContractR
                 case GenerationRoute():
                     route: HttpRoute = _GenerationHttpRoute(state, contract, declared)
                 case InvocationRoute():
-                    route = InvocationHttpRoute(state, contract, declared)
+                    route = _InvocationHttpRoute(state, contract, declared)
                 case InfoRoute():
                     route = _InfoHttpRoute(state, contract, declared, threads)
                 case ManagementRoute():
@@ -148,7 +148,7 @@ class _GenerationHttpRoute(HttpRoute):
         return handler.handle(call, reply)
 
 
-class InvocationHttpRoute(HttpRoute):
+class _InvocationHttpRoute(HttpRoute):
     """The handler of `/invocations` answers. The head names the model, or else a form."""
 
     queued = True

@@ -21,9 +21,8 @@ from replay.sources import MalformedLine, Sample, Source
 from replay.targets import NoAnswer, Target, Unreachable
 
 _AHEAD = 2  # Requests that are read ahead, for each that runs.
-MOST_FAILURES = (
-    20  # The replay stops after this number of requests in a row without an answer. Running requests do not count.
-)
+# The replay stops after this number of requests in a row without an answer. Running requests do not count.
+MOST_FAILURES = 20
 _READER_SECONDS = 3.0  # The time in which the thread that reads the source has to end.
 _LONG = 1 << 18  # Bytes. Longer answers are compared in a thread, so that they hold up no others.
 # Between two requests, with their recorded intervals. A wrong time must not make the replay wait for ever.

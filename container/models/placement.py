@@ -21,7 +21,7 @@ from engines.memory.parallelism import (
     tensor_parallel_sizes,
     why_one_copy,
 )
-from engines.memory.weight_files import hub_file, weight_bytes, weights_of
+from engines.memory.weight_files import draft_model, hub_file, weight_bytes, weights_of
 from handlers.model_config import ModelConfig
 
 _CONFIG = "config.json"
@@ -140,7 +140,12 @@ def hub_asked_once(models: Sequence[Settings]) -> Iterator[str]:
     Inside the context, a hub that does not answer is not asked again, and only cached files count. The retries of a
     download would take half a minute for each model.
     """
-    on_hub = ", ".join(settings.model.model_id for settings in models if not os.path.isdir(settings.model.model_id))
+    named = (
+        model
+        for settings in models
+        for model in (settings.model.model_id, draft_model(settings.model.engine_arguments.get("speculative_config")))
+    )
+    on_hub = ", ".join(model for model in named if model and not os.path.isdir(model))
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE or not on_hub:

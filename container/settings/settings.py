@@ -80,9 +80,8 @@ class Startup:
 
     server: ServerConfig
     models: tuple[StartupModel, ...]
-    report: ServerReport | None = (
-        None  # The origins of the server's settings; None: as in the settings of its one model.
-    )
+    # The origins of the server's settings. None: as in the settings of its one model.
+    report: ServerReport | None = None
     # The environment and the command line. They count for models that are registered later as well.
     environment: Environment = field(default_factory=Environment)
     command_line: Mapping[str, str] = field(default_factory=dict)

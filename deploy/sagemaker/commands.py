@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, NoReturn
+from urllib.parse import urlsplit
 
 import typer
 
@@ -40,6 +41,7 @@ from deploy.yaml_text import as_yaml
 
 FAILED, INVALID, CONFLICT, INTERRUPTED = 1, 2, 3, 130
 _LOG_LINES = 20
+_AWS_HOSTS = (".amazonaws.com", ".amazonaws.com.cn")
 
 Name = Annotated[str, typer.Argument(help="Name of the endpoint.")]
 Region = Annotated[str | None, typer.Option(help="AWS region. Default: AWS_REGION, or the region of the profile.")]
@@ -268,6 +270,8 @@ def invoke(
     request = body.encode(errors="surrogateescape") if body else from_prompt
     aws = Aws(region, profile)
     runtime = aws.client("sagemaker-runtime", attempts=1, key=api_key)  # A second call would generate a second answer.
+    if api_key is not None and (urlsplit(runtime.meta.endpoint_url).hostname or "").endswith(_AWS_HOSTS):
+        raise ConfigurationError("--api-key: AWS takes no key; expected AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME of a server")
     if asynchronous or input_location:
         _check_asynchronous(request, input_location, stream, component)
         places = endpoint.invoke_asynchronously(runtime, name, request=request, location=input_location, route=route)

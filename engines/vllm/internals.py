@@ -398,51 +398,31 @@ handlers/openai/media/connector.py
 handlers/openai/vllm/app.py
     vllm.entrypoints.launchers.api_server.app_state
         init_app_state(engine_client, state, args, supported_tasks=)
-    vllm.entrypoints.serve.exception_handling.error_response
-        create_error_response(message, err_type=, status_code=, param=)
-        sanitize_message(message)
     vllm.entrypoints.serve.exception_handling.handlers.http
         http_exception_handler(req, exc)
-        sanitize_message(message)
-    vllm.entrypoints.serve.exception_handling.handlers.validation
-        validation_exception_handler(req, exc)
-        sanitize_message(message)
-    vllm.entrypoints.anthropic.serving
-        sanitize_message(message)
     vllm.entrypoints.pooling.base.io_processor
         make_async(func, executor=)
     vllm.entrypoints.pooling.factories
         register_pooling_api_routers(app, supported_tasks, model_config=)
-    vllm.entrypoints.openai.responses.serving:OpenAIServingResponses
-        responses_background_stream_generator(self, response_id, starting_after=)
-        responses_stream_generator(self, request, sampling_params, result_generator, context, model_name, tokenizer,
-            request_metadata, created_time=)
-        create_responses(self, request, raw_request=)
-        _convert_generation_error_to_streaming_response(self, e)
-        background_tasks response_store event_store online_renderer
     vllm.entrypoints.openai.models.serving:OpenAIServingModels
         is_base_model(self, model_name)
         lora_requests
     vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat
         beam_search(self, prompt, request_id, params, lora_request=, trace_headers=, session_id=)
-        parser_cls response_role online_renderer
     vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch
         render_batch_chat_request(self, request)
     vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion
         beam_search(self, prompt, request_id, params, lora_request=, trace_headers=, session_id=)
-        system_fingerprint default_sampling_params override_max_tokens model_config enable_prompt_tokens_details
-        enable_force_include_usage enable_per_request_metrics return_tokens_as_token_ids request_logger
+        model_config
     vllm.entrypoints.speech_to_text.base.serving:SpeechToTextBaseServing
         _decode_and_chunk_speech_async
-    vllm.entrypoints.serve.tokenize.serving:ServingTokenization
-        create_tokenize(self, request, raw_request)
-        _check_model(self, request)
+handlers/openai/vllm/chat_prompts.py
+    vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat
+        online_renderer
     vllm.renderers.online_renderer:OnlineRenderer
-        render_chat(self, request, *, skip_mm_cache=)
         preprocess_chat(self, request, messages, default_template, default_template_content_format,
             default_template_kwargs, tool_dicts=, parser=, *, skip_mm_cache=)
-        parser use_harmony renderer model_config chat_template chat_template_content_format
-        default_chat_template_kwargs
+        renderer model_config chat_template chat_template_content_format default_chat_template_kwargs
     vllm.renderers.hf
         resolve_chat_template(tokenizer, chat_template, tools, *, model_config)
         resolve_chat_template_content_format(chat_template, tools, given_format, tokenizer, *, model_config)
@@ -452,19 +432,55 @@ handlers/openai/vllm/app.py
         get_tokenizer(self)
     vllm.renderers.chat_utils
         parse_chat_messages(messages, model_config, content_format, media_io_kwargs=, mm_processor_kwargs=)
+handlers/openai/vllm/common_calls.py
+    vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat
+        parser_cls response_role
+    vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion
+        system_fingerprint default_sampling_params override_max_tokens enable_prompt_tokens_details
+        enable_force_include_usage enable_per_request_metrics return_tokens_as_token_ids request_logger
+    vllm.renderers.online_renderer:OnlineRenderer
+        use_harmony
     vllm.config:VllmConfig
         aux_output_config speculative_config kv_transfer_config ec_transfer_config watermark_config
+    vllm.envs
+        VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_N_SEQUENCES VLLM_MAX_STOP_STRINGS
+handlers/openai/vllm/errors.py
+    vllm.entrypoints.serve.exception_handling.error_response
+        create_error_response(message, err_type=, status_code=, param=)
+        sanitize_message(message)
+    vllm.entrypoints.serve.exception_handling.handlers.http
+        sanitize_message(message)
+    vllm.entrypoints.serve.exception_handling.handlers.validation
+        validation_exception_handler(req, exc)
+        sanitize_message(message)
+    vllm.entrypoints.anthropic.serving
+        sanitize_message(message)
+handlers/openai/vllm/messages.py
     vllm.entrypoints.anthropic.serving:AnthropicServingMessages
         to_chat_completion_request(cls, anthropic_request, *, merge_inline_system=, disabled_thinking_effort=)
         messages_full_converter(self, generator)
         message_stream_converter(self, generator)
+handlers/openai/vllm/responses.py
+    vllm.entrypoints.openai.responses.serving:OpenAIServingResponses
+        responses_background_stream_generator(self, response_id, starting_after=)
+        responses_stream_generator(self, request, sampling_params, result_generator, context, model_name, tokenizer,
+            request_metadata, created_time=)
+        create_responses(self, request, raw_request=)
+        _convert_generation_error_to_streaming_response(self, e)
+        background_tasks response_store event_store online_renderer
+handlers/openai/vllm/tokenize.py
+    vllm.entrypoints.serve.tokenize.serving:ServingTokenization
+        create_tokenize(self, request, raw_request)
+        _check_model(self, request)
+    vllm.renderers.online_renderer:OnlineRenderer
+        render_chat(self, request, *, skip_mm_cache=)
+        parser
     vllm.entrypoints.serve.tokenize.protocol:TokenizeChatRequest
         build_tok_params(self, model_config)
+handlers/openai/vllm/tool_parsers.py
     vllm.parser.parser_manager:ParserManager
         get_parser(cls, tool_parser_name=, reasoning_parser_name=, enable_auto_tools=, model_name=, is_harmony=,
             tool_strict_level=, tokenizer=)
-    vllm.envs
-        VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_N_SEQUENCES VLLM_MAX_STOP_STRINGS
 handlers/openai/body.py
     vllm.entrypoints.openai.completion.protocol:CompletionRequest
         {model, prompt, echo, frequency_penalty, logit_bias, logprobs, max_tokens, n, presence_penalty, seed, stop,

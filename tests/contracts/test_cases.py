@@ -36,6 +36,7 @@ from tests.settings import load_settings
 from tests.stand_ins.scripted_engine import ScriptedGeneration
 
 CASES = sorted((Path(__file__).parent / "cases").glob("*/*.yaml"))
+assert CASES
 HEADERS = ("content-type", "allow", "cache-control", "x-accel-buffering", "x-compute-type", "x-compute-characters")
 HEADERS += ("x-compute-tokens", "x-prompt-tokens", "x-generated-tokens")
 

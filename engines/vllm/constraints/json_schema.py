@@ -1067,7 +1067,7 @@ KEYWORDS: Mapping[str, Keyword] = {
     "contains": Keyword(_Rewriter._contains, "the places of one item in up to 7", _ARRAY),
     "properties": Keyword(_Rewriter._properties, _HELD, _OBJECT),
     "required": Keyword(_Rewriter._required, _HELD, _OBJECT),
-    "patternProperties": Keyword(_Rewriter._pattern_properties, "held if no name can match two of them", _OBJECT),
+    "patternProperties": Keyword(_Rewriter._pattern_properties, "held if no name can match two patterns", _OBJECT),
     "additionalProperties": Keyword(_Rewriter._additional, _HELD, _OBJECT),
     "propertyNames": Keyword(
         _Rewriter._names_of_members, "`patternProperties`, or `properties` for an `enum`", _OBJECT
@@ -1081,7 +1081,7 @@ KEYWORDS: Mapping[str, Keyword] = {
     "not": Keyword(_Rewriter._not, "the opposite, if there is one: not of `items`, `format`, `oneOf` and so on"),
     "allOf": Keyword(_Rewriter._all_of, _HELD),
     "anyOf": Keyword(_Rewriter._any_of, _HELD),
-    "oneOf": Keyword(_Rewriter._any_of, "`anyOf`, each branch with the opposite of those that it overlaps"),
+    "oneOf": Keyword(_Rewriter._any_of, "`anyOf`, each branch with the negation of the branches that it overlaps"),
     "unevaluatedProperties": Keyword(
         _Rewriter._evaluated,
         "`additionalProperties` beside `allOf` and `$ref`, not beside choices",

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from container.http.router import Mount
-from container.observability import traffic_capture as request_capture
+from container.observability import traffic_capture
 from container.observability.traffic_capture import RecordFiles, RequestCapture, recorded_headers, recorded_query
 from engines.interface import Generation, Sink
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -144,7 +144,7 @@ async def test_a_record_that_memory_has_no_room_for_is_left_out(
 async def test_a_stop_waits_for_records_and_says_how_many_are_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_capture, "LAST_SECONDS", 0.01)
+    monkeypatch.setattr(traffic_capture, "LAST_SECONDS", 0.01)
     files, go_on = RecordFiles(tmp_path), threading.Event()
 
     def slow() -> bytes:
