@@ -23,7 +23,7 @@ _TGI = re.compile(r"/(generate|generate_stream)?")
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p")
 _PROMPTS = ("inputs", "messages", "prompt", "model")  # They name the schema, also if they are empty.
 _STREAMING_PATH = re.compile(r"/(generate_stream|invocations-response-stream)$")
-# Headers of one connection. The client sets them anew for each target. `accept-encoding` could lead to compressed bytes.
+# Headers of one connection. The client sets them anew. `accept-encoding` could lead to compressed bytes.
 _OF_CONNECTION = frozenset(
     (
         *("host", "connection", "keep-alive", "transfer-encoding", "content-length", "expect", "te", "upgrade"),

@@ -181,6 +181,7 @@ def test_an_update_of_what_is_not_there_is_in_the_way(cloudformation: FakeCloudF
         (["deploy", *SHORT, "--env", "HF_TOKEN"], "--env: expected NAME=VALUE"),
         (["deploy", "none.toml"], "none.toml: No such file"),
         (["invoke", "e"], "--prompt: missing"),
+        (["invoke", "e", "--prompt", "x", "--api-key", "k", "--region", "eu-west-1"], "--api-key: "),
         (
             ["template", *SHORT, "--set", "component.path=/other"],
             "component.path: there is no such field; expected one of gpus",
