@@ -28,7 +28,7 @@ from handlers.openai.constraints import (
 )
 from handlers.openai.current_call import OpenAICall
 from handlers.parsing.json_fields import json_fault
-from handlers.parsing.json_limits import JsonDecoder, JsonTooCostly, NotUtf8, check_cost
+from handlers.parsing.json_limits import JsonDecoder, JsonSize, JsonTooCostly, NotUtf8, check_limits
 from handlers.route_declarations import MOST_BYTES, check_text
 
 _CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, COUNT_TOKENS, RESPONSES, RENDER})
@@ -49,26 +49,8 @@ _ID = re.compile(r"[\x21-\x7e]{1,128}")  # Of a request, as in headers.
 
 _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_split = JsonDecoder(dict[str, msgspec.Raw]).decode
+_split = JsonDecoder(dict[str, msgspec.Raw]).decode_with_size
 _decode_messages = JsonDecoder(list[dict[str, msgspec.Raw]]).decode
-
-
-def check_readable(body: bytes, path: str) -> None:
-    """Check that vLLM's front end can read a body without holding up the event loop for long.
-
-    Raises:
-        InvalidRequest: Reading it would take too long.
-    """
-    try:
-        size = check_cost(body)
-    except JsonTooCostly as error:
-        raise InvalidRequest(f"the body cannot be read: {error}") from None
-    if path in _CONVERSATIONS or b'"messages"' in body:
-        most = _MOST_VALUES_OF_RESPONSES if path == RESPONSES else _MOST_VALUES
-        if (values := size.values + size.structures) > most:
-            raise InvalidRequest(
-                f"the body has {values} items, members, objects and arrays; with messages, this route takes {most}"
-            )
 
 
 def for_vllm(
@@ -91,21 +73,25 @@ def for_vllm(
         parses_tools: The model has a parser of tool calls.
 
     Raises:
-        InvalidRequest: Only vLLM can read the body, so that it cannot be translated.
+        InvalidRequest: Only vLLM can read the body, so that it cannot be translated, or reading it would take too long.
         InvalidParameter: vLLM would not enforce one of the constraints.
     """
     try:
-        document = _split(call.body) if call.fields is None else call.fields
+        document, size = _split(call.body) if call.fields is None else (call.fields, check_limits(call.body))
         given = {name: msgspec.json.decode(document[name]) for name in FIELDS.intersection(document)}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except JsonTooCostly as error:
+        raise InvalidRequest(f"the body cannot be read: {error}") from None
+    except msgspec.DecodeError as error:
         if isinstance(error, NotUtf8) or _is_read_by_python(call.body):
             reason = error.reason if isinstance(error, NotUtf8) else json_fault(call.body, error)
             raise InvalidRequest(f"the body is not JSON in UTF-8 (RFC 8259): {reason}") from None
         return call
+    if size is not None and (path in _CONVERSATIONS or "messages" in document):
+        _check_values(size, path)
     if len(call.body) > _LARGE:
         try:
             _check_sizes(document, path, openai_call)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except msgspec.DecodeError:
             return call  # vLLM refuses it.
     if len(call.body) >= LONG_BODY and bytes(document.get("messages", b"")).startswith(b'"'):
         raise InvalidParameter("messages", "must be an array, got a string")  # vLLM would take each character
@@ -182,6 +168,15 @@ def _with_read_messages(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
                 if len(texts) == len(parts):
                     item["content"] = [{"type": "output_text", "text": "\n".join(texts), "annotations": []}]
     return {"input": items}
+
+
+def _check_values(size: JsonSize, path: str) -> None:
+    """Raise InvalidRequest if vLLM's front end would hold up the event loop for long with a body with messages."""
+    most = _MOST_VALUES_OF_RESPONSES if path == RESPONSES else _MOST_VALUES
+    if (values := size.values + size.structures) > most:
+        raise InvalidRequest(
+            f"the body has {values} items, members, objects and arrays; with messages, this route takes {most}"
+        )
 
 
 def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, openai_call: OpenAICall) -> None:
@@ -267,7 +262,7 @@ def _without_nulls(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     """Return `messages` without null fields. A null `content` stays: a message with tool calls may have it."""
     try:
         messages = _decode_messages(bytes(document["messages"]))
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
+    except (msgspec.DecodeError, KeyError):
         return {}
     kept = [
         {name: value for name, value in message.items() if name == "content" or bytes(value) != b"null"}

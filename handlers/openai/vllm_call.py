@@ -21,7 +21,7 @@ from handlers.openai.error_forms import error_form
 from handlers.openai.media.limits import MediaMemory
 from handlers.openai.media.speech import SPEECH, check_form
 from handlers.openai.routes import error_reply, refuse
-from handlers.openai.vllm_body import check_readable, for_vllm
+from handlers.openai.vllm_body import for_vllm
 from handlers.parsing.images import ImageLoader
 from handlers.parsing.json_limits import off_the_loop
 
@@ -124,7 +124,6 @@ class VllmCall:
         if self._path in SPEECH:
             check_form(call, self._vllm.most_sound_mib)
             return call
-        check_readable(call.body, self._path)
         return for_vllm(call, self._path, openai_call, model=self._model, parses_tools=self._vllm.parses_tools)
 
     async def _receive(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Bounds the cost and the depth of a JSON text before it is decoded.
 
 A decoder holds the interpreter's lock, so no other thread runs until it returns. Most texts of 64 MiB are decoded in
-0.3 s. Without these limits, 64 MiB of empty arrays take 6 s, of different keys 2 s, of numbers with 4,000 digits 2.5 s,
-and of numbers with large exponents two minutes (msgspec 0.22 on a core of 2.5 GHz).
+0.3 s, and the slowest in 0.5 s. Without these limits, 64 MiB of empty arrays take 6 s, of different keys 2 s, of
+fractions 1.6 s, of numbers with 4,000 digits 2.5 s, and of numbers with large exponents two minutes (msgspec 0.22 on a
+core of 2.5 GHz).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import codecs
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
@@ -22,8 +23,9 @@ CHECKED = 16 * 1024  # Bytes; shorter texts are decoded in 40 ms at most. Only t
 # Of objects and arrays. Code that walks through a document further down the stack would reach the interpreter's limit,
 # and the pickled parameters of a request would end the engine's process.
 MOST_DEPTH = 128
-MOST_PARTS = 2_500_000  # Decoded in 0.2 s. A comma is a part.
+MOST_PARTS = 2_500_000  # Decoded in 0.2 s; integers with 20 digits take 0.5 s. A comma is a part.
 OF_STRUCTURE = 10  # Parts of an object, an array, or a key; each takes 0.3 µs.
+OF_FRACTION = 8  # Parts of a decimal point. 9007199254740993.0 takes 0.5 µs, and most fractions take 0.07 µs.
 OF_EXPONENT = 500  # Parts of a number such as 1e300, which takes 14 µs.
 MOST_DIGITS = 100  # In a row; long numbers take quadratic time.
 
@@ -36,7 +38,7 @@ _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 _TOO_DEEP = f"it is nested more than {MOST_DEPTH} levels deep"
 
 # Held while a thread checks and decodes a long text: two at a time would keep all else waiting for twice as long.
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.RLock()
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -49,8 +51,8 @@ class JsonTooCostly(msgspec.DecodeError):
 class JsonSize(NamedTuple):
     """The parts of a JSON text."""
 
-    values: int = 0  # Items of arrays and members of objects.
-    structures: int = 0  # Objects and arrays.
+    values: int  # Items of arrays and members of objects.
+    structures: int  # Objects and arrays.
 
 
 class NotUtf8(msgspec.DecodeError):
@@ -83,22 +85,31 @@ class JsonDecoder(Generic[T]):
             NotUtf8: The text is not in UTF-8.
             msgspec.DecodeError: The text is no JSON, or is not of the expected type.
         """
+        return self.decode_with_size(text)[0]
+
+    def decode_with_size(self, text: bytes | str) -> tuple[T, JsonSize | None]:
+        """Decode a document as `decode`. Returns its size as well, as `check_limits`."""
         try:
             if isinstance(text, str):
                 text = text.encode("utf-8", "surrogatepass")
-            with _one_at_a_time if len(text) >= LONG_BODY else nullcontext():
-                check_cost(text)
+            with _turn(text):
+                size = check_limits(text)
                 # msgspec does not look into strings that the shape leaves out or keeps encoded, such as those for vLLM.
                 _check_utf8(text)
-                return self._decode(text)
+                return self._decode(text), size
         except msgspec.DecodeError:
             raise
         except UnicodeDecodeError as error:
             raise NotUtf8(error.reason) from None
         except ValueError as error:  # A number is too long to read.
             raise msgspec.DecodeError(str(error)) from None
-        except RecursionError:  # A document without its ends.
+        except RecursionError:  # Only a document without its ends is this deep here.
             raise JsonTooCostly(_TOO_DEEP) from None
+
+
+def _turn(text: bytes) -> AbstractContextManager[Any]:
+    """Return the lock to hold while a text is read. Short texts need none."""
+    return _one_at_a_time if len(text) >= LONG_BODY else nullcontext()
 
 
 def _check_utf8(text: bytes) -> None:
@@ -118,37 +129,41 @@ async def off_the_loop(body: bytes, function: Callable[P, T], *args: P.args, **k
     return await asyncio.to_thread(function, *args, **keywords)
 
 
-def check_cost(text: bytes) -> JsonSize:
+def check_limits(text: bytes) -> JsonSize | None:
     """Check a text piece by piece. Other threads run between the pieces.
 
     Returns:
-        The size of the text. Empty for short texts.
+        The size of the text. None for short texts, which are not counted.
 
     Raises:
         JsonTooCostly: The text has more than `MOST_PARTS` parts, a number has too many digits, or the document is
             nested too deeply.
     """
     if len(text) < CHECKED and text.count(b"{") + text.count(b"[") <= MOST_DEPTH:
-        return JsonSize()
-    keys = structures = values = letters = 0
+        return None
+    keys = structures = closed = values = points = letters = 0
     end, brackets = b"", []
-    for outside in _pieces(text):
-        count = outside.count
-        keys += count(b":")
-        structures += count(b"{") + count(b"[")
-        values += count(b",")
-        # `true` and `false` have an e each, and their other letters are in nothing else outside strings.
-        letters += count(b"e") + count(b"E") - count(b"t") - count(b"f")
-        if values + (keys + structures) * OF_STRUCTURE + letters * OF_EXPONENT > MOST_PARTS:
-            raise JsonTooCostly(
-                f"it has more than {MOST_PARTS} parts (an item counts 1, a key, an object or an array {OF_STRUCTURE}, "
-                f"and an exponent {OF_EXPONENT})"
-            )
-        if _LONG_NUMBER in (end + outside).translate(_DIGITS):
-            raise JsonTooCostly(f"a number has more than {MOST_DIGITS} digits")
-        end = (end + outside)[-MOST_DIGITS:]
-        brackets.append(outside.translate(_BRACKETS, _OTHERS))
-    _check_depth(b"".join(brackets))
+    with _turn(text):
+        for outside in _pieces(text):
+            count = outside.count
+            keys += count(b":")
+            structures += count(b"{") + count(b"[")
+            closed += count(b"}") + count(b"]")
+            values += count(b",")
+            points += count(b".")
+            # `true` and `false` have an e each, and their other letters are in nothing else outside strings.
+            letters += count(b"e") + count(b"E") - count(b"t") - count(b"f")
+            parts = values + (keys + max(structures, closed)) * OF_STRUCTURE
+            if parts + points * OF_FRACTION + letters * OF_EXPONENT > MOST_PARTS:
+                raise JsonTooCostly(
+                    f"it has more than {MOST_PARTS} parts (an item counts 1, a key, an object or an array "
+                    f"{OF_STRUCTURE}, a decimal point {OF_FRACTION}, and an exponent {OF_EXPONENT})"
+                )
+            if _LONG_NUMBER in (end + outside).translate(_DIGITS):
+                raise JsonTooCostly(f"a number has more than {MOST_DIGITS} digits")
+            end = (end + outside)[-MOST_DIGITS:]
+            brackets.append(outside.translate(_BRACKETS, _OTHERS))
+        _check_depth(b"".join(brackets))
     return JsonSize(values, structures)
 
 

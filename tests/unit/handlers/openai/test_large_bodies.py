@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from engines.errors import InvalidRequest
 from handlers.contract import Call
 from handlers.openai.current_call import OpenAICall
 from handlers.openai.vllm_body import for_vllm
+from handlers.parsing.json_limits import JsonDecoder
 from handlers.queue import EngineQueue
+from tests.python_calls import python_calls
 from tests.stand_ins.scripted_engine import ScriptedEngine
 
 
@@ -45,11 +48,34 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A
         ("/tokenize", {"messages": [], "tools": [{"image_url": LONG}]}, "bytes of text"),
         ("/tokenize", {"messages": [{"content": "", "image_url": LONG}]}, "bytes of text"),
         ("/tokenize", {"messages": [], "chat_template_kwargs": {LONG: 1}}, "bytes of text"),
+        ("/v1/chat/completions", {"messages": [{}] * 20_001}, "the body has 40[0-9]{3} items.*takes 40000"),
+        ("/tokenize", {"messages": [{}] * 20_001}, "takes 40000"),
+        ("/pooling", {"messages": [{}] * 20_001}, "takes 40000"),
+        ("/v1/responses", {"input": [{}] * 5_000}, "takes 8000"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": [[]] * 250_000}, "more than 2500000 parts"),
     ],
 )
 def test_they_are_refused(path: str, body: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         translated(path, body)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/pooling"])
+@pytest.mark.parametrize("split", [False, True])
+def test_values_beside_messages_are_counted_if_a_letter_of_the_name_is_escaped(path: str, split: bool) -> None:
+    body = json.dumps({"messages": [{}] * 20_001}).encode().replace(b"messages", rb"\u006dessages")
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw]) if split else None
+    given = Call(body=body, content_type="application/json", request_id="r", path=path, fields=fields)
+    with pytest.raises(InvalidRequest, match="takes 40000"):
+        for_vllm(given, path, OpenAICall(EngineQueue(ScriptedEngine(), 1000)))
+
+
+def test_a_long_body_is_checked_once() -> None:
+    text = json.dumps({"model": "m", "prompt": [1] * 2_000_000}).encode()
+    given = Call(body=text, content_type="application/json", request_id="r", path="/v1/completions")
+    call = OpenAICall(EngineQueue(ScriptedEngine(), 1000))
+    once = python_calls(lambda: JsonDecoder(dict[str, msgspec.Raw]).decode(text))
+    assert python_calls(lambda: for_vllm(given, "/v1/completions", call)) < 2 * once
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ from handlers.parsing.json_limits import (
     MOST_DIGITS,
     MOST_PARTS,
     OF_EXPONENT,
+    OF_FRACTION,
     OF_STRUCTURE,
     JsonDecoder,
     JsonSize,
     JsonTooCostly,
     NotUtf8,
-    check_cost,
+    check_limits,
     off_the_loop,
 )
 
@@ -50,7 +51,7 @@ def counted(document: Any) -> JsonSize:
 @settings(max_examples=200, deadline=None)
 def test_what_is_in_strings_does_not_count(document: Any, ascii_only: bool, indent: int | None) -> None:
     text = json.dumps(document, ensure_ascii=ascii_only, indent=indent).encode("utf-8", "surrogatepass")
-    assert check_cost(text + PADDING) == counted(document)
+    assert check_limits(text + PADDING) == counted(document)
 
 
 def parts(piece: bytes, times: int) -> bytes:
@@ -72,14 +73,17 @@ EXPONENT = 1 + OF_EXPONENT
         (b'{"a":1}', 1 + 2 * OF_STRUCTURE),
         (b"1e300", EXPONENT),
         (b"1E+2", EXPONENT),
-        (b"-1.5e-7", EXPONENT),
+        (b"-1.5e-7", EXPONENT + OF_FRACTION),
+        (b"9007199254740993.0000001", 1 + OF_FRACTION),
     ],
 )
 def test_as_many_parts_are_taken_as_the_bound_allows(piece: bytes, each: int) -> None:
     most = (MOST_PARTS - OF_STRUCTURE + 1) // each  # The array around the pieces is a structure.
-    assert check_cost(parts(piece, most)).values == most - 1
+    size = check_limits(parts(piece, most))
+    assert size is not None
+    assert size.values == most - 1
     with pytest.raises(JsonTooCostly):
-        check_cost(parts(piece, most + 1))
+        check_limits(parts(piece, most + 1))
 
 
 @pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}"), (b'[{"]}":', b"}]")])
@@ -100,15 +104,29 @@ def test_a_document_without_its_ends_is_refused(text: bytes) -> None:
         JsonDecoder[Any]().decode(text)
 
 
+@pytest.mark.parametrize("opening", [b"", b"[" * MOST_DEPTH])
+def test_closing_brackets_are_bounded_too(opening: bytes) -> None:
+    most = MOST_PARTS // OF_STRUCTURE
+    assert check_limits(opening + b"]" * most) == JsonSize(0, len(opening))
+    with pytest.raises(JsonTooCostly, match=f"more than {MOST_PARTS} parts"):
+        check_limits(opening + b"]}" * most)
+
+
+def test_a_short_text_is_not_counted() -> None:
+    assert check_limits(parts(b"[]", MOST_DEPTH - 1)) is None
+    assert JsonDecoder[Any]().decode_with_size(b"[1]") == ([1], None)
+    assert JsonDecoder[Any]().decode_with_size(b"[1,2]" + PADDING) == ([1, 2], JsonSize(1, 1))
+
+
 @given(before=st.integers(0, 200_000), digits=st.integers(MOST_DIGITS - 2, MOST_DIGITS + 2))
 @settings(max_examples=60, deadline=None)
 def test_a_long_number_is_found_at_any_place(before: int, digits: int) -> None:
     text = b"[" + b" " * before + b"1," + b"7" * digits + b"]" + PADDING
     if digits <= MOST_DIGITS:
-        check_cost(text)
+        check_limits(text)
         return
     with pytest.raises(JsonTooCostly, match=f"a number has more than {MOST_DIGITS} digits"):
-        check_cost(text)
+        check_limits(text)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +137,11 @@ def test_a_long_number_is_found_at_any_place(before: int, digits: int) -> None:
         pytest.param(b'{"image":"' + b"A" * (48 << 20) + b'"}', id="an image in base64"),
         pytest.param(json.dumps({"logit_bias": {str(i): -100 for i in range(200_000)}}).encode(), id="biases"),
         pytest.param(parts(b'{"role":"user","content":"hi"}', 20_000), id="messages"),
+        pytest.param(parts(b"-0.123456", 200_000), id="vectors"),
     ],
 )
 def test_what_real_clients_send_is_taken(text: bytes) -> None:
-    check_cost(text)
+    check_limits(text)
 
 
 def test_texts_of_strings_and_bytes_are_refused_alike() -> None:
