@@ -259,7 +259,7 @@ def _reader_of(field: str) -> Callable[[bytes], bytes]:
     def read(body: bytes) -> bytes:
         try:
             value = bytes(decode(body).field)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except msgspec.DecodeError:
             return b""
         return b"" if value == b"null" else value
 
@@ -278,7 +278,7 @@ async def _name_in_body(route: HttpRoute, call: Call) -> str:
     given = await off_the_loop(call.body, _model_in, call.body)
     try:
         return str(msgspec.json.decode(given)) if given.startswith(b'"') else ""
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         return ""
 
 

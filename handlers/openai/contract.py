@@ -98,7 +98,7 @@ class OpenAIContract:
             if isinstance(read, ChatBody):
                 return self._chat(call, read, adapter, form)
             return self._completion(call, read, adapter, form)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LeftToVllm):
+        except (msgspec.DecodeError, LeftToVllm):
             return None
 
     def _completion(self, call: Call, body: CompletionBody, adapter: str | None, form: AnswerForm) -> Exchange:

@@ -66,7 +66,7 @@ class EmbeddingsContract:
             prompts = _prompts(asked.input)
             name = asked.model if adapter is None else adapter
             chosen = named_adapter(name, self.adapters, self.accepts, any_model=any_model)
-        except (msgspec.DecodeError, UnicodeDecodeError, LeftToVllm):
+        except (msgspec.DecodeError, LeftToVllm):
             return None
         pooling = Pooling(task="embed", activation=asked.use_activation)
         answer_id = f"embd-{call.request_id}"
