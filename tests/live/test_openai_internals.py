@@ -613,8 +613,16 @@ def test_ids_that_the_engine_would_repeat_are_bounded() -> None:
         client.generate({}, SamplingParams(), "x" * 513)
 
 
-@pytest.mark.parametrize(("arguments", "kind"), [('{"a": 1}', "tool_use"), ('{"a": "', "text"), ("", "text")])
-def test_a_call_of_a_message_that_was_cut_is_text(arguments: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ('{"a": 1}', "tool_use"),
+        ('{"a": "', "text"),
+        ("", "text"),
+        pytest.param('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "text", id="deep"),
+    ],
+)
+def test_a_call_of_a_message_that_cannot_be_decoded_is_text(arguments: str, kind: str) -> None:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 

@@ -85,6 +85,9 @@ def answer_stumbling_readers(app: FastAPI) -> None:
 
     Until then, FastAPI and vLLM read the body. Some checks of vLLM run before Pydantic's and expect an object, but a
     client may send something else. Some conversions take the first item of a list that may be empty.
+
+    A RecursionError is the client's fault, too. The arguments of tools are JSON in a string, so the limit on a body's
+    depth does not reach them. A template may call itself for each level of a message.
     """
 
     async def refuse(_: Request, error: Exception) -> Response:

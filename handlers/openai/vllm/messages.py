@@ -35,12 +35,15 @@ def change_messages(messages: Any) -> None:
 
 
 def with_whole_calls(answer: ChatCompletionResponse) -> ChatCompletionResponse:
-    """Return an answer whose call that was cut is text, because vLLM decodes the arguments of each call."""
+    """Return an answer whose calls with unreadable arguments are text, because vLLM decodes the arguments of each call.
+
+    A call may be cut, and its arguments may be nested too deeply.
+    """
     message = answer.choices[0].message
     for call in [*message.tool_calls]:
         try:
             json.loads(call.function.arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             message.tool_calls.remove(call)
             message.content = (message.content or "") + call.function.arguments
     return answer
