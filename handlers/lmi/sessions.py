@@ -28,6 +28,7 @@ from handlers.contract import JSON, LONG_BODY, Call, ContractError, Reply
 from handlers.djl_errors import failed_dependency, overloaded
 from handlers.lmi.errors import payload_refused
 from handlers.model_config import ModelConfig
+from handlers.parsing.json_fields import SHOWN
 from handlers.parsing.json_limits import JsonDecoder
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,6 @@ _MOST_WAITING = 256  # Calls that may wait for their sessions.
 _SECONDS = 30.0  # Limit on the time of an operation on a session.
 _LAST_SAVE_SECONDS = 5.0  # Limit on the time to save sessions to S3 when the model stops.
 _ID = re.compile(r"[A-Za-z0-9-]{1,256}")
-_LONGEST_SHOWN = 64  # Characters of a client's id in a message.
 _OFF = "stateful sessions are not enabled (option.enable_stateful_sessions)"
 
 _in_default_directory: list[Sessions] = []
@@ -270,4 +270,4 @@ def _reply(session_id: str, action: str, headers: tuple[tuple[str, str], ...]) -
 
 
 def _shown(text: str) -> str:
-    return repr(text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "...")
+    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
