@@ -25,7 +25,7 @@ CHECKED = 16 * 1024  # Bytes; shorter texts are decoded in 40 ms at most. Only t
 MOST_DEPTH = 128
 MOST_PARTS = 2_500_000  # Decoded in 0.2 s; integers with 20 digits take 0.5 s. A comma is a part.
 OF_STRUCTURE = 10  # Parts of an object, an array, or a key; each takes 0.3 µs.
-OF_FRACTION = 8  # Parts of a decimal point. 9007199254740993.0 takes 0.5 µs, and most fractions take 0.07 µs.
+OF_FRACTION = 5  # Parts of a decimal point. 9007199254740993.0 takes 0.5 µs, and most fractions take 0.07 µs.
 OF_EXPONENT = 500  # Parts of a number such as 1e300, which takes 14 µs.
 MOST_DIGITS = 100  # In a row; long numbers take quadratic time.
 
