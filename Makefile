@@ -15,7 +15,7 @@ WORKERS ?= 2
 UNIT_WORKERS ?= 3
 # The Pythons of `make pythons`, in addition to that of VENV. uv downloads those that it does not find.
 OTHER_PYTHONS ?= 3.12 3.13
-UNIT := tests/unit tests/contracts -m "not live and not image and not gpu and not slow"
+UNIT := tests --ignore tests/live -m "not live and not image and not gpu and not slow"
 # The duration and the random seed of `chaos`, `fuzz`, `soak`, `overload` and `deaths`.
 MINUTES ?= 2
 SEED ?= 1
@@ -28,7 +28,7 @@ LOCK := $(BIN)/uv pip compile --quiet --no-emit-index-url --no-emit-find-links -
 
 .PHONY: help install install-dev run test lint unit coverage pythons live slow long chaos fuzz soak overload deaths \
 	engine-arguments next-vllm \
-	bench bench-front-end gpu-proof gpu-needs image image-test lock clean
+	bench bench-front-end gpu-proof gpu-needs next-vllm-needs image image-test lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
@@ -125,10 +125,12 @@ deaths: install-dev ## Kill engines under calls, and compare the answers (SEED; 
 engine-arguments: install-dev ## Try all arguments of vLLM, for docs/engine_arguments.md (ARGS="max_logprobs block_size")
 	$(BIN)/python -m tests.engine_arguments $(ARGS)
 
-next-vllm: install-dev ## List what has moved in another release of vLLM, without installing it (VERSION=0.33.0)
-	$(if $(VERSION),,$(error VERSION is not set, for example VERSION=0.33.0))
+next-vllm: $(if $(VERSION),,next-vllm-needs) install-dev ## List what has moved in another release of vLLM, without installing it (VERSION=0.33.0)
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --dest build/next-vllm vllm==$(VERSION)
 	$(BIN)/python -m tests.next_vllm build/next-vllm/vllm-$(VERSION)-*.whl
+
+next-vllm-needs:
+	$(error VERSION is not set, for example VERSION=0.33.0)
 
 bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM (ARGS=...)
 	$(BIN)/python -m benchmarks $(ARGS)

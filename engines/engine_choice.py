@@ -101,7 +101,7 @@ def check_release(installed: str) -> None:
 
 
 def is_vllm(settings: EngineConfig) -> bool:
-    """Return True if vLLM runs the model, once `auto` is decided. A custom handler may have its place."""
+    """Return True if vLLM is the engine, once `auto` is decided. It does not look at `handler`: the caller does."""
     return settings.rolling_batch != "disable"
 
 

@@ -38,4 +38,5 @@ class ModelConfig(EngineConfig):
     packages: PackageConfig = field(default_factory=PackageConfig)  # The packages of that `model.py`.
 
 
-GROUPS = {"lmi": LmiConfig, "tgi": TgiConfig, "tei": TeiConfig, "media": MediaConfig}  # The groups by their fields.
+# The class of each contract's settings, by its field of `ModelConfig`.
+GROUPS = {"lmi": LmiConfig, "tgi": TgiConfig, "tei": TeiConfig, "media": MediaConfig}

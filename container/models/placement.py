@@ -146,9 +146,12 @@ def hub_asked_once(models: Sequence[Settings]) -> Iterator[str]:
         for model in (settings.model.model_id, draft_model(settings.model.engine_arguments.get("speculative_config")))
     )
     on_hub = ", ".join(model for model in named if model and not os.path.isdir(model))
+    if not on_hub:
+        yield ""
+        return
     from huggingface_hub import constants, get_session
 
-    if constants.HF_HUB_OFFLINE or not on_hub:
+    if constants.HF_HUB_OFFLINE:
         yield ""
         return
     fault = ""

@@ -25,7 +25,7 @@ _TENSOR_PARALLEL, _PIPELINE_PARALLEL = _PARALLEL = ("tensor_parallel_degree", "p
 
 
 def handler_settings(
-    sources: Sources, entry_point: str, function: str, model_id: str | None, packages: PackageConfig
+    sources: Sources, entry_point: str, function: str, model_id: str, packages: PackageConfig
 ) -> HandlerConfig | None:
     """Return the handler's settings. If they are wrong, return None and add the reasons to the problems."""
     lookup = sources.lookup
@@ -141,14 +141,14 @@ def _warn_of_mpi(sources: Sources, degrees: Mapping[str, int]) -> None:
         )
 
 
-def _is_hugging_face(model_dir: Path, model_id: str | None) -> bool:
+def _is_hugging_face(model_dir: Path, model_id: str) -> bool:
     """Return True if the model is a Hugging Face model. A hub id counts as one."""
-    if model_id is None or model_id == str(model_dir):
+    if not model_id or model_id == str(model_dir):
         return location.has_model(model_dir)
     return location.is_hub_id(model_id) or location.has_model(Path(model_id))
 
 
-def _properties(sources: Sources, model_id: str | None, degrees: Mapping[str, int]) -> dict[str, str]:
+def _properties(sources: Sources, model_id: str, degrees: Mapping[str, int]) -> dict[str, str]:
     """Return the properties that LMI gives to a handler: every setting of the model, without `option.`.
 
     As in LMI, settings without a value are among them, and `option.env` is missing: it may have secrets.
@@ -157,7 +157,7 @@ def _properties(sources: Sources, model_id: str | None, degrees: Mapping[str, in
         key.removeprefix(PREFIX): value.text for key, value in sources.model.items() if key != ENVIRONMENT.key
     }
     named = "model_id" in properties or "HF_MODEL_ID" in sources.variables
-    if named and model_id is not None:
+    if named and model_id:
         properties["model_id"] = model_id
     if "HF_TASK" in sources.variables:
         properties.setdefault("task", sources.variables["HF_TASK"].text)

@@ -66,7 +66,7 @@ _NAME_FOR_HANDLERS = replace(MODEL_ID, aliases=())  # A custom handler may give 
 
 
 def model_config(sources: Sources) -> ModelConfig:
-    """Return the settings of the model. Wrong ones are added to `sources.lookup.problems`, and have their defaults."""
+    """Return the settings of the model. A wrong setting is a problem, and its field keeps the default."""
     function = sources.lookup.value(FUNCTION, sources.model) or str(FUNCTION.default)
     code = model_code(sources)
     entry_point = handler_code(sources, code, function)

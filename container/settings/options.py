@@ -72,7 +72,7 @@ TENSORRT_LLM = (
     "rotary_scaling_type rotary_scaling_factor smoothquant_alpha smoothquant_per_token smoothquant_per_channel "
     "multi_query_mode awq_format awq_calib_size q_format calib_size calib_batch_size"
 )
-# Settings that LMI's secure mode does not allow.
+# LMI's secure mode allows the settings of `TENSORRT_LLM`, and not these newer ones.
 _NEWER_TENSORRT_LLM = (
     "max_beam_width enable_block_reuse host_cache_size onboard_blocks max_attention_window sink_token_length "
     "cross_kv_cache_fraction secondary_offload_min_priority event_buffer_max_size enable_overlap_scheduler "

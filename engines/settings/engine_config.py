@@ -149,8 +149,8 @@ class EngineConfig:
     # GPUs that share each layer. None: the fewest that hold the model, or with `tensor_parallel_max` the most.
     tensor_parallel_degree: int | None = field(default=None, metadata=TENSOR_PARALLEL_DEGREE.metadata)
     tensor_parallel_max: bool = False  # "max" was asked for: as many GPUs as the model allows.
-    # GPUs that the engine may use, as CUDA numbers those that this process sees; it uses the first ones, as many as it
-    # needs. None: all; an empty tuple: the CPU.
+    # The numbers that CUDA gives to the GPUs that the engine may use. The engine uses as many as it needs, from the
+    # first. None: all. Empty: the CPU.
     devices: tuple[int, ...] | None = field(default=None, metadata=DEVICES.metadata)
     pipeline_parallel_degree: int = setting(
         "option.pipeline_parallel_degree",

@@ -1,10 +1,11 @@
 """vLLM's private names: a table of all that Slipway reads, calls, overrides or replaces.
 
-`check_names` compares it with the imported vLLM at each start of an engine. `make next-vllm VERSION=...` compares it
-with the wheel of another release, and nothing of that release is installed or imported (`tests.next_vllm`). The
-functions and methods that Slipway replaces are in `engines.vllm.patches`.
+`check_names` compares it with the modules of vLLM that the server has imported, at each start of an engine. `make
+next-vllm VERSION=...` compares all of it, also types and defaults, with the wheel of another release. Nothing of that
+release is installed or imported (`tests.next_vllm`). Names of modules and classes that Slipway replaces for good are in
+`engines.vllm.patches`. Methods of single objects are replaced where the object is made.
 
-Only `engines.vllm` imports from `vllm.v1`, or uses a name of vLLM's engine that begins with an underscore.
+In the product, only `engines.vllm` imports from `vllm.v1`, or uses a name of vLLM's engine with a leading underscore.
 `handlers.openai.vllm` and `handlers.openai.media.connector` use those of vLLM's front end.
 
 The table is for the release `engines.vllm.RELEASE`. The tests named `*_internals.py` hold the meaning of the names.
@@ -250,6 +251,11 @@ engines/vllm/copies/client.py
 engines/vllm/copies/life_cycle.py
     vllm.v1.engine.core_client:AsyncMPClient
         add_lora_async(self, lora_request)
+engines/vllm/copies/places.py
+    vllm.utils.cpu_resource_utils
+        get_allowed_cpu_list()
+    vllm.utils.cpu_resource_utils:LogicalCPUInfo
+        id numa_node physical_core
 engines/vllm/copies/continuation.py
     vllm.v1.engine:EngineCoreRequest
         reasoning_parser_kwargs resumable sampling_params
@@ -559,7 +565,7 @@ NAMES = _rows(_TABLE)
 - `name` is a variable, a class, a member of an enumeration, or an attribute.
 - `name(self, first, second=)` is a function or a method. A parameter with "=" has a default.
 - `{first, second}` are all fields of a struct or a dataclass, without those of its bases.
-- `name: type = default` is a field whose type and default matter.
+- `name: type = default` is a field whose type and default matter. The start checks only the name.
 """
 
 
@@ -578,7 +584,8 @@ def check_names() -> None:
     for file, owners in NAMES.items():
         for owner, members in owners.items():
             module, _, kind = owner.partition(":")
-            if (target := sys.modules.get(module)) is None:
+            target = sys.modules.get(module)
+            if target is None or getattr(target.__spec__, "_initializing", False):  # Another thread still imports it.
                 continue
             target = getattr(target, kind, None) if kind else target
             for member in members:
@@ -608,7 +615,7 @@ def _now(target: Any, member: str) -> str | None:
 
 
 def _instance_names(kind: Any) -> Iterator[str]:
-    """Yield the fields of a class, and the names that its methods use, among them the attributes that they set."""
+    """Yield the fields of a class, and all names that its methods use. The attributes that they set are among these."""
     for each in kind.mro() if isinstance(kind, type) else ():
         yield from vars(each).get("__annotations__", ())
         for function in vars(each).values():

@@ -31,8 +31,8 @@ _LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}  # Values that 
 _COUNTS = re.compile(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*")
 _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
 # vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one. They
-# add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1. The
-# CPU kernels of vLLM 0.33 skip such rows, so this can go there.
+# add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1. The CPU kernels of vLLM
+# 0.33 skip such rows, so this can go there.
 EMPTY_SLOTS_ON_CPU = 1
 _PATHS = frozenset({"chat_template", "tool_parser_plugin"})
 

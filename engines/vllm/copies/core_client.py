@@ -35,7 +35,7 @@ def start_processes(llm: AsyncLLM, config: VllmConfig) -> AsyncMPClient:
 
 
 def end_processes(client: EngineCoreClient, seconds: float) -> None:
-    """End a client's processes within so many seconds. The engine's objects in the server's process stay."""
+    """End a client's processes within `seconds`. The engine's objects in the server's process stay."""
     client.shutdown(seconds)
 
 

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from engines.memory import garbage_collection as memory_release
+from engines.memory import garbage_collection
 from engines.memory.garbage_collection import collect_after_load, importing, release_memory
 
 
@@ -20,8 +20,8 @@ class Cycle:
 
 @pytest.fixture(autouse=True)
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(memory_release, "_loaded", False)
-    monkeypatch.setattr(memory_release, "_models_exempt", False)
+    monkeypatch.setattr(garbage_collection, "_loaded", False)
+    monkeypatch.setattr(garbage_collection, "_models_exempt", False)
     thresholds = gc.get_threshold()
     yield
     gc.unfreeze()
