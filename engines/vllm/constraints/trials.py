@@ -187,8 +187,10 @@ class GrammarTrials:
             return "unchecked"
 
     def _started(self) -> Popen[str]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
+        if self._process is not None:
+            if self._process.poll() is None:
+                return self._process
+            _close_pipes(self._process)
         try:
             self._process = process = Popen(
                 [sys.executable, "-P", "-m", trial_process.__name__],
@@ -212,10 +214,19 @@ class GrammarTrials:
         if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
+            _close_pipes(self._process)
 
 
 def _characters(trial: Trial) -> int:
     return len(trial.text) + len(trial.error) + sum(map(len, trial.not_held))
+
+
+def _close_pipes(process: Popen[str]) -> None:
+    """Close the pipes of a process that has ended."""
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # What was written last cannot be sent any more.
+            if pipe is not None:
+                pipe.close()
 
 
 @contextlib.contextmanager
