@@ -7,22 +7,28 @@ import json
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from engines.errors import EngineDead, Overloaded
-from engines.vllm.constraints.trial_process import Trial
-from tests.waiting import until
+pytest.importorskip("llguidance", reason="llguidance is not installed")
 
-if TYPE_CHECKING:
-    from engines.vllm.constraints.trials import GrammarTrials
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+
+from engines.errors import EngineDead, Overloaded
+from engines.vllm.constraints import trials as module
+from engines.vllm.constraints.trial_process import TOO_MUCH, Trial
+from engines.vllm.constraints.trials import GrammarTrials
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
 
 class Process:
     """A stand-in for the trial's process. It keeps the texts that it gets, and answers after `go_on` is set."""
+
+    stdin = stdout = None
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -51,19 +57,12 @@ class Process:
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Process:
-    from engines.vllm.constraints import trials as module
-
     process = Process()
     monkeypatch.setattr(module, "_exchange", process.exchange)
     return process
 
 
 def real_trials() -> GrammarTrials:
-    from tokenizers import Tokenizer, decoders
-    from tokenizers.models import WordLevel
-
-    from engines.vllm.constraints.trials import GrammarTrials
-
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer.decoder = decoders.ByteLevel()
     return GrammarTrials(tokenizer, 2, 1)
@@ -80,8 +79,6 @@ def trials(process: Process) -> GrammarTrials:
 async def test_a_constraint_that_has_waited_too_long_is_refused(
     process: Process, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engines.vllm.constraints import trials as module
-
     running = asyncio.create_task(trials.trial("regex", "slow"))
     await until(lambda: process.texts)
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.05)
@@ -120,8 +117,6 @@ async def test_whoever_waits_when_the_engine_stops_is_told_so(process: Process, 
 async def test_a_constraint_that_ends_the_process_is_remembered_as_one(
     process: Process, trials: GrammarTrials, code: int
 ) -> None:
-    from engines.vllm.constraints.trial_process import TOO_MUCH
-
     process.code = code
     process.kill()
     assert (await trials.trial("regex", "slow")).error == TOO_MUCH
@@ -154,8 +149,6 @@ async def test_a_constraint_that_an_ended_process_has_not_read_is_tried_by_the_n
 
 
 async def test_a_check_that_cannot_end_costs_no_constraint_its_trial() -> None:
-    from engines.vllm.constraints.trial_process import TOO_MUCH
-
     trials = real_trials()
     verdicts: list[str] = []
     schema: Any = {"$ref": "#/$defs/L"}
@@ -174,8 +167,6 @@ async def test_a_check_that_cannot_end_costs_no_constraint_its_trial() -> None:
 async def test_what_is_remembered_is_bounded_with_errors_and_places(
     process: Process, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engines.vllm.constraints import trials as module
-
     monkeypatch.setattr(module, "_REMEMBERED_CHARACTERS", 100)
     long = Trial("e" * 20, "t" * 20, ("#/a" * 5, "#/b" * 5))
     monkeypatch.setattr(module, "_exchange", lambda *_: long)
@@ -210,8 +201,6 @@ async def test_a_trial_waits_for_one_check_at_most(process: Process, trials: Gra
 
 
 async def test_answers_that_are_too_many_or_too_long_are_not_checked(process: Process, trials: GrammarTrials) -> None:
-    from engines.vllm.constraints import trials as module
-
     verdicts: list[str] = []
     trials.check("{}", "1" * (module._ANSWER_CHARACTERS + 1), verdicts.append)
     for _ in range(module._WAITING_ANSWERS + 2):
@@ -241,8 +230,6 @@ async def test_answers_are_not_checked_by_a_process_that_has_ended_or_stops(
 
 
 async def test_a_stopped_process_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engines.vllm.constraints import trials as module
-
     trials = real_trials()
     try:
         assert not (await trials.trial("regex", "a")).error
