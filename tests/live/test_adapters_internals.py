@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 from safetensors.numpy import save_file
 
 from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
@@ -54,16 +56,29 @@ def source(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
-async def test_an_adapter_is_read_before_the_engine_stops_to_load_it(source: Path) -> None:
+@pytest.fixture
+def llm() -> Any:
+    return Llm()
+
+
+@pytest_asyncio.fixture
+async def adapters(llm: Any) -> AsyncIterator[Any]:
     from engines.vllm.lora import VllmAdapters
 
+    adapters = VllmAdapters(llm, 60)
+    yield adapters
+    await adapters.stop()
+
+
+def adapter(source: Path, number: int, name: str = "a", *, preload: bool = True) -> Adapter:
+    return Adapter(name=name, src="", path=source, id=number, preload=preload)
+
+
+async def test_an_adapter_is_read_before_the_engine_stops_to_load_it(llm: Any, adapters: Any, source: Path) -> None:
     size = 16_000_000
     save_file({"none": np.zeros(size // 4, dtype=np.float32)}, source / "adapter_model.safetensors")
-    llm: Any = Llm()
-    adapters = VllmAdapters(llm, 60)
     before = bytes_read()
-    await adapters.add(Adapter(name="a", src="", path=source, id=1, preload=False))
+    await adapters.add(adapter(source, 1, preload=False))
     assert bytes_read() - before < size
     llm.answers.clear()
     claim = asyncio.create_task(adapters.claim("a"))
@@ -71,7 +86,6 @@ async def test_an_adapter_is_read_before_the_engine_stops_to_load_it(source: Pat
     assert bytes_read() - before >= size
     llm.answers.set()
     (await claim).release()
-    await adapters.stop()
 
 
 def bytes_read() -> int:
@@ -79,14 +93,13 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-async def test_a_model_ends_at_once_while_the_engine_does_not_answer_to_a_new_adapter(source: Path) -> None:
-    from engines.vllm.lora import VllmAdapters
+async def test_a_model_ends_at_once_while_the_engine_does_not_answer_to_a_new_adapter(
+    llm: Any, adapters: Any, source: Path
+) -> None:
     from handlers.custom.formatters import Formatters
     from handlers.formatter_thread import FormatterThread
     from handlers.lmi.management.engine_adapters import EngineAdapterHost
 
-    llm: Any = Llm()
-    adapters = VllmAdapters(llm, 60)
     host = EngineAdapterHost(adapters, llm, lambda _: llm, Formatters(FormatterThread(60)))
     registry = AdapterRegistry(host, source)
     llm.answers.clear()
@@ -100,15 +113,14 @@ async def test_a_model_ends_at_once_while_the_engine_does_not_answer_to_a_new_ad
     assert registry.all() == ()
 
 
-async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place(source: Path) -> None:
-    from engines.vllm.lora import VllmAdapters
+async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place(
+    llm: Any, adapters: Any, source: Path
+) -> None:
     from handlers.openai.vllm.engine_client import EngineClient
 
-    llm: Any = Llm()
-    adapters = VllmAdapters(llm, 60)
-    await adapters.add(Adapter(name="a", src="", path=source, id=1, preload=True))
+    await adapters.add(adapter(source, 1))
     looked_up = adapters.public["a"]  # by vLLM's front end, before it reads the prompt
-    await adapters.add(Adapter(name="a", src="", path=source, id=2, preload=True))
+    await adapters.add(adapter(source, 2))
     await adapters.remove(1)
     engine: Any = SimpleNamespace(async_llm=llm, adapters=adapters, claim=adapters.claim)
     client = EngineClient(engine, ModelConfig(name="model", model_dir=source, model_id="m"))
@@ -124,15 +136,12 @@ async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place
     call.close()
     await asyncio.wait_for(removal, 60)
     assert llm.orders[-1] == ("remove", 2)
-    await adapters.stop()
 
 
-async def test_a_removed_adapter_stays_for_calls_that_wait_for_the_next_engine(source: Path) -> None:
-    from engines.vllm.lora import VllmAdapters
-
-    llm: Any = Llm()
-    adapters = VllmAdapters(llm, 60)
-    await adapters.add(Adapter(name="a", src="", path=source, id=1, preload=True))
+async def test_a_removed_adapter_stays_for_calls_that_wait_for_the_next_engine(
+    llm: Any, adapters: Any, source: Path
+) -> None:
+    await adapters.add(adapter(source, 1))
     running = llm.output_processor.request_states
     running["r"] = SimpleNamespace(lora_request=SimpleNamespace(lora_int_id=1))
     removal = asyncio.create_task(adapters.remove(1))
@@ -142,15 +151,12 @@ async def test_a_removed_adapter_stays_for_calls_that_wait_for_the_next_engine(s
     del running["r"]
     await asyncio.wait_for(removal, 60)
     assert not adapters.is_loaded(1)
-    await adapters.stop()
 
 
-async def test_a_removed_adapter_that_the_next_engine_still_loads_is_dropped_after_it(source: Path) -> None:
-    from engines.vllm.lora import VllmAdapters
-
-    llm: Any = Llm()
-    adapters = VllmAdapters(llm, 60)
-    await adapters.add(Adapter(name="a", src="", path=source, id=1, preload=True))
+async def test_a_removed_adapter_that_the_next_engine_still_loads_is_dropped_after_it(
+    llm: Any, adapters: Any, source: Path
+) -> None:
+    await adapters.add(adapter(source, 1))
     running = llm.output_processor.request_states
     running["r"] = SimpleNamespace(lora_request=SimpleNamespace(lora_int_id=1))
     removal = asyncio.create_task(adapters.remove(1))
@@ -163,33 +169,12 @@ async def test_a_removed_adapter_that_the_next_engine_still_loads_is_dropped_aft
     llm.answers.set()
     await asyncio.wait_for(asyncio.gather(again, removal), 60)
     assert llm.orders[-1] == ("remove", 1)
-    await adapters.stop()
 
 
-async def test_an_adapter_whose_files_have_changed_is_in_no_later_engine(source: Path) -> None:
-    from engines.vllm.lora import VllmAdapters
-
-    llm: Any = Llm()
-    adapters = VllmAdapters(llm, 60)
-    await adapters.add(Adapter(name="a", src="", path=source, id=1, preload=True))
-    weights = source / "adapter_model.safetensors"
-    before = weights.read_bytes()
-    weights.write_bytes(before[:-1] + b"\x3f")
-    await adapters.load_into(llm.add_lora, is_only=True)
-    assert not adapters.is_loaded(1)
-    with pytest.raises(AdapterUnusable, match="register it again"):
-        await adapters.claim("a")
-    weights.write_bytes(before)
-    (await adapters.claim("a")).release()
-    await adapters.stop()
-
-
-async def test_files_of_an_adapter_may_change_until_it_is_loaded_for_the_first_time(source: Path) -> None:
-    from engines.vllm.lora import VllmAdapters
-
-    llm: Any = Llm()
-    adapters = VllmAdapters(llm, 60)
-    await adapters.add(Adapter(name="a", src="", path=source, id=1, preload=False))
+async def test_files_of_an_adapter_may_change_until_it_is_loaded_for_the_first_time(
+    llm: Any, adapters: Any, source: Path
+) -> None:
+    await adapters.add(adapter(source, 1, preload=False))
     weights = source / "adapter_model.safetensors"
     before = weights.read_bytes()
     weights.write_bytes(before[:-1] + b"\x3f")
@@ -198,36 +183,28 @@ async def test_files_of_an_adapter_may_change_until_it_is_loaded_for_the_first_t
     weights.write_bytes(before)
     with pytest.raises(AdapterUnusable, match="register it again"):
         await adapters.claim("a")
-    await adapters.stop()
 
 
-async def test_an_adapter_whose_files_change_while_the_engine_reads_them_is_refused(source: Path) -> None:
-    from engines.vllm.lora import VllmAdapters
-
-    llm: Any = Llm()
-    adapters = VllmAdapters(llm, 60)
+async def test_an_adapter_whose_files_change_while_the_engine_reads_them_is_refused(
+    llm: Any, adapters: Any, source: Path
+) -> None:
     llm.answers.clear()
-    adding = asyncio.create_task(adapters.add(Adapter(name="a", src="", path=source, id=1, preload=True)))
+    adding = asyncio.create_task(adapters.add(adapter(source, 1)))
     await until(lambda: llm.orders)
     (source / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 9}))
     llm.answers.set()
     with pytest.raises(AdapterFailed, match="have changed"):
         await adding
     assert llm.orders == [("add", 1), ("remove", 1)]
-    await adapters.stop()
 
 
 @pytest.mark.parametrize("is_only", [True, False])
-async def test_a_further_copy_gets_idle_adapters_as_well(source: Path, is_only: bool) -> None:
+async def test_a_further_copy_gets_idle_adapters_as_well(llm: Any, adapters: Any, source: Path, is_only: bool) -> None:
     """Requests find an adapter in each copy that serves. If none served, an idle one waits for its next request."""
-    from engines.vllm.lora import VllmAdapters
-
-    llm: Any = Llm()
-    adapters = VllmAdapters(llm, 60)
     for number, (name, preload) in enumerate(
         {"idle": False, "used": False, "preloaded": True, "new": False}.items(), 1
     ):
-        await adapters.add(Adapter(name=name, src="", path=source, id=number, preload=preload))
+        await adapters.add(adapter(source, number, name, preload=preload))
     (await adapters.claim("idle")).release()
     used = await adapters.claim("used")
     sent: list[str] = []
@@ -239,18 +216,15 @@ async def test_a_further_copy_gets_idle_adapters_as_well(source: Path, is_only: 
     assert sent == (["used#2", "preloaded#3"] if is_only else ["idle#1", "used#2", "preloaded#3"])
     assert [adapters.is_loaded(number) for number in (1, 2, 3, 4)] == [not is_only, True, True, False]
     used.release()
-    await adapters.stop()
 
 
-async def test_a_copy_that_dies_while_adapters_are_loaded_into_it_costs_no_adapter(source: Path) -> None:
+async def test_a_copy_that_dies_while_adapters_are_loaded_into_it_costs_no_adapter(
+    llm: Any, adapters: Any, source: Path
+) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from engines.vllm.lora import VllmAdapters
-
-    llm: Any = Llm()
-    adapters = VllmAdapters(llm, 60)
-    await adapters.add(Adapter(name="a", src="", path=source, id=1, preload=True))
-    await adapters.add(Adapter(name="b", src="", path=source, id=2, preload=True))
+    await adapters.add(adapter(source, 1))
+    await adapters.add(adapter(source, 2, "b"))
 
     async def dies(_: Any) -> None:
         raise EngineDeadError
@@ -266,4 +240,3 @@ async def test_a_copy_that_dies_while_adapters_are_loaded_into_it_costs_no_adapt
     await adapters.load_into(refuses, is_only=False)
     assert not adapters.is_loaded(1), "its requests fail"
     assert adapters.is_loaded(2)
-    await adapters.stop()

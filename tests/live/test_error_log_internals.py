@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 import pytest
@@ -12,12 +11,7 @@ FRONT_END = "vllm.entrypoints.openai.chat_completion.serving"
 
 
 def record(name: str = FRONT_END, error: Exception | None = None, *args: Any) -> logging.LogRecord:
-    try:
-        raise error or ValueError
-    except ValueError:
-        info = sys.exc_info() if error is not None else None
-    except RuntimeError:
-        info = sys.exc_info()
+    info = (type(error), error, None) if error is not None else None
     return logging.LogRecord(name, logging.ERROR, "x.py", 1, "Error %s" if args else "Error", args, info)
 
 
@@ -32,22 +26,21 @@ def level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
 
-def test_what_a_client_causes_is_one_line_of_information() -> None:
-    one = record(FRONT_END, ValueError("a secret prompt"))
-    assert passed(one)
-    assert (one.levelname, one.levelno) == ("INFO", logging.INFO)
-    assert logging.Formatter().format(one) == "Error (ValueError)"
+def test_what_a_client_or_a_failed_engine_causes_is_one_short_line_of_information(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from vllm.exceptions import GenerationError
 
-
-def test_a_long_name_is_cut() -> None:
-    one = record(FRONT_END, None, "x" * 10_000)
-    assert passed(one)
-    assert len(one.getMessage()) == 200
-
-
-def test_it_is_dropped_where_only_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for error in (ValueError("a secret prompt"), GenerationError("the engine has died")):
+        one = record(FRONT_END, error)
+        assert passed(one)
+        assert (one.levelname, one.levelno) == ("INFO", logging.INFO)
+        assert logging.Formatter().format(one) == f"Error ({type(error).__name__})"
+    long = record(FRONT_END, None, "x" * 10_000)
+    assert passed(long)
+    assert len(long.getMessage()) == 200
     caplog.set_level(logging.ERROR)
-    assert not passed(record(FRONT_END, ValueError("x")))
+    assert not passed(record(FRONT_END, ValueError("x"))), "it is dropped if only errors are logged"
 
 
 @pytest.mark.parametrize(
