@@ -301,9 +301,6 @@ class Process:
             clean_up: Called if the process ends at once.
         """
         self._settings = startup.server
-        given = [model.settings.model for model in startup.models]
-        # A customer's code may print while the model is loaded.
-        self._has_own_code = any(m.handler or m.formatters or m.handler_before_engine for m in given)
         self._clean_up = clean_up
         self.server = ModelServer(startup, mounts)
         applications = self.server.applications
@@ -339,7 +336,6 @@ class Process:
         return self.exit_code
 
     async def _load(self) -> None:
-        logs.hold_output(not self._has_own_code)
         telling = asyncio.create_task(_tell_progress())
         try:
             try:
@@ -356,7 +352,6 @@ class Process:
             await self.server.models.drain(self._settings.drain_timeout)  # Other models may have calls.
             self._end()
         else:
-            logs.hold_output(False)
             self._greet()
             await self.watch()
 

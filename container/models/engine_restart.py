@@ -90,7 +90,7 @@ class EngineRestarts:
         late = asyncio.create_task(self._fail_if_late(model))
         what = "the engine"
         try:
-            async with self._loads.one_at_a_time:
+            async with self._loads.one_at_a_time():
                 late.cancel()
                 if not self.fault(model):
                     return  # The copy was removed, or the engine has recovered.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
 from container.gpus import SliceNotChosen
 from container.models.memory import OutOfMemory, check_room
 from container.models.placement import placed
-from container.models.registry import Model
+from container.models.registry import Model, Models
 from container.observability import logs
 from container.settings.settings import Settings
 from engines.errors import NotReady
@@ -29,11 +30,28 @@ _REFUSALS = (LoadFailed, OutOfMemory, NotReady)
 class Loads:
     """Loads of models, each a task that ends when the model is loaded."""
 
-    def __init__(self, free: Callable[[], Sequence[int]]) -> None:
-        """`free` returns the free memory of each device in bytes."""
-        self._free = free
-        self.one_at_a_time = asyncio.Lock()
+    def __init__(self, models: Models, free: Callable[[], Sequence[int]]) -> None:
+        """Create the loads.
+
+        Args:
+            models: The server's models.
+            free: Returns the free memory of each device in bytes.
+        """
+        self._models, self._free = models, free
+        self._lock = asyncio.Lock()
         self.running: dict[Model, asyncio.Task[None]] = {}
+
+    @contextlib.asynccontextmanager
+    async def one_at_a_time(self) -> AsyncIterator[None]:
+        """Wait for other loads. During the block the log holds what libraries print."""
+        async with self._lock:
+            models = [model.lifecycle.model for model in (*self._models, *self._models.leaving)]
+            # A customer's code may print at any time, and its lines are shown.
+            logs.hold_output(not any(m.handler or m.formatters or m.handler_before_engine for m in models))
+            try:
+                yield
+            finally:
+                logs.hold_output(False)
 
     def begin(self, model: Model, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Start a load. The log gets its error."""

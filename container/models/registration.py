@@ -67,7 +67,7 @@ class Registrar:
         self._models, self._server = models, server
         self._read_settings = read_settings
         self._said = set(said)
-        self._loads = Loads(free)
+        self._loads = Loads(models, free)
         self.engine_restarts = EngineRestarts(models, server, self._loads)
         self._reads: set[asyncio.Future[Settings]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()  # Registrations whose settings are being read, and unloads.
@@ -83,7 +83,7 @@ class Registrar:
         Raises:
             EngineStartError: A model cannot be loaded.
         """
-        async with self._loads.one_at_a_time:
+        async with self._loads.one_at_a_time():
             for model in self._models:
                 if model.at_startup:
                     await model.lifecycle.start(self._loads.place)
@@ -230,7 +230,7 @@ class Registrar:
         try:
             # The download comes before the free memory is measured. Other models can load in this time.
             await model.lifecycle.fetch()
-            async with self._loads.one_at_a_time:
+            async with self._loads.one_at_a_time():
                 await model.lifecycle.start(partial(self._loads.place, check=settings))
         except (OutOfMemory, EngineStartError) as error:
             kind = OutOfMemory if _is_memory(error, settings) else LoadFailed

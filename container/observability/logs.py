@@ -130,7 +130,7 @@ class JsonFormatter(logging.Formatter):
 class HeldLines:
     """The latest lines that libraries wrote and the log does not show. They are shown if a start or an engine fails.
 
-    Examples are vLLM's lines below `warning`. While a server starts, lines that no logger wrote are held too, such as
+    Examples are vLLM's lines below `warning`. While a model is loaded, lines that no logger wrote are held too, such as
     progress bars.
     """
 

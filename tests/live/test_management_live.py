@@ -74,6 +74,30 @@ def test_a_second_engine_is_loaded_called_and_unloaded_while_the_first_serves(
         assert traffic.result() == {text}
 
 
+@pytest.mark.usefixtures("own_start")
+def test_a_load_prints_nothing_of_libraries_unless_the_log_is_verbose_and_all_of_a_customers_code(
+    multi_model: Server, directories: dict[str, Path], tmp_path: Path
+) -> None:
+    of_libraries, printed = ("Loading safetensors", "VLLM_CPU_OMP_THREADS_BIND", "Warning: "), "printed by the handler"
+    assert [text for text in of_libraries if text not in multi_model.log_text()] == []
+    place = tmp_path / "own"
+    place.mkdir()
+    (place / "model.py").write_text(f"print({printed!r}, flush=True)\ndef handle(inputs): ...\n")
+    environment = {"SAGEMAKER_MULTI_MODEL": "true", "SERVING_VERBOSE": "false"}
+    quiet = Server(None, tmp_path / "server.log", environment, name=None)
+    quiet.client.timeout = httpx.Timeout(START_SECONDS)
+    try:
+        quiet.wait_until_ready()
+        for name in ("first", "second"):
+            load(quiet, name, directories["vllm"])
+            quiet.wait_for_log(f"model {name} is ready")
+        assert [text for text in of_libraries if text in quiet.log_text()] == []
+        load(quiet, "own", place)
+        quiet.wait_for_log(printed)
+    finally:
+        quiet.stop()
+
+
 def test_a_model_for_which_the_engine_has_no_memory_is_507_with_what_was_wrong(
     multi_model: Server, directories: dict[str, Path], tmp_path: Path
 ) -> None:

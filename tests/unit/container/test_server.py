@@ -186,6 +186,7 @@ from engines.interface import EngineStartError
 
 class Failing(server.ModelServer):
     async def load(self):
+        logs.hold_output(True)
         logging.getLogger("vllm.early").info("held")
         print("a progress bar", flush=True)
         while not logging.getLogger("container.server").told:

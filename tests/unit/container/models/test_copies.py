@@ -234,7 +234,7 @@ async def test_a_restart_that_has_not_begun_when_the_model_drains_does_not_begin
 ) -> None:
     engine = CopiedEngine(2)
     async with watched(monkeypatch, engine) as one:
-        lock = one.server.registrar.engine_restarts._loads.one_at_a_time
+        lock = one.server.registrar.engine_restarts._loads.one_at_a_time()
         async with lock:
             engine.die(1)
             await until(lambda: one.server.registrar.loading)
@@ -250,7 +250,7 @@ async def test_a_restart_that_has_not_begun_when_the_model_drains_does_not_begin
 async def test_a_copy_that_was_removed_meanwhile_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = CopiedEngine(3)
     async with watched(monkeypatch, engine) as one:
-        async with one.server.registrar.engine_restarts._loads.one_at_a_time:
+        async with one.server.registrar.engine_restarts._loads.one_at_a_time():
             engine.die(3)
             await until(lambda: one.server.registrar.loading)
             one.server.registrar.scale(one.model, 1, 1)
@@ -265,7 +265,7 @@ async def test_a_restart_that_waits_for_another_load_fails_the_model_only_if_no_
     engine = CopiedEngine(2)
     async with watched(monkeypatch, engine) as one:
         one.life.model = replace(one.life.model, predict_timeout=0.05)
-        async with one.server.registrar.engine_restarts._loads.one_at_a_time:
+        async with one.server.registrar.engine_restarts._loads.one_at_a_time():
             engine.die(1)
             await asyncio.sleep(0.3)
             assert one.life.state is State.READY
