@@ -42,7 +42,7 @@ SECRETS = {
 FILES = sorted(DIRECTORY.iterdir())
 TEXTS = {path.name: path.read_text() for path in FILES}
 MAX_WEIGHT = 50_000
-"""Bytes of all files together as a browser loads them."""
+"""Bytes of all files together as a browser loads them, compressed. docs/console.md states this number."""
 
 
 @pytest.fixture
