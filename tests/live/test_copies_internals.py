@@ -51,14 +51,6 @@ def message(**given: Any) -> Any:
     return SimpleNamespace(**{"outputs": [], "engine_index": 0} | given)
 
 
-async def test_requests_go_to_the_copies_in_turn_and_each_id_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = Started(monkeypatch, 3)
-    for name in ("a", "b", "c", "a", "b"):
-        await started.client.add_request_async(request(name, prompt_token_ids=[1]))
-    assert [copy.client.added_ids for copy in started.copies] == [["a"], ["b"], ["c"]]
-    assert works(started) == [1 + TOKENS + 1] * 3
-
-
 async def test_the_sequences_of_a_request_go_to_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     started = Started(monkeypatch, 3)
     await started.client.add_request_async(request("0"))
@@ -106,16 +98,6 @@ async def test_the_documents_of_a_query_go_where_its_vectors_are(monkeypatch: py
         queries = [name.partition("-")[0] for name in copy.client.added_ids]
         assert all(queries.count(query) == 3 for query in queries)
     assert sum(bool(copy.client.added) for copy in started.copies) > 1
-
-
-async def test_a_request_that_is_sent_to_a_copy_gets_there_though_it_takes_no_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started = Started(monkeypatch, 1)
-    new = started.start(2)
-    await started.client.add_request_async(request("a"))
-    await started.client.add_request_async(request("b"), new)
-    assert (started.copies[0].client.added_ids, new.client.added_ids) == (["a"], ["b"])
 
 
 @pytest.mark.parametrize("holds", [True, False])
@@ -284,21 +266,6 @@ async def test_the_part_of_an_answer_that_counts_as_work_is_bounded(monkeypatch:
         works_of.append(copy.work - before)
     most = len(PROMPT) + MOST_ANSWER_TOKENS + 1
     assert works_of == [most, most, len(PROMPT) + 1]
-
-
-async def test_a_copy_that_is_closed_gets_no_requests_and_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = Started(monkeypatch, 2)
-    first, second = started.copies
-    await started.client.add_request_async(request("a"))
-    started.client.close(first)
-    for name in "bcd":
-        await started.client.add_request_async(request(name))
-    assert second.client.added_ids == ["b", "c", "d"]
-    assert first.work == WORK
-    assert await started.client.call_utility_all_async("reset_mm_cache") == [first.client, second.client]
-    started.client.open(first)
-    await started.client.add_request_async(request("e", prompt_token_ids=[1]))
-    assert first.client.added_ids == ["a", "e"]
 
 
 async def test_a_document_whose_query_is_lost_gets_an_error_and_reaches_no_copy(

@@ -119,10 +119,6 @@ def test_a_model_that_shares_something_has_one_place(gpus: Any, arguments: dict[
     assert places((7, 5, 3, 1), 1, **arguments) == [tuple(sorted((7, 5)[:count]))]
 
 
-def test_the_gpus_of_device_ids_are_the_only_place(gpus: Any) -> None:
-    assert places(None, 1, device_ids=[3]) == places((7, 5), 1, device_ids=[3]) == [()]
-
-
 @pytest.mark.parametrize(("visible", "physical"), [(None, [(1, 3), (4, 6)]), ("9,8,7,6,5,4,3,2", [(8, 6), (5, 3)])])
 def test_a_place_knows_its_gpus_as_the_machine_numbers_them(
     gpus: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None, physical: list[tuple[int, ...]]
@@ -280,30 +276,3 @@ def test_without_a_number_the_allowed_gpus_are_counted(gpus: Any, tmp_path: Path
         given = AsyncEngineArgs(model=str(tmp_path), skip_tokenizer_init=True)
         gpu_places(given, settings(devices, tensor_parallel_max=most))
         assert given.device_ids == ids
-
-
-@pytest.mark.parametrize(
-    ("arguments", "size"),
-    [
-        ({"pipeline_parallel_size": 2}, 4),
-        ({"pipeline_parallel_size": 2, "nnodes": 2}, 8),
-        ({"prefill_context_parallel_size": 2}, 4),
-        ({"data_parallel_size": 4}, 2),
-    ],
-)
-def test_all_gpus_are_shared_out_and_vllm_counts_as_many(
-    gpus: Any, tmp_path: Path, arguments: dict[str, int], size: int
-) -> None:
-    """With `tensor_parallel_degree=max`, by vLLM's own ParallelConfig."""
-    from vllm.config import ParallelConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    from engines.vllm.copies.places import gpu_places
-
-    config = LLAMA | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    given = AsyncEngineArgs(model=str(tmp_path), skip_tokenizer_init=True, **arguments)
-    gpu_places(given, settings(None, tensor_parallel_max=True))
-    assert given.tensor_parallel_size == size
-    parallel = ParallelConfig(tensor_parallel_size=size, distributed_executor_backend="mp", **arguments)
-    assert parallel.world_size_across_dp == 8 * arguments.get("nnodes", 1)
