@@ -13,8 +13,6 @@ from prometheus_client import REGISTRY
 
 from engines.statistics import EngineStatistics
 from tests.live.small_model import prepare_small_model
-from tests.live.test_vllm_internals import Processor, output
-from tests.stand_ins.recorder import Recorder
 
 STEPS = 6
 
@@ -228,33 +226,6 @@ def test_a_value_that_is_no_number_is_counted_as_by_vllms_logger(config: Any) ->
     finally:
         unregister_vllm_metrics()
     assert counted[0] == counted[1]
-
-
-def test_two_engines_in_a_process_keep_their_own_metrics(config: Any) -> None:
-    from engines.vllm.metrics import EngineReports
-
-    first, second = EngineReports(config, [0]), EngineReports(config, [0])
-    first.record(None, iterations(processors()[0])[0])
-    assert samples(first).keys() == samples(second).keys()
-    assert samples(first) != samples(second)
-    assert not samples(REGISTRY)
-
-
-def test_the_sequences_of_a_request_count_as_one_request(sample_model: Path) -> None:
-    from transformers import AutoTokenizer
-    from vllm.v1.metrics.stats import IterationStats
-
-    from engines.vllm.output import Siblings
-
-    processor, siblings = Processor(AutoTokenizer.from_pretrained(sample_model), lean=True), Siblings(2)
-    for place, name in enumerate("ab"):
-        processor.add(name, Recorder(), siblings=siblings, place=place)
-    iteration = IterationStats()
-    processor.processor.process_outputs([output("a", [5], "LENGTH"), output("b", [5])], 1.0, iteration)
-    assert (iteration.n_params_iter, len(iteration.finished_requests)) == ([], 1)
-    processor.processor.process_outputs([output("b", [5], "LENGTH")], 2.0, iteration)
-    assert (iteration.n_params_iter, iteration.max_num_generation_tokens_iter) == ([2], [2])
-    assert len(iteration.finished_requests) == 2
 
 
 def test_adapters_have_the_names_of_clients_and_one_series(sample_model: Path) -> None:
