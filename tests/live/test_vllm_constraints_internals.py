@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import sys
@@ -100,17 +99,6 @@ async def test_a_schema_that_is_too_long_is_refused_before_it_is_read(translator
             await translated(translator, json_schema="no JSON" + " " * (1 << 20), as_is=as_is)
 
 
-async def test_json_is_compact_if_the_engine_is_to_write_no_white_space(sample_model: Path) -> None:
-    translator = translator_of(sample_model, compact=True)
-    try:
-        for as_is in (False, True):
-            for form in ({"json_object": True}, {"json_schema": '{"type": "array", "x-guidance": {}}'}):
-                written = json.loads((await translated(translator, as_is=as_is, **form)).json)
-                assert written["x-guidance"]["whitespace_flexible"] is False, (as_is, form)
-    finally:
-        await translator.stop()
-
-
 @pytest.mark.parametrize(
     ("backend", "option", "compact"),
     [
@@ -132,44 +120,12 @@ async def test_the_engine_writes_no_white_space_unless_its_option_says_otherwise
     assert config.structured_outputs_config.disable_any_whitespace == compact
 
 
-async def test_a_process_that_was_killed_while_it_was_idle_refuses_no_constraint(
-    translator: ConstraintTranslator,
-) -> None:
-    await translated(translator, regex="before")
-    trials = translator._trials
-    assert trials is not None
-    process = trials._process
-    assert process is not None
-    process.kill()
-    process.wait()
-    assert (await translated(translator, regex="after")).regex == "after"
-
-
 async def test_what_ends_the_compiler_is_refused_and_the_next_constraint_is_compiled(
     translator: ConstraintTranslator,
 ) -> None:
     with pytest.raises(InvalidParameter, match="`guide` cannot be used as a constraint: it takes too much"):
         await translated(translator, grammar=CHAIN)
     assert (await translated(translator, regex="b+")).regex == "b+"
-
-
-async def test_a_client_that_leaves_does_not_disturb_the_next(translator: ConstraintTranslator) -> None:
-    slow = asyncio.create_task(translated(translator, grammar='root ::= e\ne ::= e e | e e e | "a" | ""'))
-    await asyncio.sleep(0.05)
-    slow.cancel()
-    with pytest.raises(InvalidParameter, match="invalid regex"):
-        await translated(translator, regex="(")
-    assert (await translated(translator, regex="c+")).regex == "c+"
-
-
-async def test_the_same_constraint_is_compiled_once(
-    translator: ConstraintTranslator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await translated(translator, regex="once")
-    from engines.vllm.constraints import trials
-
-    monkeypatch.setattr(trials, "_exchange", None)
-    assert (await translated(translator, regex="once")).regex == "once"
 
 
 async def test_vllm_checks_no_constraint_that_was_tried(
@@ -197,16 +153,6 @@ async def test_vllm_checks_no_constraint_that_was_tried(
         assert params.structured_outputs is not None
         assert params.structured_outputs._backend == "guidance"
     assert checked == [other]
-
-
-async def test_the_engine_gets_a_tried_constraint_as_vllms_own(translator: ConstraintTranslator) -> None:
-    from vllm import SamplingParams
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
-    params = SamplingParams(structured_outputs=await translated(translator, regex="[0-9]", any_whitespace=False))
-    outputs = MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(params)).structured_outputs
-    assert outputs is not None
-    assert (outputs.regex, outputs.disable_any_whitespace) == ("[0-9]", True)
 
 
 JSON = st.recursive(
