@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.engine_choice import check_release
-from engines.errors import EngineDead, InvalidParameter, InvalidRequest, RequestError
+from engines.errors import EngineDead, RequestError
 from engines.interface import EngineStartError
-from engines.request import BeamSearch, Constraint, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from engines.request import Constraint, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from engines.statistics import EngineStatistics
 from tests.python_calls import python_calls
 from tests.stand_ins.recorder import Recorder
@@ -130,35 +130,26 @@ def processor(request: pytest.FixtureRequest, tokenizer: Any) -> Processor:
     return Processor(tokenizer, lean=request.param.startswith("common"))
 
 
-def test_the_installed_vllm_is_the_one_that_slipway_was_run_with() -> None:
+def test_a_vllm_of_another_release_or_with_other_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
+    from vllm.v1.engine import EngineCoreEvent
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.engine.output_processor import RequestState
+
+    from engines.vllm.internals import check_names
 
     check_release(vllm.__version__)
     with pytest.raises(EngineStartError, match="is installed; Slipway was run with"):
         check_release("0.31.2")
 
-
-@pytest.mark.parametrize("member", ["_correct_decoded_token", "update_from_output"])
-def test_a_vllm_without_one_of_the_names_is_refused(monkeypatch: pytest.MonkeyPatch, member: str) -> None:
-    from vllm.v1.engine.logprobs import LogprobsProcessor
-
-    from engines.vllm.internals import check_names
-
-    check_names()
-    monkeypatch.delattr(LogprobsProcessor, member)
-    with pytest.raises(EngineStartError, match=rf"output\.py.*it has no \S+LogprobsProcessor\.{member}$"):
-        check_names()
-
-
-def test_a_vllm_with_another_parameter_or_another_field_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.engine import EngineCoreEvent
-    from vllm.v1.engine.output_processor import RequestState
-
-    from engines.vllm.internals import check_names
-
     def make_request_output(self: Any, new_token_ids: Any, error: Any) -> None: ...
 
     make_request_output.__module__ = RequestState.__module__
+    check_names()
+    with monkeypatch.context() as changed:
+        changed.delattr(LogprobsProcessor, "update_from_output")
+        with pytest.raises(EngineStartError, match=r"output\.py.*it has no \S+LogprobsProcessor\.update_from_output$"):
+            check_names()
     with monkeypatch.context() as changed:
         changed.setattr(RequestState, "make_request_output", make_request_output)
         with pytest.raises(EngineStartError, match=r"has make_request_output\(self, new_token_ids, error\), expected"):
@@ -220,7 +211,7 @@ def tokenizers(tokenizer: Any) -> dict[str, Any]:
     return {"sample": tokenizer, "bytes": MODEL.tokenizer, "fallback": byte_fallback()[0]}
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["sample", "bytes", "fallback"])
 def test_a_whole_answer_has_the_text_that_its_tokens_have_one_by_one(
@@ -390,18 +381,6 @@ def test_with_an_interval_the_parts_after_the_first_have_so_many_tokens_and_the_
     assert [[token.id for token in delta.tokens] for delta in sink.deltas] == [ids[:1], ids[1:4], ids[4:]]
 
 
-def test_every_delta_has_the_counts_and_the_log_probability_so_far(processor: Processor, tokenizer: Any) -> None:
-    sink = Recorder()
-    processor.add("a", sink, want_tokens=False)
-    ids, prompt = tokenizer.encode(" one two"), len(tokenizer.encode("Prompt:"))
-    processor.step(output("a", ids[:1], logprobs=[[-0.5]]))
-    processor.step(output("a", ids[1:], "LENGTH", [[-0.25]]))
-    assert [(d.prompt_token_count, d.token_count, d.cumulative_logprob) for d in sink.deltas] == [
-        (prompt, 1, -0.5),
-        (prompt, 2, -0.75),
-    ]
-
-
 def test_tokens_and_their_alternatives_have_ranks_where_wanted(processor: Processor, tokenizer: Any) -> None:
     (one,) = tokenizer.encode(" one")
     ranks = {}
@@ -457,16 +436,6 @@ def test_a_stop_string_ends_the_text_and_the_tokens_join_to_it(
     assert aborted == ["a"]
 
 
-def test_the_end_token_has_no_text_and_means_eos(processor: Processor, tokenizer: Any) -> None:
-    sink = Recorder()
-    processor.add("a", sink)
-    processor.step(output("a", tokenizer.encode(" one")))
-    processor.step(output("a", [tokenizer.eos_token_id], "STOP"))
-    last = sink.deltas[-1]
-    assert (last.finish_reason, last.text) == (FinishReason.EOS, "")
-    assert [(token.text, token.special) for token in last.tokens] == [("", True)]
-
-
 @pytest.mark.parametrize(("own", "reason"), [((7,), FinishReason.STOP), ((8,), FinishReason.EOS)])
 def test_a_stop_token_that_the_request_does_not_name_is_an_end_token_of_the_model(
     processor: Processor, own: tuple[int, ...], reason: FinishReason
@@ -479,32 +448,18 @@ def test_a_stop_token_that_the_request_does_not_name_is_an_end_token_of_the_mode
     assert sink.deltas[-1].finish_reason is reason
 
 
-def test_a_request_that_wants_no_stream_gets_one_delta(processor: Processor, tokenizer: Any) -> None:
-    sink = Recorder()
-    processor.add("a", sink, stream=False, want_tokens=False)
-    one, two = tokenizer.encode(" one two")
-    processor.step(output("a", [one]))
-    assert sink.deltas == []
-    processor.step(output("a", [two], "LENGTH"))
-    assert [(delta.text, delta.tokens, delta.last) for delta in sink.deltas] == [(" one two", [], True)]
-
-
-def test_a_bug_in_one_requests_sink_ends_that_request_alone(processor: Processor, tokenizer: Any) -> None:
+@pytest.mark.parametrize("finish", [None, "LENGTH"])
+def test_a_bug_in_one_requests_sink_ends_that_request_alone(
+    processor: Processor, tokenizer: Any, finish: str | None
+) -> None:
     broken, sound = Failing(), Recorder()
     processor.add("broken", broken)
     processor.add("sound", sound)
     one = tokenizer.encode(" one")
-    processor.step(output("broken", one), output("sound", one))
+    processor.step(output("broken", one, finish), output("sound", one, finish))
     assert [error.message for error in broken.errors] == ["internal error while handling a token"]
     assert [delta.text for delta in sound.deltas] == [" one"]
-
-
-def test_a_bug_with_the_last_delta_still_ends_the_request(processor: Processor, tokenizer: Any) -> None:
-    broken = Failing()
-    processor.add("broken", broken)
-    processor.step(output("broken", tokenizer.encode(" one"), "LENGTH"))
-    assert [error.message for error in broken.errors] == ["internal error while handling a token"]
-    assert processor.processor.request_states == {}
+    assert ("broken" in processor.processor.request_states) is (finish is None), "vLLM aborts it"
 
 
 @pytest.mark.parametrize(
@@ -523,15 +478,6 @@ def test_a_request_that_the_engine_ends_says_which_parameter_left_it_no_token(
     processor.add("a", sink, sampling=SamplingParameters(constraint=constraint, **sampling))
     processor.step(output("a", [], "ERROR"))
     assert [message in error.message for error in sink.errors] == [True], sink.errors
-
-
-def test_a_dying_engine_ends_every_request_once(processor: Processor) -> None:
-    sinks = [Recorder(), Recorder()]
-    for name, sink in zip("ab", sinks, strict=True):
-        processor.add(name, sink)
-    for _ in range(2):
-        processor.processor.propagate_error(RuntimeError("engine core died"))
-    assert [[type(error) for error in sink.errors] for sink in sinks] == [[EngineDead], [EngineDead]]
 
 
 def test_a_bug_in_one_requests_sink_keeps_no_other_from_hearing_that_the_engine_died(processor: Processor) -> None:
@@ -554,14 +500,6 @@ def test_an_aborted_request_hears_nothing_more(processor: Processor, tokenizer: 
     assert processor.processor.abort_requests(["a"], internal=True) == ["a"]
     processor.step(output("a", tokenizer.encode(" one")))
     assert (sink.deltas, sink.errors) == ([], [])
-
-
-@pytest.mark.parametrize("text", ["plain", "日本語のテキスト", "😀👍🏽 mixed naïve", "\n\n  x"])
-def test_split_text_never_breaks_a_character(tokenizer: Any, text: str) -> None:
-    from engines.tokenization import split_text
-
-    tokens = split_text(tokenizer, tokenizer.encode(text), frozenset(), skip_special_tokens=True)
-    assert "".join(token.text for token in tokens) == text
 
 
 def test_the_engines_own_tokenizer_is_none_of_vllms_pool(sample_model: Path) -> None:
@@ -611,15 +549,6 @@ def test_a_model_that_is_gone_leaves_no_tokenizer_in_vllms_caches(sample_model: 
     assert [reference() for reference in left] == [None, None, None]
 
 
-def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_of_them() -> None:
-    from engines.vllm.sampling import SamplingTranslator
-
-    request = GenerationRequest(request_id="r", prompt="x", want_prompt_tokens=True)
-    assert SamplingTranslator(16, 1, 9).sampling_params(request, 1).prompt_logprobs == 0
-    with pytest.raises(InvalidRequest, match="they are not served"):
-        SamplingTranslator(16, 1, 9, prompt_logprobs_refusal="they are not served").sampling_params(request, 1)
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -639,15 +568,6 @@ def test_the_option_that_rules_out_log_probabilities_of_the_prompt_is_named(
     refusal = prompt_logprobs_refusal(config)
     assert refusal.endswith(reason)
     assert bool(refusal) == bool(reason)
-
-
-def test_a_beam_search_is_refused_where_each_of_its_steps_would_begin_anew() -> None:
-    from engines.vllm.sampling import SamplingTranslator
-
-    request = GenerationRequest(request_id="r", prompt="x", beam_search=BeamSearch(width=2))
-    SamplingTranslator(16, 4, 9).check(request)
-    with pytest.raises(InvalidParameter, match=r"^`num_beams` needs the prefix cache, which is off for this model"):
-        SamplingTranslator(16, 4, 9, prefix_cache=False).check(request)
 
 
 @pytest.mark.parametrize("stream", [False, True])
