@@ -24,6 +24,8 @@ from tests.live.media_host import hosting
 from tests.live.pictures import bomb, data_url, encoded
 from tests.settings import configured
 
+LOADERS = {"opencv", "opencv_dynamic", "qwen2_vl", "qwen3_vl", "molmo2", "glm5next", "openpangu"}
+"""The loaders that read a plain AVI without further options."""
 SETTINGS = ModelConfig(name="model", model_dir=Path("."), model_id="m")
 
 
@@ -86,24 +88,6 @@ def test_images_are_loaded_and_counted(kind: str) -> None:
     assert loading.memory.used == 0
 
 
-def test_an_image_is_refused_by_its_header() -> None:
-    assert "is an image of 13000x13000 pixels; at most 64000000" in Loading().refusal(
-        "image", data_url(bomb(13000, 13000))
-    )
-
-
-def test_an_image_that_pillow_refuses_gets_the_same_answer() -> None:
-    assert "more than 64000000 pixels (option.max_image_pixels)" in Loading().refusal(
-        "image", data_url(bomb(60000, 60000))
-    )
-
-
-def test_the_images_of_a_request_are_counted_together() -> None:
-    images = [data_url(encoded(100, 100))] * 8
-    assert "option.max_request_pixels" in Loading(max_request_pixels=70_000).refusal("image", *images)
-    assert len(Loading(max_request_pixels=80_000).load("image", *images)) == 8
-
-
 def test_requests_beyond_the_memory_get_503() -> None:
     from vllm.exceptions import GracefulHTTPError
 
@@ -135,6 +119,8 @@ def tiled() -> bytes:
 def test_images_that_are_larger_than_they_say_are_refused() -> None:
     assert "is an image in ICO; taken are PNG, JPEG" in Loading().refusal("image", data_url(icon()))
     assert "is an image of 20000x20000 pixels" in Loading().refusal("image", data_url(tiled()))
+    pillows = Loading().refusal("image", data_url(bomb(60000, 60000)))
+    assert "more than 64000000 pixels (option.max_image_pixels)" in pillows
 
 
 def test_an_animation_is_its_first_frame() -> None:
@@ -152,16 +138,17 @@ def test_an_animation_is_its_first_frame() -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("data:image/png;base64,AAAA", "`image_url` is no image; taken are PNG, JPEG, WebP, GIF, BMP, TIFF"),
         ("data:image/png;base64,A*", "`image_url` cannot be decoded: "),
         ("data:image/png,abc", "`image_url` must be base64: data:<type>;base64,<data>"),
         ("data:x", "`image_url` cannot be loaded: Invalid data URL"),
+        ("http://h:99999" + "/a" * 8000, "`image_url` "),
         ("ftp://a/b", "`image_url` cannot be loaded: The URL must be either"),
-        ("file:///etc/passwd", "`image_url` cannot be loaded: Cannot load local files"),
     ],
 )
 def test_what_cannot_be_loaded_is_the_clients_fault(url: str, message: str) -> None:
-    assert Loading().refusal("image", url).startswith(message)
+    refusal = Loading().refusal("image", url)
+    assert refusal.startswith(message)
+    assert len(refusal) < 1000
 
 
 def test_a_local_file_has_the_same_limits(tmp_path: Path) -> None:
@@ -193,10 +180,6 @@ def test_urls_are_fetched_from_allowed_networks_only() -> None:
             loading.load("audio", "http://xn--a/x.wav")
 
 
-def test_a_long_wrong_url_is_not_repeated() -> None:
-    assert len(Loading().refusal("image", "http://h:99999" + "/a" * 8000)) < 1000
-
-
 def test_scores_take_no_images() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
@@ -226,12 +209,6 @@ def test_media_that_clients_name_are_kept_apart_by_salts(salt: str) -> None:
     assert uuids == asyncio.run(named())[1]
 
 
-def test_downloads_of_a_request_are_counted_together() -> None:
-    with hosting(encoded(40, 30) + bytes(600 << 10)) as url:
-        loading = Loading(allowed_media_networks=("127.0.0.0/8",), max_media_download_mb=1)
-        assert "at most 1 MiB are fetched for a request" in loading.refusal("image", url, url)
-
-
 @pytest.fixture(scope="module")
 def video(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """Ten frames of 64 x 48."""
@@ -246,31 +223,26 @@ def video(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-LOADERS = ("opencv", "opencv_dynamic", "qwen2_vl", "qwen3_vl", "molmo2", "glm5next", "openpangu")
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-def test_frames_are_counted_before_they_are_decoded(loader: str, video: bytes) -> None:
-    options = {"video": {"video_backend": loader}}
-    url = data_url(video, "video/avi")
-    loading = Loading()
-    (loaded,) = loading.load("video", url, media_io_kwargs=options)
-    frames = loaded.media[0]
-    assert frames.shape[1:] == (48, 64, 3)
-    assert loading.memory.used == frames.nbytes
-    refusal = Loading(max_request_pixels=48 * 64 * len(frames) - 1).refusal("video", url, media_io_kwargs=options)
-    assert "option.max_request_pixels" in refusal
-    assert "is a video of 64x48 pixels" in Loading(max_image_pixels=48 * 63).refusal(
-        "video", url, media_io_kwargs=options
-    )
-
-
-def test_vllm_has_no_loader_of_videos_that_goes_another_way() -> None:
-    """Each asks before it decodes, by one of the two methods that are replaced."""
+def test_frames_are_counted_before_any_of_vllms_loaders_decodes_them(video: bytes) -> None:
     from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader
 
-    assert all(issubclass(loader, VideoLoader) for loader in VIDEO_LOADER_REGISTRY.name2class.values())
-    assert set(LOADERS) <= VIDEO_LOADER_REGISTRY.name2class.keys()
+    url, tried = data_url(video, "video/avi"), 0
+    for name, loader in VIDEO_LOADER_REGISTRY.name2class.items():
+        assert issubclass(loader, VideoLoader), "its methods are those that are replaced"
+        if name not in LOADERS:
+            continue
+        options = {"video": {"video_backend": name}}
+        loading = Loading()
+        (loaded,) = loading.load("video", url, media_io_kwargs=options)
+        frames = loaded.media[0]
+        assert frames.shape[1:] == (48, 64, 3), name
+        assert loading.memory.used == frames.nbytes, name
+        few = Loading(max_request_pixels=48 * 64 * len(frames) - 1)
+        assert "option.max_request_pixels" in few.refusal("video", url, media_io_kwargs=options), name
+        small = Loading(max_image_pixels=48 * 63).refusal("video", url, media_io_kwargs=options)
+        assert "is a video of 64x48 pixels" in small, name
+        tried += 1
+    assert tried == len(LOADERS)
 
 
 def test_a_video_that_says_it_has_too_many_frames_is_refused(monkeypatch: pytest.MonkeyPatch, video: bytes) -> None:
@@ -281,7 +253,7 @@ def test_a_video_that_says_it_has_too_many_frames_is_refused(monkeypatch: pytest
     assert "is a video of 10 frames; at most 9 are taken" in refusal
 
 
-def test_frames_may_not_grow() -> None:
+def test_frames_may_not_grow_and_none_is_decoded_for_a_request_that_has_ended() -> None:
     """A stream may change its size, and the decoder follows."""
     import numpy as np
 
@@ -290,21 +262,15 @@ def test_frames_may_not_grow() -> None:
     frames = [np.zeros((48, 64, 3), np.uint8), np.zeros((4800, 6400, 3), np.uint8)]
     sides = iter((64, 48))
     capture = SimpleNamespace(get=lambda _: next(sides), grab=lambda: True, retrieve=lambda: (True, frames.pop(0)))
-    bounded = _Capture(capture, RequestMedia(MediaMemory(SETTINGS)))
+    media = RequestMedia(MediaMemory(SETTINGS))
+    bounded = _Capture(capture, media)
     assert bounded.read()[1].shape == (48, 64, 3)
     with pytest.raises(InvalidRequest, match="frames larger than its 64x48"):
         bounded.retrieve()
-
-
-def test_no_frame_is_decoded_for_a_request_that_has_ended() -> None:
-    from handlers.openai.media.connector import _Capture
-
-    media = RequestMedia(MediaMemory(SETTINGS))
-    capture = _Capture(SimpleNamespace(get=lambda _: 1, grab=lambda: True), media)
-    assert capture.grab()
+    assert bounded.grab()
     media.close()
     with pytest.raises(InvalidRequest, match="the request has ended"):
-        capture.grab()
+        bounded.grab()
 
 
 def test_frames_that_come_as_images_are_counted() -> None:
@@ -325,44 +291,27 @@ def test_a_decoder_that_there_is_not_is_the_clients_fault(video: bytes) -> None:
     assert "is no image" not in Loading().refusal("video", data_url(b"no video", "video/avi"))
 
 
-def test_sound_is_counted_once_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sounds_are_counted_once_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_speech_live.py would also pass if nothing were counted."""
     import numpy as np
     from vllm.multimodal.media.audio import AudioMediaIO
+
+    from handlers.openai.media.connector import counted_speech
 
     monkeypatch.setattr(AudioMediaIO, "load_bytes", lambda *_: (np.zeros(1000, np.float32), 16000))
     loading = Loading()
     loading.load("audio", data_url(b"sound", "audio/wav"))
     assert loading.memory.used == 4000
-    monkeypatch.undo()
-    assert "cannot be decoded" in Loading().refusal("audio", data_url(b"no sound", "audio/wav"))
-
-
-def test_the_sounds_of_transcriptions_are_counted_when_they_are_decoded() -> None:
-    """Beside tests/live/test_speech_live.py, which would also pass if nothing were counted."""
-    import numpy as np
-
-    from handlers.openai.media.connector import counted_speech
 
     async def decode(_: bytes) -> tuple[list[Any], float]:
         return [np.zeros(1000, np.float32)] * 2, 0.1
-
-    loading = Loading()
 
     async def transcribe() -> None:
         current_call.set(loading.call)
         await counted_speech(decode)(b"")
 
     asyncio.run(transcribe())
-    assert loading.memory.used == 8000
-
-
-def test_vllms_parser_of_media_resamples_as_told() -> None:
-    from vllm.multimodal.parse import MultiModalDataParser
-
-    from engines.vllm.patches.media import patch_sounds
-
-    patch_sounds()
-    assert MultiModalDataParser(target_sr=16000).audio_resampler.method == "soxr"
+    assert loading.memory.used == 4000 + 8000
 
 
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
