@@ -19,6 +19,7 @@ import pytest
 from engines.daemon_thread import LastingThreads
 from engines.interface import EngineStartError
 from engines.memory.parallelism import ModelMemory, Weights, tensor_parallel_sizes
+from engines.settings.engine_config import DEFAULT_MEDIA_COUNTS
 from engines.vllm.arguments.table import ARGUMENTS, FRONT_END, KINDS, TABLE, WITHOUT_EFFECT
 from handlers.model_config import ModelConfig
 from tests.engine_arguments import REFUSED, TRIALS, Trial, command_line, files
@@ -36,6 +37,8 @@ WITH_LORA = {
 ALWAYS = {"limit_mm_per_prompt", "served_model_name"}
 """Arguments that have another default than with `vllm serve`."""
 ON_CPU = ALWAYS | {"enforce_eager"}
+ADAPTERS = {"max_loras": "2", "max_cpu_loras": "8"}
+IMAGES = DEFAULT_MEDIA_COUNTS | {"image": 2, "video": 1}
 GIB = 1 << 30
 
 
@@ -81,16 +84,6 @@ def serve_arguments(model: Path) -> Any:
     return AsyncEngineArgs.from_cli_args(parsed)
 
 
-def test_arguments_are_those_of_vllm_serve(
-    settings: ModelConfig, sample_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, context = arguments_seen(settings, monkeypatch)
-    served = serve_arguments(sample_model)
-    names = [field.name for field in dataclasses.fields(served)]
-    assert {name for name in names if getattr(ours, name) != getattr(served, name)} == ON_CPU
-    assert context.value == "OPENAI_API_SERVER"
-
-
 def documented_differences() -> set[str]:
     """The arguments in the first column of the table in docs/configuration.md."""
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -112,7 +105,8 @@ def documented_differences() -> set[str]:
 def test_the_documentation_has_what_differs_from_vllm_serve(
     settings: ModelConfig, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], expected: set[str]
 ) -> None:
-    ours, _ = arguments_seen(replace(settings, **more), monkeypatch)
+    ours, context = arguments_seen(replace(settings, **more), monkeypatch)
+    assert context.value == "OPENAI_API_SERVER", "batches are as large as those of `vllm serve`"
     served = serve_arguments(settings.model_dir)
     names = [field.name for field in dataclasses.fields(served)]
     differing = {name for name in names if getattr(ours, name) != getattr(served, name)}
@@ -140,59 +134,6 @@ def test_the_documentation_has_what_is_changed_in_vllms_configuration(settings: 
     assert differing == {"structured_outputs_config", "model_config"}
     assert before.model_config.logits_processors != changed.model_config.logits_processors
     assert {"structured_outputs_config", "logits_processors"} <= documented_differences()
-
-
-def test_sequences_that_run_together_are_set_only_where_they_are_given(
-    settings: ModelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, _ = arguments_seen(settings, monkeypatch)
-    assert ours.max_num_seqs is None
-    ours, _ = arguments_seen(replace(settings, max_rolling_batch_size=7), monkeypatch)
-    assert ours.max_num_seqs == 7
-
-
-@pytest.mark.parametrize(
-    ("rolling_batch", "given", "model_impl"),
-    [
-        ("vllm", {}, "auto"),
-        ("trtllm", {}, "auto"),
-        ("scheduler", {}, "transformers"),
-        ("scheduler", {"model_impl": "vllm"}, "vllm"),
-    ],
-)
-def test_the_scheduler_takes_transformers_code_unless_something_else_is_set(
-    settings: ModelConfig, rolling_batch: Any, given: dict[str, str], model_impl: str
-) -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    from engines.vllm.arguments.from_settings import engine_arguments
-
-    arguments = engine_arguments(replace(settings, rolling_batch=rolling_batch, engine_arguments=given), on_cpu=True)
-    assert AsyncEngineArgs(**arguments).model_impl == model_impl
-
-
-@pytest.mark.parametrize(
-    ("name", "memory", "tokens", "sequences"),
-    [
-        ("NVIDIA L4", 22, 2048, 256),
-        ("NVIDIA A100-SXM4-80GB", 80, 2048, 256),
-        ("NVIDIA H100 80GB HBM3", 79, 8192, 1024),
-        ("NVIDIA H200", 139, 8192, 1024),
-        ("NVIDIA B200", 178, 16384, 1024),
-    ],
-)
-def test_batches_on_a_gpu_are_as_large_as_those_of_vllm_serve(
-    settings: ModelConfig, monkeypatch: pytest.MonkeyPatch, name: str, memory: int, tokens: int, sequences: int
-) -> None:
-    import vllm.platforms
-
-    ours, context = arguments_seen(settings, monkeypatch)
-    platform = vllm.platforms.current_platform
-    monkeypatch.setattr(platform, "is_cpu", lambda: False)
-    monkeypatch.setattr(platform, "get_device_name", lambda: name)
-    monkeypatch.setattr(platform, "get_device_total_memory", lambda: memory * GIB)
-    by_tokens, by_sequences = ours.get_batch_defaults(1)
-    assert (by_tokens[context], by_sequences[context]) == (tokens, sequences)
 
 
 @pytest.mark.parametrize(
@@ -235,19 +176,37 @@ def test_gpus_that_share_each_layer_are_as_few_as_hold_the_model_or_as_many_as_i
         assert reason in caplog.text
 
 
-def test_lmis_default_counts_and_on_a_cpu_one_more_slot_that_stays_empty() -> None:
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "expected"),
+    [
+        ({}, True, {"limit_mm_per_prompt": DEFAULT_MEDIA_COUNTS}),
+        ({"max_rolling_batch_size": 7}, True, {"max_num_seqs": 7}),
+        ({"rolling_batch": "scheduler"}, True, {"model_impl": "transformers"}),
+        ({"rolling_batch": "scheduler", "engine_arguments": {"model_impl": "vllm"}}, True, {"model_impl": "vllm"}),
+        # LMI's default counts, and on a CPU one more slot, which stays empty.
+        ({"enable_lora": True}, False, {"max_loras": 4, "enable_lora": True}),
+        ({"enable_lora": True}, True, {"max_loras": 5, "max_cpu_loras": 5}),
+        ({"enable_lora": True, "engine_arguments": ADAPTERS}, False, {"max_loras": 2, "max_cpu_loras": 8}),
+        ({"enable_lora": True, "engine_arguments": ADAPTERS}, True, {"max_loras": 9, "max_cpu_loras": 9}),
+        *[
+            ({"engine_arguments": {name: text}}, True, {name: value})
+            for name in ("enable_prefix_caching", "data_parallel_multi_port_external_lb")
+            for text, value in (("true", True), ("FALSE", False))
+        ],
+        # As LMI wrote limits of images, and as JSON.
+        *[
+            ({"engine_arguments": {"limit_mm_per_prompt": text}}, True, {"limit_mm_per_prompt": IMAGES})
+            for text in ("image=2,video=1", " image = 2 , video=1", '{"image": 2, "video": 1}')
+        ],
+    ],
+)
+def test_settings_become_arguments(
+    settings: ModelConfig, given: dict[str, Any], on_cpu: bool, expected: dict[str, Any]
+) -> None:
     from engines.vllm.arguments.from_settings import engine_arguments
 
-    def slots(on_cpu: bool, **given: str) -> tuple[int, int | None]:
-        model = ModelConfig(name="m", model_dir=Path("."), model_id="m", enable_lora=True, engine_arguments=given)
-        arguments = engine_arguments(model, on_cpu)
-        assert arguments["enable_lora"] is True
-        return arguments["max_loras"], arguments.get("max_cpu_loras")
-
-    assert slots(False) == (4, None)
-    assert slots(False, max_loras="2", max_cpu_loras="8") == (2, 8)
-    assert slots(True) == (5, 5)
-    assert slots(True, max_loras="2", max_cpu_loras="8") == (9, 9)
+    found = engine_arguments(replace(settings, **given), on_cpu)
+    assert {name: found.get(name, False) for name in expected} == expected
 
 
 def _kind(action: Any) -> str | list[str]:
@@ -294,42 +253,107 @@ def test_the_table_of_arguments_has_those_of_vllm_serve_and_each_has_an_effect_o
     assert not [name for name in kinds if name.startswith("no_")]  # Such a name would be read as a negation.
 
 
-@pytest.mark.parametrize(("name", "text"), [("api_key", "hidden"), ("no_such_thing", "1")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("api_key", "hidden"), ("no_such_thing", "1"), ("enable_auto_tool_chioce", "true")]
+)
 def test_an_argument_that_is_not_the_engines_is_warned_of(
     settings: ModelConfig, caplog: pytest.LogCaptureFixture, name: str, text: str
 ) -> None:
     from engines.vllm.arguments.from_settings import engine_arguments
 
-    assert name not in engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
+    given = {name: text, "response_role": "assistant"}
+    assert not given.keys() & engine_arguments(replace(settings, engine_arguments=given), on_cpu=True).keys()
     assert f"option.{name} is none of LMI's and not of vLLM's engine; it has no effect" in caplog.text
     assert "hidden" not in caplog.text
+    assert "response_role" not in caplog.text, "the front end has it"
 
 
-@pytest.mark.parametrize("name", ["enable_prefix_caching", "data_parallel_multi_port_external_lb"])
-def test_a_flag_may_be_false_with_and_without_a_negation_in_vllm(settings: ModelConfig, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("enable_prefix_caching", "maybe", "expected true or false"),
+        ("speculative_config", "ngram", "Value ngram cannot be converted to JSON"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(settings: ModelConfig, name: str, text: str, message: str) -> None:
     from engines.vllm.arguments.from_settings import engine_arguments
 
-    for text, value in {"true": True, "FALSE": False}.items():
-        given = engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
-        assert given.get(name, False) is value
-    with pytest.raises(EngineStartError, match="expected true or false"):
-        engine_arguments(replace(settings, engine_arguments={name: "maybe"}), on_cpu=True)
+    with pytest.raises(EngineStartError, match=message):
+        engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
 
 
-def test_an_error_of_vllm_names_the_options_that_were_given(settings: ModelConfig) -> None:
+def test_an_error_of_vllm_names_the_options_that_were_given_or_the_model(settings: ModelConfig, tmp_path: Path) -> None:
     from engines.vllm.loading import VllmLoader
 
+    def refusal(model: ModelConfig) -> str:
+        thread = LastingThreads("engine")
+        try:
+            with pytest.raises(EngineStartError) as refused:
+                asyncio.run(VllmLoader(model, thread).load())
+        finally:
+            thread.end()
+        return str(refused.value)
+
     given = {"enable_sleep_mode": "true", "sleep_preserve_parameter_names": "lm_head.weight"}
-    thread = LastingThreads("engine")
-    try:
-        with pytest.raises(EngineStartError) as refused:
-            asyncio.run(VllmLoader(replace(settings, engine_arguments=given), thread).load())
-    finally:
-        thread.end()
-    assert str(refused.value) == (
+    assert refusal(replace(settings, engine_arguments=given)) == (
         f"vLLM cannot load {settings.model_id} with option.enable_sleep_mode, option.sleep_preserve_parameter_names: "
         "Sleep mode is not supported on current platform."
     )
+    nothing = tmp_path / "nothing"
+    assert str(nothing) in refusal(replace(settings, model_dir=nothing, model_id=str(nothing)))
+
+
+def front_end(model_dir: Path = Path("."), **options: str) -> dict[str, Any]:
+    from engines.vllm.arguments.from_settings import frontend_arguments
+
+    model = ModelConfig(name="model", model_dir=model_dir, model_id="m", engine_arguments=options)
+    return frontend_arguments(model)
+
+
+def test_options_are_read_as_vllm_reads_its_arguments(tmp_path: Path) -> None:
+    found = front_end(
+        enable_auto_tool_choice="true",
+        tool_call_parser="hermes",
+        chat_template="{{ messages }}",
+        chat_template_content_format="openai",
+        default_chat_template_kwargs='{"enable_thinking": false}',
+        enable_force_include_usage="yes",
+        max_model_len="100",
+    )
+    expected = {
+        "enable_auto_tool_choice": True,
+        "tool_call_parser": "hermes",
+        "chat_template": "{{ messages }}",
+        "chat_template_content_format": "openai",
+        "default_chat_template_kwargs": {"enable_thinking": False},
+        "enable_force_include_usage": True,
+        "response_role": "assistant",
+    }
+    assert found.items() >= expected.items()
+    assert "max_model_len" not in found
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    assert front_end(tmp_path, chat_template="chat.jinja")["chat_template"] == str(tmp_path / "chat.jinja")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"enable_auto_tool_choice": "maybe"},
+            "option.enable_auto_tool_choice: 'maybe' is not a value that vLLM takes",
+        ),
+        ({"enable_auto_tool_choice": "true"}, "option.enable_auto_tool_choice needs option.tool_call_parser"),
+        ({"tool_call_parser": "nobody"}, "option.tool_call_parser: vLLM has no parser 'nobody'; allowed: "),
+        ({"reasoning_parser": "nobody"}, "option.reasoning_parser: vLLM has no parser 'nobody'; allowed: "),
+        ({"chat_template_content_format": "xml"}, "option.chat_template_content_format: 'xml' is not a value"),
+        ({"default_chat_template_kwargs": "{"}, "option.default_chat_template_kwargs: '{' is not a value"),
+        ({"tool_parser_plugin": "/nowhere.py", "tool_call_parser": "mine"}, "option.tool_"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, str], message: str) -> None:
+    with pytest.raises(EngineStartError) as caught:
+        front_end(**options)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.long

@@ -4,110 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import pickle
-from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from engines.errors import InvalidParameter
-from engines.interface import EngineStartError
-from engines.settings.engine_config import DEFAULT_MEDIA_COUNTS
 from handlers.model_config import ModelConfig
 
 SETTINGS = ModelConfig(name="model", model_dir=Path("."), model_id="m")
-
-
-def arguments(model_dir: Path = Path("."), **options: str) -> dict[str, Any]:
-    from engines.vllm.arguments.from_settings import frontend_arguments
-
-    return frontend_arguments(replace(SETTINGS, model_dir=model_dir, engine_arguments=options))
-
-
-def test_options_are_read_as_vllm_reads_its_arguments() -> None:
-    found = arguments(
-        enable_auto_tool_choice="true",
-        tool_call_parser="hermes",
-        chat_template="{{ messages }}",
-        chat_template_content_format="openai",
-        default_chat_template_kwargs='{"enable_thinking": false}',
-        enable_force_include_usage="yes",
-        max_model_len="100",
-    )
-    assert found["enable_auto_tool_choice"] is True
-    assert found["tool_call_parser"] == "hermes"
-    assert found["chat_template"] == "{{ messages }}"
-    assert found["chat_template_content_format"] == "openai"
-    assert found["default_chat_template_kwargs"] == {"enable_thinking": False}
-    assert found["enable_force_include_usage"] is True
-    assert found["response_role"] == "assistant"
-    assert "max_model_len" not in found
-
-
-def test_a_template_may_be_a_file_of_the_model_directory(tmp_path: Path) -> None:
-    (tmp_path / "chat.jinja").write_text("{{ messages }}")
-    assert arguments(tmp_path, chat_template="chat.jinja")["chat_template"] == str(tmp_path / "chat.jinja")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"enable_auto_tool_choice": "maybe"},
-            "option.enable_auto_tool_choice: 'maybe' is not a value that vLLM takes",
-        ),
-        ({"enable_auto_tool_choice": "true"}, "option.enable_auto_tool_choice needs option.tool_call_parser"),
-        ({"tool_call_parser": "nobody"}, "option.tool_call_parser: vLLM has no parser 'nobody'; allowed: "),
-        ({"reasoning_parser": "nobody"}, "option.reasoning_parser: vLLM has no parser 'nobody'; allowed: "),
-        ({"chat_template_content_format": "xml"}, "option.chat_template_content_format: 'xml' is not a value"),
-        ({"default_chat_template_kwargs": "{"}, "option.default_chat_template_kwargs: '{' is not a value"),
-        ({"tool_parser_plugin": "/nowhere.py", "tool_call_parser": "mine"}, "option.tool_"),
-    ],
-)
-def test_a_wrong_option_is_named(options: dict[str, str], message: str) -> None:
-    with pytest.raises(EngineStartError) as caught:
-        arguments(**options)
-    assert str(caught.value).startswith(message)
-
-
-def test_the_engine_knows_nothing_of_front_end_options(caplog: pytest.LogCaptureFixture) -> None:
-    from engines.vllm.arguments.from_settings import engine_arguments
-
-    settings = replace(SETTINGS, engine_arguments={"response_role": "assistant", "enable_auto_tool_chioce": "true"})
-    with caplog.at_level(logging.WARNING):
-        assert "response_role" not in engine_arguments(settings, on_cpu=True)
-    assert "option.enable_auto_tool_chioce is none of LMI's and not of vLLM's engine" in caplog.text
-    assert "response_role" not in caplog.text
-
-
-@pytest.mark.parametrize("text", ["image=2,video=1", " image = 2 , video=1", '{"image": 2, "video": 1}'])
-def test_a_limit_of_images_may_be_written_as_lmi_did(text: str) -> None:
-    from engines.vllm.arguments.from_settings import engine_arguments
-
-    settings = replace(SETTINGS, engine_arguments={"limit_mm_per_prompt": text})
-    limits = engine_arguments(settings, on_cpu=True)["limit_mm_per_prompt"]
-    assert limits == DEFAULT_MEDIA_COUNTS | {"image": 2, "video": 1}
-
-
-def test_media_have_a_limit_by_default() -> None:
-    from engines.vllm.arguments.from_settings import engine_arguments
-
-    assert engine_arguments(SETTINGS, on_cpu=True)["limit_mm_per_prompt"] == DEFAULT_MEDIA_COUNTS
-
-
-def test_a_text_that_should_be_json_is_refused_as_such() -> None:
-    from engines.vllm.arguments.from_settings import engine_arguments
-
-    with pytest.raises(EngineStartError, match="Value ngram cannot be converted to JSON"):
-        engine_arguments(replace(SETTINGS, engine_arguments={"speculative_config": "ngram"}), on_cpu=True)
 
 
 def params(**fields: Any) -> Any:
@@ -145,7 +57,12 @@ def limits() -> Any:
         {"extra_args": {"kv_transfer_params": "x"}},
         {"extra_args": {"kv_transfer_params": [1]}},
         {"extra_args": {"ec_transfer_params": 1.5}},
+        # These take long.
+        {"bad_words": ["x" * 1_000_000]},
+        {"bad_words": [str(number) for number in range(2000)]},
+        {"repetition_detection": SimpleNamespace(max_pattern_size=3000, min_count=2)},
     ],
+    ids=lambda fields: "-".join(fields),
 )
 def test_what_would_harm_the_engine_is_refused_by_name(fields: dict[str, Any]) -> None:
     from handlers.openai.vllm.engine_client import check_parameters
@@ -164,15 +81,6 @@ def test_the_deepest_parameters_that_are_read_reach_the_engine() -> None:
     assert pickle.loads(pickle.dumps(value)) == value
 
 
-def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_of_them() -> None:
-    from handlers.openai.vllm.engine_client import check_parameters
-
-    asked = params(prompt_logprobs=0)
-    check_parameters(asked, limits(), None)
-    with pytest.raises(InvalidParameter, match="cannot be given: they are not served"):
-        check_parameters(asked, replace(limits(), prompt_logprobs_refusal="they are not served"), None)
-
-
 @pytest.mark.parametrize(("tokens", "most", "given"), [(65536, 1, True), (65537, 1, False), (10000, 20, False)])
 def test_log_probabilities_of_the_prompt_have_a_limit(tokens: int, most: int, given: bool) -> None:
     from handlers.openai.vllm.engine_client import check_prompt_logprobs
@@ -187,55 +95,6 @@ def test_what_does_no_harm_passes() -> None:
     check_parameters(params(), limits(), None)
     given = params(stop="x", stop_token_ids=[99], logit_bias={0: -100.0}, extra_args={"typical_p": 1}, seed=-5)
     check_parameters(given, limits(), None)
-
-
-def test_what_a_client_causes_is_told_from_what_the_server_does() -> None:
-    from vllm.exceptions import GracefulHTTPError, VLLMValidationError
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    from handlers.openai.vllm.errors import is_clients
-
-    clients = (VLLMValidationError("x", parameter="n"), GracefulHTTPError("full", 503), ValueError("x"))
-    assert all(is_clients(error) for error in clients)
-    assert not any(is_clients(error) for error in (EngineDeadError(), RuntimeError("x"), KeyError("x")))
-
-
-@pytest.mark.asyncio
-async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_aborted() -> None:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
-
-    from engines.statistics import EngineStatistics
-    from handlers.openai.current_call import OpenAICall
-    from handlers.openai.vllm.engine_client import EngineClient
-    from handlers.queue import EngineQueue
-
-    class Llm:
-        """A stand-in for vLLM's engine that keeps its requests in another place."""
-
-        output_processor = OutputProcessor(None, log_stats=False)
-        errored = False
-        aborted: ClassVar[list[str]] = []
-
-        async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
-            return RequestOutputCollector(RequestOutputKind.DELTA, f"{request_id}-internal")
-
-        async def abort(self, ids: list[str], internal: bool = False) -> None:
-            assert internal
-            self.aborted.extend(ids)
-
-    llm: Any = Llm()
-    engine: Any = _engine(llm)
-    handler = EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4)  # type: ignore[arg-type]
-    call = OpenAICall(handler)
-    call.take(1)
-    stream = EngineClient(engine, SETTINGS)._generate(call, {}, SamplingParams(), "a", {}, places=1)
-    with pytest.raises(RuntimeError, match="does not know a request"):
-        await anext(stream)
-    assert llm.aborted == ["a-internal"]
-    assert call.failed
-    assert handler.open_sequences == 0
 
 
 def test_a_clients_error_is_told_where_a_reply_had_begun() -> None:
@@ -379,25 +238,6 @@ def test_a_body_that_vllm_stumbles_over_is_the_clients_fault_until_something_is_
         assert client.post("/responses", json=body).status_code == 500
 
 
-def test_a_request_whose_engine_has_failed_is_logged_without_a_traceback() -> None:
-    from vllm.exceptions import GenerationError
-
-    from handlers.openai.vllm.error_log import client_error_filter
-
-    error = GenerationError("the engine has died")
-    record = logging.LogRecord(
-        "vllm.entrypoints.anthropic.api_router",
-        logging.ERROR,
-        "",
-        0,
-        "Error in create_messages: %s",
-        (error,),
-        (GenerationError, error, None),
-    )
-    client_error_filter(record)
-    assert (record.levelno, record.exc_info) == (logging.INFO, None)
-
-
 TEXTS = st.text(max_size=20)
 CONTENTS = TEXTS | st.lists(st.builds(lambda text: {"type": "text", "text": text}, TEXTS), min_size=1, max_size=3)
 CHATS = st.lists(
@@ -433,6 +273,7 @@ def test_chats_are_rendered_as_vllms_renderer_does_without_asking_it(sample_mode
     assert asked, "the two are compared first"
     asked.clear()
 
+    @settings(max_examples=40)
     @given(messages=CHATS)
     def check(messages: list[dict[str, Any]]) -> None:
         assert render(messages) == theirs(messages, params)[1]["prompt"]
@@ -578,28 +419,6 @@ def test_a_long_message_takes_no_minutes(part: str) -> None:
     bound_errors()
     refused = create_error_response(ValueError(f"no model {part * 100_000}"))
     assert refused.error.message.startswith("no model")
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"bad_words": ["x" * 1_000_000]}, "bad_words"),
-        ({"bad_words": [str(number) for number in range(2000)]}, "bad_words"),
-        ({"repetition_detection": {"max_pattern_size": 3000, "min_count": 2}}, "repetition_detection"),
-    ],
-)
-def test_parameters_that_take_long_are_refused_before_anything_reads_them(fields: dict[str, Any], name: str) -> None:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RepetitionDetectionParams
-
-    from handlers.openai.vllm.engine_client import check_parameters
-
-    if "repetition_detection" in fields:
-        fields = {"repetition_detection": RepetitionDetectionParams(**fields["repetition_detection"])}
-    limits: Any = SimpleNamespace(prompt_logprobs_refusal="", check_listed_tokens=lambda _: None)
-    with pytest.raises(InvalidParameter) as refused:
-        check_parameters(SamplingParams(**fields), limits, None)
-    assert refused.value.parameter == name
 
 
 def test_ids_that_the_engine_would_repeat_are_bounded() -> None:
