@@ -101,7 +101,10 @@ def check_release(installed: str) -> None:
 
 
 def is_vllm(settings: EngineConfig) -> bool:
-    """Return True if vLLM is the engine, once `auto` is decided. It does not look at `handler`: the caller does."""
+    """Return True if vLLM is the engine, once `auto` is decided.
+
+    Of a model with a customer's handler it says nothing: `ModelConfig.runs_on_vllm` does.
+    """
     return settings.rolling_batch != "disable"
 
 

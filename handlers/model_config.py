@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engines.engine_choice import is_vllm
 from engines.settings.declaration import setting
 from engines.settings.engine_config import EngineConfig
 from engines.settings.parsers import BOOLEAN
@@ -36,6 +37,11 @@ class ModelConfig(EngineConfig):
     handler_before_engine: HandlerConfig | None = None
     formatters: Path | None = None  # A `model.py` that may have input and output formatters for the engine.
     packages: PackageConfig = field(default_factory=PackageConfig)  # The packages of that `model.py`.
+
+    @property
+    def runs_on_vllm(self) -> bool:
+        """True if vLLM runs the model, once `auto` is decided; False for a customer's handler."""
+        return self.handler is None and is_vllm(self)
 
 
 # The class of each contract's settings, by its field of `ModelConfig`.

@@ -17,7 +17,6 @@ from container.ping import ping
 from container.settings.report import report_object
 from container.settings.settings import ServerReport
 from container.settings.values import masked
-from engines.engine_choice import is_vllm
 from engines.loaded_model import LoadedModel
 from handlers.contract import JSON
 from handlers.model_config import ModelConfig
@@ -92,7 +91,7 @@ def _restarts(model: Model, most: int) -> dict[str, float] | None:
     """
     service = model.lifecycle.service
     engine = service.running_engine if service is not None else None
-    if not most or engine is None or not is_vllm(model.lifecycle.model):
+    if not most or engine is None or not model.lifecycle.model.runs_on_vllm:
         return None
     since = time.monotonic() - WINDOW_SECONDS
     return {

@@ -11,7 +11,6 @@ from container.models.load_queue import LoadFailed, Loads
 from container.models.registry import EngineRestart, Model, Models
 from container.observability import logs
 from container.settings.server import ServerConfig
-from engines.engine_choice import is_vllm
 from engines.interface import CopyState, EngineStartError
 
 logger = logging.getLogger(__name__)
@@ -56,9 +55,8 @@ class EngineRestarts:
             return True
         most, lifecycle = self._server.engine_restart, model.lifecycle
         recent = self._recent(model)
-        runs_vllm = lifecycle.model.handler is None and is_vllm(lifecycle.model)
         ends = self._models.draining or model in self._models.leaving
-        if recent >= most or not runs_vllm or (ends and not lifecycle.calls_can_wait()):
+        if recent >= most or not lifecycle.model.runs_on_vllm or (ends and not lifecycle.calls_can_wait()):
             if missing := lifecycle.missing:
                 logs.show_held()
                 limit = f"each copy is started again at most {most} times within {WINDOW_SECONDS / 60:g} minutes"

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 from container.settings.lookup import DEFAULT, SettingEntry
 from container.settings.settings import Settings, Startup
-from engines.engine_choice import is_vllm
 from engines.settings.declaration import PREFIX
 from engines.vllm.parsers.choice import GENERATION, NAMES, NONE, parser_of
-from handlers.model_config import ModelConfig
 
 
 def with_parsers_shown(startup: Startup) -> Startup:
@@ -17,22 +15,18 @@ def with_parsers_shown(startup: Startup) -> Startup:
 
     A model that makes vectors or scores, or that vLLM does not run, gets no entries.
     """
-    models = [
-        replace(model, settings=_with_entries(model.settings)) if _generates_on_vllm(model.settings.model) else model
-        for model in startup.models
-    ]
+    models = [replace(model, settings=_with_entries(model.settings)) for model in startup.models]
     return replace(startup, models=tuple(models))
 
 
-def _generates_on_vllm(config: ModelConfig) -> bool:
-    return config.handler is None and is_vllm(config) and config.task in GENERATION
-
-
 def _with_entries(settings: Settings) -> Settings:
+    config = settings.model
+    if not config.runs_on_vllm or config.task not in GENERATION:
+        return settings
     sources = {entry.name: entry.source for entry in settings.entries}
     found = []
     for kind in NAMES:
-        name, choice = f"{PREFIX}{kind}", parser_of(kind, settings.model)
+        name, choice = f"{PREFIX}{kind}", parser_of(kind, config)
         found.append(SettingEntry(name, choice.parser or NONE, sources.get(name, DEFAULT), choice.reason))
     names = [entry.name for entry in found]
     others = [entry for entry in settings.entries if entry.name not in names]
