@@ -46,6 +46,9 @@ from engines.settings.engine_config import BATCH_SIZE, DJL_ENGINES, ENGINE, MODE
 from handlers.custom.settings import ENTRY_POINT, HANDLER_SETTINGS
 from handlers.model_config import ModelConfig
 
+# The order of settings in reports: the order of the tables in docs/configuration.md.
+_IN_TABLES = ("model_dir", *(setting.key for setting in (*server.SERVED, *options.ALL_OF_MODEL)))
+_PLACES = {key: place for place, key in enumerate(_IN_TABLES)}
 # Variables that name the model, and go before HF_MODEL_ID.
 _MODEL_VARIABLES = frozenset(key.replace("option.", "OPTION_").upper() for key in MODEL_ID.keys)
 
@@ -92,7 +95,7 @@ def load_settings(
     return Settings(
         server=config,
         model=model,
-        entries=tuple(lookup.entries),
+        entries=_in_order(lookup.entries),
         warnings=tuple(dict.fromkeys(lookup.warnings)),
         aliases=environment.aliases,
         exports=_exports(variables),
@@ -154,11 +157,16 @@ def load_server(environment: Environment, command_line: Mapping[str, str]) -> Se
         raise SettingsError(lookup.problems, lookup.warnings)
     return ServerReport(
         server=config,
-        entries=tuple(lookup.entries),
+        entries=_in_order(lookup.entries),
         warnings=tuple(dict.fromkeys(lookup.warnings)),
         aliases=environment.aliases,
         exports=_exports(variables),
     )
+
+
+def _in_order(entries: Iterable[SettingEntry]) -> tuple[SettingEntry, ...]:
+    """Return the entries in the order of the tables. Others follow, such as arguments of the engine."""
+    return tuple(sorted(entries, key=lambda entry: _PLACES.get(entry.name, len(_PLACES))))
 
 
 def _lookup(environment: Environment) -> Lookup:

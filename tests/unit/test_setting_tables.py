@@ -19,6 +19,7 @@ from engines.settings.declaration import Setting
 from engines.settings.engine_config import LORA_MODULES
 from handlers.custom.settings import HANDLER_SETTINGS
 from tests.doc_tables import assert_written
+from tests.settings import load_settings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -127,3 +128,17 @@ def test_the_documentation_has_the_table_of_settings(name: str) -> None:
 def test_every_setting_of_a_table_has_a_meaning() -> None:
     for setting in (*options.SERVED, *HANDLER_SETTINGS.values(), *server.SERVED):
         assert setting.doc, setting.key
+
+
+@pytest.mark.parametrize("code", [None, "def handle(inputs): ...\n"])
+def test_the_report_has_the_order_of_the_tables(tmp_path: Path, code: str | None) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    if code is not None:
+        (tmp_path / "model.py").write_text(code)
+    names = [entry.name for entry in load_settings(tmp_path, {"OPTION_MAX_MODEL_LEN": "8"}).entries]
+    tables = [setting.key for setting in (*server.SERVED, *options.SERVED, *HANDLER_SETTINGS.values())]
+    in_tables = [key for key in tables if key in names]
+    assert len(in_tables) > len(server.SERVED)
+    assert [name for name in names if name in tables] == in_tables
+    assert (names[0], names[-1]) == ("model_dir", "option.max_model_len")
