@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from container.gpus import allowed_devices, device_groups, is_cpu
-from container.settings import options
+from container.settings import options, server
 from container.settings.handler import SERVICE_FOR_VLLM, handler_before_engine, handler_settings
 from container.settings.handler_code import MODEL_FN, defines, handler_code, model_code
 from container.settings.lookup import DEFAULT, Lookup, SettingEntry, Sources
 from container.settings.options import BY_KEY
-from container.settings.server import MODEL_NAME
 from container.settings.values import HIDDEN, Value, is_true, quoted
 from container.sources import location
 from container.sources.location import ModelNotFound, SourceError, is_s3
@@ -293,6 +292,9 @@ def other_arguments(
                 lookup.problems.append(f"{value.describe(key)}; allowed: {allowed}")
             arguments[name] = value
             lookup.entries.append(SettingEntry(key, value.text, value.source, "for the engine"))
+        elif key in server.SUGGESTED:  # LMI ignores it, too.
+            hidden = replace(value, text=HIDDEN)  # It may be the server's keys.
+            lookup.ignore(key, hidden, f"it is a setting of the server; use {server.variable(key)}")
         elif meant := options.meant_by(key, value):  # LMI ignores a name without the prefix, too.
             lookup.unknown(key, value, meant, stops=False)
         else:
@@ -527,7 +529,7 @@ def _model(sources: Sources, *, required: bool) -> tuple[str, str, str | None]:
     if required and has_config and (fault := location.model_fault(Path(str(model_id)))):
         shown = f"model directory ({model_id})" if value is None else value.describe(MODEL_ID.key)
         lookup.problems.append(f"{shown}: {fault}")
-    name = lookup.value(MODEL_NAME, sources.server)
+    name = lookup.value(server.MODEL_NAME, sources.server)
     if name is None and model_id is not None:
         name = location.model_name(model_id, sources.model_dir, by_variable)
         lookup.entries.append(SettingEntry("model_name", name, DEFAULT))

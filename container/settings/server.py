@@ -278,8 +278,8 @@ IGNORED: Mapping[str, str] = {
 # The settings of the documentation's table.
 SERVED: tuple[Setting[Any], ...] = (*declared(ServerConfig).values(), API_KEYS_FILE, *FOR_MODELS)
 _INFERENCE_ADDRESS = Setting("inference_address", _HTTP_ADDRESS, shows_default=False)
-_SUGGESTED = frozenset({*(setting.key for setting in SERVED), _INFERENCE_ADDRESS.key})
-_KEYS = _SUGGESTED | {setting.key for setting in NOT_SERVED}
+SUGGESTED = frozenset({*(setting.key for setting in SERVED), _INFERENCE_ADDRESS.key})
+_KEYS = SUGGESTED | {setting.key for setting in NOT_SERVED}
 
 
 def server_layer(variables: Mapping[str, Value], command_line: Mapping[str, str], lookup: Lookup) -> dict[str, Value]:
@@ -295,7 +295,8 @@ def server_layer(variables: Mapping[str, Value], command_line: Mapping[str, str]
     return {**given, **serving, **sagemaker_server_layer(variables, lookup.problems)}
 
 
-def _variable(key: str) -> str:
+def variable(key: str) -> str:
+    """Return the environment variable of a setting."""
     return f"SERVING_{key.upper()}"
 
 
@@ -325,8 +326,8 @@ def server_config(layer: dict[str, Value], lookup: Lookup) -> ServerConfig:
         elif value.source.startswith("command line"):
             lookup.problems.append(f"{value.source}: there is no such option")
         else:  # DJL ignores such a name, too. Kubernetes sets some, for a service that is called `serving`.
-            meant = closest(key, _SUGGESTED)
-            lookup.unknown(_variable(key), value, meant and _variable(meant), stops=False)
+            meant = closest(key, SUGGESTED)
+            lookup.unknown(variable(key), value, meant and variable(meant), stops=False)
     return config
 
 

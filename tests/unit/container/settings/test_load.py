@@ -55,6 +55,16 @@ def test_nothing_given_means_defaults(model_dir: Path) -> None:
     assert {one.source for one in settings.entries} == {"default", "command line: --model-dir"}
 
 
+def test_a_setting_of_the_server_in_the_models_file_is_ignored_with_the_name_of_its_variable(model_dir: Path) -> None:
+    settings = load(model_dir, "throttle_error_http_code=429\napi_keys=secret")
+    assert settings.server == ServerConfig()
+    assert settings.warnings == tuple(
+        f"{key} (serving.properties: {key}) is ignored: it is a setting of the server; use SERVING_{key.upper()}"
+        for key in ("throttle_error_http_code", "api_keys")
+    )
+    assert "secret" not in repr(settings)
+
+
 @pytest.mark.parametrize(
     ("properties", "field", "value"),
     [
