@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 import yaml
+from starlette.responses import Response
 
 from container.app import create_app
 from container.models.life_cycle import Lifecycle, State
@@ -29,9 +31,15 @@ from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
 from handlers.entry_point import generation_handlers, lmi_contract, pooling_invocations
+from handlers.lmi.invocations import InvocationsHandler
+from handlers.lmi.sessions import Sessions
 from handlers.loaded_service import Service
+from handlers.openai.contract import OpenAIContract
+from handlers.openai.handler import OpenAIHandler
+from handlers.openai.vllm_call import VllmApp
 from handlers.queue import EngineQueue
 from tests.contracts import pooling_exchange, tgi_exchange
+from tests.contracts.openai_exchange import FRONT_END
 from tests.settings import load_settings
 from tests.stand_ins.scripted_engine import ScriptedGeneration
 
@@ -51,8 +59,8 @@ class CaseEngine(pooling_exchange.PoolingEngine):
         if self.pooling is None:
             self.max_model_len = tgi_exchange.CONTEXT
         self.tokenizer: Any = SimpleNamespace(pad_token="")
-        self._script: Sequence[dict[str, Any]] = case.get("deltas", ())
-        error = case.get("error")  # The name of the engine's error, and its arguments.
+        self._script: Sequence[dict[str, Any]] | None = case.get("deltas")
+        error = case.get("error")  # The name of the engine's error, and its arguments. Without deltas, it is a refusal.
         self._error: errors.RequestError | None = getattr(errors, error[0])(*error[1:]) if error else None
         self._playing: asyncio.Task[None] | None = None
 
@@ -61,17 +69,17 @@ class CaseEngine(pooling_exchange.PoolingEngine):
         return ModelTexts(tgi_exchange.FakeTokenizer()) if self.pooling is None else super().texts
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        if self._error is not None and not self._script:
+        if self._error is not None and self._script is None:
             raise self._error
-        if request.pooling is not None or not self._script:
+        if request.pooling is not None or self._script is None:
             return await super().submit(request, sink)
         self.sinks.append(sink)
-        if len(self.sinks) == 1 + max(step.get("prompt", 0) for step in self._script):
-            self._playing = asyncio.create_task(self._play())
+        if len(self.sinks) == 1 + max([step.get("prompt", 0) for step in self._script], default=0):
+            self._playing = asyncio.create_task(self._play(self._script))
         return ScriptedGeneration(request, sink)
 
-    async def _play(self) -> None:
-        for step in self._script:
+    async def _play(self, script: Sequence[dict[str, Any]]) -> None:
+        for step in script:
             fields = {"token_count": len(step.get("tokens", ()))} | step
             sink = self.sinks[fields.pop("prompt", 0)]
             for name in ("tokens", "prompt_tokens"):
@@ -96,28 +104,37 @@ async def exchanged(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     (directory / "serving.properties").write_text("".join(f"{key}={value}\n" for key, value in options.items()))
     settings = load_settings(directory, case.get("environment", {}))
     engine = CaseEngine(case)
-    queue = EngineQueue(engine, case.get("places", 100), settings.server.throttle_error_http_code)
+    overload_status = settings.server.throttle_error_http_code
+    queue = EngineQueue(engine, case.get("places", 100), overload_status)
+    vllm = case.get("vllm", {"status": 501, "body": ""})
+    media_type = vllm.get("content-type", "application/json")
+    front_end = VllmApp(Response(vllm["body"], vllm.get("status", 200), media_type=media_type), None)
+    openai = OpenAIHandler(front_end, queue, OpenAIContract(FRONT_END), FRONT_END.model)
     if engine.pooling is None:
-        lmi = lmi_contract(settings.model, engine)
-        invocations: Any = EngineHandler(queue, lmi, refuse_unread=overloaded)
+        lmi = EngineHandler(queue, lmi_contract(settings.model, engine), refuse_unread=overloaded)
+        invocations: Any = InvocationsHandler(
+            lmi, openai, settings.model, Sessions(None, overload_status), overload_status
+        )
     else:
-        invocations = pooling_invocations(settings.model, queue, engine.pooling, None)
+        invocations = pooling_invocations(settings.model, queue, engine.pooling, openai)
     handlers = generation_handlers(settings.model, queue)
     lifecycle = Lifecycle(settings)
     lifecycle.stage = State.READY
-    lifecycle.service = Service(settings.model, invocations, engine, handlers, queue=queue, engine=engine)
+    lifecycle.service = Service(
+        settings.model, invocations, engine, handlers, openai=openai, queue=queue, engine=engine
+    )
     models = Models([Model(lifecycle, "model")])
     app = create_app(models, settings.server, Registrar(models, settings.server, Mock())).main
     request = case["request"]
     body = request.get("body")
     sent: dict[str, Any] = {"content": body.encode()} if isinstance(body, str) else {"json": body}
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+    sent["headers"] = {"x-request-id": "r"} | request.get("headers", {})
     async with asyncio.timeout(60), client:  # A script without a last delta has no end.
-        reply = await client.request(
-            request.get("method", "POST"), request["path"], headers=request.get("headers"), **sent
-        )
+        reply = await client.request(request.get("method", "POST"), request["path"], **sent)
     headers = {name: reply.headers[name] for name in HEADERS if name in reply.headers}
-    return {"status": reply.status_code, **headers, "body": reply.content.decode()}
+    body = re.sub(r'("created": ?)\d{10}', r"\g<1>1", reply.content.decode())  # the time of the call
+    return {"status": reply.status_code, **headers, "body": body}
 
 
 class ReplyDumper(yaml.SafeDumper):
@@ -133,7 +150,7 @@ ReplyDumper.add_representer(
 
 
 def write_replies(path: Path, replies: list[dict[str, Any]]) -> None:
-    heads = [document.partition("\nreply:\n")[0].rstrip() for document in path.read_text().split("\n---\n")]
+    heads = [document.partition("\nreply:\n")[0] for document in path.read_text().removesuffix("\n").split("\n---\n")]
     shown = [
         yaml.dump({"reply": reply}, Dumper=ReplyDumper, allow_unicode=True, sort_keys=False, width=10**6)
         for reply in replies

@@ -148,22 +148,3 @@ def test_an_answer_from_deltas_has_the_bytes_of_a_converted_answer(form: AnswerF
         assert own == converted
 
     same()
-
-
-def test_a_stream_of_a_common_chat_is_lmis_records() -> None:
-    options = AnswerOptions(id="chatcmpl-1", created=7, model="m", fingerprint=None, role="assistant", usage=True)
-    answer = LmiChatForm().chat(options, stream=True)
-    head = b'{"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 7, "choices": ['
-    end = b'"logprobs": null, "finish_reason": '
-    assert answer.feed(0, TokenDelta("", prompt_token_count=3, token_count=1)) == b""
-    assert answer.feed(0, TokenDelta("Hi", prompt_token_count=3, token_count=2)) == (
-        head + b'{"index": 0, "delta": {"content": "Hi", "role": "assistant"}, ' + end + b"null}]}\n"
-    )
-    assert answer.feed(0, TokenDelta(" \xe9", prompt_token_count=3, token_count=3)) == (
-        head + '{"index": 0, "delta": {"content": " \xe9"}, '.encode() + end + b"null}]}\n"
-    )
-    last = TokenDelta("", prompt_token_count=3, token_count=4, finish_reason=FinishReason.EOS, last=True)
-    assert answer.feed(0, last) == (
-        head + b'{"index": 0, "delta": {"content": ""}, ' + end + b'"eos_token"}]}\n' + head + b'], "usage": '
-        b'{"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}}\n'
-    )

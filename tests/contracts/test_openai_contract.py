@@ -1,6 +1,6 @@
-"""The bodies that Slipway's own contract of OpenAI's routes understands, its requests, and the bytes of its answers.
+"""The bodies that Slipway's own contract of OpenAI's routes understands, and its requests.
 
-tests/live/test_openai_ways_live.py shows that vLLM sends the same bytes.
+`cases/openai` has the bytes of its answers. tests/live/test_openai_ways_live.py shows that vLLM sends the same bytes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.errors import EngineDead, EngineFault, GenerationFailed
-from engines.request import Constraint, FinishReason, GenerationRequest, Token, TokenDelta
+from engines.request import Constraint, GenerationRequest, Token
 from handlers.contract import Call, Exchange
 from handlers.openai.answer import in_document, in_stream
 from handlers.openai.constraints import CHAT, COMPLETIONS
@@ -39,13 +38,6 @@ def understood(document: Any, path: str = COMPLETIONS, front_end: FrontEnd = FRO
 
 def request_of(front_end: FrontEnd = FRONT_END, **fields: Any) -> GenerationRequest:
     return understood({"prompt": "Hi"} | fields, front_end=front_end).requests[0]
-
-
-def answer(document: Any, path: str, *deltas: TokenDelta) -> str:
-    exchange = understood(document, path)
-    text = b"".join([exchange.answer.feed(0, delta) for delta in deltas]).decode()
-    created = exchange.answer._options.created  # type: ignore[attr-defined]
-    return text.replace(f'"created":{created}', '"created":1')
 
 
 @pytest.mark.parametrize("fields", [{"suffix": ""}, {"stream_options": {"include_usage": True}}])
@@ -216,93 +208,6 @@ def test_names_select_the_model_or_an_adapter() -> None:
 def test_constraints_are_handed_on_as_they_are(fields: dict[str, Any], constraint: dict[str, Any] | None) -> None:
     expected = None if constraint is None else Constraint(parameter="structured_outputs", as_is=True, **constraint)
     assert request_of(**fields).sampling.constraint == expected
-
-
-def step(text: str, count: int, *tokens: Token, sequence: int = 0, **fields: Any) -> TokenDelta:
-    return TokenDelta(text, list(tokens), sequence, prompt_token_count=3, token_count=count, **fields)
-
-
-LAST = {"finish_reason": FinishReason.LENGTH, "last": True}
-
-
-def test_a_completion_stream_is_a_record_for_each_step() -> None:
-    document = {"prompt": "Hi", "stream": True, "stream_options": {"include_usage": True}}
-    head = 'data: {"id":"cmpl-r","object":"text_completion","created":1,"model":"m","choices":['
-    assert answer(document, COMPLETIONS, step('"é', 1), step("", 2, **LAST)) == (
-        f'{head}{{"index":0,"text":"\\"é","logprobs":null,"finish_reason":null,"stop_reason":null,'
-        '"prompt_token_ids":null,"token_ids":null}]}\n\n'
-        f'{head}{{"index":0,"text":"","logprobs":null,"finish_reason":"length","stop_reason":null,'
-        '"prompt_token_ids":null,"token_ids":null}]}\n\n'
-        f'{head}],"usage":{{"prompt_tokens":3,"total_tokens":5,"completion_tokens":2}},"system_fingerprint":"fp"}}\n\n'
-        "data: [DONE]\n\n"
-    )
-
-
-def test_a_chat_stream_begins_with_the_roles() -> None:
-    head = 'data: {"id":"chatcmpl-r","object":"chat.completion.chunk","created":1,"model":"m","choices":['
-    stop = step("!", 2, finish_reason=FinishReason.STOP, stop_reason="x", last=True)
-    assert answer({"messages": HI, "stream": True}, CHAT, step("a", 1), stop) == (
-        f'{head}{{"index":0,"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}],'
-        '"prompt_token_ids":null,"prompt_text":null}\n\n'
-        f'{head}{{"index":0,"delta":{{"content":"a"}},"logprobs":null,"finish_reason":null,"token_ids":null}}]}}\n\n'
-        f'{head}{{"index":0,"delta":{{"content":"!"}},"logprobs":null,"finish_reason":"stop","stop_reason":"x",'
-        '"token_ids":null}],"system_fingerprint":"fp"}\n\n'
-        "data: [DONE]\n\n"
-    )
-
-
-def test_log_probabilities_of_a_chat_have_bytes_and_alternatives() -> None:
-    token = Token(7, "é", -0.5, False, (Token(8, "e", -0.25), Token(7, "é", -0.5)))
-    document = {"messages": HI, "stream": True, "logprobs": True, "top_logprobs": 2}
-    assert '"logprobs":{"content":[{"token":"é","logprob":-0.5,"bytes":[195,169],"top_logprobs":[' + (
-        '{"token":"é","logprob":-0.5,"bytes":[195,169]},{"token":"e","logprob":-0.25,"bytes":[101]}]}]},'
-    ) in answer(document, CHAT, step("é", 1, token), step("", 2, **LAST))
-
-
-def test_log_probabilities_of_a_completion_have_places_in_the_text() -> None:
-    tokens = [Token(7, "ab", -0.00002, False, (Token(8, "c", -1.0),)), Token(9, "d", float("-inf"))]
-    deltas = [step("ab", 1, tokens[0]), step("d", 2, tokens[1], **LAST)]
-    streamed = answer({"prompt": "Hi", "stream": True, "logprobs": 1}, COMPLETIONS, *deltas)
-    assert (
-        '"logprobs":{"text_offset":[0],"token_logprobs":[-0.00002],"tokens":["ab"],'
-        '"top_logprobs":[{"ab":-0.00002,"c":-1.0}]}'
-    ) in streamed
-    assert '"logprobs":{"text_offset":[2],"token_logprobs":[-9999.0],"tokens":["d"]' in streamed
-    assert (
-        '"logprobs":{"text_offset":[0,2],"token_logprobs":[-2e-05,-9999.0],"tokens":["ab","d"],'
-        '"top_logprobs":[{"ab":-2e-05,"c":-1.0},{"d":-9999.0}]}'
-    ) in answer({"prompt": "Hi", "logprobs": 1}, COMPLETIONS, *deltas)
-
-
-def test_several_sequences_and_prompts_are_numbered_through() -> None:
-    exchange = understood({"prompt": ["a", "b"], "n": 2, "temperature": 1, "stream": True})
-    index = [
-        msgspec.json.decode(exchange.answer.feed(prompt, step("x", 1, sequence=sequence))[6:])["choices"][0]["index"]
-        for prompt in (0, 1)
-        for sequence in (0, 1)
-    ]
-    assert index == [0, 1, 2, 3]
-
-
-def test_a_sequence_that_is_aborted_before_its_first_token_has_no_record() -> None:
-    aborted = step("", 0, finish_reason=FinishReason.ABORT, last=True)
-    assert answer({"prompt": "Hi", "stream": True}, COMPLETIONS, aborted) == "data: [DONE]\n\n"
-
-
-def test_failures_are_vllms() -> None:
-    stream = understood({"prompt": "Hi", "stream": True}).answer
-    assert stream.fail_midway(GenerationFailed("x")) == (
-        b'data: {"error": {"message": "x", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
-        b"data: [DONE]\n\n"
-    )
-    assert (stream.fail(EngineDead()).status, stream.fail(EngineDead()).content_type) == (500, "application/json")
-    assert b'"Internal server error"' in stream.fail(EngineFault()).body
-    reply = understood({"messages": HI}, CHAT).answer.fail(EngineDead())
-    assert (reply.status, reply.body) == (
-        500,
-        b'{"error":{"message":"the engine has died; the request was not completed",'
-        b'"type":"InternalServerError","param":null,"code":500}}',
-    )
 
 
 @given(value=st.floats(-1e4, 0, width=32))
