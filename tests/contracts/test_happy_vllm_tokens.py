@@ -288,48 +288,21 @@ def test_the_second_decoder_has_the_prompt_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "document", "error"),
+    ("path", "document", "status", "field"),
     [
-        ("/v2/tokenizer", b"", {"message": "the body is empty", "type": "BadRequestError", "param": None, "code": 400}),
-        (
-            "/v2/tokenizer",
-            {"model": "other", "prompt": "a"},
-            {
-                "message": "The model `other` does not exist.",
-                "type": "NotFoundError",
-                "param": "model",
-                "code": 404,
-            },
-        ),
-        (
-            "/v2/tokenizer",
-            {},
-            {"message": "`prompt` is missing", "type": "BadRequestError", "param": None, "code": 400},
-        ),
-        (
-            "/v2/decode",
-            {"tokens": ["1.5"]},
-            {
-                "message": "`tokens` must be a list of whole numbers, got [1.5]",
-                "type": "BadRequestError",
-                "param": "tokens",
-                "code": 400,
-            },
-        ),
-        (
-            "/v2/decode",
-            {"tokens": [10**6]},
-            {
-                "message": f"`tokens` must be ids of the vocabulary, below {len(LIKE_GPT.tokenizer)}, got 1000000",
-                "type": "BadRequestError",
-                "param": "tokens",
-                "code": 400,
-            },
-        ),
+        ("/v2/tokenizer", b"", 400, None),
+        ("/v2/tokenizer", {"model": "other", "prompt": "a"}, 404, "model"),
+        ("/v2/tokenizer", {}, 400, None),
+        ("/v2/decode", {"tokens": ["1.5"]}, 400, "tokens"),
+        ("/v2/decode", {"tokens": [10**6]}, 400, "tokens"),
     ],
 )
-def test_errors_of_the_second_routes_are_vllms(path: str, document: Any, error: dict[str, Any]) -> None:
-    assert refused(path, document) == (error["code"], {"error": error})
+def test_errors_of_the_second_routes_are_vllms(path: str, document: Any, status: int, field: str | None) -> None:
+    code, body = refused(path, document)
+    error = body["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert (code, error["code"], error["param"]) == (status, status, field)
+    assert error["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
 
 
 # /v1/split_text and /v1/metadata_text

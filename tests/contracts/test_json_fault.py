@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.errors import InvalidRequest
-from handlers.lmi.body import decode
 from handlers.parsing.json_fields import json_fault
 
 LONE = '{"inputs": "\\ud800"}'
@@ -31,11 +29,6 @@ def test_half_a_surrogate_pair_is_not_called_a_text_that_was_cut_off() -> None:
 )
 def test_a_text_that_was_cut_off_is_called_so(text: bytes) -> None:
     assert fault(text) == CUT
-
-
-def test_contracts_say_it() -> None:
-    with pytest.raises(InvalidRequest, match="half of a utf-16 surrogate pair"):
-        decode(LONE.encode(), "application/json")
 
 
 @given(text=st.binary())

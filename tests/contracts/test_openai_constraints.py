@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -23,7 +22,6 @@ from handlers.openai.constraints import (
     Form,
     enforceable,
 )
-from handlers.openai.routes import refuse
 
 SCHEMA = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TEXT = '{"properties":{"n":{"type":"integer"}},"required":["n"]}'
@@ -147,159 +145,6 @@ def test_a_form_is_called_as_the_client_calls_it(path: str, body: dict[str, Any]
     assert form_of(body, path).name == name
 
 
-def error(message: str, parameter: str) -> bytes:
-    shown = json.dumps(message)
-    return f'{{"error":{{"message":{shown},"type":"BadRequestError","param":"{parameter}","code":400}}}}'.encode()
-
-
-ONCE = "cannot be combined with"
-REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
-    (
-        CHAT,
-        {"response_format": {"type": "xml"}},
-        "response_format.type",
-        "must be one of text, json_object, json_schema, json, regex; got xml",
-    ),
-    (
-        CHAT,
-        {"response_format": {"value": SCHEMA}},
-        "response_format.type",
-        "must be one of text, json_object, json_schema, json, regex; got none",
-    ),
-    (
-        CHAT,
-        {"response_format": {"type": "text", "value": SCHEMA}},
-        "response_format.value",
-        "has no effect where `type` is text",
-    ),
-    (
-        COMPLETIONS,
-        {"response_format": {"type": "json_schema"}},
-        "response_format",
-        "of type json_schema must have `json_schema`; got none",
-    ),
-    (
-        CHAT,
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-        "response_format.json_schema.schema",
-        "must be a JSON schema: an object, or the text of one",
-    ),
-    (
-        CHAT,
-        {"response_format": {"type": "regex", "schema": {}}},
-        "response_format.schema",
-        "has no effect where `type` is regex; put the expression into `value`",
-    ),
-    (CHAT, {"response_format": {"type": "regex", "value": 5}}, "response_format.value", "must be a string, got 5"),
-    (CHAT, {"grammar": 'root ::= "a"'}, "grammar", 'must be an object, got "root ::= \\"a\\""'),
-    (CHAT, {"response_format": 5}, "response_format", "must be an object, got 5"),
-    (CHAT, {"guided_json": "{"}, "guided_json", "must be a JSON schema: an object, or the text of one"),
-    (CHAT, {"guided_choice": []}, "guided_choice", "must have at least one string"),
-    (
-        CHAT,
-        {"structured_outputs": {"regex": "a"}, "response_format": OPENAIS},
-        "response_format",
-        f"{ONCE} `structured_outputs`: send one of them",
-    ),
-    (
-        CHAT,
-        {"tool_choice": "required", "guided_regex": "a"},
-        "guided_regex",
-        f"{ONCE} a `tool_choice` that makes the model call a tool",
-    ),
-    (
-        CHAT,
-        {"tool_choice": {"function": {"name": "f"}}, "structured_outputs": {"regex": "a"}},
-        "structured_outputs",
-        f"{ONCE} a `tool_choice` that makes the model call a tool",
-    ),
-    (
-        CHAT,
-        {"tool_choice": "required", "response_format": {"type": "xml"}},
-        "response_format.type",
-        "must be one of text, json_object, json_schema, json, regex; got xml",
-    ),
-    (
-        CHAT,
-        {"structured_outputs": {}},
-        "structured_outputs",
-        "must have exactly one of json, regex, choice, grammar, json_object, structural_tag; got none",
-    ),
-    (
-        CHAT,
-        {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
-        "structured_outputs.whitespace_pattern",
-        "is not a field that this server can follow",
-    ),
-    (
-        CHAT,
-        {"ebnf": "x"},
-        "ebnf",
-        "is not read on this route; expected allowed_token_ids, bad_words, grammar, guided_choice, guided_decoding, "
-        "guided_grammar, guided_json, guided_regex, logit_bias, min_tokens, response_format, stop, stop_token_ids, "
-        "structured_outputs, tool_choice",
-    ),
-    (
-        MESSAGES,
-        {"response_format": {"type": "json_object"}},
-        "response_format",
-        "is not read on this route; expected stop_sequences, tool_choice, output_config.format",
-    ),
-    (MESSAGES, {"output_format": {}}, "output_format", "is not read on this route; expected output_config.format"),
-    (
-        MESSAGES,
-        {"output_config": {"format": {"type": "json_schema"}}},
-        "output_config.format.schema",
-        "must be a JSON schema: an object that is not empty",
-    ),
-    (
-        MESSAGES,
-        {"tool_choice": {"type": "any"}, "output_config": {"format": {"schema": SCHEMA}}},
-        "output_config.format",
-        f"{ONCE} a `tool_choice` that makes the model call a tool",
-    ),
-    (
-        RESPONSES,
-        {"tool_choice": "required"},
-        "tool_choice",
-        "needs option.tool_call_parser, unless it is auto or none",
-    ),
-    (
-        RESPONSES,
-        {"text": {"format": {"type": "json_schema"}}},
-        "text.format.schema",
-        "must be a JSON schema: an object",
-    ),
-    (
-        CHAT,
-        {"use_beam_search": True, "bad_words": ["x"]},
-        "bad_words",
-        "cannot be used together with `use_beam_search`",
-    ),
-    *(
-        (CHAT, {"guided_regex": "a", name: 1}, "guided_regex", f"cannot be used together with `{name}`")
-        for name in ("min_tokens", "ignore_eos")
-    ),
-    (
-        CHAT,
-        {"extra_body": {"guided_json": {}}},
-        "guided_json",
-        "has no effect in `extra_body`: put it into the body itself",
-    ),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "parameter", "message"), REFUSED)
-def test_what_would_not_be_enforced_is_refused_by_its_name(
-    path: str, body: dict[str, Any], parameter: str, message: str
-) -> None:
-    with pytest.raises(InvalidParameter) as caught:
-        changes_of(body, path, parses_tools=False)
-    reply = refuse(caught.value)
-    assert (reply.status, reply.content_type) == (400, "application/json")
-    assert reply.body == error(f"`{parameter}` {message}", parameter)
-
-
 def named(name: str) -> dict[str, Any]:
     return {"type": "function", "name": name}
 
@@ -328,21 +173,24 @@ def test_the_model_gets_the_allowed_tools_alone(mode: str) -> None:
 )
 @pytest.mark.parametrize("tools", [[named("a")], [named("a"), {"type": "web_search"}], [5], 5, None])
 def test_a_wrong_choice_of_allowed_tools_is_refused(choice: dict[str, Any], tools: Any) -> None:
-    with pytest.raises(InvalidParameter, match=r"`tool_choice\.(mode|tools)`"):
+    with pytest.raises(InvalidParameter) as refused:
         changes_of({"tool_choice": {"type": "allowed_tools", **choice}, "tools": tools}, RESPONSES)
+    assert refused.value.parameter in ("tool_choice.mode", "tool_choice.tools")
 
 
 @pytest.mark.parametrize("kind", ["any", "tool"])
 def test_a_message_that_has_to_call_a_tool_needs_one(kind: str) -> None:
     choice = {"type": kind, "name": "f"}
-    with pytest.raises(InvalidParameter, match="`tool_choice` needs `tools`"):
+    with pytest.raises(InvalidParameter) as refused:
         changes_of({"tool_choice": choice}, MESSAGES)
+    assert refused.value.parameter == "tool_choice"
     assert changes_of({"tool_choice": choice, "tools": [{"name": "f", "input_schema": {}}]}, MESSAGES) == {}
 
 
 def test_tools_of_the_platform_cannot_be_forced() -> None:
-    with pytest.raises(InvalidParameter, match=r"`tool_choice\.type` must be one of function, custom"):
+    with pytest.raises(InvalidParameter) as refused:
         changes_of({"tool_choice": {"type": "web_search"}}, RESPONSES)
+    assert refused.value.parameter == "tool_choice.type"
 
 
 @pytest.mark.parametrize(

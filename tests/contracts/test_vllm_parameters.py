@@ -141,67 +141,6 @@ def test_beam_keywords_with_their_defaults_are_no_beam_search() -> None:
     assert read_vllm_parameters(values) == read_vllm_parameters({})
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"max_tokens": 0}, "`max_tokens` must be at least 1, got 0"),
-        ({"max_tokens": "16"}, '`max_tokens` must be a whole number, got "16"'),
-        ({"max_tokens": True}, "`max_tokens` must be a whole number, got true"),
-        ({"max_tokens": 2**63}, "`max_tokens` must be at most 9.22337e+18, got 9223372036854775808"),
-        ({"min_tokens": 17}, "`min_tokens` must not be above `max_tokens` (16), got 17"),
-        ({"min_tokens": -1}, "`min_tokens` must be at least 0, got -1"),
-        ({"temperature": -1}, "`temperature` must be at least 0, got -1.0"),
-        ({"temperature": 2.1}, "`temperature` must be at most 2, got 2.1"),
-        ({"top_p": 0}, "`top_p` must be greater than 0, got 0.0"),
-        ({"top_p": 1.1}, "`top_p` must be at most 1, got 1.1"),
-        ({"top_k": -2}, "`top_k` must be at least -1, got -2"),
-        ({"min_p": 2}, "`min_p` must be at most 1, got 2.0"),
-        ({"presence_penalty": 3}, "`presence_penalty` must be at most 2, got 3.0"),
-        ({"frequency_penalty": -3}, "`frequency_penalty` must be at least -2, got -3.0"),
-        ({"repetition_penalty": 0}, "`repetition_penalty` must be greater than 0, got 0.0"),
-        ({"n": 0}, "`n` must be at least 1, got 0"),
-        ({"n": 16385}, "`n` must be at most 16384, got 16385"),
-        ({"n": 3, "best_of": 2}, "`best_of` must be at least `n` (3), got 2"),
-        (
-            {"n": 2, "temperature": 0},
-            "`n` above 1 needs sampling: with `temperature` 0 there is one sequence only (got 2)",
-        ),
-        (
-            {"best_of": 2, "temperature": 0},
-            "`best_of` above 1 needs sampling: with `temperature` 0 there is one sequence only (got 2)",
-        ),
-        ({"use_beam_search": True}, "`use_beam_search` needs a width above 1: set `n` or `best_of`"),
-        ({"length_penalty": 0.5}, "`length_penalty` has an effect only with `use_beam_search` true"),
-        ({"length_penalty": -2000}, "`length_penalty` must be at least -8, got -2000.0"),
-        ({"early_stopping": True}, "`early_stopping` has an effect only with `use_beam_search` true"),
-        ({"early_stopping": "never"}, '`early_stopping` must be true or false, got "never"'),
-        ({"stop": ""}, "`stop` must not contain an empty string"),
-        ({"stop": 5}, "`stop` must be a list of strings, got 5"),
-        (
-            {"stop": "x", "detokenize": False},
-            "`stop` needs the text of the answer: it cannot be combined with `detokenize` false",
-        ),
-        ({"allowed_token_ids": []}, "`allowed_token_ids` must not be empty"),
-        ({"stop_token_ids": [-1]}, "`stop_token_ids` must be at least 0, got -1"),
-        ({"logit_bias": {"x": 1}}, '`logit_bias` must map token ids to numbers from -100 to 100, got {"x": 1}'),
-        ({"logprobs": -1}, "`logprobs` must be at least 0, got -1"),
-        ({"truncate_prompt_tokens": 0}, "`truncate_prompt_tokens` must be at least 1, got 0"),
-        (
-            {"logits_processors": []},
-            "`logits_processors` is not allowed: a request cannot bring code into the engine",
-        ),
-        ({"output_kind": 1}, "`output_kind` is a parameter of vLLM that a request cannot set on this server"),
-        ({"max_new_tokens": 5}, "`max_new_tokens` is not a sampling parameter that vLLM has"),
-    ],
-)
-def test_what_vllm_refuses_is_refused_by_name(values: dict[str, Any], message: str) -> None:
-    assert refused(values) == message
-
-
-def test_a_long_unknown_name_is_cut_in_the_message() -> None:
-    assert refused({"x" * 10_000: 1}) == f"`{'x' * 80}` is not a sampling parameter that vLLM has"
-
-
 @pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
 @pytest.mark.parametrize(
     ("document", "constraint"),
@@ -224,30 +163,6 @@ def test_structured_outputs_become_a_constraint(name: str, document: dict[str, A
     assert read.parameter == f"{name}.{constraint.parameter}"
     expected = {field: getattr(constraint, field) for field in constraint.__struct_fields__ if field != "parameter"}
     assert {field: getattr(read, field) for field in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        ("x", '`structured_outputs` must be an object, got "x"'),
-        ({}, "`structured_outputs` must have exactly one of json, regex, choice, grammar, json_object; got none"),
-        (
-            {"json": {}, "regex": "a"},
-            "`structured_outputs` must have exactly one of json, regex, choice, grammar, json_object; "
-            "got json and regex",
-        ),
-        ({"json": 5}, "`structured_outputs.json` must be a JSON schema: an object, or the text of one"),
-        ({"json": "{"}, "`structured_outputs.json` must be a JSON schema: an object, or the text of one"),
-        ({"json_object": False}, "`structured_outputs.json_object` must be true if it is given"),
-        ({"regex": 5}, "`structured_outputs.regex` must be a string, got 5"),
-        ({"grammar": " "}, "`structured_outputs.grammar` must not be empty"),
-        ({"choice": []}, "`structured_outputs.choice` must have at least one string"),
-        ({"choice": [""]}, "`structured_outputs.choice` must not contain an empty string"),
-        ({"regex": "a", "backend": "x"}, "`structured_outputs.backend` is not a field that this server can follow"),
-    ],
-)
-def test_a_bad_structured_output_is_refused_by_its_field(document: Any, message: str) -> None:
-    assert refused({"structured_outputs": document}) == message
 
 
 def test_text_values_stand_for_numbers_booleans_and_documents() -> None:
@@ -278,22 +193,6 @@ def test_text_values_stand_for_numbers_booleans_and_documents() -> None:
         "stop": "12",
     }
     assert read_vllm_parameters(as_text, TextReader) == read_vllm_parameters(typed)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"max_tokens": "many"}, '`max_tokens` must be a whole number, got "many"'),
-        ({"max_tokens": "1.5"}, "`max_tokens` must be a whole number, got 1.5"),
-        ({"temperature": "nan"}, '`temperature` must be a number, got "nan"'),
-        ({"temperature": "1e999"}, "`temperature` must be a finite number, got Infinity"),
-        ({"ignore_eos": "maybe"}, '`ignore_eos` must be true or false, got "maybe"'),
-        ({"structured_outputs": "{"}, '`structured_outputs` must be an object, got "{"'),
-        ({"max_tokens": "9" * 5000}, f'`max_tokens` must be a whole number, got "{"9" * 76}...'),
-    ],
-)
-def test_text_that_is_no_such_value_is_refused(values: dict[str, Any], message: str) -> None:
-    assert refused(values, TextReader) == message
 
 
 JSON = st.recursive(
