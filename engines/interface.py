@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -175,6 +175,20 @@ class EngineCopy:
     gpus: tuple[int, ...] = ()  # Empty: it runs in main memory.
 
 
+class ExplainedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as an engine would get it."""
+
+    token_ids: list[int]  # Of the prompt.
+    parameters: Mapping[str, Any]  # By the engine's names, as values of JSON.
+    not_held: Sequence[str] = ()  # The parts of the JSON schema that the engine does not enforce.
+    media: bool = False  # The prompt has images, sounds or videos.
+    cache_salt: bool = False  # The request shares cached prompts only with requests of the same salt.
+    copy: int | None = None  # The number of the copy that would get it now. None: no copy takes requests.
+    cached_tokens: int | None = None  # Tokens of the prompt that this copy's prefix cache may have. None: not known.
+    # The parameters whose default is the model's own, by the engine's names: the value, and the place that has it.
+    model_defaults: Mapping[str, tuple[Any, str]] = {}
+
+
 class EngineAdapters(Protocol):
     """The adapters of one engine.
 
@@ -228,6 +242,14 @@ class Engine(LoadedModel, Protocol):
             AdapterUnusable: Its adapter can no longer be loaded.
             Overloaded: The engine has no room for its adapter.
             EngineDead: The engine is gone.
+        """
+
+    async def explain(self, request: GenerationRequest) -> ExplainedRequest:
+        """Prepare a request as `submit` does, and send nothing. Loads no adapter.
+
+        Raises:
+            InvalidRequest: The engine would refuse it.
+            UnknownAdapter: It names an adapter that was not added.
         """
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:

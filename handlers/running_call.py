@@ -57,7 +57,9 @@ class RunningCall:
             RequestError: One of them is refused before anything has been answered. The call has ended.
         """
         requests, engine = self._exchange.requests, self._queue.engine
-        places = sum([request.sequences_in_engine for request in requests])
+        places = 0
+        for request in requests:
+            places += request.sequences_in_engine
         try:
             self._queue.admit(places)
             self._places = places

@@ -27,6 +27,7 @@ from engines.interface import (
     EngineCopy,
     EngineHealth,
     EngineStartError,
+    ExplainedRequest,
     Generation,
     Progress,
     SequenceGroup,
@@ -200,6 +201,19 @@ class BatchEngine:
         self.statistics.prompt(len(job.prompt_ids))
         self._waiting.put(job, self._key(job), request.sequences_in_engine)
         return _Generation(self, job)
+
+    async def explain(self, request: GenerationRequest) -> ExplainedRequest:
+        self._check_alive()
+        check_request(request, self._model)
+        token_ids = await self.prompt_token_ids(request)
+        room = self.max_model_len - len(token_ids)
+        fields = msgspec.structs.asdict(request.sampling) | {
+            "max_tokens": min(request.sampling.max_tokens or room, room),
+            "sequences": request.candidates,
+            "beam_search": request.beam_search,
+        }
+        parameters = msgspec.to_builtins({name: value for name, value in fields.items() if name != "constraint"})
+        return ExplainedRequest(token_ids=token_ids, parameters=parameters, copy=1)
 
     def _check_alive(self) -> None:
         if not self.health().alive:

@@ -27,6 +27,7 @@ from engines.interface import (
     EngineCopy,
     EngineHealth,
     EngineStartError,
+    ExplainedRequest,
     Generation,
     SequenceGroup,
     Sink,
@@ -46,6 +47,7 @@ from engines.vllm.beam_search import BeamSearchTask
 from engines.vllm.constraints.translator import CheckedConstraint, ConstraintTranslator
 from engines.vllm.copies.client import Copy
 from engines.vllm.copies.life_cycle import Copies
+from engines.vllm.explanation import explained_request, explained_search
 from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_tokenizer
 from engines.vllm.lora import Claim, VllmAdapters
 from engines.vllm.output import OwnState, PooledState, PushedState, Siblings, TokensApart
@@ -59,6 +61,18 @@ from engines.vllm.speech import silence
 logger = logging.getLogger(__name__)
 
 _ONLY_SPEECH = "this model only writes down sounds: send them to /v1/audio/transcriptions or /v1/audio/translations"
+
+
+class _Prepared(msgspec.Struct, frozen=True):
+    """A request as vLLM gets it, apart from the ids of its sequences."""
+
+    token_ids: list[int]
+    checked: EngineCoreRequest | None = None  # None for a beam search, whose steps are requests.
+    params: Any = None  # vLLM's `SamplingParams`; None if the request wants numbers.
+    pooling_params: Any = None
+    constraint: CheckedConstraint | None = None
+    prompt: Any = None  # vLLM's form. None: it is not needed.
+    arrived_at: float = 0.0
 
 
 class VllmEngine:
@@ -173,13 +187,89 @@ class VllmEngine:
     async def _submit(
         self, request: GenerationRequest, sink: Sink, statistics: EngineStatistics, adapter: LoRARequest | None
     ) -> VllmGeneration | BeamSearchTask:
-        """Tokenize the prompt, have the parameters checked unless they are known, and send each sequence.
+        """Prepare a request, and send each of its sequences.
 
         Args:
             request: The request.
             sink: Takes the answer.
             statistics: Counts the prompt, and the sequences with their tokens.
             adapter: vLLM's form of the request's adapter.
+        """
+        prepared = await self._prepared(request, adapter)
+        if prepared.checked is None:
+            return BeamSearchTask(self, request, sink, prepared.token_ids, partial(self._submit, adapter=adapter))
+        pooling, constraint, params = request.pooling, prepared.constraint, prepared.params
+        # The copies may have died in the meantime: a long prompt is tokenized in a thread, a constraint is compiled.
+        if not self._copies.client.ready or self._stopped or self._watchdog.failure:
+            await self.wait_until_ready()
+        target, siblings, check_answer = sink, None, None
+        if request.candidates > 1:
+            siblings = Siblings(request.candidates)
+            target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
+        generation = VllmGeneration(self.async_llm, self._registered)
+        if constraint is not None and constraint.not_held:
+            target.on_not_held(constraint.not_held)
+            check_answer = partial(self.constraints.check_answer, constraint, self.statistics)
+        try:
+            for index in range(request.candidates):
+                if index:
+                    await give_turn(index)
+                    if params.seed is not None:  # Each sequence has a separate one.
+                        params = copy.copy(params)
+                        params.seed = (params.seed + 1 + 2**63) % 2**64 - 2**63
+                core_request = msgspec.structs.replace(
+                    prepared.checked,
+                    request_id=f"{next(self._ids)}-{request.request_id}",
+                    external_req_id=request.request_id,
+                    prompt_token_ids=prepared.token_ids,
+                    sampling_params=params,
+                    pooling_params=prepared.pooling_params,
+                    arrival_time=prepared.arrived_at,
+                    lora_request=adapter,
+                    cache_salt=request.cache_salt or None,
+                    priority=request.priority,
+                    trace_headers=request.trace_context if self._traced else None,
+                )
+                if pooling is not None:
+                    state: OwnState = PooledState(core_request, sink, statistics)
+                else:
+                    state = PushedState(
+                        core_request,
+                        request,
+                        index,
+                        target,
+                        statistics,
+                        self.texts,
+                        self._apart,
+                        siblings=siblings,
+                        interval=self._stream_interval,
+                        check_answer=check_answer,
+                    )
+                async_llm.register(self.async_llm, state)
+                generation.states.append(state)
+                await self._copies.client.add_request_async(core_request)
+        except BaseException as error:
+            generation.cancel()
+            if isinstance(error, EngineDeadError):
+                raise EngineDead from None
+            if isinstance(error, VLLMClientError | ValueError):
+                raise InvalidRequest(str(error)) from error
+            raise
+        if prepared.prompt is not None:
+            self.sent_media.engine_got(prepared.prompt)
+        statistics.prompt(len(prepared.token_ids))
+        self.statistics.partial_requests += check_answer is not None
+        return generation
+
+    async def _prepared(self, request: GenerationRequest, adapter: LoRARequest | None) -> _Prepared:
+        """Tokenize the prompt, and have the parameters checked unless they are known.
+
+        Args:
+            request: The request.
+            adapter: vLLM's form of the request's adapter.
+
+        Raises:
+            InvalidRequest: The request is refused.
         """
         pooling, constraint, boundary = request.pooling, None, None
         prompt: Any = None  # vLLM's form. None: it is not needed.
@@ -195,7 +285,7 @@ class VllmEngine:
                 raise InvalidRequest("beam search takes text only; this request has images")
             self.sampling.check(request)
             token_ids = await self._prompts.token_ids(request)
-            return BeamSearchTask(self, request, sink, token_ids, partial(self._submit, adapter=adapter))
+            return _Prepared(token_ids)
         else:
             token_ids = await self._prompts.token_ids(request)
             if request.images:
@@ -220,17 +310,7 @@ class VllmEngine:
             # A constraint is translated for each request, and `min_tokens` depends on the room that the prompt leaves.
             if memo is not None and constraint is None and not request.sampling.min_tokens:
                 memo.checked = msgspec.structs.replace(checked, prompt_token_ids=None, lora_request=None)
-        # The copies may have died in the meantime: a long prompt is tokenized in a thread, a constraint is compiled.
-        if not self._copies.client.ready or self._stopped or self._watchdog.failure:
-            await self.wait_until_ready()
         params, pooling_params = checked.sampling_params, checked.pooling_params
-        generation = VllmGeneration(self.async_llm, self._registered, request.candidates)
-        target, check_answer = sink, None
-        if request.candidates > 1:
-            target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
-        if constraint is not None and constraint.not_held:
-            target.on_not_held(constraint.not_held)
-            check_answer = partial(self.constraints.check_answer, constraint, self.statistics)
         if params is not None:
             room = self.max_model_len - len(token_ids)
             if params.max_tokens != (most := min(request.sampling.max_tokens or room, room)):
@@ -239,56 +319,7 @@ class VllmEngine:
         elif boundary is not None and pooling is not None and pooling.second is not None:
             pooling_params = copy.copy(pooling_params)
             pooling_params.extra_kwargs = {"compressed_token_type_ids": boundary}
-        try:
-            for index in range(request.candidates):
-                if index:
-                    await give_turn(index)
-                    if params.seed is not None:  # Each sequence has a separate one.
-                        params = copy.copy(params)
-                        params.seed = (params.seed + 1 + 2**63) % 2**64 - 2**63
-                core_request = msgspec.structs.replace(
-                    checked,
-                    request_id=f"{next(self._ids)}-{request.request_id}",
-                    external_req_id=request.request_id,
-                    prompt_token_ids=token_ids,
-                    sampling_params=params,
-                    pooling_params=pooling_params,
-                    arrival_time=arrived_at,
-                    lora_request=adapter,
-                    cache_salt=request.cache_salt or None,
-                    priority=request.priority,
-                    trace_headers=request.trace_context if self._traced else None,
-                )
-                if pooling is not None:
-                    state: OwnState = PooledState(core_request, sink, statistics)
-                else:
-                    state = PushedState(
-                        core_request,
-                        request,
-                        index,
-                        target,
-                        statistics,
-                        self.texts,
-                        self._apart,
-                        siblings=generation.siblings,
-                        interval=self._stream_interval,
-                        check_answer=check_answer,
-                    )
-                async_llm.register(self.async_llm, state)
-                generation.states.append(state)
-                await self._copies.client.add_request_async(core_request)
-        except BaseException as error:
-            generation.cancel()
-            if isinstance(error, EngineDeadError):
-                raise EngineDead from None
-            if isinstance(error, VLLMClientError | ValueError):
-                raise InvalidRequest(str(error)) from error
-            raise
-        if prompt is not None:
-            self.sent_media.engine_got(prompt)
-        statistics.prompt(len(token_ids))
-        self.statistics.partial_requests += check_answer is not None
-        return generation
+        return _Prepared(token_ids, checked, params, pooling_params, constraint, prompt, arrived_at)
 
     def _has_tokens(self, prompt: tuple[int, ...]) -> bool:
         """Return True if the model has the tokens of a prompt, which is not too long. `PromptTokenizer` may cut it."""
@@ -403,6 +434,54 @@ class VllmEngine:
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
 
+    async def explain(self, request: GenerationRequest) -> ExplainedRequest:
+        if not self._answers_prompts:
+            raise NotServed(_ONLY_SPEECH)
+        adapter = None
+        if request.adapter is not None:
+            adapter = self.adapters.public.get(request.adapter) if self.adapters is not None else None
+            if adapter is None:
+                raise UnknownAdapter(request.adapter)
+        prepared = await self._prepared(request, adapter)
+        if prepared.checked is None:
+            assert request.beam_search is not None
+            return explained_search(request, request.beam_search, prepared.token_ids)
+        core_request = msgspec.structs.replace(
+            prepared.checked,
+            prompt_token_ids=prepared.token_ids,
+            sampling_params=prepared.params,
+            pooling_params=prepared.pooling_params,
+            lora_request=adapter,
+            cache_salt=request.cache_salt or None,
+        )
+        return self._explained(core_request, prepared.constraint, request.candidates)
+
+    def explain_prompt(
+        self, prompt: Any, params: Any, constraint: CheckedConstraint | None, adapter: LoRARequest | None
+    ) -> ExplainedRequest:
+        """Return the explanation of a request of vLLM's front end.
+
+        Args:
+            prompt: vLLM's form of the prompt.
+            params: vLLM's parameters.
+            constraint: Its constraint.
+            adapter: vLLM's form of the request's adapter.
+
+        Raises:
+            VLLMClientError: vLLM refuses it.
+        """
+        processed = self.async_llm.input_processor.process_inputs(
+            "", prompt, params, supported_tasks=self.tasks, lora_request=adapter
+        )
+        return self._explained(processed, constraint, getattr(params, "n", 1))
+
+    def _explained(
+        self, request: EngineCoreRequest, constraint: CheckedConstraint | None, sequences: int
+    ) -> ExplainedRequest:
+        not_held = constraint.not_held if constraint is not None else ()
+        model = self.async_llm.model_config
+        return explained_request(request, self._copies.client, model, sequences, not_held)
+
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         return await self._prompts.token_ids(request)
 
@@ -475,20 +554,13 @@ class VllmEngine:
         await self._copies.stop(EngineDead(f"{why}; the request was not completed"))
 
 
-class VllmGeneration:
-    """The sequences of one request."""
+class VllmGeneration(msgspec.Struct):
+    """The sequences of one request. It has none yet when it is made."""
 
-    def __init__(self, llm: AsyncLLM, registered: Container[str], sequences: int) -> None:
-        """Create the generation. It has no sequences yet.
-
-        Args:
-            llm: The engine.
-            registered: The ids of all sequences that vLLM has.
-            sequences: The number of sequences to come.
-        """
-        self._llm, self._registered = llm, registered
-        self.siblings = Siblings(sequences) if sequences > 1 else None
-        self.states: list[OwnState] = []
+    _llm: AsyncLLM
+    _registered: Container[str]  # The ids of all sequences that vLLM has.
+    states: list[OwnState] = []
+    _task: asyncio.Future[None] | None = None  # Ends the sequences.
 
     def cancel(self) -> None:
         self._stop(methodcaller("cancel"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from engines.errors import EngineDead
-from engines.interface import CopyState, EngineCopy, EngineHealth, Generation, Sink
+from engines.interface import CopyState, EngineCopy, EngineHealth, ExplainedRequest, Generation, Sink
 from engines.loaded_model import EngineStatus
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from engines.statistics import EngineStatistics
@@ -58,6 +60,16 @@ class ScriptedEngine:
         self.sinks.append(sink)
         self.running.append(ScriptedGeneration(request, sink))
         return self.running[-1]
+
+    async def explain(self, request: GenerationRequest) -> ExplainedRequest:
+        if self.failures:
+            raise self.failures[0]
+        parameters = msgspec.to_builtins(request.sampling) | {"n": request.candidates}
+        token_ids = await self.prompt_token_ids(request)
+        salted = bool(request.cache_salt)
+        return ExplainedRequest(
+            token_ids=token_ids, parameters=parameters, not_held=self.not_held, copy=1, cache_salt=salted
+        )
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         return [1]

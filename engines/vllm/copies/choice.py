@@ -48,8 +48,7 @@ class CopyChoice:
             scope: Prompts share blocks only if their scopes are equal: the adapter and the cache's salt.
             work: The tokens that the request is expected to have.
         """
-        keys = tuple(_keys(token_ids, scope))
-        chosen = self._with_prefix(copies, keys, work) or min(copies, key=_load)
+        keys, chosen = self._chosen(copies, token_ids, scope, work)
         had = self._had.setdefault(chosen.number, OrderedDict())
         for key in reversed(keys):  # The first block of a prompt is useful for the longest time.
             had[key] = None
@@ -57,6 +56,19 @@ class CopyChoice:
         while len(had) > chosen.cached_tokens // BLOCK:
             had.popitem(last=False)
         return chosen
+
+    def expected(
+        self, copies: Sequence[AnyCopy], token_ids: Sequence[int], scope: Hashable, work: int
+    ) -> tuple[AnyCopy, int]:
+        """Return the copy that `choose` would return now, and the tokens of the prompt that its cache may have."""
+        keys, chosen = self._chosen(copies, token_ids, scope, work)
+        return chosen, self._cached(chosen.number, keys) * BLOCK
+
+    def _chosen(
+        self, copies: Sequence[AnyCopy], token_ids: Sequence[int], scope: Hashable, work: int
+    ) -> tuple[tuple[int, ...], AnyCopy]:
+        keys = tuple(_keys(token_ids, scope))
+        return keys, self._with_prefix(copies, keys, work) or min(copies, key=_load)
 
     def _with_prefix(self, copies: Sequence[AnyCopy], keys: Sequence[int], work: int) -> AnyCopy | None:
         """Return the least loaded copy among the copies that have most of the prompt. None if it has too much work."""

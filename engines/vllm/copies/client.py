@@ -208,9 +208,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
             if placed.comes_in_parts and placed.copy.client is not None:
                 await placed.copy.client.add_request_async(request)
             return
-        params, ready = request.sampling_params, self.ready
-        answer = (params.max_tokens or MOST_ANSWER_TOKENS) if params is not None else 0
-        work = len(request.prompt_token_ids or ()) + min(answer, MOST_ANSWER_TOKENS) + 1
+        ready, work = self.ready, _work(request)
         try:
             if copy is None:
                 if not ready:
@@ -236,9 +234,20 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         for sibling in self._siblings(request.external_req_id or ""):  # They have one prompt, and die together.
             if (placed := self.placed.get(sibling)) is not None and placed.copy in ready:
                 return placed.copy
-        adapter = request.lora_request
-        scope = (adapter and adapter.lora_int_id, request.cache_salt)
-        return self._choice.choose(ready, request.prompt_token_ids or (), scope, work)
+        return self._choice.choose(ready, request.prompt_token_ids or (), _scope(request), work)
+
+    def expected(self, request: EngineCoreRequest) -> tuple[int | None, int | None]:
+        """Return the number of the copy that would get a request now. Nothing of the request is remembered.
+
+        Returns:
+            The number, and the tokens of the prompt that the copy's prefix cache may have. None: no copy takes
+            requests. With one copy, only its process knows the tokens.
+        """
+        if len(self.ready) < 2:
+            return next((copy.number for copy in self.ready), None), None
+        token_ids = request.prompt_token_ids or ()
+        copy, cached_tokens = self._choice.expected(self.ready, token_ids, _scope(request), _work(request))
+        return copy.number, cached_tokens
 
     def _copy_of_query(self, key: str, request: EngineCoreRequest, work: int) -> Copy:
         """Return the copy that keeps the vectors of a query. Another copy would die of the query's documents.
@@ -301,3 +310,16 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
     def get_kv_event_sources(self) -> dict[int, Any]:
         clients = [copy.client for copy in self._running if copy.client is not None]
         return {rank: source for client in clients for rank, source in client.get_kv_event_sources().items()}
+
+
+def _work(request: EngineCoreRequest) -> int:
+    """Return the tokens that a request is expected to have."""
+    params = request.sampling_params
+    answer = (params.max_tokens or MOST_ANSWER_TOKENS) if params is not None else 0
+    return len(request.prompt_token_ids or ()) + min(answer, MOST_ANSWER_TOKENS) + 1
+
+
+def _scope(request: EngineCoreRequest) -> tuple[int | None, str | None]:
+    """Return the scope of a request's prompt, as `CopyChoice.choose` takes it."""
+    adapter = request.lora_request
+    return adapter and adapter.lora_int_id, request.cache_salt

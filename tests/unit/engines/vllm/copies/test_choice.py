@@ -218,3 +218,25 @@ def test_a_copy_gets_a_request_only_if_its_work_is_near_the_mean(
         if none_has_ended:
             mean = sum(copy.work for copy in copies) / count
             assert max(copy.work for copy in copies) <= 1.25 * mean + 4 * largest
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=4), st.integers(0, 5)), max_size=30), st.integers(2, 4))
+def test_the_expected_copy_is_the_chosen_one_and_is_not_remembered(
+    calls: list[tuple[list[int], int]], count: int
+) -> None:
+    choice, copies, other = CopyChoice(), new(count), CopyChoice()
+    others = new(count)
+    for numbers, more in calls:
+        expected, cached = choice.expected(copies, blocks(*numbers), None, WORK + more)
+        assert cached <= len(numbers) * BLOCK
+        assert choice.expected(copies, blocks(*numbers), None, WORK + more) == (expected, cached)
+        chosen = place(choice, copies, blocks(*numbers), work=WORK + more)
+        assert expected.number == chosen == place(other, others, blocks(*numbers), work=WORK + more)
+
+
+def test_the_cached_tokens_are_those_of_the_chosen_copy() -> None:
+    choice, copies = CopyChoice(), new(2)
+    first = place(choice, copies, blocks(1, 2))
+    copy, cached = choice.expected(copies, blocks(1, 2, 3), None, WORK)
+    assert (copy.number, cached) == (first, 2 * BLOCK)

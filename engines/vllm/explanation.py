@@ -1,0 +1,95 @@
+"""A request as vLLM's engine would get it, in values of JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from vllm.config import ModelConfig
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.engine import EngineCoreRequest
+
+from engines.interface import ExplainedRequest
+from engines.request import BeamSearch, GenerationRequest
+from engines.vllm.copies.client import CopiesClient
+
+_OWN = frozenset({"output_kind", "skip_clone", "stream_interval"})  # They say how Slipway takes the tokens.
+_GENERATION_CONFIG, _OVERRIDE = "generation_config.json", "option.override_generation_config"
+_MOST_CHARACTERS = 100_000  # Of a schema or a grammar.
+
+
+def explained_request(
+    request: EngineCoreRequest, client: CopiesClient, model: ModelConfig, sequences: int, not_held: tuple[str, ...]
+) -> ExplainedRequest:
+    """Return the explanation of a request.
+
+    Args:
+        request: vLLM's request, with its prompt and its parameters.
+        client: The client of the copies. It chooses the copy, and remembers nothing of it.
+        model: vLLM's configuration of the model.
+        sequences: The number of sequences that are generated.
+        not_held: The parts of the JSON schema that the engine does not enforce.
+    """
+    params = request.sampling_params or request.pooling_params
+    assert params is not None, "vLLM has checked the request"
+    number, cached_tokens = client.expected(request)
+    return ExplainedRequest(
+        token_ids=list(request.prompt_token_ids or ()),
+        parameters=shown_parameters(params) | ({"n": sequences} if request.sampling_params is not None else {}),
+        not_held=not_held,
+        media=bool(request.mm_features),
+        cache_salt=request.cache_salt is not None,
+        copy=number,
+        cached_tokens=cached_tokens,
+        model_defaults=model_defaults(model) if request.sampling_params is not None else {},
+    )
+
+
+def explained_search(request: GenerationRequest, search: BeamSearch, token_ids: list[int]) -> ExplainedRequest:
+    """Return the explanation of a beam search. Its steps are requests for one token each, which go to all copies."""
+    sampling = request.sampling
+    return ExplainedRequest(
+        token_ids=token_ids,
+        parameters={
+            "beam_width": search.width,
+            "length_penalty": search.length_penalty,
+            "early_stopping": search.early_stopping,
+            "max_tokens": sampling.max_tokens,
+            "min_tokens": sampling.min_tokens,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": sampling.ignore_eos,
+        },
+    )
+
+
+def shown_parameters(params: msgspec.Struct) -> dict[str, Any]:
+    """Return parameters by vLLM's names, as values of JSON. vLLM's private parameters are left out."""
+    fields = (field.name for field in msgspec.structs.fields(type(params)))
+    return {name: _shown(getattr(params, name)) for name in fields if not name.startswith("_") and name not in _OWN}
+
+
+def model_defaults(model: ModelConfig) -> Mapping[str, tuple[Any, str]]:
+    """Return the model's own sampling parameters: the value, and the place that has it."""
+    overridden = {"max_tokens" if name == "max_new_tokens" else name for name in model.override_generation_config}
+    return {
+        name: (value, _OVERRIDE if name in overridden else _GENERATION_CONFIG)
+        for name, value in model.get_diff_sampling_param().items()
+    }
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, StructuredOutputsParams):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {
+            name: _cut(part) for name, part in parts.items() if not name.startswith("_") and part not in (None, False)
+        }
+    return msgspec.to_builtins(value, str_keys=True, enc_hook=repr)
+
+
+def _cut(part: Any) -> Any:
+    if isinstance(part, str) and len(part) > _MOST_CHARACTERS:
+        return f"{part[:_MOST_CHARACTERS]}... ({len(part)} characters)"
+    return part
