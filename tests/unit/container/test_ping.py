@@ -63,6 +63,15 @@ def test_each_state_has_its_status_and_text(
     assert asked(life, **settings) == (status, model)
 
 
+@pytest.mark.parametrize("lives", [(), (Life(),)], ids=["no model", "a model that is still ready"])
+def test_a_server_that_drains_is_503_whatever_its_models_are(lives: tuple[Life, ...]) -> None:
+    served = models(*lives)
+    rates = ErrorRates({}, frozenset())
+    assert ping(served, ServerConfig(), rates).status == 200
+    served.draining = True
+    assert ping(served, ServerConfig(), rates).status == 503
+
+
 def test_the_bytes_are_lmis() -> None:
     reply = ping(models(Life()), ServerConfig(), ErrorRates({}, frozenset()))
     assert reply.body == b'{\n  "m": {\n    "status": "Healthy"\n  }\n}\n'
