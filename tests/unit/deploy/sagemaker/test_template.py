@@ -176,6 +176,20 @@ def test_a_deployed_model_keeps_its_name_and_has_the_endpoints(
 
 
 @pytest.mark.parametrize(
+    ("model", "source"),
+    [
+        ("s3://models/llama", ("s3://models/llama/", "S3Prefix", "None")),
+        ("s3://models/llama/", ("s3://models/llama/", "S3Prefix", "None")),
+        ("s3://models/llama.tar.gz", ("s3://models/llama.tar.gz", "S3Object", "Gzip")),
+    ],
+)
+def test_sagemaker_fetches_a_folder_of_s3_or_unpacks_an_archive(model: str, source: tuple[str, str, str]) -> None:
+    made = template(configuration("private", model=model))["Resources"]["Model"]["Properties"]["PrimaryContainer"]
+    found = made["ModelDataSource"]["S3DataSource"]
+    assert (found["S3Uri"], found["S3DataType"], found["CompressionType"]) == source
+
+
+@pytest.mark.parametrize(
     "env",
     [
         {"OPTION_SERVED_MODEL_NAME": "theirs"},
