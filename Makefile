@@ -92,7 +92,7 @@ unit-%: build/python%/.installed
 # pyenv shows the Python that PYENV_VERSION names.
 build/python%/.installed: export PYENV_VERSION = $*
 build/python%/.installed: requirements/dev.txt pyproject.toml | install-dev
-	$(BIN)/uv venv --quiet --clear --python $* build/python$*
+	$(BIN)/uv venv --quiet --clear --seed --python $* build/python$*
 	$(BIN)/uv pip install --quiet --python build/python$* --no-deps --require-hashes -r requirements/dev.txt
 	$(BIN)/uv pip install --quiet --python build/python$* --no-deps --editable .
 	touch $@

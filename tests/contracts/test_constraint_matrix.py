@@ -272,6 +272,7 @@ async def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
     name = request.node.callspec.params["name"]
     parses_tools, settings = name in TOOLS_TARGETS, SETTINGS.get(name, ENGINE_SETTINGS)
+    monkeypatch.setattr(entry_point, "choose_engine", lambda settings: settings)  # vLLM need not be installed.
     monkeypatch.setattr(entry_point, "engine_factory", lambda _: lambda _: engine)
     for name in ("begin_import", "import_front_end"):
         monkeypatch.setattr(entry_point, name, lambda _: None)

@@ -112,7 +112,8 @@ def test_the_command_ends_with_1_if_something_has_moved(tmp_path: Path) -> None:
 
 def test_nothing_has_moved_in_the_installed_vllm() -> None:
     found = importlib.util.find_spec("vllm")
-    assert found is not None
+    if found is None:
+        pytest.skip("vLLM is not installed")
     assert found.origin is not None
     assert moved(Sources.of_directory(Path(found.origin).parents[1])) == []
 

@@ -10,7 +10,7 @@ from djl_python.streaming_utils import StreamingUtils
 from tests.unit.djl_python.tiny_models import save_model
 from tests.waiting import wait_until
 
-pytest.importorskip("transformers")
+pytest.importorskip("torch", reason="torch is not installed")
 
 PROMPTS = ["the quick brown fox", "a dog"]
 

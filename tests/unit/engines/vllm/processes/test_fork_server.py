@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed")
 ROOT = Path(__file__).parents[5]
 SCRIPT = """
 import logging, multiprocessing
