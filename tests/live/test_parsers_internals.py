@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -223,3 +224,22 @@ def test_a_tool_that_refers_to_its_root_means_its_own_schema(keyword: str) -> No
     schema: Any = get_json_schema_from_tools("required", [tool])
     assert schema["items"]["anyOf"][0]["properties"]["parameters"] == {"$ref": "#/$defs/0"}
     assert schema["$defs"]["0"]["properties"] == {"next": {keyword: "#/$defs/0"}, keyword: {"type": "string"}}
+
+
+def test_the_deepest_schema_of_a_tool_that_is_read_takes_less_than_half_of_pythons_stack() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+    from vllm.tool_parsers.utils import get_json_schema_from_tools
+
+    import engines.vllm.parsers.classes  # noqa: F401
+    from handlers.parsing.json_limits import MOST_DEPTH
+
+    def called_in(frames: int, function: Any) -> Any:
+        return called_in(frames - 1, function) if frames else function()
+
+    parameters: Any = {"$ref": "#"}
+    for _ in range(MOST_DEPTH):
+        parameters = [parameters]  # An array takes two frames, an object one.
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"x": parameters}}}
+    tools = [ChatCompletionToolsParam.model_validate(tool)]
+    schema = called_in(sys.getrecursionlimit() // 2, lambda: get_json_schema_from_tools("required", tools))
+    assert repr(schema["$defs"]["0"]).count("#/$defs/0") == 1

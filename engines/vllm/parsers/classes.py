@@ -46,7 +46,6 @@ _NOT_ENFORCED = (
     "`tool_choice` cannot be enforced with this model's option.tool_call_parser and back end of grammars; expected "
     'auto or none; option.structured_outputs_config={"backend": "xgrammar"} has grammars for more parsers'
 )
-_TOO_DEEP = "the schema of a tool is nested too deeply"
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _backend: ContextVar[str] = ContextVar("_backend", default="")
@@ -259,19 +258,13 @@ def _with_references(schema: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         schema: As vLLM has made it. A tool that has references becomes one of its `$defs`.
-
-    Raises:
-        VLLMValidationError: A tool's schema is nested too deeply.
     """
     definitions: dict[str, Any] = {}
     for index, call in enumerate(schema["items"]["anyOf"]):
         members, place = call["properties"], f"#/$defs/{index}"
-        try:
-            moved = _moved(members["parameters"], place)
-            if moved != members["parameters"]:
-                definitions[str(index)], members["parameters"] = moved, {"$ref": place}
-        except RecursionError:
-            raise VLLMValidationError(_TOO_DEEP, parameter="tools") from None
+        moved = _moved(members["parameters"], place)
+        if moved != members["parameters"]:
+            definitions[str(index)], members["parameters"] = moved, {"$ref": place}
     return schema | {"$defs": definitions} if definitions else schema
 
 
