@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import subprocess
+import sys
 import weakref
 from collections.abc import Sequence
 from copy import copy
@@ -128,6 +130,20 @@ def tokenizer(sample_model: Path) -> Any:
 @pytest.fixture(params=["every token is vLLM's", "common tokens go the short way"])
 def processor(request: pytest.FixtureRequest, tokenizer: Any) -> Processor:
     return Processor(tokenizer, lean=request.param.startswith("common"))
+
+
+@pytest.mark.slow
+def test_the_server_has_imported_all_that_it_patches_in_any_process_before_it_checks_the_names() -> None:
+    script = """
+import sys
+import engines.vllm.engine
+from engines.vllm.internals import NAMES
+owners = [owner for file in NAMES if file.startswith("engines/vllm/patches/") for owner in NAMES[file]]
+assert len(owners) > 20, owners
+print([owner for owner in owners if owner.partition(":")[0] not in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_a_vllm_of_another_release_or_with_other_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

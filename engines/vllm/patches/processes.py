@@ -1,6 +1,7 @@
 """Patches of how vLLM's processes start, wait for messages and end.
 
-`engines.vllm.processes` has the replacements. The names at the top are vLLM's own functions.
+`engines.vllm.processes` has the replacements. The names at the top are vLLM's own functions. The modules are imported
+here, also in the server, whose `check_names` compares them before it starts a process.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from typing import Any
 import torch
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import coordinator
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+
+if current_platform.is_cpu():  # Its name is checked in the server as well. On a GPU nothing patches it.
+    from vllm.v1.sample import sampler
 
 default_context: Callable[[], BaseContext] = engine_utils.get_mp_context
 run_in_subprocess: Callable[[Callable[[], Any]], Any] = registry._run_in_subprocess
@@ -82,8 +87,6 @@ def patch_waiting(pause: Callable[[], None]) -> None:
 
 def patch_token_ranks(token_ranks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
     """Replace the sampler's function that ranks the chosen tokens. vLLM compiles it, for up to 90 seconds."""
-    from vllm.v1.sample import sampler
-
     sampler.batched_count_greater_than = token_ranks
 
 
