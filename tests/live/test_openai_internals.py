@@ -369,6 +369,21 @@ def test_lists_in_requests_are_refused_with_their_first_wrong_item() -> None:
     assert TypeAdapter(ChatCompletionRequest).validate_python({"messages": [{"role": "user", "content": "a"}]}).messages
 
 
+def test_requests_are_changed_once_and_not_for_each_model_of_the_server() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
+
+    from handlers.openai.vllm.app import routers
+
+    def validators() -> list[Any]:
+        return [kind.__pydantic_validator__ for kind in (ChatCompletionRequest, ResponsesResponse)]
+
+    routers()
+    before = validators()
+    routers()
+    assert all(now is one for now, one in zip(validators(), before, strict=True))
+
+
 _PARTS = [
     "/",
     "a",

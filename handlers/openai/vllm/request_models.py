@@ -7,7 +7,7 @@ A router of JSON bodies has a module `protocol` beside it, with the models of it
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -28,8 +28,12 @@ from handlers.openai.constraints import CHAT
 from handlers.openai.vllm.responses import ResponseFailed, ResponseIncomplete
 
 
-def stop_at_first_faults(routers: Iterable[str]) -> None:
-    """Call `stop_at_first_fault` for the models of the requests of these routers."""
+@cache
+def stop_at_first_faults(routers: tuple[str, ...]) -> None:
+    """Call `stop_at_first_fault` once for the models of the requests of these routers.
+
+    It takes a tenth of a second. The front end of a further model is built on the event loop, while others serve.
+    """
     for name in routers:
         protocol = importlib.import_module(name.replace(".api_router", ".protocol"))
         for kind in vars(protocol).values():
@@ -57,8 +61,9 @@ def stop_at_first_fault(kind: type[BaseModel]) -> None:
     kind.__pydantic_validator__ = SchemaValidator(kind.__pydantic_core_schema__, _use_prebuilt=False)
 
 
+@cache
 def leave_out_turns() -> None:
-    """Leave the lists of counts of turns out of the `usage` of responses.
+    """Leave the lists of counts of turns out of the `usage` of responses, once.
 
     OpenAI's contract has numbers only, and OpenAI's agents in JavaScript refuse anything else.
     """
