@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from engines.errors import (
+    SHOWN,
     AdapterConflict,
     AdapterError,
     AdapterFailed,
@@ -35,7 +36,6 @@ DIRECTORY = "adapters"  # Directory of a model in which its own adapters are, ea
 # Not `.` or `..`: clients resolve them in a path, so that such an adapter could never be removed.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[^/\x00-\x1f\x7f]{1,200}")
 _DECLARED_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,200}")  # Of the settings. It may be an id on the hub.
-_SHOWN = 200  # Characters of a client's text that a message repeats.
 _SCHEME = re.compile(r"file:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)  # Java writes `file:/directory`.
 _ON_S3 = re.compile(r"s3://", re.IGNORECASE)
 
@@ -188,7 +188,7 @@ class AdapterRegistry:
         if not (_DECLARED_NAME if declared else _NAME).fullmatch(order.name):
             raise AdapterConflict(
                 "name must have 1 to 200 characters, none of them a slash or a control character, and not be . or ..; "
-                f"got {order.name[:_SHOWN]!r}"
+                f"got {order.name[:SHOWN]!r}"
             )
         if order.name in self._reserved:
             raise AdapterConflict(f"the name {order.name!r} is the model's own")
@@ -327,7 +327,7 @@ class AdapterRegistry:
         path = _file_path(src) if _SCHEME.match(src) else src
         if path is None and not self._host.reads_src:
             wanted = "a directory of this machine, or s3://bucket/prefix/"
-            raise InvalidParameter("src", f"must be {wanted}; got {src[:_SHOWN]!r}")
+            raise InvalidParameter("src", f"must be {wanted}; got {src[:SHOWN]!r}")
         if "\0" in (path or src):
             raise InvalidParameter("src", "must have no null character")
         return self._model_dir / (path or src)

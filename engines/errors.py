@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-_SHOWN = 200  # Characters of a name from a client that a message repeats.
+SHOWN = 200  # Characters of a client's name or value that a message repeats.
 _QUOTED = re.compile(r"`(\w+)`")
 
 
@@ -112,7 +112,7 @@ class UnknownAdapter(InvalidRequest):
     """The call names an adapter that is not registered."""
 
     def __init__(self, name: str, registered: Iterable[str] = ()) -> None:
-        super().__init__(f"the adapter {name[:_SHOWN]!r} is not registered")
+        super().__init__(f"the adapter {name[:SHOWN]!r} is not registered")
         self.name, self.registered = name, tuple(registered)
 
 
@@ -120,7 +120,7 @@ class AdapterUnusable(InvalidRequest):
     """The call names a registered adapter whose files have gone or broken since."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"the adapter {name[:_SHOWN]!r} cannot be loaded: {reason}")
+        super().__init__(f"the adapter {name[:SHOWN]!r} cannot be loaded: {reason}")
         self.name = name
 
 
@@ -136,7 +136,7 @@ class AdapterTaken(AdapterConflict):
     """An adapter of that name is registered."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"the adapter {name[:_SHOWN]!r} is registered already")
+        super().__init__(f"the adapter {name[:SHOWN]!r} is registered already")
         self.name = name
 
 

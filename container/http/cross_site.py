@@ -14,12 +14,13 @@ import re
 import socket
 from collections.abc import Iterable, Mapping
 
+from engines.errors import SHOWN
+
 # Headers that browsers send and API clients do not.
 BROWSER_HEADERS = (b"sec-fetch-site", b"origin", b"accept-language")
 # Values of Sec-Fetch-Site: the server's own page sent the request, or the user typed the address.
 _OWN = (b"same-origin", b"none")
 _PORT = re.compile(r":[0-9]*$")
-_SHOWN = 200  # Characters of a header that a message repeats.
 
 
 class KnownHosts:
@@ -47,7 +48,7 @@ class KnownHosts:
             return "a browser sent this request for another site; only this server's own pages may send it"
         if not self._is_known(host):
             return (
-                f"a browser sent this request to {host[:_SHOWN]!r}, which is not known as a name of this server; "
+                f"a browser sent this request to {host[:SHOWN]!r}, which is not known as a name of this server; "
                 "expected an IP address, localhost or a name in SERVING_ALLOWED_HOSTS"
             )
         return ""

@@ -15,7 +15,7 @@ from starlette.routing import compile_path
 from container.http.custom_attributes import CUSTOM_ATTRIBUTES, is_plain_path, named_route
 from container.http.request_head import REQUEST_ID, RequestHead
 from container.http.route import HttpRoute
-from engines.errors import InvalidRequest, UnknownModel
+from engines.errors import SHOWN, InvalidRequest, UnknownModel
 from handlers.contract import Reply
 from handlers.route_declarations import MODEL_VERSION
 
@@ -32,7 +32,6 @@ _ENDS_IN_SLASHES = re.compile(r"/(?:ping|invocations|predictions|models|adapters
 # 3986, section 2.2). No decoded path has this character.
 _SLASH_IN_NAME = "\udc2f"
 _ROUTE = "`route` in X-Amzn-SageMaker-Custom-Attributes"
-_SHOWN = 200  # Characters of a wrong route in the error.
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +168,7 @@ class Router:
         if not isinstance(other, HttpRoute) or not other.by_attribute:
             fault = (
                 f"{_ROUTE} must be the path of a POST route that generates or tokenizes, such as /v1/chat/completions, "
-                f"got {head.method} {named[:_SHOWN].decode('latin-1')}"
+                f"got {head.method} {named[:SHOWN].decode('latin-1')}"
             )
             return route, route.refuse(InvalidRequest(fault))
         asked, given = head.path_parameters.get("model"), target.path_parameters.get("model")

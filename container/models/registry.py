@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from container.models.life_cycle import Lifecycle, State, until_none
-from engines.errors import ModelNotNamed, NotReady, NoWorkers, UnknownModel
+from engines.errors import SHOWN, ModelNotNamed, NotReady, NoWorkers, UnknownModel
 from handlers.loaded_service import Service
 from handlers.route_declarations import MODEL_VERSION
 
@@ -168,7 +168,7 @@ class Models:
             return found
         named = name if version is None else f"{name}:{version}"
         kind = {0: "no model", 1: "the model "}.get(len(self._models), "the models ")
-        raise UnknownModel(named, f"Model not found: {named[:200]}. This server has {kind}{self._names()}.")
+        raise UnknownModel(named, f"Model not found: {named[:SHOWN]}. This server has {kind}{self._names()}.")
 
     def choose(self, name: str, version: str | None = None) -> Model:
         """Return one model.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from engines.errors import AdapterFailed, AdapterMissing
+from engines.errors import SHOWN, AdapterFailed, AdapterMissing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -219,7 +219,7 @@ def _tensors(path: Path, data: bytes) -> dict[str, Tensor]:
         raise AdapterFailed(f"{path} must hold tensors by their names, got {type(content).__name__}")
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            raise AdapterFailed(f"{path}: {str(name)[:200]!r} is no plain tensor with a name")
+            raise AdapterFailed(f"{path}: {str(name)[:SHOWN]!r} is no plain tensor with a name")
         if tensor.numel() * tensor.element_size() > len(data):
             raise AdapterFailed(f"{path}: {name} is larger than the file")
     return content

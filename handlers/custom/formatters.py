@@ -18,7 +18,7 @@ from djl_python.output_formatter import takes_request_output
 from djl_python.service_loader import MODEL_FILE, find_decorated_function, load_model_service
 from engines.adapters import Adapter
 from engines.daemon_thread import in_daemon_thread
-from engines.errors import AdapterFailed
+from engines.errors import SHOWN, AdapterFailed
 from engines.interface import EngineStartError
 from handlers.custom.model_imports import ModelImports
 from handlers.custom.worker_process.load_error import describe_error
@@ -28,9 +28,6 @@ from handlers.model_config import ModelConfig
 logger = logging.getLogger(__name__)
 
 Formatter = Callable[..., Any]
-
-
-_SHOWN = 200  # Characters of a path in a message.
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +198,7 @@ def _of_adapter(adapter: Adapter, thread: FormatterThread, async_mode: bool) -> 
         if not (adapter.path / MODEL_FILE).is_file():
             return None
     except OSError as error:  # For example, the name is too long.
-        raise AdapterFailed(f"src: {directory[:_SHOWN]!r} cannot be read: {error.strerror}") from None
+        raise AdapterFailed(f"src: {directory[:SHOWN]!r} cannot be read: {error.strerror}") from None
     try:
         module = load_model_service(directory, MODEL_FILE, namespace=f"{adapter.name}_{adapter.id}").module
     except BaseException as error:

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engines.errors import InvalidParameter, InvalidRequest
+from engines.errors import SHOWN, InvalidParameter, InvalidRequest
 from engines.request import Constraint
 from handlers.contract import Call
 from handlers.happy_vllm.errors import WrongBody, not_json
 from handlers.parsing.constraints import MAX_CHOICE_LENGTH, MAX_CHOICES, same_form
-from handlers.parsing.json_fields import SHOWN, JsonError, Kind, decode_json, json_kind
+from handlers.parsing.json_fields import JsonError, Kind, decode_json, json_kind
 from handlers.parsing.parameter_memo import ParameterMemo
 from handlers.parsing.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
 from handlers.route_declarations import MOST_IDS

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from engines.errors import InvalidParameter, RequestError, UnknownModel
+from engines.errors import SHOWN, InvalidParameter, RequestError, UnknownModel
 from engines.loaded_model import LoadedModel
 from handlers.contract import JSON, Call, ContractError, Reply
 from handlers.happy_vllm.errors import json_reply, vllm_error
@@ -149,7 +149,7 @@ def _check_model(read: FieldReader, view: ModelView) -> None:
     settings = view.settings
     names = ("", *settings.public_names, settings.name, settings.model_id, *view.model_aliases)
     if name is not None and name not in names and not is_address(name):
-        raise UnknownModel(name[:200], f"The model `{name[:200]}` does not exist.")
+        raise UnknownModel(name[:SHOWN], f"The model `{name[:SHOWN]}` does not exist.")
 
 
 def ids_inside(model: LoadedModel, text: str) -> list[int]:

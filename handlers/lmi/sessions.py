@@ -22,13 +22,12 @@ import msgspec
 
 from djl_python.session_manager import Session, SessionManager
 from engines.daemon_thread import in_daemon_thread
-from engines.errors import Overloaded
+from engines.errors import SHOWN, Overloaded
 from engines.interface import EngineStartError
 from handlers.contract import JSON, LONG_BODY, Call, ContractError, Reply
 from handlers.djl_errors import failed_dependency, overloaded
 from handlers.lmi.errors import payload_refused
 from handlers.model_config import ModelConfig
-from handlers.parsing.json_fields import SHOWN
 from handlers.parsing.json_limits import JsonDecoder
 
 logger = logging.getLogger(__name__)

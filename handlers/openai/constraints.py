@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from engines.errors import InvalidParameter
+from engines.errors import SHOWN, InvalidParameter
 from engines.request import Constraint, SchemaPart
 from handlers.parsing.constraints import (
     CONSTRAINING,
@@ -387,7 +387,7 @@ def _checked(given: Any) -> dict[str, Any]:
         raise InvalidParameter(f"{name}.json", "must be a JSON schema: an object, or the text of one")
     for member in sorted(values.keys() - {*_NATIVE, *_OPTIONS}):
         if values[member]:
-            raise InvalidParameter(f"{name}.{member}"[:80], "is not a field that this server can follow")
+            raise InvalidParameter(f"{name}.{member}"[:SHOWN], "is not a field that this server can follow")
     return {}
 
 

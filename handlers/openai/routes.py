@@ -42,7 +42,6 @@ SHORT_EMBEDDINGS = "/embeddings"  # TEI's other path of /v1/embeddings. It accep
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 _TEXT = "text/plain; charset=utf-8"
-_SHOWN = 200  # Characters of a client's text that a message repeats.
 _TOO_LARGE = "Request Entity Too Large"  # The phrase of 413, for which `HTTPStatus` has another from Python 3.13 on.
 
 T = TypeVar("T")
@@ -68,7 +67,7 @@ def model(call: Call, views: Sequence[ModelView]) -> Reply:
         if card["id"] == wanted:
             document = anthropic.model_info(card) if anthropic.is_anthropics(call) else card
             return Reply(200, JSON, msgspec.json.encode(document))
-    unknown = errors.UnknownModel(wanted, f"The model `{wanted[:_SHOWN]}` does not exist.")
+    unknown = errors.UnknownModel(wanted, f"The model `{wanted[: errors.SHOWN]}` does not exist.")
     if anthropic.is_anthropics(call):
         raise ContractError(refuse_message(unknown), unknown.message)
     raise unknown

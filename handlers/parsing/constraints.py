@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from engines.errors import InvalidParameter
+from engines.errors import SHOWN, InvalidParameter
 from engines.request import Constraint
-from handlers.parsing.json_fields import SHOWN, JsonError, Kind, ParameterReader, decode_json
+from handlers.parsing.json_fields import JsonError, Kind, ParameterReader, decode_json
 
 MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000  # The engine makes one grammar of them before it begins.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engines.errors import InvalidParameter
+from engines.errors import SHOWN, InvalidParameter
 from handlers.parsing.json_limits import JsonDecoder
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # The range of engines; no parameter means anything beyond.
@@ -27,7 +27,6 @@ _LONE_SURROGATE = re.compile(
 )
 _decode = JsonDecoder[Any]().decode
 _encoder = json.JSONEncoder(ensure_ascii=False)
-SHOWN = 80  # Characters of a client's name or value in a message.
 
 
 class JsonError(ValueError):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engines.errors import InvalidParameter
+from engines.errors import SHOWN, InvalidParameter
 from engines.request import (
     MAX_LENGTH_PENALTY,
     BeamSearch,
@@ -25,7 +25,7 @@ from engines.request import (
     SamplingParameters,
 )
 from handlers.parsing.constraints import decoded, read_constraint
-from handlers.parsing.json_fields import SHOWN, Kind, ParameterReader, Reader
+from handlers.parsing.json_fields import Kind, ParameterReader, Reader
 
 DEFAULT_MAX_TOKENS = 16
 MAX_SEQUENCES = 16384  # vLLM's own limit on `n` (VLLM_MAX_N_SEQUENCES).

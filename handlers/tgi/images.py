@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from engines.errors import UnusableImage
+from engines.errors import SHOWN, UnusableImage
 
 _IMAGE = re.compile(r"!\[\]\(([^)]*)\)")
 _SCHEMES = ("http://", "https://", "data:")
-_SHOWN = 100  # Characters of a wrong URL that a message repeats.
 
 
 def with_marks(inputs: str, mark: Callable[[int], str]) -> tuple[str, tuple[str, ...]]:
@@ -27,7 +26,7 @@ def with_marks(inputs: str, mark: Callable[[int], str]) -> tuple[str, tuple[str,
     def marked(found: re.Match[str]) -> str:
         url = found[1]
         if not url.startswith(_SCHEMES):
-            raise UnusableImage("content", f"expected ![](URL) with http, https or data, got {found[0][:_SHOWN]}")
+            raise UnusableImage("content", f"expected ![](URL) with http, https or data, got {found[0][:SHOWN]}")
         urls.append(url)
         return mark(len(urls))
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from engines.errors import InvalidParameter, InvalidRequest, RequestError
+from engines.errors import SHOWN, InvalidParameter, InvalidRequest, RequestError
 from engines.pooling import Pooling
 from engines.request import TokenDelta, pooling_request
 from handlers.answers.pooled_answer import PooledAnswer, encode
@@ -171,11 +171,11 @@ class InferContract:
 
 def _texts(inputs: Sequence[_Tensor]) -> Sequence[str]:
     if [tensor.name for tensor in inputs] != [TEXTS]:
-        given = ", ".join(f"'{tensor.name[:80]}'" for tensor in inputs)
+        given = ", ".join(f"'{tensor.name[:SHOWN]}'" for tensor in inputs)
         raise TritonRefusal(f"expected the input ['{TEXTS}'], got [{given}]")
     (tensor,) = inputs
     if tensor.datatype != "BYTES":
-        raise TritonRefusal(f"input '{TEXTS}' must have the datatype BYTES, got {tensor.datatype[:80]}")
+        raise TritonRefusal(f"input '{TEXTS}' must have the datatype BYTES, got {tensor.datatype[:SHOWN]}")
     texts = list(_flat(tensor.data))
     if not texts or not all(isinstance(text, str) for text in texts):
         raise TritonRefusal(f"input '{TEXTS}' must hold at least one text, and texts only")

@@ -13,7 +13,6 @@ from json.encoder import encode_basestring as quote
 from engines import errors
 from handlers.contract import JSON, Reply
 from handlers.model_config import ModelConfig
-from handlers.parsing.json_fields import SHOWN
 
 VERSION = "1"  # The only version of a model.
 # Any other error is a 500.
@@ -59,7 +58,7 @@ def message_of(error: errors.RequestError) -> str:
         return unknown_model(error.name)
     if isinstance(error, errors.UnknownAdapter):
         known = sorted(error.registered)[:_MOST_NAMES]
-        return f"LoRA {error.name[:SHOWN]} is not supported, we currently support {known}"
+        return f"LoRA {error.name[: errors.SHOWN]} is not supported, we currently support {known}"
     if isinstance(error, errors.UnusableImage):
         return f"Error generating stream: `image` {error.reason}"
     if isinstance(error, errors.InvalidRequest | errors.GenerationFailed) and not isinstance(error, TritonRefusal):
@@ -76,7 +75,7 @@ def refusal(error: errors.RequestError) -> Reply:
 def unknown_model(name: str, version: str | None = None) -> str:
     """Return Triton's message for a model, or a version of it, that is not served."""
     which = "" if version is None else f" version {version}"
-    return f"Request for unknown model: '{name[:SHOWN]}'{which} is not found"
+    return f"Request for unknown model: '{name[: errors.SHOWN]}'{which} is not found"
 
 
 def missing_model(names: Mapping[str, str], settings: ModelConfig) -> Reply | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from engines.errors import SHOWN
 from engines.statistics import EngineStatistics
 from handlers.contract import JSON, Call, Reply
 from handlers.parsing.json_fields import JsonError, decode_json
@@ -214,7 +215,7 @@ def load(call: Call, view: ModelView) -> Reply:
     """Return 200 for the served model if it is ready. Other models, and other configurations, cannot be loaded."""
     name = call.path_parameters["model"]
     if name != view.settings.name:
-        return error_reply(404, f"failed to load '{name[:200]}': this server serves '{view.settings.name}' only")
+        return error_reply(404, f"failed to load '{name[:SHOWN]}': this server serves '{view.settings.name}' only")
     document = _object_of(call.body)
     if isinstance(document, Reply):
         return document

@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from engines.errors import InvalidParameter, InvalidRequest
+from engines.errors import SHOWN, InvalidParameter, InvalidRequest
 from engines.request import Constraint, GenerationRequest
 from handlers.contract import Call
 from handlers.parsing.constraints import decoded, refuse_unread, same_form
 from handlers.parsing.images import DATA_URL
-from handlers.parsing.json_fields import MAX_INT64, MIN_INT64, SHOWN, JsonError, decode_json, json_fault, json_kind
+from handlers.parsing.json_fields import MAX_INT64, MIN_INT64, JsonError, decode_json, json_fault, json_kind
 from handlers.parsing.json_limits import JsonDecoder
 from handlers.parsing.parameter_memo import ParameterMemo
 from handlers.parsing.vllm_parameters import TEXT_BOOLEANS, TextReader, VllmParameters, read_vllm_parameters, vllm_names
@@ -412,7 +412,9 @@ def plain_names(values: Mapping[str, Any], names: dict[str, str]) -> dict[str, A
         bare = given.removeprefix(SAMPLING_PREFIX)
         name = _RENAMED.get(bare, bare)
         if name in plain:
-            raise InvalidParameter(name[:80], f"is given twice: as `{origin[name][:120]}` and as `{given[:120]}`")
+            raise InvalidParameter(
+                name[:SHOWN], f"is given twice: as `{origin[name][:SHOWN]}` and as `{given[:SHOWN]}`"
+            )
         plain[name], origin[name] = value, given
     names.update({name: given for name, given in origin.items() if name != given})
     return plain
@@ -507,7 +509,7 @@ def _constraint(kind: Any, guide: Any) -> Constraint | None:
             raise InvalidParameter(name, "needs `guided_decoding_guide_type`")
         return None
     if kind not in _GUIDES:
-        raise InvalidParameter(f"{name}_type", f"must be one of {', '.join(_GUIDES)}, got {str(kind)[:80]!r}")
+        raise InvalidParameter(f"{name}_type", f"must be one of {', '.join(_GUIDES)}, got {str(kind)[:SHOWN]!r}")
     if kind == "json":
         return Constraint(parameter=name, json_object=True)
     if not isinstance(guide, str) or not guide.strip():

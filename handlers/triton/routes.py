@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from engines.errors import InvalidParameter
+from engines.errors import SHOWN, InvalidParameter
 from handlers.contract import JSON, Answer, Call, Contract, Exchange, Reply
 from handlers.openapi_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.parsing.parameter_memo import ParameterMemo
@@ -40,7 +40,7 @@ class TritonContract:
         encoding = (call.header("Content-Encoding") or "").strip().lower()
         if encoding not in ("", "identity"):
             raise TritonRefusal(
-                f"Content-Encoding '{encoding[:80]}' is not supported; send the body as it is (identity)"
+                f"Content-Encoding '{encoding[:SHOWN]}' is not supported; send the body as it is (identity)"
             )
         request = read_request(call.body, self._setting, self._memo)
         if request.stream and request.vllm.request.sequences > 1 and not self._events:

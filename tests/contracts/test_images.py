@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.errors import UnusableImage
+from engines.errors import SHOWN, UnusableImage
 from handlers.contract import Reply
 from handlers.tgi.images import with_marks
 from handlers.tgi.routes import TGI
@@ -56,7 +56,7 @@ def test_texts_between_images_do_not_change(texts: list[str], data: Any) -> None
 def test_tgi_refuses_other_urls(url: str) -> None:
     body = (
         b'{"error":"Input validation error: invalid image content: expected ![](URL) with http, https or data, got '
-        + f"![]({url})".encode()[:100]
+        + f"![]({url})".encode()[:SHOWN]
         + b'","error_type":"validation"}'
     )
     refused = tgi_exchange.refusal("/generate", {"inputs": f"a ![]({url})"}, image_mark=numbered)

@@ -149,7 +149,7 @@ def refuse(error: errors.RequestError) -> Reply:
 
 def wrong_method(call: Call) -> Reply:
     """Return the reply if the route does not have the method."""
-    message = f"Method {call.method[:20]} is not allowed for {call.path[:200]}"
+    message = f"Method {call.method[:20]} is not allowed for {call.path[: errors.SHOWN]}"
     return front_end_reply(405, "MethodNotAllowedException", message)
 
 
@@ -210,7 +210,7 @@ def _boolean(given: Mapping[str, Any], name: str) -> bool | None:
         return value
     parsed = _BOOLEANS.get(value.strip().lower()) if isinstance(value, str) else None
     if parsed is None:
-        shown = repr(value[:50]) if isinstance(value, str) else json_kind(value)
+        shown = repr(value[: errors.SHOWN]) if isinstance(value, str) else json_kind(value)
         raise errors.InvalidRequest(f"`{name}` must be true or false, got {shown}")
     return parsed
 
@@ -220,5 +220,5 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
     if not text:
         return default
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise errors.InvalidRequest(f"`{name}` must be a number, got {text[:50]!r}")
+        raise errors.InvalidRequest(f"`{name}` must be a number, got {text[: errors.SHOWN]!r}")
     return int(text)

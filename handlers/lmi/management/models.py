@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from engines.errors import InvalidRequest
+from engines.errors import SHOWN, InvalidRequest
 from handlers.contract import JSON, Call, Reply, media_type
 from handlers.djl_errors import HTML_SAFE, bad_request, front_end_reply, refused
 from handlers.management import (
@@ -137,14 +137,14 @@ def _text(name: str, value: Any) -> str:
 def _name(parameter: str, text: str | None) -> str | None:
     if text is not None and not _NAME.fullmatch(text):
         raise bad_request(
-            f'Parameter {parameter} is "{text[:200]}"; allowed: up to 200 letters, digits and _ . -, not . or ..'
+            f'Parameter {parameter} is "{text[:SHOWN]}"; allowed: up to 200 letters, digits and _ . -, not . or ..'
         )
     return text
 
 
 def _boolean(parameter: str, text: str) -> bool:
     if text.strip().lower() not in ("true", "false"):
-        raise bad_request(f'Parameter {parameter} is "{text[:200]}"; allowed: true, false')
+        raise bad_request(f'Parameter {parameter} is "{text[:SHOWN]}"; allowed: true, false')
     return text.strip().lower() == "true"
 
 
@@ -152,7 +152,7 @@ def _integer(parameter: str, text: str, least: int, most: int | None = None) -> 
     number = int(text) if _INTEGER.fullmatch(text) else None
     if number is None or number < least or (most is not None and number > most):
         allowed = f"an integer from {least} to {most}" if most is not None else f"an integer of at least {least}"
-        raise bad_request(f'Parameter {parameter} is "{text[:200]}"; allowed: {allowed}')
+        raise bad_request(f'Parameter {parameter} is "{text[:SHOWN]}"; allowed: {allowed}')
     return number
 
 
