@@ -79,10 +79,3 @@ def test_the_lines_are_what_pythons_json_writes() -> None:
 def test_a_stream_has_no_content_type_and_the_plain_answer_has_jsons() -> None:
     assert parse(PROMPT, stream=True).answer.content_type == ""
     assert parse(PROMPT).answer.content_type == "application/json"
-
-
-def test_of_a_beam_search_the_best_n_are_shown() -> None:
-    document = PROMPT | {"use_beam_search": True, "n": 1, "best_of": 2, "temperature": 0}
-    deltas = (delta(" best", 1, EOS, last=False), delta(" second", 1, EOS, sequence=1))
-    assert json.loads(whole(document, *deltas))["responses"] == [" best"]
-    assert [json.loads(line)["responses"] for line in lines(document, *deltas) if line] == [[" best"]]

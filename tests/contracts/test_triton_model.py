@@ -1,4 +1,7 @@
-"""Triton's routes for health, metadata, statistics and the repository."""
+"""Triton's routes for health, metadata, statistics and the repository, by the state of the model.
+
+`cases/triton` has the bytes of a model that is ready.
+"""
 
 from __future__ import annotations
 
@@ -53,53 +56,6 @@ def test_the_server_lives_while_its_process_can_work_and_is_ready_when_it_genera
     assert parts(told(VERSION + "/ready", NAMED | {"version": "1"}, of=view(state))) == expected
 
 
-@pytest.mark.parametrize("names", [{"model": "nope"}, {"model": "model", "version": "2"}])
-def test_a_model_that_is_not_served_is_not_ready(names: dict[str, str]) -> None:
-    assert parts(told((VERSION if "version" in names else MODEL) + "/ready", names)) == NOT_READY
-
-
-def test_server_metadata() -> None:
-    assert told("/v2").body == (
-        b'{"name":"triton","version":"2.68.0","extensions":["model_repository","model_configuration","parameters",'
-        b'"statistics"]}'
-    )
-
-
-def test_model_metadata_has_the_vllm_backends_tensors() -> None:
-    metadata = document(told(MODEL, NAMED))
-    assert (metadata["name"], metadata["versions"], metadata["platform"]) == ("model", ["1"], "python")
-    assert len(metadata["inputs"]) == 11
-    assert metadata["inputs"][0] == {"name": "text_input", "datatype": "BYTES", "shape": [1]}
-    assert {"name": "stream", "datatype": "BOOL", "shape": [1]} in metadata["inputs"]
-    assert metadata["outputs"][0] == {"name": "text_output", "datatype": "BYTES", "shape": [-1]}
-    assert {"name": "num_input_tokens", "datatype": "UINT32", "shape": [1]} in metadata["outputs"]
-    assert document(told(VERSION, NAMED | {"version": "1"})) == metadata
-
-
-def test_with_tensorrt_llms_parameters_the_model_is_shown_as_one_of_its_backend() -> None:
-    of = view(rolling_batch="trtllm")
-    assert document(told(MODEL + "/config", NAMED, of=of))["backend"] == "tensorrtllm"
-    metadata = document(told(MODEL, NAMED, of=of))
-    assert "bad_words" in {tensor["name"] for tensor in metadata["inputs"]}
-    assert "output_log_probs" in {tensor["name"] for tensor in metadata["outputs"]}
-
-
-def test_the_configuration_says_that_the_model_is_decoupled() -> None:
-    configuration = document(told(MODEL + "/config", NAMED))
-    assert (configuration["name"], configuration["backend"], configuration["max_batch_size"]) == ("model", "vllm", 0)
-    assert configuration["version_policy"] == {"latest": {"num_versions": 1}}
-    assert configuration["model_transaction_policy"] == {"decoupled": True}
-    assert configuration["input"][0] == {
-        "name": "text_input",
-        "data_type": "TYPE_STRING",
-        "format": "FORMAT_NONE",
-        "dims": [1],
-        "is_shape_tensor": False,
-        "allow_ragged_batch": False,
-        "optional": False,
-    }
-
-
 def test_statistics_count_calls_and_their_times() -> None:
     loaded = LoadedText()
     loaded.statistics.calls.count(0.5, failed=False)
@@ -136,36 +92,24 @@ def test_a_call_of_many_sequences_waits_once_and_no_longer_than_it_takes() -> No
 UNKNOWN = b'{"error":"Request for unknown model: \'nope\' is not found"}'
 
 
-@pytest.mark.parametrize(("path", "status"), [("", 404), ("/config", 404), ("/stats", 400)])
-def test_nothing_is_told_of_a_model_that_is_not_served(path: str, status: int) -> None:
-    assert parts(told(MODEL + path, {"model": "nope"})) == (status, "application/json", UNKNOWN)
-
-
 @pytest.mark.parametrize(
     ("state", "body", "expected"),
     [
-        ("ready", b"", b'[{"name":"model","version":"1","state":"READY"}]'),
-        ("ready", b"{}", b'[{"name":"model","version":"1","state":"READY"}]'),
-        ("ready", b'{"ready":true}', b'[{"name":"model","version":"1","state":"READY"}]'),
         ("starting", b"", b'[{"name":"model","version":"1","state":"LOADING"}]'),
         ("starting", b'{"ready":true}', b"[]"),
         ("draining", b'{"ready":false}', b'[{"name":"model","version":"1","state":"UNLOADING"}]'),
         ("failed", b"", b'[{"name":"model","version":"1","state":"UNAVAILABLE","reason":"it broke"}]'),
     ],
 )
-def test_the_repository_has_the_one_model(state: State, body: bytes, expected: bytes) -> None:
+def test_the_repository_has_the_state_of_the_model(state: State, body: bytes, expected: bytes) -> None:
     reason = "it broke" if state == "failed" else ""
     reply = told("/v2/repository/index", method="POST", body=body, of=view(state, reason))
     assert parts(reply) == (200, "application/json", expected)
 
 
-def test_ready_must_be_a_boolean() -> None:
-    reply = told("/v2/repository/index", method="POST", body=b'{"ready":"yes"}')
-    assert parts(reply) == (
-        400,
-        "application/json",
-        b'{"error":"Unable to parse \'ready\': attempt to access JSON non-boolean as boolean"}',
-    )
+def test_a_model_that_starts_is_not_loaded_again() -> None:
+    reply = told("/v2/repository/models/{model}/load", {"model": "model"}, method="POST", of=view("starting"))
+    assert reply.status == 503
 
 
 @given(st.binary(max_size=40))
@@ -173,72 +117,6 @@ def test_any_body_is_an_index_or_an_error(body: bytes) -> None:
     reply = told("/v2/repository/index", method="POST", body=body)
     assert reply.status in (200, 400)
     json.loads(reply.body)
-
-
-def test_the_name_of_a_repository_does_not_matter_in_an_index_and_is_refused_elsewhere() -> None:
-    """Triton reads the name there as well, and uses it for nothing."""
-    path = "/v2/repository/{repository}"
-    index = told(path + "/index", {"repository": "mine"}, method="POST", body=b"")
-    assert parts(index) == parts(told("/v2/repository/index", method="POST", body=b""))
-    for action in ("load", "unload"):
-        refused = told(f"{path}/models/{{name}}/{action}", {"repository": "mine", "name": "model"}, method="POST")
-        assert parts(refused) == (
-            501,
-            "application/json",
-            b'{"error":"\'repository_name\' specification is not supported"}',
-        )
-
-
-@pytest.mark.parametrize(
-    ("action", "name", "state", "expected"),
-    [
-        ("load", "model", "ready", EMPTY),
-        (
-            "load",
-            "model",
-            "starting",
-            (503, "application/json", b'{"error":"failed to load \'model\': it is starting"}'),
-        ),
-        (
-            "load",
-            "nope",
-            "ready",
-            (404, "application/json", b"{\"error\":\"failed to load 'nope': this server serves 'model' only\"}"),
-        ),
-        (
-            "unload",
-            "model",
-            "ready",
-            (
-                501,
-                "application/json",
-                b'{"error":"unload is not supported: this server serves \'model\' as long as it runs"}',
-            ),
-        ),
-        ("unload", "nope", "ready", EMPTY),
-    ],
-)
-def test_the_served_model_is_loaded_and_stays_so(
-    action: str, name: str, state: State, expected: tuple[int, str, bytes]
-) -> None:
-    path = "/v2/repository/models/{model}/" + action
-    assert parts(told(path, {"model": name}, method="POST", of=view(state))) == expected
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "message"),
-    [
-        (b"{}", 200, ""),
-        (b'{"parameters": {}}', 200, ""),
-        (b'{"parameters": {"config": "{}"}}', 501, "`parameters` must be empty"),
-        (b"garbage", 400, "failed to parse the request JSON buffer"),
-        (b"[]", 400, "the body must be a JSON object"),
-    ],
-)
-def test_a_configuration_to_load_is_refused(body: bytes, status: int, message: str) -> None:
-    reply = told("/v2/repository/models/{model}/load", {"model": "model"}, method="POST", body=body)
-    assert reply.status == status
-    assert message in reply.body.decode()
 
 
 def test_tensors_are_refused_with_the_routes_to_use() -> None:
