@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from container.http.reply import HttpReply
 from container.http.request_head import RequestHead
 from container.http.route import AppState, Found, HttpRoute
 from container.http.router import ANY_METHOD, WITH_SLASHES, ByKind, Router
 from container.models.registry import Model
 from engines.errors import NotServed, RequestError
-from handlers.contract import Call, Reply, Running
+from handlers.contract import Call, Reply, ReplyWriter, Running
 from handlers.djl_errors import front_end_refusal
 from handlers.loaded_service import Service
 from handlers.management import MAX_BODY, Management
@@ -136,7 +135,7 @@ class _GenerationHttpRoute(HttpRoute):
             return self._declared.refuse_path(head.path_parameters, model.lifecycle.model) or model
         return model
 
-    def answer(self, call: Call, reply: HttpReply, service: Service | None) -> Awaitable[Running | None]:
+    def answer(self, call: Call, reply: ReplyWriter, service: Service | None) -> Awaitable[Running | None]:
         assert service is not None, "a model was found"
         declared, custom = self._declared, service.custom is not None
         if custom and declared.own_handler:
@@ -176,7 +175,7 @@ class _InvocationHttpRoute(HttpRoute):
         model = self.state.models.startup() if name is None else self.state.models.choose(name, version)
         return self._declared.options if head.method == "OPTIONS" else model
 
-    def answer(self, call: Call, reply: HttpReply, service: Service | None) -> Awaitable[Running | None]:
+    def answer(self, call: Call, reply: ReplyWriter, service: Service | None) -> Awaitable[Running | None]:
         assert service is not None, "a model was found"
         return service.invocations.handle(call, reply)
 
@@ -188,7 +187,7 @@ class _InfoHttpRoute(HttpRoute):
         super().__init__(state, contract, declared.path)
         self.by_attribute, self._declared, self._threads = declared.by_attribute, declared, threads
 
-    async def answer(self, call: Call, reply: HttpReply, _: Service | None) -> None:
+    async def answer(self, call: Call, reply: ReplyWriter, service: Service | None) -> None:
         declared, models = self._declared, self.state.models
         if declared.answer_all is not None and not models.single:
             reply.reply(declared.answer_all(call, [model.lifecycle.view() for model in models]))
@@ -226,7 +225,7 @@ class _ManagementHttpRoute(HttpRoute):
         super().__init__(state, contract, path, refuse=declared.refuse, same_site=True, max_body=MAX_BODY)
         self._declared, self._management = declared, management
 
-    async def answer(self, call: Call, reply: HttpReply, _: Service | None) -> None:
+    async def answer(self, call: Call, reply: ReplyWriter, service: Service | None) -> None:
         operation, wrong_method = self._declared.operations.get(call.method), self._declared.wrong_method
         if operation is not None:
             reply.reply(await operation(call, self._management))
@@ -241,10 +240,13 @@ class _FieldChoice(HttpRoute):
         super().__init__(with_field.state, with_field.contract, with_field.path)
         self.by_attribute = with_field.by_attribute and without_field.by_attribute
         self._with_field, self._without_field = with_field, without_field
-        self._value = _reader_of(field)
+        self._field, self._value = field, _reader_of(field)
 
     async def find_by_body(self, _: RequestHead, call: Call) -> HttpRoute:
-        return self._with_field if await off_the_loop(call.body, self._value, call.body) else self._without_field
+        found = await off_the_loop(call.body, self._value, call.body)
+        if call.explanation is not None:
+            call.explanation.because.append(f"the body has {'a' if found else 'no'} field `{self._field}`")
+        return self._with_field if found else self._without_field
 
 
 def _reader_of(field: str) -> Callable[[bytes], bytes]:

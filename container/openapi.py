@@ -153,7 +153,8 @@ A first request (put your server's address in place of `localhost:8080`):
 {command}
 ```
 
-A contract refuses a request with its own status and body. [Metrics](metrics) are Prometheus'."""
+With the header `X-Slipway-Explain: 1`, a route that generates answers with what the engine would get, and generates
+nothing. A contract refuses a request with its own status and body. [Metrics](metrics) are Prometheus'."""
 
 
 def _tags(paths: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ writing such bytes to a `ReplyWriter`, without waiting for the client.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypedDict
 
@@ -27,6 +27,7 @@ _SALT = re.compile(r"[!-.0-?A-\[\]-~]{1,128}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 LONG_BODY = 256 * 1024  # Bytes. Longer bodies are decoded in a thread, so that no other request waits for them.
 NOT_HELD = "x-slipway-not-held"
+EXPLAIN, _EXPLAIN_HEADER = b"x-slipway-explain", "X-Slipway-Explain"
 # Characters of the header's places. SageMaker's custom attributes hold 1,024, with its name and the number of the rest.
 _MOST_PLACES = 990
 
@@ -93,6 +94,34 @@ def read_steering(headers: Mapping[bytes, bytes], key_salt: str = "") -> tuple[S
     return steering, fault
 
 
+@dataclass(slots=True)
+class Explanation:
+    """Asks for an explanation of a call in place of an answer. The steps on the call's way write down their choices."""
+
+    contract: str = ""  # The name of the contract that took the body.
+    because: list[str] = field(default_factory=list)  # Why, a sentence for each choice.
+    ignored: list[str] = field(default_factory=list)  # Sentences about parameters without effect.
+    # The call must not be made again: code of a customer has read the body, or the call has left a trace.
+    once: bool = False
+
+
+def asked_explanation(
+    headers: Mapping[bytes, bytes], attributes: Sequence[tuple[bytes, bytes]]
+) -> tuple[Explanation | None, InvalidParameter | None]:
+    """Read the header and the custom attribute that ask for an explanation. The header goes first.
+
+    Returns:
+        The explanation to be filled, or None if none is asked for; and the fault if the value is neither 1 nor 0.
+    """
+    given = headers.get(EXPLAIN)
+    name = _EXPLAIN_HEADER
+    if given is None:
+        given, name = dict(attributes).get(b"explain", b"0"), "explain"
+    if given in (b"1", b"0"):
+        return (Explanation() if given == b"1" else None), None
+    return Explanation(), InvalidParameter(name, f"must be 1 or 0, got {given[:20].decode('latin-1')!r}")
+
+
 class Head(Protocol):
     """An HTTP request without its body, as the server has read it."""
 
@@ -134,6 +163,7 @@ class Call:
     # The results of `read_steering`. Every contract puts the fields into its requests.
     steering: Steering = field(default_factory=Steering)
     steering_fault: InvalidParameter | None = None  # The call is refused with this error, in the form of its answer.
+    explanation: Explanation | None = None  # Set: nothing is generated, and the reply is the explanation.
 
     def header(self, name: str) -> str | None:
         """Return the value of a header. `name` may have any case."""
@@ -207,6 +237,7 @@ class Exchange:
     # The stream sends this comment if no token comes for a while. It begins before its first token then. A cumulative
     # answer has none.
     comment: bytes = b""
+    model_defaults: Collection[str] = ()  # The parameters whose default is the model's own, by vLLM's names.
 
 
 class Contract(Protocol):

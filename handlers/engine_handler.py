@@ -12,6 +12,7 @@ import msgspec
 
 from engines.errors import Overloaded, RequestError
 from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply, ReplyWriter
+from handlers.explanation import explaining
 from handlers.formatter_thread import FormatterThread
 from handlers.parsing.images import ImageLoader
 from handlers.queue import EngineQueue
@@ -57,10 +58,15 @@ class EngineHandler:
             exchange = self._contract.parse(call)
         else:
             exchange = await asyncio.to_thread(self._contract.parse, call)
-        for note in exchange.notes:
-            logger.info("%s", note, extra={"request_id": call.request_id})
+        if call.explanation is not None:
+            call.explanation.ignored += exchange.notes
+            call.explanation.once |= self._thread is not None or bool(exchange.images)
+            queue = explaining(queue, exchange)
+        else:
+            for note in exchange.notes:
+                logger.info("%s", note, extra={"request_id": call.request_id})
         if call.steering_fault is not None:
-            raise self._refusal(exchange, call.steering_fault)
+            raise _refusal(queue, exchange, call.steering_fault)
         try:
             if not exchange.images:
                 running = RunningCall(queue, exchange, writer, call.request_id, self._thread)
@@ -76,8 +82,9 @@ class EngineHandler:
         except RequestError as error:
             if isinstance(error, Overloaded):  # the engine may have no place for something else
                 error = Overloaded(error.message, queue.overload_status)
-            raise self._refusal(exchange, error) from None
+            raise _refusal(queue, exchange, error) from None
 
-    def _refusal(self, exchange: Exchange, error: RequestError) -> ContractError:
-        self._queue.engine.statistics.calls.count(0.0, failed=True)
-        return ContractError(exchange.answer.fail(error), error.message)
+
+def _refusal(queue: EngineQueue, exchange: Exchange, error: RequestError) -> ContractError:
+    queue.engine.statistics.calls.count(0.0, failed=True)
+    return ContractError(exchange.answer.fail(error), error.message)

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from container.http.custom_attributes import CUSTOM_ATTRIBUTES, attributes_of
-from handlers.contract import Call, read_steering
+from handlers.contract import EXPLAIN, Call, asked_explanation, read_steering
 
 Scope = dict[str, Any]
 
@@ -58,6 +58,10 @@ class RequestHead:
         """Return the whole request as contracts see it."""
         key_salt = self.scope.get(KEY_SALT, "")
         steering, fault = read_steering(self.headers, key_salt)
+        explanation = None
+        if self.attributes or EXPLAIN in self.headers:
+            explanation, wrong = asked_explanation(self.headers, self.attributes)
+            fault = fault or wrong
         return Call(
             body=body,
             content_type=self.headers.get(b"content-type", b"").decode("latin-1"),
@@ -70,6 +74,7 @@ class RequestHead:
             key_salt=key_salt,
             steering=steering,
             steering_fault=fault,
+            explanation=explanation,
         )
 
 

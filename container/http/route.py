@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader, Receive, announced_size
 from container.http.cross_site import KnownHosts
@@ -24,9 +25,18 @@ from container.models.registry import Model, Models
 from container.observability.error_rates import CLIENT_GONE, ErrorRates
 from container.observability.logs import access_log
 from container.settings.server import ServerConfig
-from engines.errors import BodyTimeout, CrossSite, InternalError, NotReady, RequestError, Unauthorized
+from engines.errors import (
+    BodyTimeout,
+    CrossSite,
+    InternalError,
+    InvalidParameter,
+    NotReady,
+    RequestError,
+    Unauthorized,
+)
 from engines.statistics import Distribution
-from handlers.contract import Call, ContractError, Reply, Running
+from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
+from handlers.explanation import explain
 from handlers.loaded_service import Service
 from handlers.route_declarations import ContractRoutes
 
@@ -135,7 +145,25 @@ class HttpRoute:
         """
         return None
 
-    def answer(self, call: Call, reply: HttpReply, service: Service | None) -> Awaitable[Running | None]:
+    async def explain(
+        self, head: RequestHead, call: Call, reply: ReplyWriter, service: Service | None
+    ) -> Running | None:
+        """Explain a call in place of answering it. A route that generates nothing answers it as always.
+
+        Raises:
+            ContractError: The call is refused with the reply in the error.
+            RequestError: The call is refused.
+        """
+        assert call.explanation is not None
+        if not self.state.settings.explain:
+            raise InvalidParameter("X-Slipway-Explain", "is off on this server (SERVING_EXPLAIN=false)")
+        call.explanation.contract = self.contract.name
+        named = any(name == b"route" for name, _ in head.attributes)
+        place = f"the path that `route` names, {head.path}," if named else f"the path {head.path}"
+        call.explanation.because.insert(0, f"{place} is {self.contract.name}'s")
+        return await explain(call, partial(self.answer, service=service), reply)
+
+    def answer(self, call: Call, reply: ReplyWriter, service: Service | None) -> Awaitable[Running | None]:
         """Answer a call. `service` is the model's service. It is None if the route is for no model.
 
         Raises:
@@ -206,7 +234,10 @@ class HttpRoute:
                     if found is not None:
                         service, lifecycle = service or found.service(), found.lifecycle
                         lifecycle.open_calls += 1
-                    running = await watch.unless_gone(route.answer(call, reply, service))
+                    if call.explanation is None:
+                        running = await watch.unless_gone(route.answer(call, reply, service))
+                    else:
+                        running = await watch.unless_gone(route.explain(head, call, reply, service))
             except ClientGone:
                 pass
             except Exception as error:

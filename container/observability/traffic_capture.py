@@ -47,7 +47,7 @@ _RECORDED = frozenset(
         *(b"x-data-parallel-rank", b"x-session-id", b"endpoint-load-metrics-format"),
         *(b"anthropic-version", b"anthropic-beta"),
         # The call and its trace.
-        *(_REQUEST_ID, b"request-id", b"x-amzn-trace-id", b"traceparent"),
+        *(_REQUEST_ID, b"request-id", b"x-amzn-trace-id", b"traceparent", b"x-slipway-explain"),
         # Of replies.
         *(b"allow", b"retry-after", b"cache-control", b"x-accel-buffering", b"endpoint-load-metrics"),
         *(b"x-compute-type", b"x-compute-time", b"x-compute-characters", b"x-compute-tokens", b"x-total-time"),

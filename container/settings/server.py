@@ -148,6 +148,7 @@ class ServerConfig:
     verbose: bool = setting(
         "verbose", BOOLEAN, "false", doc="Log [all lines](operations.md#logs) of vLLM and other libraries"
     )
+    explain: bool = setting("explain", BOOLEAN, "true", doc="[Explain](explain.md) calls whose header asks for it")
     log_prompts: bool = setting("log_prompts", BOOLEAN, "false", doc="Log bodies, including prompts")
     capture: str | None = setting(
         "capture",

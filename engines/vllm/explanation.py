@@ -15,7 +15,8 @@ from engines.interface import ExplainedRequest
 from engines.request import BeamSearch, GenerationRequest
 from engines.vllm.copies.client import CopiesClient
 
-_OWN = frozenset({"output_kind", "skip_clone", "stream_interval"})  # They say how Slipway takes the tokens.
+# They say how Slipway takes the tokens, or are made of other parameters.
+_OWN = frozenset({"output_kind", "skip_clone", "stream_interval", "output_text_buffer_length"})
 _GENERATION_CONFIG, _OVERRIDE = "generation_config.json", "option.override_generation_config"
 _MOST_CHARACTERS = 100_000  # Of a schema or a grammar.
 

@@ -23,6 +23,7 @@ from handlers.custom.worker_adapters import WorkerAdapterHost
 from handlers.custom.worker_pool import WorkerPool
 from handlers.custom.worker_process.socket_protocol import LoadRequest, Message
 from handlers.djl_errors import unknown_adapter
+from handlers.explanation import Explained
 from handlers.model_config import ModelConfig
 from handlers.parsing.forms import is_form
 
@@ -104,6 +105,10 @@ class CustomHandler:
         await self.pool.start(WorkerPlan(python, environment, self._load_request, timeout, self._load_engine, metrics))
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Request:
+        if call.explanation is not None:
+            handler = f"{self._handler.entry_point}, function {self._handler.function}"
+            call.explanation.because.append(f"the model's own handler takes every body: {handler}")
+            raise Explained
         # A long form takes seconds to read, so a thread reads it.
         slow = len(call.body) > LONG_BODY and is_form(call.content_type)
         given = await asyncio.to_thread(input_of, call) if slow else input_of(call)

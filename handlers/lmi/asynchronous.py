@@ -79,7 +79,7 @@ class LmiAsyncContract:
         form, seed = parameters.form, request.sampling.seed
         answer = StreamAnswer(form, prompt, seed) if stream else WholeAnswer(form, (prompt,), (seed,))
         notes = notes_of(document, self._fields, parameters.ignored)
-        return Exchange((request,), answer, notes, names=parameters.names)
+        return Exchange((request,), answer, notes, names=parameters.names, model_defaults=_MODEL_DEFAULTS)
 
     def as_completion(self, call: Call) -> tuple[Call, tuple[str, ...]]:
         """Return the request as the call for a completion that LMI sends to vLLM, and notes for the log.

@@ -13,6 +13,7 @@ from engines.errors import InvalidRequest, UnknownAdapter
 from handlers.contract import JSON, Call, ContractError, Handler, ReplyWriter, Running, adapter_header, media_type
 from handlers.custom.formatters import Formatters
 from handlers.djl_errors import FAILED_DEPENDENCY, unknown_adapter
+from handlers.explanation import Explained
 from handlers.lmi.adapter_choice import adapter_query, adapters_in, adapters_of
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.chat_answers import AsyncForm, LmiChatForm
@@ -32,6 +33,13 @@ logger = logging.getLogger(__name__)
 _ROLLING_BATCH = ("messages", "prompt", "inputs", "requestType")
 _ASYNCHRONOUS = ("prompt", "inputs", "messages", "requestType")  # The order of LMI's asynchronous handler.
 _PATHS = {"messages": CHAT, "prompt": COMPLETIONS}
+# What an explanation says of each kind.
+_WAYS = {
+    "messages": "the body has `messages`: OpenAI's chat",
+    "prompt": "the body has `prompt`: OpenAI's completion",
+    "inputs": "no other field decides first: LMI's own contract reads `inputs`",
+    "requestType": "the body has `requestType`: a session, which generates nothing",
+}
 # LMI takes JSON with these content types too. curl sends the last one by default.
 _JSON_TYPES = frozenset({"", "application/octet-stream", "application/x-www-form-urlencoded"})
 _SESSION_HEADER = SESSION_ID.lower().encode()
@@ -77,11 +85,17 @@ class InvocationsHandler:
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
         formatters = self._formatters
         if formatters is not None and formatters.input is not None:
+            if call.explanation is not None:
+                call.explanation.once = True
             call = await formatters.thread.read(partial(formatted_call, formatters.input, call))
         data, field, body = call.body, "inputs", None
         if b'"messages"' in data or b'"prompt"' in data or b'"requestType"' in data:
             call, field, body = await off_the_loop(data, self._read, call)
+        if call.explanation is not None:
+            call.explanation.because.append(_WAYS[field])
         if field == "requestType":
+            if call.explanation is not None:
+                raise Explained
             writer.reply(await self._sessions.answer(call))
             return None
         if _SESSION_HEADER in call.headers:
@@ -107,6 +121,8 @@ class InvocationsHandler:
         if field == "inputs":
             assert self._contract is not None
             call, notes = await off_the_loop(call.body, self._contract.as_completion, call)
+            if call.explanation is not None:
+                call.explanation.ignored += notes
             for note in notes:
                 logger.info("%s", note, extra={"request_id": call.request_id})
             call, field, body = await off_the_loop(call.body, self._read, call)

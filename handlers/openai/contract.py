@@ -98,7 +98,9 @@ class OpenAIContract:
             if isinstance(read, ChatBody):
                 return self._chat(call, read, adapter, form)
             return self._completion(call, read, adapter, form)
-        except (msgspec.DecodeError, LeftToVllm):
+        except (msgspec.DecodeError, LeftToVllm) as reason:
+            if call.explanation is not None:
+                call.explanation.because.append(f"Slipway's own contract leaves it to vLLM's front end: {reason}")
             return None
 
     def _completion(self, call: Call, body: CompletionBody, adapter: str | None, form: AnswerForm) -> Exchange:
@@ -116,7 +118,8 @@ class OpenAIContract:
                 for place, prompt in enumerate(prompts)
             ]
         )
-        return Exchange(requests, form.completion(options, len(prompts), stream=bool(body.stream)))
+        answer = form.completion(options, len(prompts), stream=bool(body.stream))
+        return Exchange(requests, answer, model_defaults=self._front_end.default_sampling)
 
     def _prompts(self, body: CompletionBody) -> Sequence[str | tuple[int, ...]]:
         prompt = body.prompt
@@ -155,7 +158,8 @@ class OpenAIContract:
         request = msgspec.structs.replace(
             request, request_id=options.id, prompt=prompt, adapter=adapter, **call.steering
         )
-        return Exchange((request,), form.chat(options, stream=bool(body.stream)))
+        answer = form.chat(options, stream=bool(body.stream))
+        return Exchange((request,), answer, model_defaults=self._front_end.default_sampling)
 
     def _request(self, body: Body, sequences: int, max_tokens: int | None, logprobs: int | None) -> GenerationRequest:
         """Return the request for a prompt, without the id, the prompt and the adapter."""

@@ -11,11 +11,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engines.errors import InvalidRequest
 from engines.statistics import EngineStatistics
 from handlers.contract import not_held_header
+from handlers.explanation import ExplainedPrompt
 from handlers.openai.constraints import Form
 from handlers.openai.media.limits import MediaMemory, RequestMedia
 from handlers.queue import EngineQueue
@@ -84,6 +85,10 @@ class OpenAICall:
         self.begun = False  # The engine has begun an answer to one of the requests. From now on it refuses no request.
         self.on_begin: Callable[[], None] | None = None  # Called then.
         self.submitted = False  # Its body has been read, and something of it is to be generated.
+        # Gets the prompts when they would go to the engine. None: the call is not to be explained.
+        self.explained: asyncio.Future[Sequence[ExplainedPrompt]] | None = None
+        self.asked: list[tuple[Any, Any, Any]] = []  # These prompts, with vLLM's parameters and options.
+        self.in_background = False  # The requests are made after the reply.
         self.failed = ""  # Why the engine gave up on one of its requests; empty if it did not.
 
     @property
@@ -135,7 +140,14 @@ class OpenAICall:
 
     def goes_on_in(self, task: asyncio.Task[None]) -> None:
         """Keep the call's resources until the task has ended: it makes a response in the background."""
-        self._background = task
+        self._background, self.in_background = task, True
+        if self.explained is not None:
+            task.add_done_callback(lambda _: self.explain(()))
+
+    def explain(self, prompts: Sequence[ExplainedPrompt]) -> None:
+        """Give the explanation these prompts, unless it has some."""
+        if self.explained is not None and not self.explained.done():
+            self.explained.set_result(prompts)
 
     def close(self) -> None:
         """Release all resources when nothing runs in the background."""

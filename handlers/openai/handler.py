@@ -28,6 +28,7 @@ from engines.errors import (
 )
 from engines.vllm.parsers.choice import is_named
 from handlers.contract import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
+from handlers.explanation import Explained, explaining, limits_of
 from handlers.model_config import ModelConfig
 from handlers.openai.answer import VLLM_FORM, AnswerForm
 from handlers.openai.body import Body
@@ -245,27 +246,55 @@ class OpenAIHandler:
             if exchange is not None and len(exchange.requests) > 1:
                 exchange = await self._tokenized(exchange)
         if exchange is not None:
-            running = RunningCall(self._queue, exchange, writer, call.request_id)
+            queue = self._queue if call.explanation is None else explaining(self._queue, exchange)
+            running = RunningCall(queue, exchange, writer, call.request_id)
             began = time.monotonic()
             try:
                 await running.submit()
                 return running
             except (Overloaded, GenerationFailed, EngineDead, AdapterUnusable) as failure:
                 # vLLM's front end would wait as long again.
-                self._queue.engine.statistics.calls.count(time.monotonic() - began, failed=True)
+                queue.engine.statistics.calls.count(time.monotonic() - began, failed=True)
                 writer.reply(form.refusal(refuse(failure)))
                 return running
             except RequestError:
                 pass  # vLLM's front end refuses it in vLLM's words
         model = (adapter or self._model) if adapter is not None and call.body else None
         openai_call = OpenAICall(
-            self._queue,
+            self._queue if call.explanation is None else explaining(self._queue),
             any_model,
             self._vllm.media,
             call.steering.get("cache_salt", ""),
             only_counts=path == COUNT_TOKENS,
         )
+        if call.explanation is not None:
+            await self._explain(call, openai_call, writer, path, form, model)
+            return None
         return VllmCall(self._vllm, openai_call, call, form.of_vllm(writer, call), path, model)
+
+    async def _explain(
+        self, call: Call, openai_call: OpenAICall, writer: ReplyWriter, path: str, form: AnswerForm, model: str | None
+    ) -> None:
+        """Have vLLM's front end make the requests of a call, and send none of them.
+
+        Raises:
+            Explained: It has made requests. Otherwise its reply goes to `writer`.
+        """
+        assert call.explanation is not None
+        call.explanation.because.append("vLLM's front end makes the requests")
+        explained = openai_call.explained = asyncio.get_running_loop().create_future()
+        whole = _WholeReply()
+        running = VllmCall(self._vllm, openai_call, call, whole, path, model)
+        try:
+            await asyncio.wait({explained, whole.received}, return_when=asyncio.FIRST_COMPLETED)
+            if openai_call.in_background:
+                await explained
+        finally:
+            running.cancel()
+        if explained.done():
+            call.explanation.once |= openai_call.in_background  # vLLM stores such a response.
+            raise Explained(explained.result(), limits=limits_of(self._queue))
+        form.of_vllm(writer, call).reply(whole.received.result())
 
     async def _tokenized(self, exchange: Exchange) -> Exchange | None:
         """Replace the prompts by their token ids, unless the queue has no place for them.

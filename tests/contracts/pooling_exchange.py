@@ -10,6 +10,7 @@ from typing import Any, Literal
 from unittest.mock import Mock
 
 import httpx
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -20,9 +21,9 @@ from container.models.registry import Model, Models
 from container.settings.server import ServerConfig
 from container.settings.settings import Settings
 from engines.errors import ContextExceeded, InvalidRequest, RequestError
-from engines.interface import Generation, Sink
+from engines.interface import ExplainedRequest, Generation, Sink
 from engines.loaded_model import ModelTexts
-from engines.pooling import PoolingModel
+from engines.pooling import Pooling, PoolingModel
 from engines.request import GenerationRequest, TokenDelta
 from handlers.engine_handler import EngineHandler
 from handlers.entry_point import generation_handlers, pooling_invocations
@@ -117,20 +118,29 @@ class PoolingEngine(ScriptedEngine):
             raise self.failure
         if request.pooling is None:
             raise InvalidRequest(f"the model is of the kind {self.kind}; it generates no text")
-        ids, _ = self.texts.encode_cut(
-            str(request.prompt),
-            request.pooling.second,
-            CONTEXT if request.pooling.cut is not None else 1000,
-            request.pooling.cut or "right",
-            special=request.add_special_tokens,
-        )
-        if len(ids) > CONTEXT:
-            raise ContextExceeded(len(ids), 0, CONTEXT)
+        ids = self._ids(request, request.pooling)
         numbers = np.array(self.numbers[min(len(self.seen), len(self.numbers) - 1)], np.float32)
         self.seen.append(request)
         now = time.monotonic()
         sink.on_delta(TokenDelta("", prompt_token_count=len(ids), last=True, numbers=numbers, submitted_at=now))
         return ScriptedGeneration(request, sink)
+
+    async def explain(self, request: GenerationRequest) -> ExplainedRequest:
+        if request.pooling is None:
+            explained = await super().explain(request)
+            token_ids = self.texts.encode(str(request.prompt), special=request.add_special_tokens)
+            return msgspec.structs.replace(explained, token_ids=token_ids)
+        parameters = {"task": request.pooling.task, "use_activation": request.pooling.activation}
+        return ExplainedRequest(token_ids=self._ids(request, request.pooling), parameters=parameters, copy=1)
+
+    def _ids(self, request: GenerationRequest, pooling: Pooling) -> list[int]:
+        most, cut = CONTEXT if pooling.cut is not None else 1000, pooling.cut or "right"
+        ids, _ = self.texts.encode_cut(
+            str(request.prompt), pooling.second, most, cut, special=request.add_special_tokens
+        )
+        if len(ids) > CONTEXT:
+            raise ContextExceeded(len(ids), 0, CONTEXT)
+        return ids
 
 
 @dataclass

@@ -91,6 +91,11 @@ PATHS: dict[str, Call] = {
     "chat, vLLM's way": post("/v1/chat/completions?model_name=text", {**CHAT, **SLOW}),
     "chat, vLLM's way, left": leave("/v1/chat/completions?model_name=text", {**CHAT, **SLOW, **ENDLESS}),
     "chat, refused": post("/v1/chat/completions?model_name=text", {**CHAT, **SLOW, "temperature": -1}, 400),
+    "LMI, explained": post("/models/text/invoke", TEXT, **{"x-slipway-explain": "1"}),
+    "chat, explained": post("/v1/chat/completions?model_name=text", CHAT, **{"x-slipway-explain": "1"}),
+    "chat, vLLM's way, explained": post(
+        "/v1/chat/completions?model_name=text", {**CHAT, **SLOW}, **{"x-slipway-explain": "1"}
+    ),
     "chat with a picture": post("/v1/chat/completions?model_name=vision", chat_of_pictures()),
     "message": post(
         "/v1/messages?model_name=text", {**CHAT, "system": "x" * 1000, "metadata": {"user_id": BODY}, "user": None}

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
-from container.http.reply import HttpReply
 from container.http.request_head import RequestHead
 from container.http.route import AppState, HttpRoute
 from container.http.router import Router
@@ -27,7 +26,7 @@ class _Route(HttpRoute):
     def find(self, head: RequestHead) -> Model:
         return self.model
 
-    def answer(self, call: Call, reply: HttpReply, service: Service | None) -> Awaitable[Running | None]:
+    def answer(self, call: Call, reply: ReplyWriter, service: Service | None) -> Awaitable[Running | None]:
         return self.answering(call, reply)
 
 

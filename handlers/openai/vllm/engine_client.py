@@ -22,6 +22,7 @@ from typing import Any
 
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError, VLLMNotFoundError, VLLMValidationError
 from vllm.outputs import STREAM_FINISHED
+from vllm.sampling_params import BeamSearchParams
 
 from engines.errors import (
     AdapterUnusable,
@@ -34,6 +35,7 @@ from engines.errors import (
     PromptTooLong,
     UnknownAdapter,
 )
+from engines.interface import ExplainedRequest
 from engines.statistics import EngineStatistics
 from engines.vllm.async_llm import (
     EngineDeadError,
@@ -45,8 +47,10 @@ from engines.vllm.async_llm import (
 )
 from engines.vllm.constraints.translator import CheckedConstraint, no_token_left
 from engines.vllm.engine import VllmEngine
+from engines.vllm.explanation import shown_parameters
 from engines.vllm.parsers.classes import constrained_text, tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_texts, check_bad_words
+from handlers.explanation import ExplainedPrompt
 from handlers.model_config import ModelConfig
 from handlers.openai.current_call import BeamSteps, OpenAICall, current_call
 from handlers.parsing.json_fields import MAX_STRING_LENGTH, MAX_STRINGS, json_kind
@@ -175,6 +179,8 @@ class EngineClient:
             self._check_length(prompt)
             check_prompt_logprobs(sampling_params, len(prompt.get("prompt_token_ids") or ()))
             call.take(sampling_params.n)
+        if call.explained is not None:
+            return self._explained(call, prompt, sampling_params, options)
         places = sampling_params.n
         return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options, places=places)
 
@@ -196,6 +202,8 @@ class EngineClient:
             with _vllms_errors():
                 self._check_length(prompt)
                 call.take(params.beam_width)
+            if call.explained is not None:
+                return self._explained(call, prompt, params, options)
             return self._search(
                 call, params.beam_width, prompt, beam_search(prompt, request_id, params, *args, **options)
             )
@@ -237,6 +245,8 @@ class EngineClient:
         with _vllms_errors():
             self._check_length(prompt)
             call.take(1)
+        if call.explained is not None:
+            return self._explained(call, prompt, pooling_params, options)
         return self._encode(call, _submitted(call, prompt), pooling_params, request_id, options)
 
     async def _encode(
@@ -281,6 +291,38 @@ class EngineClient:
         most = self._settings.max_prompt_tokens
         if most is not None and (tokens := len(prompt.get("prompt_token_ids", ()))) > most:  # a sound has none
             raise VLLMValidationError(PromptTooLong(tokens, most).message, parameter="input_tokens", value=tokens)
+
+    def _explained(
+        self, call: OpenAICall, prompt: Any, params: Any, options: Mapping[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        """Return a generator that explains the prompts of the call, and yields nothing.
+
+        The front end asks for all prompts of a call before it waits for the first.
+        """
+        call.asked.append((_submitted(call, prompt), params, options))
+        return self._explain(call)
+
+    async def _explain(self, call: OpenAICall) -> AsyncGenerator[Any, None]:
+        call.explain([await self._explained_prompt(call, *asked) for asked in call.asked])
+        raise asyncio.CancelledError  # It passes through the application, which would go on after any other error.
+        yield  # It is a generator.
+
+    async def _explained_prompt(
+        self, call: OpenAICall, prompt: Any, params: Any, options: Mapping[str, Any]
+    ) -> ExplainedPrompt:
+        inner, adapter = prompt.get("decoder_prompt") or prompt, options.get("lora_request")
+        token_ids = inner.get("prompt_token_ids") or ()
+        if isinstance(params, BeamSearchParams):
+            found = ExplainedRequest(token_ids=list(token_ids), parameters=shown_parameters(params))
+        else:
+            constraint = None
+            if getattr(params, "structured_outputs", None) is not None:
+                constraint = await self._constrained(call, params)
+            found = self._engine.explain_prompt(prompt, params, constraint, adapter)
+        text = inner.get("prompt")
+        if text is None:
+            text = self._engine.texts.decode(token_ids)
+        return ExplainedPrompt(text, found, adapter and adapter.lora_name, options.get("priority", 0))
 
     async def _generate(
         self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any], *, places: int
