@@ -92,12 +92,12 @@ def replay(
     if not path.startswith("/"):
         raise typer.BadParameter(f"is {path!r}; expected a path that begins with /", param_hint="--path")
     paths = _paths(path_map or [])
-    new_headers = _headers("--header", header) + _headers("--to-header", to_header)
-    old_headers = _headers("--header", header) + _headers("--against-header", against_header)
+    new_headers = headers_of("--header", header) + headers_of("--to-header", to_header)
+    old_headers = headers_of("--header", header) + headers_of("--against-header", against_header)
     if wrong := [name for name in pass_header or [] if re.fullmatch(_NAME, name) is None]:
         raise typer.BadParameter(f"is {wrong[0]!r}; expected the name of a header", param_hint="--pass-header")
     passed = frozenset(name.lower() for name in pass_header or [])
-    connection = _Connection(region, profile, timeout, concurrency)
+    connection = Connection(region, profile, timeout, concurrency)
     try:
         found = open_source(source, path, connection.s3)
     except SourceError as error:
@@ -136,7 +136,7 @@ def replay(
 
 
 @dataclass(frozen=True, slots=True)
-class _Connection:
+class Connection:
     """Makes the clients of AWS and the targets."""
 
     region: str | None
@@ -293,7 +293,12 @@ def _write(report: Mapping[str, Any], directory: Path) -> None:
             file.write(text)
 
 
-def _headers(option: str, given: list[str] | None) -> list[tuple[str, str]]:
+def headers_of(option: str, given: list[str] | None) -> list[tuple[str, str]]:
+    """Return the headers that an option has, by names.
+
+    Raises:
+        typer.BadParameter: A header is not of the form 'Name: value'.
+    """
     found = []
     for text in given or []:
         if (match := _HEADER.fullmatch(text.strip())) is None:

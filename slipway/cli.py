@@ -1,4 +1,4 @@
-"""The command line: `slipway serve | config | sample-model | local | ray | replay | deploy | ...`."""
+"""The command line: `slipway serve | config | sample-model | local | ray | replay | explain | deploy | ...`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from deploy.local_endpoint.command import local
 from deploy.ray.command import ray
 from deploy.sagemaker import commands as sagemaker
 from replay.command import replay
+from replay.explain import explain
 from slipway.serve import config, serve
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -53,6 +54,7 @@ def sample_model() -> None:
 app.command()(local)
 app.command()(ray)
 app.command()(replay)
+app.command()(explain)
 sagemaker.register(app)
 
 

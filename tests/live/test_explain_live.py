@@ -1,0 +1,241 @@
+"""Explanations of calls on the real engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.live.recorded_requests import RECORDED
+from tests.live.server import Server, copy_model, hosted, write_model
+from tests.live.small_model import MAX_MODEL_LEN
+from tests.live.small_pooling_models import prepare_small_encoder
+
+EXPLAIN = {"x-slipway-explain": "1"}
+CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+LMI = {
+    "inputs": "Once upon a time",
+    "parameters": {"max_new_tokens": 2, "temperature": 0.7, "seed": 1, "typical_p": 0.9},
+}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("/invocations", LMI),
+    ("/invocations", {**LMI, "stream": True}),
+    ("/invocations", {**LMI, "parameters": {"max_new_tokens": 2, "details": True, "response_format": RESPONSE_FORMAT}}),
+    ("/invocations", {**CHAT, "max_tokens": 2, "top_p": 0.9}),
+    (
+        "/generate",
+        {"inputs": "Once upon", "parameters": {"max_new_tokens": 2, "do_sample": True, "top_k": 5, "seed": 1}},
+    ),
+    ("/generate_stream", {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 2, "truncate": 2}}),
+    ("/v1/completions", {"prompt": "Once", "max_tokens": 2, "logprobs": 2, "frequency_penalty": 0.5}),
+    ("/v1/completions", {"prompt": "Once", "max_tokens": 2, "echo": True, "min_p": 0.1, "bad_words": ["time"]}),
+    ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 2, "logit_bias": {"5": 1.0}}),
+    ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 2, "temperature": 0.5}),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 2, "stream": True, "unknown": 1}),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "max_tokens": 2, "response_format": RESPONSE_FORMAT, "parallel_tool_calls": True},
+    ),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 2, "tools": TOOLS, "tool_choice": "none"}),
+    ("/v1/responses", {"input": "Hello", "max_output_tokens": 2}),
+    ("/v1/messages", {"model": "model", **CHAT, "max_tokens": 2}),
+    ("/v2/models/model/generate", {"text_input": "Once", "parameters": {"max_tokens": 2, "temperature": 0.5}}),
+    ("/v1/generate", {"prompt": "Once", "max_tokens": 2, "presence_penalty": 0.5}),
+]
+
+
+def explanation(server: Server, path: str, body: Any, **headers: str) -> dict[str, Any]:
+    reply = server.client.post(path, json=body, headers=EXPLAIN | headers)
+    assert reply.status_code == 200, reply.text
+    document: dict[str, Any] = reply.json()
+    return document
+
+
+def counts(server: Server) -> list[str]:
+    """Return the lines of the metrics that count prompts, tokens and calls of the model."""
+    lines = server.client.get("/metrics").text.splitlines()
+    names = ("slipway_prompt_tokens", "slipway_generated_tokens", "vllm:", "tgi_", "nv_inference", "slipway_engine")
+    gone = ("process_", "_seconds")
+    return [line for line in lines if line.startswith(names) and not any(part in line for part in gone)]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, Any]) -> Iterator[tuple[Server, Path]]:
+    """Start a server that writes down what its engine gets."""
+    directory = tmp_path_factory.mktemp("recorded")
+    file = directory / "requests.jsonl"
+    model = write_model(directory / "model", **small_options | {"rolling_batch": "lmi-dist"})
+    program = ("tests.live.recorded_requests", "serve")
+    server = Server(model, directory / "server.log", {RECORDED: str(file)}, program=program)
+    try:
+        server.wait_until_ready()
+        yield server, file
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_an_explanation_has_what_the_engine_gets(recorded: tuple[Server, Path]) -> None:
+    server, file = recorded
+    for path, body in CALLS:
+        before = file.read_text().splitlines()
+        explained = explanation(server, path, body)
+        assert file.read_text().splitlines() == before, "nothing was sent to the engine"
+        reply = server.client.post(path, json=body)
+        assert reply.status_code == 200, reply.text
+        (line,) = file.read_text().splitlines()[len(before) :]
+        sent = json.loads(line)
+        (prompt,) = explained["prompts"]
+        assert prompt["token_ids"] == sent["token_ids"], path
+        told = {name: found["value"] for name, found in explained["parameters"].items()}
+        got = {name: value for name, value in sent["parameters"].items() if value not in (None, [], {})}
+        assert {name: told.get(name) for name in got} == got, (path, body)
+        assert explained["priority"]["value"] == sent["priority"]
+
+
+def test_nothing_is_generated_and_no_place_is_taken(server: Server) -> None:
+    before = counts(server)
+    for path, body in CALLS:
+        found = explanation(server, path, body)
+        assert found["limits"]["free_places"] == found["limits"]["queue_places"], path
+    assert counts(server) == before
+    assert server.metric("slipway_engine_running") == server.metric("slipway_engine_waiting") == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_prompt_is_the_one_that_vllm_reports(server: Server, path: str) -> None:
+    body = {"max_tokens": 1, "return_token_ids": True} | (CHAT if "chat" in path else {"prompt": "Once upon"})
+    (prompt,) = explanation(server, path, body)["prompts"]
+    (common,) = explanation(server, path, {**body, "return_token_ids": None})["prompts"]
+    reply = server.client.post(path, json=body).json()
+    reported = reply["prompt_token_ids"] if "chat" in path else reply["choices"][0]["prompt_token_ids"]
+    assert prompt["token_ids"] == common["token_ids"] == reported
+    assert prompt["text"] == common["text"]
+    assert prompt["tokens"] == reply["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/invocations", {"inputs": "a", "parameters": {"top_p": 2}}),
+        ("/invocations", {"inputs": "a " * 70000}),
+        ("/invocations", {**CHAT, "temperature": -1}),
+        ("/generate", {"inputs": "a", "parameters": {"temperature": 0}}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1 << 20}),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "("}}),
+        ("/v1/chat/completions", {**CHAT, "model": "no-such-model"}),
+        ("/v1/chat/completions", {"messages": "Hello"}),
+        ("/v1/messages", {**CHAT, "max_tokens": 2}),
+        ("/v1/responses", {"input": 1}),
+        ("/v2/models/model/generate", {"parameters": {}}),
+        ("/v1/generate", {"prompt": "a", "unknown": 1}),
+    ],
+)
+def test_a_refusal_is_the_same_as_without_the_header(server: Server, path: str, body: dict[str, Any]) -> None:
+    headers = {"x-request-id": "one"}
+    refused = server.client.post(path, json=body, headers=headers)
+    explained = server.client.post(path, json=body, headers=headers | EXPLAIN)
+    assert refused.status_code >= 400
+    assert (explained.status_code, explained.text) == (refused.status_code, refused.text)
+
+
+def test_the_origins_are_told_apart(host: Server, tmp_path: Path, small_options: dict[str, Any]) -> None:
+    override = {"temperature": 0.25, "max_new_tokens": 7, "top_k": 9}
+    options = small_options | {"override_generation_config": json.dumps(override)}
+    with hosted(host, write_model(tmp_path / "model", **options)) as model:
+        body = {**CHAT, "top_k": 9, "top_p": 0.5, "seed": 3, "unknown": 1}
+        found = explanation(model, "/invocations", body, **{"x-vllm-priority": "2", "x-cache-salt": "mine"})
+        common = explanation(model, "/invocations", {**CHAT, "top_p": 0.5})
+        lmi = explanation(model, "/invocations", {"inputs": "a"})
+    assert found["parameters"]["temperature"] == {"value": 0.25, "from": "option.override_generation_config"}
+    assert found["parameters"]["max_tokens"] == {"value": 7, "from": "option.override_generation_config"}
+    assert found["parameters"]["top_k"] == {"value": 9, "from": "body", "fields": ["top_k"]}
+    assert found["parameters"]["top_p"] == {"value": 0.5, "from": "body", "fields": ["top_p"]}
+    assert found["parameters"]["repetition_penalty"] == {"value": 1.0, "from": "default"}
+    assert found["without_effect"] == ["unknown"]
+    assert found["effect_unknown"] == ["messages"]
+    assert found["priority"] == {"value": 2, "from": "header"}
+    assert found["cache_salt"] == "header"
+    assert common["parameters"]["temperature"] == found["parameters"]["temperature"]
+    assert common["parameters"]["top_p"] == found["parameters"]["top_p"]
+    # LMI's contract does not follow the model's own defaults.
+    assert lmi["parameters"]["temperature"] == {"value": 0.0, "from": "default"}
+    assert lmi["parameters"]["max_tokens"] == {"value": 30, "from": "default"}
+
+
+def test_a_limit_that_the_context_cuts_is_told(server: Server) -> None:
+    (found,) = explanation(server, "/invocations", {"inputs": "a", "parameters": {"max_new_tokens": 1 << 20}})[
+        "prompts"
+    ]
+    assert found["new_tokens"] == MAX_MODEL_LEN - found["tokens"]
+    parameters = explanation(server, "/v1/chat/completions", CHAT)["parameters"]
+    assert parameters["max_tokens"]["from"] == "context"
+
+
+def test_a_long_prompt_is_cut(server: Server) -> None:
+    text = "one two three " * 9000
+    found = explanation(server, "/invocations", {"inputs": text, "parameters": {"max_new_tokens": 3, "top_p": 0.5}})
+    (prompt,) = found["prompts"]
+    assert (prompt["characters"], len(prompt["text"])) == (len(text), 100_000)
+    assert prompt["tokens"] > len(prompt["token_ids"]) == 10_000
+    assert found["parameters"]["max_tokens"] == {
+        "value": 3,
+        "from": "body",
+        "fields": ["parameters.max_new_tokens"],
+    }
+    assert found["parameters"]["top_p"]["from"] == "body"
+
+
+def test_a_response_in_the_background_is_explained(host: Server, tmp_path: Path, small_options: dict[str, Any]) -> None:
+    with hosted(host, write_model(tmp_path / "model", **small_options)) as model:
+        found = explanation(model, "/v1/responses", {"input": "Hello", "background": True, "max_output_tokens": 2})
+        assert found["parameters"]["max_tokens"]["value"] == 2
+        assert model.metric("slipway_engine_running") == 0
+
+
+def test_a_custom_handler_is_named_and_not_called(host: Server, tmp_path: Path) -> None:
+    fixture = Path(__file__).parents[1] / "fixtures" / "handlers" / "echo"
+    with hosted(host, copy_model(fixture, tmp_path / "model")) as model:
+        found = explanation(model, "/invocations", {"inputs": "a"})
+    assert found["because"][-1] == "the model's own handler takes every body: model.py, function handle"
+    assert found["prompts"] == []
+
+
+def test_the_command_shows_an_explanation(server: Server, tmp_path: Path) -> None:
+    (body := tmp_path / "body.json").write_text(json.dumps(LMI | {"unknown": 1}))
+    command = [sys.executable, "-m", "slipway", "explain", str(body), "--to", server.url]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "Contract: lmi" in shown
+    assert re.search(r"temperature +0\.7 +body: parameters\.temperature", shown), shown
+    assert re.search(r"max_tokens +2 +body: parameters\.max_new_tokens", shown), shown
+    printed = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120, check=True).stdout
+    assert json.loads(printed) == explanation(server, "/invocations", LMI | {"unknown": 1})
+    refused = subprocess.run(
+        [*command, "--path", "/v1/completions"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "the server refuses the request (400)" in refused.stderr
+
+
+def test_vectors_are_explained_whoever_makes_the_request(host: Server, tmp_path: Path) -> None:
+    options = {"rolling_batch": "vllm", "kv_cache_memory_bytes": 16 << 20, "model_id": prepare_small_encoder()}
+    with hosted(host, write_model(tmp_path / "model", **options)) as model:
+        ours = explanation(model, "/v1/embeddings", {"input": ["a", "b c"]})
+        vllms = explanation(model, "/v1/embeddings", {"input": ["a", "b c"], "unknown": 1})
+        tei = explanation(model, "/embed", {"inputs": ["a", "b c"], "normalize": False})
+        usage = model.client.post("/v1/embeddings", json={"input": ["a", "b c"]}).json()["usage"]
+    ids = [[prompt["token_ids"] for prompt in found["prompts"]] for found in (ours, vllms, tei)]
+    assert ids[0] == ids[1] == ids[2]
+    assert sum(map(len, ids[0])) == usage["prompt_tokens"]
+    assert ours["parameters"]["task"] == vllms["parameters"]["task"] == {"value": "embed", "from": "default"}
+    assert vllms["without_effect"] == ["unknown"]
+    assert tei["parameters"]["use_activation"] == {"value": False, "from": "body", "fields": ["normalize"]}
