@@ -317,6 +317,29 @@ def test_repeated_calls_have_percentiles(page: Page) -> None:
     assert page.evaluate("document.querySelector('.calls').hidden")
 
 
+def test_a_request_is_explained_and_nothing_is_generated(page: Page, sample_server: Server) -> None:
+    rows = "[...document.querySelectorAll('.text tr')].map((row) => [...row.cells].map((one) => one.textContent))"
+    for contract, form, field in (
+        ("lmi", "jsonlines", "parameters.max_new_tokens"),
+        ("openai", "sse", "max_tokens"),
+        ("sagemaker", "json", "parameters.max_new_tokens"),
+        ("sagemaker", "jsonlines", "parameters.max_new_tokens"),
+    ):
+        choose(page, contract, form)
+        greedy(page, contract)
+        before = sample_server.metric("slipway_generated_tokens_total")
+        page.click("#explain")
+        page.wait_for(f"{ENDED} && !document.querySelector('#explain').disabled")
+        assert state(page) == "done", page.text(".result")
+        parameters = {row[0]: row[1:] for row in page.evaluate(rows)}
+        assert parameters["max_tokens"] == [TOKENS, f"body, {field}"]
+        assert page.text(".text pre") == PROMPT
+        assert sample_server.metric("slipway_generated_tokens_total") == before
+    send(page)
+    assert state(page) == "done"
+    assert page.evaluate("document.querySelector('.text').ariaLabel") == "Generated text"
+
+
 def test_the_example_of_a_schema_is_answered(page: Page) -> None:
     for contract, name in (("lmi", "response_format"), ("tgi", "grammar"), ("openai", "response_format")):
         page.click(".reset")

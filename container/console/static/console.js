@@ -7,6 +7,7 @@ import { History } from "./history.js";
 import { Result } from "./result.js";
 import { kindOf, resolver } from "./contracts.js";
 import { showDifferences } from "./differences.js";
+import { explained } from "./explain.js";
 import { ServerView, Watch, statusLine } from "./server.js";
 
 const base = new URL("..", import.meta.url); // the server's root, also below a proxy's prefix
@@ -233,9 +234,10 @@ function redraw() {
 	});
 }
 
-async function send() {
+async function send(explains = false) {
 	if (page.sending || !page.forms.length) return;
-	const requests = page.forms.map((form) => form.request());
+	const asked = page.forms.map((form) => form.request());
+	const requests = asked.map((request) => (request && explains ? explained(request) : request));
 	const none = requests.findIndex((request) => !request);
 	if (none >= 0) {
 		page.forms[none].contract.focus();
@@ -243,15 +245,16 @@ async function send() {
 		return;
 	}
 	setSending(true);
-	const calls = Math.min(1000, Math.max(1, Math.round($("#repeat").valueAsNumber) || 1));
+	const calls = explains ? 1 : Math.min(1000, Math.max(1, Math.round($("#repeat").valueAsNumber) || 1));
 	const [prompt, text, forms] = [savedPrompt(), input().prompt ?? "", page.forms.map((form) => form.saved)];
 	announce("Sending");
 	if (matchMedia("(max-width: 59.99rem)").matches) $(".output").scrollIntoView();
 	for (let number = 1; number <= calls && !page.stopped; number += 1) await sendOnce(requests, text, number, calls);
 	setSending(false);
-	page.running.forEach((exchange, place) => history.add(forms[place], prompt, requests[place], exchange));
+	if (!explains)
+		page.running.forEach((exchange, place) => history.add(forms[place], prompt, requests[place], exchange));
 	const last = page.running.at(-1);
-	$("#take-answer").hidden = !(requests[0].chat && page.running[0].state === "done");
+	$("#take-answer").hidden = explains || !(requests[0].chat && page.running[0].state === "done");
 	for (const [place, form] of page.forms.entries()) page.results[place].prepare(form.request());
 	announce(
 		last.state === "failed"
@@ -264,7 +267,7 @@ async function send() {
 function setSending(sending) {
 	page.sending = sending;
 	page.stopped = false;
-	for (const id of ["#send", "#compare", "#repeat"]) $(id).disabled = sending;
+	for (const id of ["#send", "#explain", "#compare", "#repeat"]) $(id).disabled = sending;
 	$("#stop").disabled = !sending;
 	if (!sending) return;
 	$("#take-answer").hidden = true;
@@ -404,6 +407,7 @@ $("#key").addEventListener("submit", (event) => {
 	changed();
 	watch.look();
 });
+$("#explain").addEventListener("click", () => send(true));
 $("#stop").addEventListener("click", stop);
 $("#compare").addEventListener("change", setCompare);
 for (const field of ["#prompt", "#second", "#documents"]) $(field).addEventListener("input", changed);
