@@ -1,8 +1,9 @@
 """The reason why an engine could not start, and whether it was too little memory.
 
 SageMaker unloads other models where memory is the reason, so an error counts as that only by its type, or by a whole
-message of vLLM or PyTorch. vLLM's are in `v1/core/kv_cache_utils.py`, `v1/worker/utils.py`, `gpu_model_runner.py` and
-`cpu_worker.py`; its executor and engine manager pass on only the text of a failure in another process.
+message of vLLM or PyTorch. vLLM's are in `v1/core/kv_cache_utils.py` (in vLLM 0.33 `v1/core/kv_cache_planning.py`),
+`v1/worker/utils.py`, `gpu_model_runner.py` and `cpu_worker.py`; its executor and engine manager pass on only the text
+of a failure in another process.
 """
 
 from __future__ import annotations

@@ -640,7 +640,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 @cache
 def _parser() -> Any:
     """Return the parser of `vllm serve`."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     return make_arg_parser(FlexibleArgumentParser())

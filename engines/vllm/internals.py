@@ -8,7 +8,8 @@ release is installed or imported (`tests.next_vllm`). Names of modules and class
 In the product, only `engines.vllm` imports from `vllm.v1`, or uses a name of vLLM's engine with a leading underscore.
 `handlers.openai.vllm` and `handlers.openai.media.connector` use those of vLLM's front end.
 
-The table is for the release `engines.vllm.RELEASE`. The tests named `*_internals.py` hold the meaning of the names.
+The table is for the release `engines.vllm.RELEASE`, and also has what the next one adds. The tests named
+`*_internals.py` hold the meaning of the names.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import FunctionType
+from contextlib import suppress
+from importlib import import_module
+from types import FunctionType, ModuleType
 from typing import Any
 
 from engines.interface import EngineStartError
@@ -53,7 +56,7 @@ engines/vllm/output_processor.py
         {request_id, new_token_ids, new_logprobs, new_prompt_logprobs_tensors, pooling_output, finish_reason,
             stop_reason, events, kv_transfer_params, ec_transfer_params, trace_headers, prefill_stats,
             routed_experts, num_nans_in_logits, mm_cache_miss_hashes, new_sampling_mask, spec_decode_metrics,
-            prompt_token_id_logprobs}
+            prompt_token_id_logprobs, error?}
     vllm.v1.engine:EngineCoreOutputs
         {engine_index, outputs, scheduler_stats, timestamp, utility_output, finished_requests, wave_complete,
             start_wave, weight_version}
@@ -120,6 +123,9 @@ engines/vllm/output.py
         STOP LENGTH ABORT ERROR
     vllm.v1.outputs:LogprobsTensors
         logprobs selected_token_ranks
+engines/vllm/arguments/from_settings.py
+    vllm.entrypoints.launchers.cli_args | vllm.entrypoints.common.cli_args
+        FrontendArgs
 engines/vllm/engine.py
     vllm.v1.engine:EngineCoreRequest
         {request_id, prompt_token_ids, mm_features, sampling_params, pooling_params, arrival_time, lora_request,
@@ -283,7 +289,7 @@ engines/vllm/patches/processes.py
     vllm.v1.sample.sampler
         batched_count_greater_than(x, values)
     vllm.utils.cpu_resource_utils
-        get_visible_memory_node()
+        get_visible_memory_node(assigned_node_ids=?)
         get_allowed_cpu_list()
         get_cgroup_memory_usage()
         DEVICE_CONTROL_ENV_VAR
@@ -296,7 +302,7 @@ engines/vllm/patches/grammars.py
     vllm.v1.structured_output.backend_guidance
         validate_guidance_grammar(sampling_params, tokenizer=)
 engines/vllm/patches/media.py
-    vllm.renderers.chat_utils
+    vllm.renderers.chat_utils | vllm.renderers.chat_utils.item_tracker
         _resolve_items(items_by_modality, mm_processor, modality_order)
     vllm.renderers.chat_utils:AsyncMultiModalItemTracker
         resolve_items(self)
@@ -327,7 +333,7 @@ engines/vllm/patches/parsers.py
         _get_tool_schema_defs(tools)
 engines/vllm/parsers/classes.py
     vllm.parser.abstract_parser:Parser
-        tool_strict_level: ToolStrictLevel = ToolStrictLevel.AUTO
+        tool_strict_level
         reasoning_parser_cls: type[ReasoningParser] | None = None
         tool_parser_cls: type[ToolParser] | None = None
     vllm.parser.abstract_parser:DelegatingParser
@@ -374,9 +380,10 @@ handlers/openai/vllm/engine_client.py
 handlers/openai/media/connector.py
     vllm.connections:HTTPConnection
         __init__(self, *, reuse_client=)
-        async_get_bytes(self, url, *, timeout=, allow_redirects=, max_bytes=)
+        async_get_bytes(self, url, *, timeout=, allow_redirects=, max_bytes=, request_budget=?)
     vllm.multimodal.media:MediaConnector
-        __init__(self, media_io_kwargs=, connection=, *, allowed_local_media_path=, allowed_media_domains=)
+        __init__(self, media_io_kwargs=, connection=, *, allowed_local_media_path=, allowed_media_domains=,
+            decoded_budget=?, download_budget=?)
         load_from_url(self, url, media_io, *, fetch_timeout=)
         load_from_url_async(self, url, media_io, *, fetch_timeout=)
         fetch_image_async(self, image_url, *, image_mode=)
@@ -389,9 +396,9 @@ handlers/openai/media/connector.py
         load_file(self, filepath)
         get_max_bytes(self)
     vllm.multimodal.media.image:ImageMediaIO
-        __init__(self, image_mode=, **kwargs)
+        __init__(self, image_mode=, *?, decoded_budget=?, **kwargs)
     vllm.multimodal.media.audio:AudioMediaIO
-        __init__(self, **kwargs)
+        __init__(self, *?, decoded_budget=?, **kwargs)
     vllm.multimodal.media.video:VideoMediaIO
         __init__(self, image_io, num_frames=, **kwargs)
         image_io video_loader
@@ -414,11 +421,11 @@ handlers/openai/vllm/app.py
         is_base_model(self, model_name)
         lora_requests
     vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat
-        beam_search(self, prompt, request_id, params, lora_request=, trace_headers=, session_id=)
+        beam_search(self, prompt, request_id, params, lora_request=, trace_headers=, session_id=, priority=?)
     vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch
         render_batch_chat_request(self, request)
     vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion
-        beam_search(self, prompt, request_id, params, lora_request=, trace_headers=, session_id=)
+        beam_search(self, prompt, request_id, params, lora_request=, trace_headers=, session_id=, priority=?)
         model_config
     vllm.entrypoints.speech_to_text.base.serving:SpeechToTextBaseServing
         _decode_and_chunk_speech_async
@@ -495,9 +502,9 @@ handlers/openai/body.py
             ignore_eos, min_tokens, skip_special_tokens, spaces_between_special_tokens, truncate_prompt_tokens,
             truncation_side, allowed_token_ids, prompt_logprobs, logprob_token_ids, bad_words, prompt_embeds,
             add_special_tokens, response_format, structured_outputs, priority, request_id, session_id,
-            return_tokens_as_token_ids, return_token_ids, routed_experts_prompt_start, return_token_offsets,
-            mm_payload, return_mm_kwargs, cache_salt, kv_transfer_params, ec_transfer_params, vllm_xargs,
-            repetition_detection, thinking_token_budget, stream_interval, _DEFAULT_SAMPLING_PARAMS}
+            return_tokens_as_token_ids, return_token_ids, return_weight_versions?, routed_experts_prompt_start,
+            return_token_offsets, mm_payload, return_mm_kwargs, cache_salt, kv_transfer_params, ec_transfer_params,
+            vllm_xargs, repetition_detection, thinking_token_budget, stream_interval, _DEFAULT_SAMPLING_PARAMS}
     vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest
         {messages, model, frequency_penalty, logit_bias, logprobs, top_logprobs, max_tokens, max_completion_tokens,
             n, presence_penalty, response_format, seed, stop, stream, stream_options, temperature, top_p, tools,
@@ -507,10 +514,10 @@ handlers/openai/body.py
             truncate_prompt_tokens, truncation_side, prompt_logprobs, logprob_token_ids, allowed_token_ids,
             bad_words, echo, add_generation_prompt, continue_final_message, add_special_tokens, documents,
             chat_template, chat_template_kwargs, media_io_kwargs, mm_processor_kwargs, structured_outputs, priority,
-            request_id, session_id, return_tokens_as_token_ids, return_token_ids, routed_experts_prompt_start,
-            return_token_offsets, return_prompt_text, mm_payload, return_mm_kwargs, cache_salt, kv_transfer_params,
-            ec_transfer_params, vllm_xargs, repetition_detection, stream_interval, _grammar_from_parser,
-            _DEFAULT_SAMPLING_PARAMS}
+            request_id, session_id, return_tokens_as_token_ids, return_token_ids, return_weight_versions?,
+            routed_experts_prompt_start, return_token_offsets, return_prompt_text, mm_payload, return_mm_kwargs,
+            cache_salt, kv_transfer_params, ec_transfer_params, vllm_xargs, repetition_detection, stream_interval,
+            _grammar_from_parser, _DEFAULT_SAMPLING_PARAMS}
 handlers/openai/answer.py
     vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionResponse
         {id, object, created, model, choices, service_tier, system_fingerprint, usage, prompt_logprobs,
@@ -538,21 +545,26 @@ benchmarks/scripted_engine.py
             data_parallel_rank, max_num_seqs, max_num_batched_tokens, instance_id, supports_lora, max_loras,
             mamba_block_size, kv_cache_size_tokens, kv_cache_max_concurrency, kv_events_config,
             weight_transfer_backend, enable_sleep_mode, supports_draft_weight_updates,
-            effective_attention_block_size}
+            effective_attention_block_size, coord_store_port?, coordinator_input_address?,
+            coordinator_output_address?}
     vllm.v1.metrics.stats:PrefillStats
         {num_prompt_tokens, num_computed_tokens, num_cached_tokens, num_local_cached_tokens,
             num_external_cached_tokens, num_cache_creation_tokens}
+tests/live/test_start_failure_internals.py
+    vllm.v1.core.kv_cache_utils | vllm.v1.core.kv_cache_planning
+        _check_enough_kv_cache_memory(available_memory, get_needed_memory, max_model_len, estimate_max_model_len)
 """
 
 # Fields, a function with its parameters, a field with its type and its default, or a name.
 _MEMBER = re.compile(r"\{[^}]*\}|\w+\([^)]*\)|\w+: .*|\w+")
+_NEW = re.compile(r"(, )?[*\w]+=?\?")
 
 
 def _rows(table: str) -> Mapping[str, Mapping[str, Sequence[str]]]:
     """Return the members of each owner, by the file of Slipway that uses them."""
     rows: dict[str, dict[str, list[str]]] = {}
     for file, owners in re.findall(r"^(\S+)\n((?: .*\n)+)", table, re.MULTILINE):
-        found = re.findall(r"^ {4}(\S+)\n((?: {8}.*\n)+)", owners, re.MULTILINE)
+        found = re.findall(r"^ {4}(\S.*)\n((?: {8}.*\n)+)", owners, re.MULTILINE)
         rows[file] = {
             owner: [" ".join(member.split()) for member in _MEMBER.findall(members)] for owner, members in found
         }
@@ -566,6 +578,9 @@ NAMES = _rows(_TABLE)
 - `name(self, first, second=)` is a function or a method. A parameter with "=" has a default.
 - `{first, second}` are all fields of a struct or a dataclass, without those of its bases.
 - `name: type = default` is a field whose type and default matter. The start checks only the name.
+
+A parameter or a field with "?" is one that the next release adds. `module | module` are the places of a name in this
+release and in the next one.
 """
 
 
@@ -573,6 +588,30 @@ def member_name(member: str) -> str:
     """Return the name in a member; "its fields" for fields."""
     found = re.match(r"\w+", member)
     return found[0] if found else "its fields"
+
+
+def forms(member: str) -> tuple[str, str]:
+    """Return a member as this release may have it, and as the next one may have it."""
+    return _NEW.sub("", member), member.replace("?", "")
+
+
+def module_of(name: str) -> ModuleType:
+    """Import the module of vLLM that has a name. The table has its places.
+
+    Raises:
+        EngineStartError: None of the modules has it.
+    """
+    places = next(
+        owner.split(" | ")
+        for owners in NAMES.values()
+        for owner, members in owners.items()
+        if " | " in owner and name in map(member_name, members)
+    )
+    for place in places:
+        with suppress(ModuleNotFoundError):
+            if hasattr(module := import_module(place), name):
+                return module
+    raise EngineStartError(f"this vLLM is not one that Slipway knows: it has no {name} in {' or '.join(places)}")
 
 
 def check_names() -> None:
@@ -584,12 +623,15 @@ def check_names() -> None:
     for file, owners in NAMES.items():
         for owner, members in owners.items():
             module, _, kind = owner.partition(":")
-            target = sys.modules.get(module)
-            if target is None or getattr(target.__spec__, "_initializing", False):  # Another thread still imports it.
-                continue
-            target = getattr(target, kind, None) if kind else target
+            places = [sys.modules[place] for place in module.split(" | ") if place in sys.modules]
+            if not places or any(getattr(place.__spec__, "_initializing", False) for place in places):
+                continue  # Another thread still imports it.
+            holder: Any = next(
+                (place for place in places if hasattr(place, kind or member_name(members[0]))), places[0]
+            )
+            target = getattr(holder, kind, None) if kind else holder
             for member in members:
-                if (now := _now(target, member)) != member:
+                if (now := _now(target, member)) != member and now not in forms(member):
                     is_gone = f"it has no {owner}.{member_name(member)}"
                     differs = is_gone if now is None else f"{owner} has {now}, expected {member}"
                     raise EngineStartError(f"this vLLM {RELEASE} is not one that Slipway knows ({file}): {differs}")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -20,7 +21,7 @@ from engines.daemon_thread import LastingThreads
 from engines.interface import EngineStartError
 from engines.memory.parallelism import ModelMemory, Weights, tensor_parallel_sizes
 from engines.settings.engine_config import DEFAULT_MEDIA_COUNTS
-from engines.vllm.arguments.table import ARGUMENTS, FRONT_END, KINDS, TABLE, WITHOUT_EFFECT
+from engines.vllm.arguments.table import ARGUMENTS, FRONT_END, KINDS, ROWS, TABLE, WITHOUT_EFFECT
 from handlers.model_config import ModelConfig
 from tests.engine_arguments import REFUSED, TRIALS, Trial, command_line, files
 from tests.live.server import write_model
@@ -77,7 +78,7 @@ def arguments_seen(settings: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> tu
 def serve_arguments(model: Path) -> Any:
     """The arguments of `vllm serve MODEL`, made by vLLM itself."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", str(model)])
@@ -232,7 +233,7 @@ def _kind(action: Any) -> str | list[str]:
 
 def test_the_table_of_arguments_has_those_of_vllm_serve_and_each_has_an_effect_or_a_reason() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     kinds = {action.dest: _kind(action) for action in make_arg_parser(FlexibleArgumentParser())._actions}
@@ -242,7 +243,8 @@ def test_the_table_of_arguments_has_those_of_vllm_serve_and_each_has_an_effect_o
     if os.environ.get("UPDATE_TABLES"):
         rows = {name: {**TABLE.get(name, {}), "kind": found[name]} for name in sorted(found)}
         rows |= {name: {"kind": found[name], "of": "engine", **rows[name]} for name in fields}
-        lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
+        rows |= {name: row for name, row in ROWS.items() if name not in TABLE}
+        lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items())]
         TABLE_FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     assert {name: row["kind"] for name, row in TABLE.items()} == found
     assert {kind for kind in found.values() if isinstance(kind, str)} == KINDS.keys()
@@ -266,6 +268,34 @@ def test_an_argument_that_is_not_the_engines_is_warned_of(
     assert f"option.{name} is none of LMI's and not of vLLM's engine; it has no effect" in caplog.text
     assert "hidden" not in caplog.text
     assert "response_role" not in caplog.text, "the front end has it"
+
+
+def test_the_map_of_reasoning_efforts_is_read_and_checked_as_the_next_vllm_does(
+    settings: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engines.vllm.arguments import from_settings
+
+    def add_arguments(parser: Any) -> Any:
+        parser.add_argument("--reasoning-effort-map", type=json.loads)
+        return before.add_cli_args(parser)
+
+    def check(efforts: Any) -> None:
+        if efforts is not None and not isinstance(efforts, dict):
+            raise ValueError("it must be a JSON object")
+
+    before = from_settings._cli_args.FrontendArgs
+    following = SimpleNamespace(add_cli_args=add_arguments)
+    monkeypatch.setattr(from_settings._cli_args, "FrontendArgs", following)
+    monkeypatch.setattr(from_settings._cli_args, "validate_reasoning_effort_map", check, raising=False)
+    monkeypatch.setattr(from_settings, "FRONT_END", FRONT_END | {"reasoning_effort_map"})
+
+    def arguments(**given: str) -> dict[str, Any]:
+        return from_settings.frontend_arguments(replace(settings, engine_arguments=given))
+
+    assert arguments()["reasoning_effort_map"] is None
+    assert arguments(reasoning_effort_map='{"xhigh": "max"}')["reasoning_effort_map"] == {"xhigh": "max"}
+    with pytest.raises(EngineStartError, match=r"option\.reasoning_effort_map: it must be a JSON object"):
+        arguments(reasoning_effort_map="[]")
 
 
 @pytest.mark.parametrize(
@@ -379,7 +409,7 @@ def test_sizes_are_those_that_vllm_accepts(tmp_path: Path) -> None:
 
 def test_each_option_of_the_table_becomes_what_vllm_serve_makes_of_it(sample_model: Path, tmp_path: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from engines.vllm.arguments.from_settings import engine_arguments, frontend_arguments, serve_defaults

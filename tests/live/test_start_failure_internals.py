@@ -8,20 +8,18 @@ from typing import Any
 import pytest
 
 from engines.start_failure import failure_of
+from engines.vllm.internals import module_of
 
 _MEBIBYTE = 1 << 20
 
 
 def no_cache() -> None:
-    from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
-
-    _check_enough_kv_cache_memory(0, lambda: 1, 1024, lambda _: 0)
+    module_of("_check_enough_kv_cache_memory")._check_enough_kv_cache_memory(0, lambda: 1, 1024, lambda _: 0)
 
 
 def small_cache() -> None:
-    from vllm.v1.core.kv_cache_utils import _check_enough_kv_cache_memory
-
-    _check_enough_kv_cache_memory(_MEBIBYTE, lambda: 2 * _MEBIBYTE, 1024, lambda _: 512)
+    planning = module_of("_check_enough_kv_cache_memory")
+    planning._check_enough_kv_cache_memory(_MEBIBYTE, lambda: 2 * _MEBIBYTE, 1024, lambda _: 512)
 
 
 def taken_gpu(external: int = 0) -> None:

@@ -85,6 +85,30 @@ def test_what_has_moved_is_named_with_the_file_that_uses_it(
     assert [line for line in lines if line.startswith("user.py: ") and found in line]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"core": CORE.replace("request, *", "request, budget=None, *")},
+        {"core": CORE.replace('    text: str = ""', '    text: str = ""\n    error: str = ""')},
+        {"base": "", "parts": BASE, "core": CORE.replace("vllm.base", "vllm.parts")},
+    ],
+)
+def test_both_forms_of_a_row_hold(tmp_path: Path, change: dict[str, str]) -> None:
+    table = {
+        "user.py": {
+            "vllm.core:Engine": ("add(self, request, budget=?, *, priority=, **rest)",),
+            "vllm.core:Output": ("{token, text, error?}",),
+            "vllm.base | vllm.parts": ("Base",),
+        }
+    }
+    sources = {"__init__": EXPORTS, "core": CORE, "base": BASE} | change
+    assert list(moved_names(wheel(tmp_path / "vllm.whl", **sources), table)) == []
+    further = sources["core"].replace("token: int", "token: int\n    cause: str")
+    lines = list(moved_names(wheel(tmp_path / "further.whl", **sources | {"core": further}), table))
+    assert [line for line in lines if "the new cause" in line] == lines[:1]
+
+
 def test_an_import_of_a_name_that_is_elsewhere_is_found_with_its_new_place(tmp_path: Path) -> None:
     release = wheel(tmp_path / "vllm.whl", __init__=EXPORTS, core=CORE, base=BASE)
     user = tmp_path / "engines" / "user.py"

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 from vllm.config import PoolerConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -22,9 +21,12 @@ from engines.interface import EngineStartError
 from engines.settings.engine_config import DEFAULT_MAX_LORAS, DEFAULT_MEDIA_COUNTS, EngineConfig
 from engines.settings.parsers import FALSE, TRUE
 from engines.vllm.arguments.table import FRONT_END
+from engines.vllm.internals import module_of
 from engines.vllm.parsers import classes as parsers
 
 logger = logging.getLogger(__name__)
+
+_cli_args = module_of("FrontendArgs")
 
 _LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}  # Values that LMI calls otherwise.
 # LMI v0.31's form of `limit_mm_per_prompt`: image=2,video=1.
@@ -104,9 +106,14 @@ def frontend_arguments(settings: EngineConfig) -> dict[str, Any]:
         for name, text in settings.engine_arguments.items()
         if name in FRONT_END
     }
-    defaults = vars(FrontendArgs.add_cli_args(FlexibleArgumentParser(add_help=False)).parse_args([]))
-    arguments: dict[str, Any] = defaults | _parse(FrontendArgs.add_cli_args, settings, given)
+    defaults = vars(_cli_args.FrontendArgs.add_cli_args(FlexibleArgumentParser(add_help=False)).parse_args([]))
+    arguments: dict[str, Any] = defaults | _parse(_cli_args.FrontendArgs.add_cli_args, settings, given)
     _check_parsers(arguments, settings)
+    if (check := getattr(_cli_args, "validate_reasoning_effort_map", None)) is not None:  # vLLM 0.33 has it.
+        try:
+            check(arguments["reasoning_effort_map"])
+        except ValueError as error:
+            raise EngineStartError(f"option.reasoning_effort_map: {error}") from None
     return arguments
 
 

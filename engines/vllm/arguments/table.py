@@ -7,6 +7,7 @@
 - `of`: "engine" for a field of `AsyncEngineArgs`, "front end" for what vLLM's OpenAI front end reads here. Other
   arguments are those of vLLM's own server.
 - `without_effect`: the reason if it has no effect here. It is shown to the user.
+- `since`: the release of vLLM that adds it, if that is the next one. Such a row holds from this release on.
 
 A test compares the kinds with vLLM's parser, and writes them under `UPDATE_TABLES=1`. vLLM itself checks each value
 once more when a model is loaded.
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from engines.settings.parsers import FALSE, SIZE_WITH_UNIT, TRUE, TRUE_OR_FALSE
+from engines.vllm import RELEASE
 
-TABLE: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("table.json").read_bytes())
+ROWS: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("table.json").read_bytes())
+TABLE = {name: row for name, row in ROWS.items() if row.get("since", RELEASE) <= RELEASE}
 ARGUMENTS: Mapping[str, str | list[str]] = {name: row["kind"] for name, row in TABLE.items() if row["kind"] is not None}
 FRONT_END = frozenset(name for name, row in TABLE.items() if row.get("of") == "front end")
 WITHOUT_EFFECT: Mapping[str, str] = {

@@ -61,7 +61,7 @@ class _Enforcing:
     back end has a grammar of the call. vLLM would leave both to the model.
     """
 
-    tool_strict_level: ToolStrictLevel
+    tool_strict_level: ToolStrictLevel | None  # vLLM 0.33 has None for the level of the model's parser.
     extract_reasoning: Callable[[str, Any], tuple[str | None, str | None]]
 
     def adjust_request(self, request: Any) -> Any:

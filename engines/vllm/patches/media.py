@@ -7,8 +7,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from vllm.renderers import chat_utils
 from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
+
+from engines.vllm.internals import module_of
 
 
 def patch_sounds() -> None:
@@ -28,7 +29,8 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-_resolve_items = chat_utils._resolve_items
+_trackers: Any = module_of("_resolve_items")
+_resolve_items = _trackers._resolve_items
 _load_media = AsyncMultiModalItemTracker.resolve_items
 
 
@@ -46,7 +48,7 @@ def patch_media_ids(rename: Callable[[str], str]) -> None:
         }
         return _resolve_items(renamed, *others)
 
-    chat_utils._resolve_items = resolve
+    _trackers._resolve_items = resolve
 
 
 def drop_two_frames(error: BaseException) -> None:

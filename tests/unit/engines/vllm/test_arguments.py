@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engines.vllm import RELEASE
-from engines.vllm.arguments.table import TABLE
+from engines.vllm.arguments.table import ARGUMENTS, FRONT_END, ROWS, TABLE
 from tests.engine_arguments import PAGE, TRIALS, results_in
 
 
@@ -15,3 +15,9 @@ def test_each_argument_of_the_engine_and_of_the_front_end_has_a_trial_and_its_re
     assert results.keys() == names
     assert [name for name, result in results.items() if "FAILS" in result] == []
     assert f"of vLLM {RELEASE}.0 was tried" in " ".join(page.split())
+
+
+def test_the_arguments_of_the_next_release_are_not_those_of_this_one() -> None:
+    following = {name for name, row in ROWS.items() if row.get("since", "") > RELEASE}
+    assert not following & (TABLE.keys() | ARGUMENTS.keys() | FRONT_END)
+    assert ROWS.keys() - TABLE.keys() == following
