@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -34,7 +35,7 @@ from vllm.v1.engine.detokenizer import (
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from engines.errors import EngineDead, EngineFault, GenerationFailed, RequestError
+from engines.errors import EngineDead, EngineFault, GenerationFailed, InvalidRequest, Overloaded, RequestError
 from engines.interface import Sink
 from engines.loaded_model import ModelTexts
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -126,6 +127,18 @@ class Siblings(ParentRequest):
         return self.sequences
 
 
+def _own_error(error: Exception) -> RequestError:
+    """Return Slipway's error for an error of vLLM. vLLM 0.33 also has errors of single requests."""
+    match error:
+        case VLLMClientError():  # Such as a grammar that cannot be compiled.
+            return InvalidRequest(str(error))
+        case RetryableRequestError():  # The engine is paused.
+            return Overloaded(str(error))
+        case GenerationError():
+            return GenerationFailed(str(error))
+    return EngineDead()
+
+
 class OwnState(TokenTaker):
     """One sequence or one pooled prompt of Slipway. vLLM's output processor keeps it until it has ended."""
 
@@ -147,7 +160,7 @@ class OwnState(TokenTaker):
         nothing.
         """
         if isinstance(output, Exception):
-            self.fail(EngineDead())
+            self.fail(_own_error(output))
 
     def cancel(self) -> None:
         """End the sequence, whose client has left."""

@@ -10,8 +10,9 @@ import sys
 import weakref
 from collections.abc import Sequence
 from copy import copy
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.engine_choice import check_release
-from engines.errors import EngineDead, RequestError
+from engines.errors import (
+    EngineDead,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+)
 from engines.interface import EngineStartError
 from engines.request import Constraint, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from engines.statistics import EngineStatistics
@@ -173,6 +180,36 @@ def test_a_vllm_of_another_release_or_with_other_names_is_refused(monkeypatch: p
     monkeypatch.setitem(EngineCoreEvent.__annotations__, "cause", str)
     with pytest.raises(EngineStartError, match=r"has \{type, timestamp, cause\}, expected \{type, timestamp\}"):
         check_names()
+
+
+def test_what_the_next_vllm_adds_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.renderers import chat_utils
+    from vllm.utils import cpu_resource_utils
+    from vllm.v1.engine import EngineCoreOutput
+
+    from engines.vllm.internals import check_names, module_of
+
+    def get_visible_memory_node(assigned_node_ids: Any = None) -> list[int]:
+        return []
+
+    get_visible_memory_node.__module__ = cpu_resource_utils.__name__
+    monkeypatch.setattr(cpu_resource_utils, "get_visible_memory_node", get_visible_memory_node)
+    monkeypatch.setitem(EngineCoreOutput.__annotations__, "error", Any)
+    trackers = ModuleType("vllm.renderers.chat_utils.item_tracker")
+    trackers.__spec__ = ModuleSpec(trackers.__name__, None)
+    trackers._resolve_items = chat_utils._resolve_items  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, trackers.__name__, trackers)
+    assert module_of("_resolve_items") is chat_utils
+    monkeypatch.delattr(chat_utils, "_resolve_items")
+    assert module_of("_resolve_items") is trackers
+    check_names()
+    del trackers._resolve_items  # type: ignore[attr-defined]
+    with pytest.raises(
+        EngineStartError, match=r"media\.py.*it has no \S+chat_utils \| \S+item_tracker\._resolve_items$"
+    ):
+        check_names()
+    with pytest.raises(EngineStartError, match=r"it has no _resolve_items in vllm\.renderers\.chat_utils or "):
+        module_of("_resolve_items")
 
 
 def test_each_step_is_pushed_at_once_with_the_tokens_own_text(processor: Processor, tokenizer: Any) -> None:
@@ -494,6 +531,30 @@ def test_a_request_that_the_engine_ends_says_which_parameter_left_it_no_token(
     processor.add("a", sink, sampling=SamplingParameters(constraint=constraint, **sampling))
     processor.step(output("a", [], "ERROR"))
     assert [message in error.message for error in sink.errors] == [True], sink.errors
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("VLLMValidationError", InvalidRequest),
+        ("RetryableRequestError", Overloaded),
+        ("GenerationError", GenerationFailed),
+    ],
+)
+def test_an_error_of_one_request_ends_this_request_alone(
+    processor: Processor, tokenizer: Any, name: str, expected: type[RequestError]
+) -> None:
+    """vLLM 0.33 gives such an error to the queue of a sequence."""
+    import vllm.exceptions
+
+    refused, sound = Recorder(), Recorder()
+    processor.add("refused", refused)
+    processor.add("sound", sound)
+    processor.processor.request_states["refused"].queue.put(getattr(vllm.exceptions, name)("the reason"))
+    processor.step(output("sound", tokenizer.encode(" one"), "LENGTH"))
+    assert [(type(error), error.message) for error in refused.errors] == [(expected, "the reason")]
+    assert ([delta.text for delta in sound.deltas], sound.errors) == ([" one"], [])
+    assert (processor.statistics.failed_requests, processor.statistics.finished_requests) == (1, 1)
 
 
 def test_a_bug_in_one_requests_sink_keeps_no_other_from_hearing_that_the_engine_died(processor: Processor) -> None:
