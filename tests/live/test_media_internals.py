@@ -24,8 +24,6 @@ from tests.live.media_host import hosting
 from tests.live.pictures import bomb, data_url, encoded
 from tests.settings import configured
 
-LOADERS = {"opencv", "opencv_dynamic", "qwen2_vl", "qwen3_vl", "molmo2", "glm5next", "openpangu"}
-"""The loaders that read a plain AVI without further options."""
 SETTINGS = ModelConfig(name="model", model_dir=Path("."), model_id="m")
 
 
@@ -226,10 +224,10 @@ def video(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_frames_are_counted_before_any_of_vllms_loaders_decodes_them(video: bytes) -> None:
     from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader
 
-    url, tried = data_url(video, "video/avi"), 0
+    url = data_url(video, "video/avi")
     for name, loader in VIDEO_LOADER_REGISTRY.name2class.items():
         assert issubclass(loader, VideoLoader), "its methods are those that are replaced"
-        if name not in LOADERS:
+        if name == "pynvvideocodec":  # It decodes on a GPU.
             continue
         options = {"video": {"video_backend": name}}
         loading = Loading()
@@ -241,8 +239,6 @@ def test_frames_are_counted_before_any_of_vllms_loaders_decodes_them(video: byte
         assert "option.max_request_pixels" in few.refusal("video", url, media_io_kwargs=options), name
         small = Loading(max_image_pixels=48 * 63).refusal("video", url, media_io_kwargs=options)
         assert "is a video of 64x48 pixels" in small, name
-        tried += 1
-    assert tried == len(LOADERS)
 
 
 def test_a_video_that_says_it_has_too_many_frames_is_refused(monkeypatch: pytest.MonkeyPatch, video: bytes) -> None:
