@@ -251,7 +251,6 @@ def test_an_adapter_whose_files_are_gone_or_broken_since_is_refused_in_the_words
     unregister(lora, *whys)
 
 
-@pytest.mark.slow
 def test_adapters_that_torch_has_saved_are_served_and_those_that_are_not_finite_are_refused(
     lora: Server, made: Path, tmp_path: Path, alone: dict[str, list[str]]
 ) -> None:
@@ -305,7 +304,6 @@ def test_adapters_come_and_go_under_traffic_and_no_request_is_lost(
     assert registered(lora) == ["blue", "red"]
 
 
-@pytest.mark.slow
 def test_a_request_that_runs_keeps_its_adapter_while_new_ones_do_not_get_it_any_more(lora: Server, made: Path) -> None:
     assert register(lora, "guest", made / "red").status_code == 200
     document = {"inputs": PROMPTS[1], "parameters": {"max_new_tokens": 500, "ignore_eos_token": True}}
