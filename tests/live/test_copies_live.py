@@ -86,7 +86,7 @@ def test_calls_with_one_system_prompt_meet_in_one_cache(two: Server) -> None:
 @pytest.mark.slow
 def test_a_copy_dies_and_no_call_notices(two: Server, right: dict[str, str]) -> None:
     restarts = two.metric("slipway_engine_restarts_total")
-    long = cases(tokens=400)  # Many of them run when the copy is killed.
+    long = cases(tokens=200)  # Many of them run when the copy is killed.
     undisturbed = answers(two, long)
     assert answers(two, long, lambda: kill(two, 12)) == undisturbed
     assert two.ping() == 200
@@ -96,7 +96,10 @@ def test_a_copy_dies_and_no_call_notices(two: Server, right: dict[str, str]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompt", [RAISES, IS_KILLED], ids=["raises", "is killed"])
+# test_continuation_live.py has both ways to die.
+@pytest.mark.parametrize(
+    "prompt", [pytest.param(RAISES, id="raises", marks=pytest.mark.long), pytest.param(IS_KILLED, id="is killed")]
+)
 def test_a_call_that_kills_its_copy_gets_the_error_alone_and_one_of_three_copies_never_dies(
     tmp_path: Path, small_options: dict[str, object], prompt: list[int]
 ) -> None:
@@ -116,7 +119,7 @@ def test_a_call_that_kills_its_copy_gets_the_error_alone_and_one_of_three_copies
         assert answers(server, calls, disturb) == right
         assert len(first & {process.pid for process in server.engine_processes()}) == 1
         assert server.ping() == 200
-        assert answers(server, calls) == right
+        assert answers(server, {"chat": calls["chat"]}) == {"chat": right["chat"]}
 
 
 @pytest.mark.slow
@@ -131,7 +134,7 @@ def test_a_server_that_stops_while_a_copy_loads_ends_without_an_error(
 
 @pytest.mark.slow
 def test_no_call_is_lost_while_copies_are_added_and_removed(two: Server) -> None:
-    calls = 1000
+    calls = 400
     case = completion("Once upon a time", 8)
     right = answer(two, case)
     with ThreadPoolExecutor(16) as pool:
