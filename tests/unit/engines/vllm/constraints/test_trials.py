@@ -203,6 +203,7 @@ async def test_a_trial_waits_for_one_check_at_most(process: Process, trials: Gra
 async def test_answers_that_are_too_many_or_too_long_are_not_checked(process: Process, trials: GrammarTrials) -> None:
     verdicts: list[str] = []
     trials.check("{}", "1" * (module._ANSWER_CHARACTERS + 1), verdicts.append)
+    assert verdicts == ["unchecked"]
     for _ in range(module._WAITING_ANSWERS + 2):
         trials.check("{}", "1", verdicts.append)
     assert verdicts == ["unchecked"] * 3
