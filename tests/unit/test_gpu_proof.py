@@ -6,81 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.gpu import needs
-
 ROOT = Path(__file__).parents[2]
-DRIVER = "580.65.06\n"
-
-
-@pytest.fixture
-def whole_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return a machine that has all that is needed."""
-    monkeypatch.setattr(needs, "_output", _output)
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr("tests.gpu.needs.platform.machine", lambda: "x86_64")
-    monkeypatch.setattr("tests.gpu.needs.Path.exists", lambda self: True)
-    monkeypatch.setattr("tests.gpu.needs.importlib.util.find_spec", lambda name: name)
-
-
-def _output(*command: str) -> str:
-    if command[0] == "nvidia-smi":
-        return DRIVER
-    Path(command[command.index("-d") + 1], "msgspec.whl").touch()
-    return ""
-
-
-def test_a_machine_that_has_everything_lacks_nothing(whole_machine: None) -> None:
-    assert needs.missing_gpu() == []
-    assert needs.missing_for_install() == []
-
-
-@pytest.mark.parametrize(
-    ("versions", "sentence"),
-    [
-        ("", "There is no NVIDIA GPU: `nvidia-smi` is missing, or lists none."),
-        ("570.124.06\n", "NVIDIA's driver is 570.124.06: CUDA 13.0 needs branch 580 or later."),
-    ],
-)
-def test_the_gpu_and_its_driver_are_looked_at(
-    whole_machine: None, monkeypatch: pytest.MonkeyPatch, versions: str, sentence: str
-) -> None:
-    monkeypatch.setattr(needs, "_output", lambda *command: versions)
-    assert needs.missing_gpu() == [sentence]
-
-
-def test_a_compiler_and_headers_are_looked_for(whole_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr("tests.gpu.needs.Path.exists", lambda self: False)
-    compiler, headers = needs.missing_gpu()
-    assert "c++" in compiler
-    assert f"{sysconfig.get_path('include')}/Python.h" in headers
-
-
-@pytest.mark.parametrize("module", ["venv", "ensurepip", "pip"])
-def test_pythons_own_modules_are_looked_for(whole_machine: None, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    monkeypatch.setattr("tests.gpu.needs.importlib.util.find_spec", lambda name: None if name == module else name)
-    (sentence,) = needs.missing_for_install()
-    assert module in sentence
-
-
-def test_make_the_processor_the_python_and_the_index_are_looked_at(
-    whole_machine: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr("tests.gpu.needs.platform.machine", lambda: "aarch64")
-    monkeypatch.setattr("tests.gpu.needs.sys.version_info", (3, 10, 2, "final", 0))
-    monkeypatch.setattr(needs, "_output", lambda *command: "")
-    python, processor, make, index = needs.missing_for_install()
-    assert "3.11, 3.12 or 3.13" in python
-    assert "aarch64" in processor
-    assert "`make`" in make
-    assert "PIP_FIND_LINKS" in index
 
 
 def test_each_thing_that_is_missing_is_one_sentence_and_the_proof_does_not_begin(tmp_path: Path) -> None:

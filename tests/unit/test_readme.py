@@ -33,7 +33,3 @@ def test_every_page_and_heading_that_a_page_links_to_is_there(page: Path) -> Non
         assert target.exists(), path
         if anchor:
             assert anchor in anchors(target), f"{path}#{anchor}"
-
-
-def test_the_readme_links_to_pages() -> None:
-    assert len(LINK.findall(PAGES[0].read_text())) > 10

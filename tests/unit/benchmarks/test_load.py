@@ -57,16 +57,6 @@ def check(reader: ResponseReader) -> None:
 
 
 @pytest.mark.parametrize("response", RESPONSES.values(), ids=RESPONSES.keys())
-def test_reads_a_response_split_at_any_byte(response: bytes) -> None:
-    for cut in range(1, len(response)):
-        reader = ResponseReader(MARKER)
-        reader.feed(response[:cut])
-        assert not reader.complete
-        reader.feed(response[cut:])
-        check(reader)
-
-
-@pytest.mark.parametrize("response", RESPONSES.values(), ids=RESPONSES.keys())
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 10_000])
 def test_reads_a_response_in_pieces(response: bytes, size: int) -> None:
     reader = ResponseReader(MARKER)

@@ -1,19 +1,13 @@
-"""The benchmarks' tables and plots."""
+"""The ratios in the benchmarks' tables."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from benchmarks.load import Figures
-from benchmarks.report import markdown, plots
+from benchmarks.report import markdown
 from benchmarks.rounds import Sample
 
 
-def sample(
-    variant: str, concurrency: int, tokens: int, *, cpu: float = 1.0, number: int = 0, errors: int = 0
-) -> Sample:
+def sample(variant: str, concurrency: int, tokens: int, *, cpu: float = 1.0, number: int = 0) -> Sample:
     return Sample(
         workload="front-end",
         load="streams",
@@ -23,8 +17,8 @@ def sample(
         variant=variant,
         figures=Figures(
             requests=10,
-            errors=errors,
-            error_kinds={"status 503": errors} if errors else {},
+            errors=0,
+            error_kinds={},
             tokens=tokens,
             records=tokens,
             wall_s=2.0,
@@ -56,12 +50,6 @@ SAMPLES = [
 ]
 
 
-def test_figures_are_shown_for_each_number_of_clients() -> None:
-    rows = markdown(SAMPLES).splitlines()
-    assert "| 1 | slipway | 20,000 | ±0% | 1.0 | 9.0 | 4.0 | 5.0 | 25.0 | 50% | 5% | 0 |" in rows
-    assert "| 8 | vllm | 10,000 | ±0% | 1.0 | 9.0 | 4.0 | 5.0 | 100.0 | 100% | 5% | 0 |" in rows
-
-
 def test_chats_are_compared_with_chats_and_log_probabilities_with_log_probabilities() -> None:
     ratios = [row for row in markdown(SAMPLES).splitlines() if " / " in row]
     assert ratios == [
@@ -88,20 +76,3 @@ def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
         for variant, tokens in zip(("slipway", "vllm"), pair, strict=True)
     ]
     assert "| slipway / vllm | 1 | 2.00 |" in markdown(rounds)
-
-
-def test_errors_are_listed_with_their_reasons() -> None:
-    report = markdown([sample("vllm", 1, 10, errors=3)])
-    assert "- front-end, streams, 1 clients, vllm, round 1: 3 x status 503" in report
-
-
-def test_plots_are_images_of_each_kind_of_load(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    (file,) = plots(SAMPLES, tmp_path / "plots")
-    assert file.name == "front-end-streams.png"
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
-def test_one_number_of_clients_is_no_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert plots([sample("slipway", 128, 10)], tmp_path) == []

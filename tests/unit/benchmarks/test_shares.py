@@ -5,16 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
 import pytest
 
 from benchmarks.copies_in_turn import in_turn
-from benchmarks.peers import Engine, module
-from benchmarks.report import shares_table
-from benchmarks.scripted_front_end import Script
-from benchmarks.shares import CALLS, END_TOKENS, SYSTEM_TOKENS, Shares, busiest, calls, counters
+from benchmarks.shares import CALLS, END_TOKENS, SYSTEM_TOKENS, busiest, calls, counters
 from engines.vllm.copies.choice import CopyChoice
 
 METRICS = """
@@ -50,22 +45,6 @@ def test_calls_share_only_their_system_prompts(system_prompts: int) -> None:
     assert {len(prompt) for prompt in prompts} == {SYSTEM_TOKENS + END_TOKENS}
 
 
-def test_all_servers_get_the_same_calls() -> None:
-    assert calls(random.Random(1), 8) == calls(random.Random(1), 8) != calls(random.Random(2), 8)
-
-
-def test_the_table_has_a_row_for_each_server() -> None:
-    one = Shares(
-        server="slipway-2",
-        busiest=1.0,
-        busiest_of_one_prompt=1.25,
-        busiest_of_calls=1.5,
-        hits_of_many=0.864,
-        hits_of_few=0.98,
-    )
-    assert "| slipway-2 | 1.00 | 1.25 | 1.50 | 86% | 98% |" in shares_table([one]).splitlines()
-
-
 @dataclass
 class Copy:
     number: int
@@ -82,10 +61,3 @@ def test_the_comparison_chooses_copies_in_turn_whatever_their_work() -> None:
         copy.chosen += 1
         numbers.append(copy.number)
     assert numbers == [1, 2, 3, 1, 2, 3, 1]
-
-
-def test_a_scripted_server_gets_an_engine_for_each_copy() -> None:
-    engine = Engine(model_dir=Path("/m"), arguments={}, step_ms=4.0, cache_blocks=160)
-    directory, script, *command = module(engine, Path("/w"), "slipway", "serve", copies=2)[3:]
-    assert msgspec.json.decode(script, type=Script) == Script(model="/m", step_ms=4.0, engines=2, cache_blocks=160)
-    assert (directory, command) == ("/w", ["slipway", "serve"])

@@ -53,4 +53,4 @@ def test_each_alert_has_a_severity_and_a_summary_with_the_server_that_it_is_abou
 )
 def test_the_metrics_of_an_expression_are_found(expression: str, found: list[tuple[str, str]]) -> None:
     assert selections(expression) == found
-    assert len(expressions()) > 50
+    assert expressions()

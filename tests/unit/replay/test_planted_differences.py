@@ -27,8 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         return replay(source, directory / "out", "--to", new.url, "--against", old.url)
 
 
-def test_thirty_differences_are_planted_and_each_kind_at_least_once() -> None:
-    assert len(PLANTED) >= 30
+def test_each_kind_of_difference_is_planted() -> None:
     assert {kind for pair in PLANTED for kind, _ in pair.found} == set(Kind)
 
 

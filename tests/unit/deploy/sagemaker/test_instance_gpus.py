@@ -47,7 +47,7 @@ def test_the_table_agrees_with_that_of_sagemakers_sdk() -> None:
     (folder,) = sdk.submodule_search_locations
     regions = json.loads(Path(folder, "image_uri_config", "instance_gpu_info.json").read_text())
     theirs = {name: found for region in regions.values() for name, found in region.items() if name in INSTANCE_GPUS}
-    assert len(theirs) >= 20
+    assert theirs
     for name, found in theirs.items():
         ours = INSTANCE_GPUS[name]
         assert (name, len(ours)) == (name, found["Count"])

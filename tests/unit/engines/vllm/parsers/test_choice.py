@@ -140,7 +140,6 @@ def test_the_recorded_choices_are_those_of_known_families() -> None:
     families = {row["template"]: names[row["reason for the first"].partition(":")[0]] for row in rows}
     assert {row["template"]: row[TOOLS] for row in rows} == {name: family.tools for name, family in families.items()}
     assert all(row[REASONING] in ("none", families[row["template"]].reasoning) for row in rows)
-    assert len({family.name for family in families.values()}) >= 20
 
 
 @pytest.mark.parametrize(
