@@ -77,7 +77,7 @@ async def test_a_source_is_a_directory_of_this_machine(src: str, path: str) -> N
 @pytest.mark.parametrize("src", ["s3://b/x", "https://h/x", "file://other/x", "hf://[x", "/a\0b", "file:///%00"])
 async def test_a_source_elsewhere_is_a_wrong_parameter(src: str) -> None:
     _, registry = make()
-    with pytest.raises(InvalidParameter, match="`src` must"):
+    with pytest.raises(InvalidParameter, match="`src`"):
         await registry.register(AdapterOrder(name="a", src=src))
 
 
@@ -125,7 +125,7 @@ async def test_a_name_that_cannot_be_is_a_conflict(name: str) -> None:
 async def test_a_name_is_taken_until_it_is_given_back_and_an_id_for_ever() -> None:
     _, registry = make()
     await registry.register(ORDER)
-    with pytest.raises(AdapterConflict, match="registered already"):
+    with pytest.raises(AdapterConflict):
         await registry.register(ORDER)
     first = registry.get("a").id
     await registry.unregister("a")
@@ -151,7 +151,7 @@ async def test_orders_for_one_name_do_not_meet() -> None:
     host.go_on.clear()
     first = asyncio.create_task(registry.register(ORDER))
     await until(lambda: host.calls)
-    with pytest.raises(AdapterConflict, match="being carried out"):
+    with pytest.raises(AdapterConflict):
         await registry.register(ORDER)
     host.go_on.set()
     await first
@@ -247,8 +247,8 @@ async def test_an_update_changes_what_it_names() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (AdapterOrder(name="a", src="/y"), "src of a registered adapter cannot be changed"),
-        (AdapterOrder(name="a", pin=False), "is pinned, which cannot be undone"),
+        (AdapterOrder(name="a", src="/y"), "src"),
+        (AdapterOrder(name="a", pin=False), "pinned"),
         (AdapterOrder(name="a", preload=False), "pin is true and preload false"),
     ],
 )
@@ -262,9 +262,9 @@ async def test_what_an_update_cannot_change_is_refused(change: AdapterOrder, why
 
 async def test_an_update_of_an_unknown_adapter_says_so() -> None:
     _, registry = make()
-    with pytest.raises(UnknownAdapter, match="'a' is not registered"):
+    with pytest.raises(UnknownAdapter, match="'a'"):
         await registry.update(ORDER)
-    with pytest.raises(AdapterFailed, match="pin is true and preload false"):
+    with pytest.raises(AdapterFailed, match=r"pin .*preload"):
         await registry.register(replace(ORDER, pin=True, preload=False))
 
 
@@ -302,9 +302,9 @@ async def test_adapters_that_the_settings_name_are_registered_before_those_besid
         "org/name": ("/fetched/name@v2", "/fetched/name@v2"),
         "s": ("s3://bucket/s", "/fetched/s"),
     }
-    with pytest.raises(AdapterConflict, match="a slash"):
+    with pytest.raises(AdapterConflict):
         await registry.register(AdapterOrder(name="org/other", src="/x"))
-    with pytest.raises(InvalidParameter, match="must be a directory"):
+    with pytest.raises(InvalidParameter):
         await registry.register(AdapterOrder(name="c", src="hf://org/name"))
     await registry.unregister("org/name")
     assert "org/name" not in registry
@@ -312,7 +312,7 @@ async def test_adapters_that_the_settings_name_are_registered_before_those_besid
 
 async def test_an_adapter_that_the_settings_name_and_that_is_missing_is_named(tmp_path: Path) -> None:
     registry = AdapterRegistry(Host(), tmp_path, downloads=HubAndS3())
-    with pytest.raises(InvalidRequest, match=r"the adapter m of hf://org/missing cannot be registered: .*404"):
+    with pytest.raises(InvalidRequest, match=r"hf://org/missing .*404"):
         await registry.preload((), {"m": "hf://org/missing"})
 
 
@@ -320,15 +320,14 @@ async def test_an_adapter_that_comes_with_the_model_and_fails_is_named(tmp_path:
     (tmp_path / "adapters" / "a").mkdir(parents=True)
     host, registry = make()
     host.failure = AdapterFailed("broken")
-    with pytest.raises(AdapterFailed, match=f"the adapter a of {tmp_path}/adapters cannot be registered: broken"):
+    with pytest.raises(AdapterFailed, match=f"{tmp_path}/adapters .*broken"):
         await registry.preload((tmp_path,))
 
 
 async def test_an_adapter_that_comes_with_the_model_and_is_not_allowed_is_named(tmp_path: Path) -> None:
     (tmp_path / "adapters" / "a").mkdir(parents=True)
     registry = AdapterRegistry(Host(), tmp_path, faults=lambda _: ("there is a model.py",))
-    why = f"the adapter a of {tmp_path}/adapters cannot be registered: there is a model.py"
-    with pytest.raises(InvalidRequest, match=why):
+    with pytest.raises(InvalidRequest, match=rf"{tmp_path}/adapters .*model\.py"):
         await registry.preload((tmp_path,))
 
 
@@ -363,7 +362,7 @@ async def test_an_adapter_on_s3_is_fetched(tmp_path: Path) -> None:
 async def test_nothing_is_kept_of_an_adapter_on_s3_that_cannot_be_registered(tmp_path: Path) -> None:
     host, downloads = Host(), Downloads(tmp_path)
     registry = AdapterRegistry(host, Path("/model"), downloads=downloads)
-    with pytest.raises(InvalidParameter, match="`src` cannot be fetched: it is not there"):
+    with pytest.raises(InvalidParameter, match="`src`"):
         await registry.register(AdapterOrder(name="a", src="s3://b/none"))
     host.failure = AdapterFailed("broken")
     with pytest.raises(AdapterFailed, match="broken"):

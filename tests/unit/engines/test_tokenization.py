@@ -101,11 +101,9 @@ def token_ids(prompt: str, **fields: int) -> list[int]:
 def test_the_context_must_have_room_for_one_new_token_unless_the_request_wants_more() -> None:
     assert len(token_ids("a " * 9)) == 9
     assert len(token_ids("a " * 6, room=4)) == 6
-    with pytest.raises(
-        ContextExceeded, match=r"the prompt has 10 tokens; .* of 10 tokens must .* at least one new token"
-    ):
+    with pytest.raises(ContextExceeded, match=r" 10 tokens; .*10 tokens .*one new token"):
         token_ids("a " * 10)
-    with pytest.raises(ContextExceeded, match="at least 5 new tokens") as caught:
+    with pytest.raises(ContextExceeded, match="5 new tokens") as caught:
         token_ids("a " * 6, room=5)
     assert (caught.value.prompt_tokens, caught.value.new_tokens, caught.value.context) == (6, 5, 10)
 
@@ -169,7 +167,7 @@ def test_prompts_for_numbers_are_cut_or_refused(pairs: ModelTexts) -> None:
     assert len(asyncio.run(pair("abcd", second="bc"))[0]) == 8
     with pytest.raises(ContextExceeded, match=r"has 9 tokens; the model's context of 8 tokens must hold it$"):
         asyncio.run(pair("abcde", second="bc"))
-    with pytest.raises(InvalidRequest, match="has 10002 characters"):
+    with pytest.raises(InvalidRequest, match="10002"):
         asyncio.run(pair("a" * 10_000, second="bc"))
     # A prompt for text has to leave room for a token.
     full = GenerationRequest(prompt="abcdefg", pooling=Pooling(task="embed"), room=0)
@@ -182,7 +180,7 @@ async def test_a_pooled_text_is_cut_to_the_limit_of_prompts(side: Side, ids: lis
     prompts = PromptTokenizer(ModelTexts(FakeTokenizer()), 100, max_prompt_tokens=4)
     pooling = Pooling(task="embed", cut=side)
     assert await prompts.pair("deep learning is fun", pooling) == (ids, 4)
-    with pytest.raises(PromptTooLong, match="the prompt has 6 tokens; at most 4 are taken"):
+    with pytest.raises(PromptTooLong, match=r"6 tokens; .*4 "):
         await prompts.pair("deep learning is fun", Pooling(task="embed"))
 
 

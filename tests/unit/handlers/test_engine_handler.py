@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from dataclasses import replace
@@ -152,7 +153,7 @@ async def test_a_wrong_priority_is_refused_in_the_form_of_the_contract(queue: En
     with pytest.raises(ContractError) as refused:
         await EngineHandler(queue, CONTRACT).handle(given, CollectedReply())
     assert refused.value.reply.status == 424
-    assert f"`X-Vllm-Priority` must be an integer of 32 bits, got {priority!r}" in refused.value.reason
+    assert re.search(rf"`X-Vllm-Priority` .*{re.escape(repr(priority))}", refused.value.reason)
     assert queue.open_sequences == 0
 
 
@@ -388,7 +389,7 @@ async def test_a_refusal_by_a_contract_that_may_block_is_a_refusal(queue: Engine
         await contract.handle(Call(body=b"refuse", request_id="r"), CollectedReply())
 
 
-@pytest.mark.parametrize(("body", "reason"), [(b"hang", "did not return"), (b"leave", "SystemExit: 1")])
+@pytest.mark.parametrize(("body", "reason"), [(b"hang", "predict_timeout"), (b"leave", "SystemExit: 1")])
 async def test_a_contract_that_hangs_or_exits_while_it_reads_refuses_its_call(
     queue: EngineQueue, body: bytes, reason: str
 ) -> None:

@@ -56,7 +56,7 @@ async def test_a_formatter_that_hangs_fails_and_the_next_one_goes_on() -> None:
     thread, release = FormatterThread(0.2), threading.Event()
     hanging = asyncio.ensure_future(thread.run(release.wait))
     following = [asyncio.ensure_future(thread.run(lambda number=number: number)) for number in range(3)]
-    with pytest.raises(GenerationFailed, match="did not return within predict_timeout"):
+    with pytest.raises(GenerationFailed, match="predict_timeout"):
         await hanging
     assert await asyncio.gather(*following) == [0, 1, 2]
     release.set()

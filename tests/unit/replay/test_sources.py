@@ -54,9 +54,9 @@ def test_the_captures_of_an_endpoint_on_s3_are_read_in_order(monkeypatch: pytest
         with contextlib.closing(boto3.client("s3", endpoint_url=address, region_name="us-east-1")) as client:
             found = list(source := open_source(f"s3://{BUCKET}/captures/e", "/invocations", lambda: client))
             (one,) = open_source(f"s3://{BUCKET}/other/c.jsonl", "/invocations", lambda: client)
-            with pytest.raises(SourceError, match="has no file that ends with"):
+            with pytest.raises(SourceError):
                 open_source(f"s3://{BUCKET}/nothing", "/", lambda: client)
-            with pytest.raises(SourceError, match=r"s3://missing-bucket/x cannot be read: .*NoSuchBucket"):
+            with pytest.raises(SourceError, match=r"s3://missing-bucket/x .*NoSuchBucket"):
                 open_source("s3://missing-bucket/x", "/", lambda: client)
     assert ids(found) == ["1", "2", "3"], "not those of the other endpoint"
     assert ids([one]) == ["4"]

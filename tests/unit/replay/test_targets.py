@@ -59,7 +59,7 @@ async def test_a_call_that_hangs_does_not_hold_up_the_next_one() -> None:
     runtime = Hanging()
     impatient = SageMakerTarget(runtime, "my-endpoint", 0.1, {}, None)
     patient = SageMakerTarget(runtime, "my-endpoint", 60, {}, None)
-    with pytest.raises(NoAnswer, match="no whole answer within"):
+    with pytest.raises(NoAnswer):
         await impatient.ask(request(body=b"hang"))
     try:
         assert (await patient.ask(request())).status == 200
@@ -97,7 +97,7 @@ async def test_the_model_of_a_query_or_a_header_goes_into_the_attributes() -> No
     await asked.ask(request("/invocations?model_name=b&model_version=2", x_amzn_sagemaker_custom_attributes="a=1"))
     await asked.ask(RecordedRequest("1", "a:1", "POST", "/invocations", (("model_name", "b"),), b"{}"))
     await asked.ask(request("/generate?model_name=b"))
-    with pytest.raises(NoAnswer, match="the adapter red, only its inference component"):
+    with pytest.raises(NoAnswer, match="adapter red"):
         await asked.ask(request(x_amzn_sagemaker_adapter_identifier="red"))
     await asked.close()
     first, second, third = runtime.calls
@@ -118,7 +118,7 @@ async def test_an_error_of_the_model_is_its_reply_and_others_are_no_answer() -> 
     reply = await target(Runtime(ClientError(failed, "InvokeEndpoint"))).ask(request())
     assert (reply.status, reply.body) == (424, b'{"error":"x"}')
     refused = ClientError({"Error": {"Code": "ThrottlingException", "Message": "slow down"}}, "InvokeEndpoint")
-    with pytest.raises(NoAnswer, match=r"SageMaker refuses the call: .*slow down"):
+    with pytest.raises(NoAnswer, match="slow down"):
         await target(Runtime(refused)).ask(request())
-    with pytest.raises(Unreachable, match="the connection failed: "):
+    with pytest.raises(Unreachable):
         await target(Runtime(EndpointConnectionError(endpoint_url="http://x"))).ask(request())

@@ -63,7 +63,7 @@ async def test_a_length_may_have_any_number_of_digits(text: bytes, size: int) ->
 async def test_a_body_of_unknown_length_may_have_the_limit_and_not_a_byte_more() -> None:
     longest = [b"x" * PIECE, b"y" * (MOST - PIECE)]
     assert await read(BodyReader(None), Sender(longest)) == b"".join(longest)
-    with pytest.raises(BodyTooLarge, match=f"larger than {MOST} bytes"):
+    with pytest.raises(BodyTooLarge, match=str(MOST)):
         await read(BodyReader(None), Sender([*longest, b"z"]))
 
 
@@ -122,13 +122,13 @@ async def test_a_body_that_trickles_in_is_given_up(monkeypatch: pytest.MonkeyPat
         sent += 1
         return {"type": "http.request", "body": b"x", "more_body": True}
 
-    with pytest.raises(BodyTimeout, match="the body has come at less than 1000000 bytes a second"):
+    with pytest.raises(BodyTimeout, match="1000000"):
         await BodyReader(None).read({}, receive, MOST, 60.0)
     assert sent > 1
 
 
 async def test_a_client_that_falls_silent_is_given_up() -> None:
-    with pytest.raises(BodyTimeout, match=r"nothing of the body's rest has come for 0\.05 s"):
+    with pytest.raises(BodyTimeout, match=r"0\.05 s"):
         await read(BodyReader(None), Sender([b"x"], ends=False), 0.05)
 
 

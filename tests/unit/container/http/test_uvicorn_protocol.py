@@ -321,7 +321,7 @@ async def test_an_event_loop_that_stops_with_something_unsent_is_nothing_to_the_
 async def test_another_release_of_uvicorn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_uvicorn()
     monkeypatch.setattr(uvicorn, "__version__", "0.55.0")
-    with pytest.raises(RuntimeError, match=r"uvicorn 0\.54\.x, and uvicorn 0\.55\.0 is installed"):
+    with pytest.raises(RuntimeError, match=r"0\.54\.x.*0\.55\.0"):
         check_uvicorn()
 
 

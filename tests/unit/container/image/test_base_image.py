@@ -66,7 +66,7 @@ def test_what_pip_would_add_has_the_locks_hashes() -> None:
 
 @pytest.mark.parametrize("package", [("boto3", "1.44"), ("boto3", "1.44.50"), ("anything", "1.0")])
 def test_what_the_lock_does_not_have_ends_the_build(package: tuple[str, str]) -> None:
-    with pytest.raises(SystemExit, match=f"pip would add {package[0]} {package[1]}, which is not in the lock file"):
+    with pytest.raises(SystemExit, match=" ".join(package)):
         lacking(report(package), LOCK)
 
 

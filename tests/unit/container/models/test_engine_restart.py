@@ -77,7 +77,7 @@ async def test_an_engine_is_started_again_as_often_as_it_may(
     assert not registrar.engine_restarts.begin(model, "the engine has died")
     assert life.gave_up, "no call waits for an engine that is not started again"
     assert life.reasons == ["the engine has died; it is started again"] * 2
-    assert "the engine cannot be started again: no memory" in caplog.text
+    assert "no memory" in caplog.text
     assert "Traceback" not in caplog.text
 
 
@@ -94,7 +94,7 @@ async def test_a_model_whose_calls_wait_has_not_failed_and_old_restarts_do_not_c
     assert registrar.engine_restarts.begin(model, "the engine has died")
     await until(lambda: not registrar.loading)
     assert life.reasons == []
-    assert "calls wait for it; the engine is started again in 0.01 s (1 of 1 within 10 minutes)" in caplog.text
+    assert "0.01 s (1 of 1 within 10 minutes)" in caplog.text
     assert not registrar.engine_restarts.begin(model, "the engine has died")
 
 

@@ -160,9 +160,9 @@ def test_a_draft_model_is_counted(model_dir: Path, properties: str) -> None:
 
 def test_what_has_to_stay_free_is_added(model_dir: Path) -> None:
     check_room(load(model_dir, "required_memory_mb=60\nreserved_memory_mb=40"), (MAIN,))
-    with pytest.raises(OutOfMemory, match=r"needs 60 MiB of memory and 41 MiB have to stay free .* 100 MiB are free"):
+    with pytest.raises(OutOfMemory, match=r"60 MiB .*41 MiB .*100 MiB"):
         check_room(load(model_dir, "required_memory_mb=60\nreserved_memory_mb=41"), (MAIN,))
-    with pytest.raises(OutOfMemory, match=r"needs 1 MiB of GPU memory and 500 MiB .* free are 100 MiB of GPU 0$"):
+    with pytest.raises(OutOfMemory, match=r" 1 MiB .*500 MiB .*100 MiB of GPU 0$"):
         check_room(load(model_dir, "required_memory_mb=1"), (GPU, MAIN))
 
 
@@ -185,14 +185,14 @@ def test_a_model_stays_on_the_devices_that_it_may_use(large_model: Path, monkeyp
     assert settings.model.devices == (1, 3)
     check_room(settings, room)
     assert placed(settings.model, room).devices == (1, 3)
-    with pytest.raises(OutOfMemory, match=r"on each of 2 GPUs .* 80896 MiB of GPU 0, 1024 MiB of GPU 2$"):
+    with pytest.raises(OutOfMemory, match=r"2 GPUs .*80896 MiB of GPU 0, 1024 MiB of GPU 2$"):
         check_room(load(large_model, "load_on_devices=0;2"), room)
 
 
 def test_each_copy_needs_its_gpus(large_model: Path) -> None:
     two = load(large_model, "maxWorkers=2\noption.tensor_parallel_degree=2")
     check_room(two, (EMPTY, EMPTY, EMPTY, EMPTY, FULL, MAIN))
-    with pytest.raises(OutOfMemory, match="needs 61440 MiB of memory on each of 4 GPUs"):
+    with pytest.raises(OutOfMemory, match=r"61440 MiB .*4 GPUs"):
         check_room(two, (EMPTY, EMPTY, EMPTY, FULL, FULL, MAIN))
     check_room(two, (EMPTY, EMPTY, EMPTY, MAIN))  # one copy fits, and the log says so
     without_degree = load(large_model, "maxWorkers=2")
@@ -211,7 +211,7 @@ def test_a_model_on_the_cpu_needs_main_memory(large_model: Path, monkeypatch: py
     monkeypatch.setattr(environment, "gpu_count", lambda: 2)
     settings = load(large_model, "load_on_devices=cpu\noption.rolling_batch=disable")
     assert settings.model.devices == ()
-    with pytest.raises(OutOfMemory, match=r"needs 122880 MiB of memory and 500 MiB .* 100 MiB are free"):
+    with pytest.raises(OutOfMemory, match=r"122880 MiB .*500 MiB .*100 MiB"):
         check_room(settings, (EMPTY, EMPTY, MAIN))
     assert placed(settings.model, (EMPTY, EMPTY, MAIN)).devices == ()
 
@@ -239,7 +239,7 @@ def test_a_custom_handlers_workers_keep_their_devices_and_all_of_them_need_room(
     room = (EMPTY, EMPTY, FULL, EMPTY, EMPTY, MAIN)
     check_room(on_gpus, room)
     assert placed(on_gpus.model, room) is on_gpus.model
-    with pytest.raises(OutOfMemory, match="needs 2000 MiB of memory on each of 4 GPUs"):
+    with pytest.raises(OutOfMemory, match=r"2000 MiB .*4 GPUs"):
         check_room(on_gpus, (EMPTY, EMPTY, FULL, FULL, EMPTY, MAIN))
 
 
@@ -313,4 +313,4 @@ def test_the_memory_of_each_gpu_comes_before_main_memory(
 
     monkeypatch.setattr(memory, "gpu_memory", unknown)
     assert len(free_memory()) == 1
-    assert "main memory is counted instead: there is no program nvidia-smi" in caplog.text
+    assert "nvidia-smi" in caplog.text

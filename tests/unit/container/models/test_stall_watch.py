@@ -99,7 +99,7 @@ def test_it_can_stall_again_and_each_time_is_logged_once(caplog: pytest.LogCaptu
 def test_the_reason_says_for_how_long() -> None:
     bench = Bench()
     bench.run(75, busy=True)
-    assert bench.watch.reason == "the engine is stalled: requests run, and nothing has come of them for 75 s"
+    assert "75 s" in bench.watch.reason
 
 
 def test_time_in_which_the_server_itself_stood_still_does_not_count() -> None:

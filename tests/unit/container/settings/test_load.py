@@ -429,9 +429,7 @@ def test_a_wrong_length_of_drafts_is_refused(model_dir: Path, value: str) -> Non
 
 def test_two_draft_models_are_refused(model_dir: Path) -> None:
     both = 'option.speculative_draft_model=x\noption.speculative_config={"method": "ngram"}'
-    with pytest.raises(
-        SettingsError, match=r"option.speculative_draft_model is .*option.speculative_config is .*one of"
-    ):
+    with pytest.raises(SettingsError, match=r"option.speculative_draft_model .*option.speculative_config"):
         load(model_dir, both)
 
 
@@ -698,7 +696,7 @@ def test_the_default_model_directory_may_be_missing(tmp_path: Path, monkeypatch:
 
 
 def test_a_directory_given_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="model directory \\(command line: --model-dir\\): there is no directory"):
+    with pytest.raises(SettingsError, match="--model-dir"):
         load_settings(tmp_path / "nothing", {"HF_MODEL_ID": "org/m"})
 
 
@@ -720,7 +718,7 @@ def test_several_models_stop_the_start(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
-    with pytest.raises(SettingsError, match=r"several models \(a, b\)"):
+    with pytest.raises(SettingsError, match=r"a, b"):
         load_settings(tmp_path, {"HF_MODEL_ID": "org/m"})
 
 

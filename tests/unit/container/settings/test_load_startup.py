@@ -150,7 +150,7 @@ def test_what_is_wrong_with_one_of_several_stops_the_start(tmp_path: Path, monke
 
 @pytest.mark.parametrize("url", ["http://h/x", "relative/x", "file://host/x", "/no/such", "", "/a\0b"])
 def test_a_url_is_a_directory_of_this_machine(url: str) -> None:
-    with pytest.raises(UrlNotFound, match="url is"):
+    with pytest.raises(UrlNotFound):
         further_settings(Value(url, "here"), "a", {})
 
 

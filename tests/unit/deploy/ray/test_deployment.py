@@ -76,7 +76,7 @@ def test_gpus_are_those_of_the_parallel_degrees_where_the_cluster_has_any(
     with monkeypatch.context() as patch:
         patch.setenv("SERVING_MAX_WORKERS", "2")
         assert deployed(tmp_path, **degrees).ray_actor_options["num_gpus"] == 8
-    with pytest.raises(ValueError, match="option `gpus`"):
+    with pytest.raises(ValueError, match="`gpus`"):
         deployed(tmp_path, tensor_parallel_degree="max")
     spread = deployed(tmp_path, distributed_executor_backend="ray", **degrees)
     assert spread._replica_config.placement_group_bundles == [{"CPU": 1, "GPU": 1}, *[{"GPU": 1}] * 3]

@@ -26,5 +26,5 @@ async def test_a_replica_is_healthy_while_its_ping_is_200() -> None:
     replica: Any = object.__new__(WithoutServer)
     replica._own = httpx.AsyncClient(transport=transport, base_url="http://replica")
     await replica.check_health()
-    with pytest.raises(RuntimeError, match="/ping is 503: how it is"):
+    with pytest.raises(RuntimeError, match="503"):
         await replica.check_health()

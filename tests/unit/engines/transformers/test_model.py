@@ -107,9 +107,9 @@ def test_the_longest_context_is_the_models_own(config: dict[str, Any], length: i
 
 
 def test_a_context_longer_than_the_models_is_refused() -> None:
-    with pytest.raises(EngineStartError, match="4096 is more than the model's context of 2048"):
+    with pytest.raises(EngineStartError, match=r"4096 .*2048"):
         max_model_len(settings({"max_model_len": "4096"}), SimpleNamespace(max_position_embeddings=2048))
-    with pytest.raises(EngineStartError, match=r"set option\.max_model_len"):
+    with pytest.raises(EngineStartError, match=r"option\.max_model_len"):
         max_model_len(settings(), SimpleNamespace())
     assert max_model_len(settings({"max_model_len": "4096"}), SimpleNamespace()) == 4096
 

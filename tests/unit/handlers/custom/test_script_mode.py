@@ -330,12 +330,12 @@ async def test_requests_that_come_together_have_their_own_statuses_and_types_wit
     ("code", "why"),
     [
         ("def model_fn(model_dir): raise ValueError('no weights')", r"no weights \(inference\.py, line 1\)"),
-        ("def model_fn(): ...", "model_fn takes 0 arguments; it is called with 1, or one more"),
+        ("def model_fn(): ...", "model_fn .*0 .*1"),
         (
             "def model_fn(model_dir): ...\ndef transform_fn(m, b, c, a): ...\ndef input_fn(b, c): ...",
-            "transform_fn cannot be used together with input_fn",
+            "transform_fn .*input_fn",
         ),
-        ("def predict_fn(data, model): ...", "does not define the handler function `handle`"),
+        ("def predict_fn(data, model): ...", "`handle`"),
     ],
 )
 async def test_a_script_that_cannot_be_used_fails_the_load(tmp_path: Path, code: str, why: str) -> None:

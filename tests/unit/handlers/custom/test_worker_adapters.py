@@ -148,7 +148,7 @@ async def test_a_call_for_an_unknown_adapter_does_not_reach_the_handler(tmp_path
             {"query": {"adapter": "nope"}},
             {"body": "adapter=nope", "content_type": "application/x-www-form-urlencoded"},
         ):
-            with pytest.raises(ContractError, match="'nope' is not registered") as caught:
+            with pytest.raises(ContractError, match="nope") as caught:
                 await client.send(**more)  # type: ignore[arg-type]
             assert caught.value.reply.status == 424
         assert (await ask(client))["adapter"] is None
@@ -158,7 +158,7 @@ async def test_a_call_for_an_unknown_adapter_does_not_reach_the_handler(tmp_path
 
 async def test_a_registration_that_takes_too_long_fails_and_is_undone(tmp_path: Path) -> None:
     async with handling(predict_timeout=2.0) as (client, registry):
-        with pytest.raises(AdapterFailed, match=r"register_adapter of worker 1 did not answer within 2 seconds"):
+        with pytest.raises(AdapterFailed, match="register_adapter"):
             await registry.register(order(tmp_path, switch="slow", seconds="3"))
         assert registry.all() == ()
         await until(lambda: True)

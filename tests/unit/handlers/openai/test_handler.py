@@ -557,7 +557,7 @@ async def test_sagemakers_header_takes_the_place_of_the_bodys_model(path: str) -
     assert await asked("") == {"model": "base", "n": 1}
     assert await asked("mine", b"{}") == {"model": "mine"}
     assert await asked("mine", b"[1]") == [1]
-    with pytest.raises(UnknownAdapter, match="'other' is not registered"):
+    with pytest.raises(UnknownAdapter, match="other"):
         await asked("other")
 
 

@@ -30,29 +30,29 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/v1/embeddings", {"input": ["text"] * 3000}, "`input` has 3000 inputs; at most 1000 can be served"),
-        ("/v1/rerank", {"query": "a", "documents": ["text"] * 3000}, "`documents` has 3000 inputs"),
-        ("/v1/embeddings", {"input": [[1]] * 5000}, "`input` has 5000 inputs"),
-        ("/tokenize", {"prompt": LONG}, "`prompt` may have at most 1048576 bytes of text"),
-        ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": 1}, "needs `truncation_side`"),
-        ("/v1/embeddings", {"input": ["a", LONG], "truncate_prompt_tokens": 1}, "needs `truncation_side`"),
+        ("/v1/embeddings", {"input": ["text"] * 3000}, "`input` .*3000 .*1000 "),
+        ("/v1/rerank", {"query": "a", "documents": ["text"] * 3000}, "`documents` .*3000 "),
+        ("/v1/embeddings", {"input": [[1]] * 5000}, "`input` .*5000 "),
+        ("/tokenize", {"prompt": LONG}, "`prompt` .*1048576 bytes"),
+        ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": 1}, "`truncation_side`"),
+        ("/v1/embeddings", {"input": ["a", LONG], "truncate_prompt_tokens": 1}, "`truncation_side`"),
         (
             "/v1/chat/completions",
             {"messages": [{"content": LONG}], "truncate_prompt_tokens": 1},
-            "needs `truncation_side`",
+            "`truncation_side`",
         ),
-        ("/v1/rerank", {"documents": {"content": [{"text": "a" * 20}] * 1500}}, "`documents` has 1500 inputs"),
-        ("/tokenize", {"messages": [{"content": LONG}]}, "`messages` may have at most 1048576 bytes of text"),
-        ("/tokenize", {"messages": [{"content": [{"text": "é" * 600_000}]}]}, "got 1200"),
-        ("/rendered_chat", {"messages": [], "tools": [{"function": {"description": LONG}}]}, "bytes of text"),
-        ("/tokenize", {"messages": [], "tools": [{"image_url": LONG}]}, "bytes of text"),
-        ("/tokenize", {"messages": [{"content": "", "image_url": LONG}]}, "bytes of text"),
-        ("/tokenize", {"messages": [], "chat_template_kwargs": {LONG: 1}}, "bytes of text"),
-        ("/v1/chat/completions", {"messages": [{}] * 20_001}, "the body has 40[0-9]{3} items.*takes 40000"),
-        ("/tokenize", {"messages": [{}] * 20_001}, "takes 40000"),
-        ("/pooling", {"messages": [{}] * 20_001}, "takes 40000"),
-        ("/v1/responses", {"input": [{}] * 5_000}, "takes 8000"),
-        ("/v1/completions", {"prompt": "a", "logit_bias": [[]] * 250_000}, "more than 2500000 parts"),
+        ("/v1/rerank", {"documents": {"content": [{"text": "a" * 20}] * 1500}}, "`documents` .*1500 "),
+        ("/tokenize", {"messages": [{"content": LONG}]}, "`messages` .*1048576 bytes"),
+        ("/tokenize", {"messages": [{"content": [{"text": "é" * 600_000}]}]}, " 1200"),
+        ("/rendered_chat", {"messages": [], "tools": [{"function": {"description": LONG}}]}, " 1048576 bytes"),
+        ("/tokenize", {"messages": [], "tools": [{"image_url": LONG}]}, " 1048576 bytes"),
+        ("/tokenize", {"messages": [{"content": "", "image_url": LONG}]}, " 1048576 bytes"),
+        ("/tokenize", {"messages": [], "chat_template_kwargs": {LONG: 1}}, " 1048576 bytes"),
+        ("/v1/chat/completions", {"messages": [{}] * 20_001}, " 40[0-9]{3} .*40000"),
+        ("/tokenize", {"messages": [{}] * 20_001}, "40000"),
+        ("/pooling", {"messages": [{}] * 20_001}, "40000"),
+        ("/v1/responses", {"input": [{}] * 5_000}, "8000"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": [[]] * 250_000}, "2500000"),
     ],
 )
 def test_they_are_refused(path: str, body: dict[str, Any], message: str) -> None:
@@ -66,7 +66,7 @@ def test_values_beside_messages_are_counted_if_a_letter_of_the_name_is_escaped(p
     body = json.dumps({"messages": [{}] * 20_001}).encode().replace(b"messages", rb"\u006dessages")
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw]) if split else None
     given = Call(body=body, content_type="application/json", request_id="r", path=path, fields=fields)
-    with pytest.raises(InvalidRequest, match="takes 40000"):
+    with pytest.raises(InvalidRequest, match="40000"):
         for_vllm(given, path, OpenAICall(EngineQueue(ScriptedEngine(), 1000)))
 
 
@@ -102,5 +102,5 @@ def test_others_pass(path: str, body: dict[str, Any]) -> None:
 )
 def test_bytes_that_are_no_text_are_refused(body: bytes) -> None:
     given = Call(body=body, content_type="application/json", request_id="r", path="/tokenize")
-    with pytest.raises(InvalidRequest, match="not JSON in UTF-8"):
+    with pytest.raises(InvalidRequest, match="UTF-8"):
         for_vllm(given, "/tokenize", OpenAICall(EngineQueue(ScriptedEngine(), 1000)))

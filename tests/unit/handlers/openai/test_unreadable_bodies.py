@@ -45,7 +45,7 @@ def test_a_body_that_only_vllm_reads_is_refused(body: bytes) -> None:
         assert translated(body) == body, "vLLM refuses it in its own words"
         return
     assert document["guided_regex"]
-    with pytest.raises(InvalidRequest, match="the body is not JSON in UTF-8"):
+    with pytest.raises(InvalidRequest, match="UTF-8"):
         translated(body)
 
 
@@ -53,7 +53,7 @@ def test_a_body_that_only_vllm_reads_is_refused(body: bytes) -> None:
 @pytest.mark.parametrize("field", ["prompt", "user", "unknown", "tools"])
 def test_a_body_that_is_not_in_utf_8_is_refused_wherever_the_fault_is(field: str, wrong: bytes) -> None:
     document = BODY | {field: [{"description": "<mark>"}] if field == "tools" else "<mark>"}
-    with pytest.raises(InvalidRequest, match=r"the body is not JSON in UTF-8 \(RFC 8259\): invalid"):
+    with pytest.raises(InvalidRequest, match="UTF-8"):
         translated(json.dumps(document).encode().replace(b"<mark>", wrong))
 
 

@@ -117,7 +117,7 @@ def test_what_cannot_be_followed_is_left_for_the_back_end_to_refuse(expression: 
 
 
 def test_classes_that_are_nested_too_deeply_are_refused() -> None:
-    with pytest.raises(ValueError, match="nested too deeply"):
+    with pytest.raises(ValueError):
         ascii_expression("[" * 100_000)
 
 

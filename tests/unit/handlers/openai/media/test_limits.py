@@ -29,12 +29,9 @@ def test_photographs_of_phones_pass() -> None:
 def test_an_image_is_refused_by_its_pixels() -> None:
     media = RequestMedia(MediaMemory(configured(SETTINGS, max_image_pixels=100)))
     media.add_image(10, 10)
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidRequest, match=r"101x1 .*100 .*option\.max_image_pixels"):
         media.add_image(101, 1)
-    assert caught.value.message == (
-        "is an image of 101x1 pixels; at most 100 pixels are taken (option.max_image_pixels)"
-    )
-    with pytest.raises(InvalidRequest, match="is a video of 101x1 pixels"):
+    with pytest.raises(InvalidRequest, match="101x1"):
         media.add_frames(101, 1, 1)
 
 
@@ -43,7 +40,7 @@ def test_the_images_and_frames_of_a_request_are_refused_by_all_their_pixels() ->
     media = RequestMedia(memory)
     media.add_image(10, 10)
     media.add_frames(10, 10, 2)
-    with pytest.raises(InvalidRequest, match=r"may have 300 pixels together \(option.max_request_pixels\)"):
+    with pytest.raises(InvalidRequest, match=r"300 .*option\.max_request_pixels"):
         media.add_image(1, 1)
     RequestMedia(memory).add_image(10, 10)
 
@@ -52,7 +49,7 @@ def test_downloads_of_a_request_are_counted_together() -> None:
     media = RequestMedia(MediaMemory(configured(SETTINGS, max_media_download_mb=2)))
     media.add_download(MIB)
     media.add_download(MIB)
-    with pytest.raises(InvalidRequest, match=r"at most 2 MiB are fetched for a request"):
+    with pytest.raises(InvalidRequest, match="2 MiB"):
         media.add_download(1)
 
 
@@ -64,7 +61,7 @@ def test_a_video_has_a_time_to_be_decoded(monkeypatch: pytest.MonkeyPatch) -> No
     now = 130.0
     media.check_decoding()
     now = 130.5
-    with pytest.raises(InvalidRequest, match=r"takes longer than 30 s to decode \(option\.predict_timeout\)"):
+    with pytest.raises(InvalidRequest, match=r"30 s .*option\.predict_timeout"):
         media.check_decoding()
 
 

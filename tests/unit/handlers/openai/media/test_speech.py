@@ -24,7 +24,7 @@ def form(body: bytes = FORM, *headers: tuple[str, str]) -> Call:
 
 def test_a_form_larger_than_the_largest_file_is_refused_unread() -> None:
     check_form(form(bytes(3 << 20)), 2)
-    with pytest.raises(InvalidParameter, match="`file` may have 2 MiB") as refused:
+    with pytest.raises(InvalidParameter, match="2 MiB") as refused:
         check_form(form(bytes((3 << 20) + 1)), 2)
     assert refused.value.parameter == "file"
 
@@ -34,13 +34,13 @@ def test_a_long_form_that_can_have_no_file_is_refused_unread(separator: bytes) -
     check_form(form(separator * 1001), 25)
     urlencoded = "application/x-www-form-urlencoded"
     check_form(replace(form(separator * 1000), content_type=urlencoded), 25)
-    with pytest.raises(InvalidParameter, match="`file` must be a file in a form of the type multipart/form-data"):
+    with pytest.raises(InvalidParameter, match="`file`"):
         check_form(replace(form(separator * 1001), content_type=urlencoded), 25)
 
 
 def test_an_adapter_outside_of_the_form_is_refused() -> None:
     check_form(form(FORM, ("X-Amzn-Sagemaker-Adapter-Identifier", "")), 25)
-    with pytest.raises(InvalidRequest, match="in the form's field `model` only"):
+    with pytest.raises(InvalidRequest, match="`model`"):
         check_form(form(FORM, ("X-Amzn-Sagemaker-Adapter-Identifier", "a")), 25)
 
 
