@@ -49,22 +49,6 @@ def test_an_adapter_that_fits_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "why"),
-    [
-        ({"inner": 3}, r"lora_A\.weight .*\[2, 3\].*\[2, 4\]"),
-        ({"inner": 5}, r"lora_A\.weight .*\[2, 5\]"),
-        ({"outer": 5}, r"lora_B\.weight .*\[5, 2\].*\[6, 2\]"),
-        ({"rank": 16}, "rank 16 .*max_lora_rank 8"),
-    ],
-)
-def test_weights_for_another_model_are_refused_though_vllm_would_take_them(
-    tmp_path: Path, shape: dict[str, int], why: str
-) -> None:
-    with pytest.raises(AdapterFailed, match=why):
-        read_ahead(write(tmp_path / "a", **shape), 8, BASE)
-
-
-@pytest.mark.parametrize(
     ("config", "why"),
     [
         ({}, "missing required field `r`"),
@@ -273,18 +257,20 @@ def test_weights_that_torch_has_saved_in_its_old_format_are_checked_as_well(tmp_
         read_ahead(tmp_path, 8, BASE)
 
 
+@pytest.mark.parametrize("name", FILES[:2])
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
         ({"inner": 3}, r"lora_A\.weight .*\[2, 3\].*\[2, 4\]"),
+        ({"inner": 5}, r"lora_A\.weight .*\[2, 5\]"),
         ({"outer": 5}, r"lora_B\.weight .*\[5, 2\].*\[6, 2\]"),
         ({"rank": 16}, "rank 16 .*max_lora_rank 8"),
     ],
 )
-def test_pickled_weights_for_another_model_are_refused_though_vllm_would_take_them(
-    tmp_path: Path, shape: dict[str, int], why: str
+def test_weights_for_another_model_are_refused_though_vllm_would_take_them(
+    tmp_path: Path, name: str, shape: dict[str, int], why: str
 ) -> None:
-    write_weights(tmp_path, weights(**shape), "adapter_model.bin")
+    write_weights(tmp_path, weights(**shape), name)
     with pytest.raises(AdapterFailed, match=why):
         read_ahead(tmp_path, 8, BASE)
 
