@@ -128,7 +128,9 @@ class PoolingEngine(ScriptedEngine):
     async def explain(self, request: GenerationRequest) -> ExplainedRequest:
         if request.pooling is None:
             explained = await super().explain(request)
-            token_ids = self.texts.encode(str(request.prompt), special=request.add_special_tokens)
+            if isinstance(request.prompt, tuple):
+                return msgspec.structs.replace(explained, token_ids=list(request.prompt))
+            token_ids = self.texts.encode(request.prompt, special=request.add_special_tokens)
             return msgspec.structs.replace(explained, token_ids=token_ids)
         parameters = {"task": request.pooling.task, "use_activation": request.pooling.activation}
         return ExplainedRequest(token_ids=self._ids(request, request.pooling), parameters=parameters, copy=1)
