@@ -106,7 +106,7 @@ class CustomHandler:
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Request:
         if call.explanation is not None:
-            handler = f"{self._handler.entry_point}, function {self._handler.function}"
+            handler = f"{os.path.basename(self._handler.entry_point)}, function {self._handler.function}"
             call.explanation.because.append(f"the model's own handler takes every body: {handler}")
             raise Explained
         # A long form takes seconds to read, so a thread reads it.

@@ -522,3 +522,21 @@ def test_log_probabilities_of_prompts_are_refused_where_the_engine_would_die_of_
         "not served with option.enable_lora=true" in answer.text for answer in answers if answer.status_code != 200
     )
     assert lora.ping() == 200
+
+
+def test_an_adapter_is_explained_with_its_origin(lora: Server) -> None:
+    header = {"x-amzn-sagemaker-adapter-identifier": "blue"}
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    for path, body, headers, expected in (
+        ("/invocations", {"inputs": "a", "adapters": "blue"}, {}, {"from": "body", "fields": ["adapters"]}),
+        ("/invocations", {"inputs": "a"}, header, {"from": "header"}),
+        ("/v1/chat/completions", {**chat, "model": "blue"}, {}, {"from": "body", "fields": ["model"]}),
+        ("/v1/chat/completions", {**chat, "model": "blue", "unknown": 1}, {}, {"from": "body", "fields": ["model"]}),
+    ):
+        explained = lora.client.post(path, json=body, headers=headers | {"x-slipway-explain": "1"}).json()
+        assert explained["adapter"] == {"value": "blue", **expected}, (path, explained)
+    unknown = {"inputs": "a", "adapters": "no-such-adapter"}
+    refused = lora.client.post("/invocations", json=unknown)
+    explained = lora.client.post("/invocations", json=unknown, headers={"x-slipway-explain": "1"})
+    assert (explained.status_code, explained.content) == (refused.status_code, refused.content)
+    assert refused.status_code >= 400

@@ -262,3 +262,13 @@ def _started(model: Path, directory: Path, environment: dict[str, str]) -> tuple
         return server.process.wait(100), server.log_text()
     finally:
         server.stop()
+
+
+def test_an_explanation_needs_a_key(asking: Server, key: str) -> None:
+    for headers in ({"x-slipway-explain": "1"}, {"x-amzn-sagemaker-custom-attributes": "explain=1"}):
+        reply = asking.client.post("/invocations", json={"inputs": "a"}, headers=headers)
+        assert (reply.status_code, "prompts" in reply.text) == (401, False)
+        given = headers | {"authorization": f"Bearer {key}"}
+        explained = asking.client.post("/invocations", json={"inputs": "a"}, headers=given).json()
+        assert explained["cache_salt"] == "key"
+        assert key not in str(explained)

@@ -158,3 +158,19 @@ def test_calls_go_on_after_a_failure_of_the_loop_that_handles_messages(small_opt
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {"equal": CALLS, "copies": ["ready", "ready"], "continued": CALLS}
+
+
+def test_an_explanation_shows_the_copy_that_has_the_prompt(two: Server) -> None:
+    body = {"prompt": "An explanation of this prompt. " * 100, "max_tokens": 1}
+
+    def explained() -> tuple[int, int]:
+        (prompt,) = two.client.post("/v1/completions", json=body, headers={"x-slipway-explain": "1"}).json()["prompts"]
+        assert prompt["cached_tokens"] <= prompt["tokens"]
+        return prompt["copy"], prompt["cached_tokens"]
+
+    assert explained() == explained()
+    assert explained()[1] == 0
+    assert two.client.post("/v1/completions", json=body).status_code == 200
+    copy, cached = explained()
+    assert (copy, cached) == explained()
+    assert cached >= 256
