@@ -20,7 +20,7 @@ from container.models.registration import Registrar
 from container.models.registry import Model, Models
 from container.settings.server import ServerConfig
 from container.settings.settings import Settings
-from engines.errors import ContextExceeded, InvalidRequest, RequestError
+from engines.errors import ContextExceeded, InvalidRequest
 from engines.interface import ExplainedRequest, Generation, Sink
 from engines.loaded_model import ModelTexts
 from engines.pooling import Pooling, PoolingModel
@@ -101,7 +101,6 @@ class PoolingEngine(ScriptedEngine):
 
     kind: Kind = "embedding"
     numbers: Sequence[Any] = ((0.5, 0.5, 0.5, 0.5),)
-    failure: RequestError | None = None
     seen: list[GenerationRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -114,8 +113,6 @@ class PoolingEngine(ScriptedEngine):
         return ModelTexts(FakeTokenizer())
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        if self.failure is not None:
-            raise self.failure
         if request.pooling is None:
             raise InvalidRequest(f"the model is of the kind {self.kind}; it generates no text")
         ids = self._ids(request, request.pooling)
@@ -159,12 +156,12 @@ class Exchange:
         return [request.prompt for request in self.seen]
 
 
-def service_of(engine: PoolingEngine, places: int = 100, **settings: Any) -> Service:
+def service_of(engine: PoolingEngine, **settings: Any) -> Service:
     """Return a loaded model on the engine, with the handlers that the entry point makes."""
     model = configured(MODEL, model_id="org/model", revision="abc", **settings)
     if engine.pooling is not None:
         engine.pooling = replace(engine.pooling, default_prompt=model.default_prompt)
-    queue = EngineQueue(engine, places)
+    queue = EngineQueue(engine, 100)
     handlers = generation_handlers(model, queue)
     if engine.pooling is None:
         return Service(
@@ -182,10 +179,8 @@ async def ask(
     *,
     content: bytes | None = None,
     headers: dict[str, str] | None = None,
-    failure: RequestError | None = None,
     state: State = State.READY,
     server: dict[str, Any] | None = None,
-    places: int = 100,
     **settings: Any,
 ) -> Exchange:
     """Call a route: GET without a body, otherwise POST.
@@ -197,14 +192,12 @@ async def ask(
         numbers: The engine's numbers for each request.
         content: The body's bytes, in place of `document`.
         headers: Headers of the call.
-        failure: The engine refuses all requests with this error.
         state: The state of the model.
         server: Settings of the server.
-        places: The length of the engine's queue.
         settings: Settings of the model.
     """
-    engine = PoolingEngine(kind, numbers, failure)
-    service = service_of(engine, places, **settings)
+    engine = PoolingEngine(kind, numbers)
+    service = service_of(engine, **settings)
     server_settings = ServerConfig(**(server or {}))
     lifecycle = Lifecycle(Settings(server=server_settings, model=service.settings))
     lifecycle.stage, lifecycle.service = state, service if state is not State.STARTING else None
