@@ -6,6 +6,7 @@ import asyncio
 import base64
 import struct
 from collections.abc import Iterator
+from functools import partial
 from http import HTTPStatus
 from io import BytesIO
 from pathlib import Path
@@ -50,6 +51,7 @@ class Loading:
                 media_io_kwargs=media_io_kwargs,
                 allowed_local_media_path=options.get("path", ""),
                 allowed_media_domains=options.get("domains"),
+                **options.get("budgets", {}),
             )
             return list(await asyncio.gather(*(getattr(connector, f"fetch_{kind}_async")(url) for url in urls)))
 
@@ -164,7 +166,7 @@ def test_urls_are_fetched_from_allowed_networks_only() -> None:
     from vllm.exceptions import VLLMUnprocessableEntityError
 
     with hosting(encoded(40, 30)) as url:
-        with pytest.raises(VLLMUnprocessableEntityError, match="`image_url` cannot be fetched from a public address"):
+        with pytest.raises(VLLMUnprocessableEntityError, match=r"`image_url` cannot be fetched from a public address"):
             Loading().load("image", url)
         loading = Loading(allowed_media_networks=("127.0.0.0/8",))
         (image,) = loading.load("image", url)
@@ -192,19 +194,45 @@ def test_scores_take_no_images() -> None:
 
 @pytest.mark.parametrize("salt", ["", "of a key"])
 def test_media_that_clients_name_are_kept_apart_by_salts(salt: str) -> None:
-    from vllm.renderers import chat_utils
+    from engines.vllm.internals import module_of
 
     loading = Loading()
     loading.call.cache_salt = salt
 
     async def named() -> Any:
         current_call.set(loading.call)
-        return chat_utils._resolve_items({"image": [("x", "invoice-17"), ("y", None)]}, object(), {})
+        return module_of("_resolve_items")._resolve_items({"image": [("x", "invoice-17"), ("y", None)]}, object(), {})
 
     data, uuids = asyncio.run(named())
     assert data == {"image": ["x", "y"]}
     assert (uuids["image"][0] == "invoice-17", uuids["image"][1]) == (not salt, None)
     assert uuids == asyncio.run(named())[1]
+
+
+def test_the_budgets_of_the_next_vllm_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 gives the connector two more arguments, and its connection one."""
+    from vllm.exceptions import VLLMClientError
+    from vllm.multimodal.media import MediaConnector
+
+    class Budget:
+        def charge(self, size: int) -> None:
+            raise ValueError(f"{size} bytes are too many")
+
+    init, budget = MediaConnector.__init__, Budget()
+
+    def next_init(self: Any, *arguments: Any, decoded_budget: Any, download_budget: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        assert decoded_budget is download_budget is budget
+        fetch = self.connection.async_get_bytes
+        self.connection.async_get_bytes = partial(fetch, request_budget=download_budget)
+
+    monkeypatch.setattr(MediaConnector, "__init__", next_init)
+    loading = Loading(allowed_media_networks=("127.0.0.0/8",))
+    with (
+        hosting(encoded(40, 30)) as url,
+        pytest.raises(VLLMClientError, match=r"`image_url` cannot be loaded: .* bytes are too many"),
+    ):
+        loading.load("image", url, budgets={"decoded_budget": budget, "download_budget": budget})
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,9 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
         allowed_local_media_path: str = "",
         allowed_media_domains: list[str] | None = None,
         media: RequestMedia | None = None,
+        **budgets: Any,
     ) -> None:
+        """Create the connector. vLLM 0.33 has limits of its own for a request: `decoded_budget`, `download_budget`."""
         media = media or current_call.get().media
         assert media is not None
         self._media = media
@@ -104,6 +106,7 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
             _Connection(self._media, allowed_media_domains or []),
             allowed_local_media_path=allowed_local_media_path,
             allowed_media_domains=allowed_media_domains,
+            **budgets,
         )
 
     async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
@@ -247,6 +250,8 @@ class _BoundedIO(MediaIO):  # type: ignore[misc]
     def __init__(self, media_io: Any, media: RequestMedia) -> None:
         super().__init__()
         self._io, self._media = media_io, media
+        # vLLM 0.33 charges the frames of a video to the budget of its `image_io`.
+        self.decoded_budget = getattr(media_io, "decoded_budget", None)
         if isinstance(media_io, VideoMediaIO):
             media_io.image_io = _BoundedIO(media_io.image_io, media)
             media_io.video_loader = _bounded_loader(type(media_io.video_loader), media)
@@ -384,8 +389,18 @@ class _Connection(HTTPConnection):  # type: ignore[misc]
 
     async def async_get_bytes(self, url: str, **options: Any) -> bytes:
         most = options.get("max_bytes")  # vLLM limits sounds alone.
+        budget = options.get("request_budget")  # vLLM 0.33's limit of all downloads of a request.
+
+        def count(size: int) -> None:
+            self._media.add_download(size)
+            if budget is not None:
+                try:
+                    budget.charge(size)
+                except ValueError as error:
+                    raise InvalidRequest(f"cannot be loaded: {error}") from None
+
         async with self._media.download():
             try:
-                return await self._downloader.fetch(url, options["timeout"], self._media.add_download, most)
+                return await self._downloader.fetch(url, options["timeout"], count, most)
             except TooLarge:
                 raise InvalidRequest(_SOUND_TOO_LARGE) from None
