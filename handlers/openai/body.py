@@ -110,7 +110,7 @@ class Body(_Strict, kw_only=True, omit_defaults=True):
     min_tokens: _Natural = 0
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool | msgspec.UnsetType = msgspec.UNSET
     spaces_between_special_tokens: bool = True
     response_format: _ResponseFormat | None = None
     structured_outputs: _StructuredOutputs | None = None
@@ -166,7 +166,10 @@ def sampling_of(body: Body, defaults: Mapping[str, Any], max_tokens: int | None)
         stop_token_ids=tuple(dict.fromkeys((*(body.stop_token_ids or ()), *(defaults.get("stop_token_ids") or ())))),
         include_stop_str_in_output=body.include_stop_str_in_output,
         ignore_eos=body.ignore_eos,
-        skip_special_tokens=body.skip_special_tokens,
+        # The model's default is vLLM 0.33's.
+        skip_special_tokens=defaults.get("skip_special_tokens", True)
+        if body.skip_special_tokens is msgspec.UNSET
+        else body.skip_special_tokens,
         spaces_between_special_tokens=body.spaces_between_special_tokens,
         bad_words=tuple(body.bad_words),
         logit_bias=_logit_bias(body.logit_bias),

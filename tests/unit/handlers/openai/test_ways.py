@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from engines.errors import InvalidRequest, Overloaded, UnknownAdapter
 from engines.request import FinishReason, GenerationRequest, TokenDelta
 from handlers.contract import Call
+from handlers.openai.body import read_completion, sampling_of
 from handlers.openai.contract import OpenAIContract
 from handlers.openai.handler import OpenAIHandler
 from handlers.openai.vllm_call import VllmApp
@@ -180,3 +182,15 @@ async def test_sagemakers_header_names_the_adapter() -> None:
     assert [request.adapter for request in ways.requests] == ["a", None]
     with pytest.raises(UnknownAdapter):
         await ways.ask(b'{"prompt": "Hi"}', **named("other"))
+
+
+@pytest.mark.parametrize(
+    ("given", "default", "skips"),
+    [({}, {}, True), ({}, {"skip_special_tokens": False}, False)]
+    + [({"skip_special_tokens": value}, {"skip_special_tokens": not value}, value) for value in (True, False)],
+)
+def test_the_model_says_if_special_tokens_are_skipped_unless_the_body_does(
+    given: dict[str, bool], default: dict[str, bool], skips: bool
+) -> None:
+    body = read_completion(json.dumps({"prompt": "x", **given}).encode())
+    assert sampling_of(body, default, 16).skip_special_tokens is skips
