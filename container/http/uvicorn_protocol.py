@@ -1,7 +1,7 @@
 """Extends uvicorn's HTTP protocol: limits, joined writes, HTTP/1.0, protocol offers, half-closed clients.
 
 No other module touches uvicorn's internals. This module was run with uvicorn 0.54.0. `check_uvicorn` refuses other
-releases when the server starts. tests/unit/container/http/test_uvicorn_protocol.py fails if one of these names has moved:
+releases when the server starts. test_uvicorn_protocol.py fails if one of these names has moved:
 
 - `HttpToolsProtocol`: the callbacks of httptools' parser, of the transport and of the server that are overridden below,
   and its fields `cycle`, `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`; `scope`
