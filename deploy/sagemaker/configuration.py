@@ -71,6 +71,18 @@ Topic = Annotated[
         "arn:aws:sns:us-east-1:123456789012:topic",
     ),
 ]
+Reservation = Annotated[
+    str,
+    _matching(
+        r"arn:aws[a-z-]*:sagemaker:[a-z0-9-]*:[0-9]{12}:[a-z0-9-]{1,14}/.*",
+        "the ARN of a capacity reservation",
+        "arn:aws:sagemaker:us-east-1:123456789012:training-plan/name",
+    ),
+]
+MachineImage = Annotated[
+    str,
+    _matching(r"al[a-z0-9-]+", "a version of SageMaker's machine image", "al2023-ami-sagemaker-inference-gpu-4-1"),
+]
 Text = str | int | float | bool
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -89,6 +101,12 @@ class Capacity(_Table, frozen=True):
 
     min: Count
     max: Annotated[int, Meta(ge=1)]
+    # The instances that SageMaker may end: "idle-release" ends empty instances. "consolidation" also moves copies.
+    scale_in: (
+        Annotated[str, _matching("idle-release|consolidation", "idle-release or consolidation", "idle-release")] | None
+    ) = None
+    scale_in_step: Annotated[int, Meta(ge=1, le=100)] | None = None  # Instances that a consolidation ends at a time.
+    scale_in_cooldown: Annotated[int, Meta(ge=5, le=1440)] | None = None  # Minutes before a consolidation.
 
 
 class Component(_Table, frozen=True):
@@ -98,6 +116,8 @@ class Component(_Table, frozen=True):
     copies: Count = 1
     cpus: Positive | None = None
     memory_mb: Annotated[int, Meta(ge=128)] = 1024  # Memory of the host that is reserved for a copy.
+    max_memory_mb: Annotated[int, Meta(ge=128)] | None = None  # Memory of the host that a copy may use.
+    placement: Annotated[str, _matching("spread|binpack", "spread or binpack", "spread")] | None = None
 
 
 class AdapterComponent(_Table, frozen=True):
@@ -171,6 +191,7 @@ class Rollout(_Table, frozen=True):
     ] = "blue-green"
     step_percent: Annotated[int, Meta(ge=5, le=50)] = 50
     wait: Annotated[int, Meta(ge=0, le=3600)] = 300  # Seconds between steps, and before the old instances end.
+    timeout: Annotated[int, Meta(ge=600, le=28800)] | None = None  # Seconds for the whole update.
     alarms: tuple[str, ...] = ()
 
 
@@ -186,6 +207,11 @@ class Configuration(_Table, frozen=True, kw_only=True):
     role: str | None = None  # ARN of the execution role. None: the stack creates one.
     instance_type: InstanceType | None = None
     instances: Annotated[int, Meta(ge=1)] = 1
+    inference_ami_version: MachineImage | None = None  # None: for GPUs, the version with the newest driver.
+    volume_gb: Annotated[int, Meta(ge=1, le=512)] | None = None  # Of an instance without a disk of its own.
+    reservation: Reservation | None = None  # The instances come from this reservation only.
+    ssm_access: bool = False  # A shell on the instances, by Systems Manager.
+    core_dumps: S3Prefix | None = None  # Core dumps of the container.
     env: dict[str, Text] = {}
     tags: dict[str, Text] = {}
     download_timeout: Seconds = 1800  # Seconds in which SageMaker has to download the model from S3.
@@ -445,6 +471,12 @@ def _problems(read: Configuration) -> Iterator[str]:
         if scaling.min == 0 and read.component and not variants and (not read.capacity or read.capacity.min > 0):
             yield "autoscaling.min is 0; expected capacity.min = 0, too: without it the instances stay"
     yield from _refused_by_sagemaker(read)
+    if (capacity := read.capacity) and capacity.scale_in != "consolidation":
+        for name in ("scale_in_step", "scale_in_cooldown"):
+            if getattr(capacity, name) is not None:
+                yield f'capacity.{name}: expected capacity.scale_in = "consolidation", too'
+    if read.component and (most := read.component.max_memory_mb) and most < read.component.memory_mb:
+        yield f"component.max_memory_mb is {most}; expected at least memory_mb, which is {read.component.memory_mb}"
     if read.adapters and not read.component:
         yield "adapters: expected a [component] table, too: an adapter is an inference component on top of another one"
     for number, adapter in enumerate(read.adapters):

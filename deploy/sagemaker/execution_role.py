@@ -50,6 +50,7 @@ def execution_policy(configuration: Configuration) -> dict[str, Any]:
         ]
     written = [asynchronous.output, asynchronous.failure] if asynchronous else []
     written += [capture.destination] if capture else []
+    written += [configuration.core_dumps] if configuration.core_dumps else []
     if places := [_objects(location) for location in written if location]:
         statements.append(_allow("Write", "s3", "AbortMultipartUpload PutObject", places))
     topics = (asynchronous.success_topic, asynchronous.error_topic) if asynchronous else ()

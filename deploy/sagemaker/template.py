@@ -16,6 +16,7 @@ from deploy.sagemaker.configuration import (
     AdapterComponent,
     Asynchronous,
     Autoscaling,
+    Capacity,
     Component,
     Configuration,
     ConfigurationError,
@@ -200,13 +201,34 @@ def _variant(configuration: Configuration) -> Properties:
         "InstanceType": instance_type,
         "InitialInstanceCount": configuration.instances,
         "RoutingConfig": _routing(configuration.prefix_aware_routing),
-        "InferenceAmiVersion": MACHINE_IMAGE if has_gpu else None,
-        "ManagedInstanceScaling": capacity
-        and {"Status": "ENABLED", "MinInstanceCount": capacity.min, "MaxInstanceCount": capacity.max},
+        "InferenceAmiVersion": configuration.inference_ami_version or (MACHINE_IMAGE if has_gpu else None),
+        "ManagedInstanceScaling": _capacity(capacity) if capacity else None,
+        "VolumeSizeInGB": configuration.volume_gb,
+        "EnableSSMAccess": configuration.ssm_access or None,
+        "CoreDumpConfig": configuration.core_dumps and {"DestinationS3Uri": configuration.core_dumps},
+        "CapacityReservationConfig": configuration.reservation
+        and {
+            "CapacityReservationPreference": "capacity-reservations-only",
+            "MlReservationArn": configuration.reservation,
+        },
     }
     if configuration.component:
         return variant
     return {**variant, "ModelName": _MODEL_NAME, "InitialVariantWeight": 1.0, **_timeouts(configuration)}
+
+
+def _capacity(capacity: Capacity) -> Properties:
+    policy = {
+        "Strategy": {"idle-release": "IDLE_RELEASE", "consolidation": "CONSOLIDATION", None: None}[capacity.scale_in],
+        "MaximumStepSize": capacity.scale_in_step,
+        "CooldownInMinutes": capacity.scale_in_cooldown,
+    }
+    return {
+        "Status": "ENABLED",
+        "MinInstanceCount": capacity.min,
+        "MaxInstanceCount": capacity.max,
+        "ScaleInPolicy": policy if capacity.scale_in else None,
+    }
 
 
 def _routing(prefix_aware: PrefixAwareRouting | None) -> Properties:
@@ -248,7 +270,11 @@ def _rollout(rollout: Rollout | None, *, component: bool = False) -> Properties 
     alarms = [{"AlarmName": name} for name in rollout.alarms]
     rollback = {"Alarms": alarms} if alarms else None
     if component or rollout.strategy == "rolling":
-        rolling = {"MaximumBatchSize": step, "WaitIntervalInSeconds": rollout.wait}
+        rolling = {
+            "MaximumBatchSize": step,
+            "WaitIntervalInSeconds": rollout.wait,
+            "MaximumExecutionTimeoutInSeconds": rollout.timeout,
+        }
         return {"RollingUpdatePolicy": rolling, "AutoRollbackConfiguration": rollback}
     routing = {
         "Type": {"blue-green": "ALL_AT_ONCE", "canary": "CANARY", "linear": "LINEAR"}[rollout.strategy],
@@ -256,7 +282,11 @@ def _rollout(rollout: Rollout | None, *, component: bool = False) -> Properties 
         "CanarySize": step if rollout.strategy == "canary" else None,
         "LinearStepSize": step if rollout.strategy == "linear" else None,
     }
-    policy = {"TrafficRoutingConfiguration": routing, "TerminationWaitInSeconds": 0}
+    policy = {
+        "TrafficRoutingConfiguration": routing,
+        "TerminationWaitInSeconds": 0,
+        "MaximumExecutionTimeoutInSeconds": rollout.timeout,
+    }
     return {"BlueGreenUpdatePolicy": policy, "AutoRollbackConfiguration": rollback}
 
 
@@ -272,8 +302,15 @@ def _component(configuration: Configuration, component: Component) -> Properties
             "StartupParameters": _timeouts(configuration),
             "ComputeResourceRequirements": {
                 "MinMemoryRequiredInMb": component.memory_mb,
+                "MaxMemoryRequiredInMb": component.max_memory_mb,
                 "NumberOfAcceleratorDevicesRequired": component.gpus or None,
                 "NumberOfCpuCoresRequired": component.cpus,
+            },
+            # CloudFormation requires both properties. The balance does not keep a copy from being placed.
+            "SchedulingConfig": component.placement
+            and {
+                "PlacementStrategy": component.placement.upper(),
+                "AvailabilityZoneBalance": {"EnforcementMode": "PERMISSIVE"},
             },
             # Keep the image and the model on the instances, for faster scale-out.
             "DataCacheConfig": {"EnableCaching": True},

@@ -49,6 +49,11 @@ def configurations(draw: st.DrawFn) -> Configuration:
         **maybe("tags", st.just({"team": "search", "app": "my-llm"})),
         **maybe("download_timeout", st.sampled_from([60, 3600])),
         **maybe("startup_timeout", st.sampled_from([60, 3600])),
+        **maybe("inference_ami_version", st.just("al2-ami-sagemaker-inference-gpu-3-1")),
+        **maybe("volume_gb", st.sampled_from([1, 512])),
+        **maybe("reservation", st.just(f"arn:{aws}:sagemaker:{region}:{ACCOUNT}:training-plan/gpus")),
+        **maybe("ssm_access", st.booleans()),
+        **maybe("core_dumps", st.just("s3://dumps")),
         **maybe("rollout", _rollouts()),
         **maybe("autoscaling", _ranges({"target": 3.5})),
         **maybe("data_capture", _captures()),
@@ -102,5 +107,6 @@ def _rollouts() -> st.SearchStrategy[dict[str, Any]]:
             "strategy": st.sampled_from(["blue-green", "canary", "linear", "rolling"]),
             "step_percent": st.sampled_from([10, 50]),
             "alarms": st.just(["my-llm-errors"]),
+            "timeout": st.sampled_from([600, 28800]),
         }
     )

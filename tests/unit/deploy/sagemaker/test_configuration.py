@@ -125,6 +125,21 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"properties": {"EndpointConfiguration": {"ProductionVariants": _SERVERLESS}}}, "expected no ServerlessConfig"),
     ({"properties": {"EndpointConfiguration": {"ProductionVariants": [_SERVERLESS]}}}, "expected no ServerlessConfig"),
+    ({"reservation": "gpus"}, "reservation: expected the ARN of a capacity reservation, such as arn:aws:sagemaker:"),
+    ({"inference_ami_version": "newest one"}, "inference_ami_version: expected a version of SageMaker's machine image"),
+    (
+        {"capacity": {"min": 1, "max": 2, "scale_in": "all"}},
+        "capacity.scale_in: expected idle-release or consolidation",
+    ),
+    (
+        {"component": {"gpus": 1}, "capacity": {"min": 1, "max": 2, "scale_in_step": 2}},
+        'capacity.scale_in_step: expected capacity.scale_in = "consolidation", too',
+    ),
+    ({"component": {"gpus": 1, "placement": "any"}}, "component.placement: expected spread or binpack"),
+    (
+        {"component": {"gpus": 1, "max_memory_mb": 512}},
+        "component.max_memory_mb is 512; expected at least memory_mb, which is 1024",
+    ),
     ({"nmae": "x"}, "nmae: there is no such field; did you mean name?"),
 ]
 
@@ -260,14 +275,23 @@ _LIMITS = [
     ("PrefixAwareRoutingConfig", "ConcurrencyThreshold", "prefix_aware_routing.concurrency_threshold"),
     ("AsyncInferenceClientConfig", "MaxConcurrentInvocationsPerInstance", "async.concurrency"),
     ("DataCaptureConfig", "InitialSamplingPercentage", "data_capture.percent"),
+    ("ProductionVariant", "VolumeSizeInGB", "volume_gb"),
+    ("ProductionVariantManagedInstanceScalingScaleInPolicy", "MaximumStepSize", "capacity.scale_in_step"),
+    ("ProductionVariantManagedInstanceScalingScaleInPolicy", "CooldownInMinutes", "capacity.scale_in_cooldown"),
+    ("RollingUpdatePolicy", "MaximumExecutionTimeoutInSeconds", "rollout.timeout"),
 ]
+
+
+def _holds(kind: str, path: str) -> bool:
+    """Return True if a configuration has the table of a field."""
+    return "." not in path or path.partition(".")[0] in VALUES[kind]
 
 
 @pytest.mark.parametrize(("shape", "member", "path"), _LIMITS, ids=[path for _, _, path in _LIMITS])
 def test_the_limits_of_a_number_are_those_of_sagemakers_service_model(shape: str, member: str, path: str) -> None:
     known: Any = get_session().get_service_model("sagemaker").shape_for(shape)
     least, most = (known.members[member].metadata[end] for end in ("min", "max"))
-    kind = "asynchronous" if path.startswith("async") else "private"
+    kind = next(kind for kind in ("private", "asynchronous", "everything") if _holds(kind, path))
 
     def read(number: int) -> Configuration:
         return read_configuration(merge_tables(VALUES[kind], read_options({"set": [f"{path}={number}"]})))

@@ -54,8 +54,9 @@ def test_a_role_may_read_the_requests_and_write_the_answers_of_asynchronous_call
     assert made["Notify"]["Resource"] == ["arn:aws:sns:eu-west-1:111122223333:answers"]
 
 
-def test_a_role_may_write_captured_requests() -> None:
-    assert _statements("everything")["Write"]["Resource"] == ["arn:aws:s3:::captured/all/*"]
+def test_a_role_may_write_captured_requests_and_core_dumps() -> None:
+    written = ["arn:aws:s3:::captured/all/*", "arn:aws:s3:::dumps/llm/*"]
+    assert _statements("everything")["Write"]["Resource"] == written
     assert "Write" not in _statements("scale_to_zero")
 
 

@@ -253,6 +253,83 @@ def test_prefix_aware_routing_and_data_capture_are_in_the_endpoints_configuratio
     }
 
 
+def test_the_instances_have_the_reservation_the_driver_and_the_disk_that_are_given() -> None:
+    made = template(configuration("everything"))["Resources"]
+    (variant,) = made["EndpointConfiguration"]["Properties"]["ProductionVariants"]
+    expected = {
+        "InferenceAmiVersion": "al2-ami-sagemaker-inference-gpu-3-1",
+        "VolumeSizeInGB": 256,
+        "EnableSSMAccess": True,
+        "CoreDumpConfig": {"DestinationS3Uri": "s3://dumps/llm/"},
+        "CapacityReservationConfig": {
+            "CapacityReservationPreference": "capacity-reservations-only",
+            "MlReservationArn": "arn:aws:sagemaker:eu-west-1:111122223333:training-plan/gpus",
+        },
+        "ManagedInstanceScaling": {
+            "Status": "ENABLED",
+            "MinInstanceCount": 0,
+            "MaxInstanceCount": 2,
+            "ScaleInPolicy": {"Strategy": "CONSOLIDATION", "MaximumStepSize": 2, "CooldownInMinutes": 5},
+        },
+    }
+    assert variant.items() >= expected.items()
+    component = made["InferenceComponent"]["Properties"]
+    assert component["Specification"]["SchedulingConfig"]["PlacementStrategy"] == "BINPACK"
+    assert component["Specification"]["ComputeResourceRequirements"]["MaxMemoryRequiredInMb"] == 4096
+    assert component["DeploymentConfig"]["RollingUpdatePolicy"]["MaximumExecutionTimeoutInSeconds"] == 7200
+    (plain,) = template(configuration("real_time"))["Resources"]["EndpointConfiguration"]["Properties"][
+        "ProductionVariants"
+    ]
+    assert plain.keys().isdisjoint(expected.keys() - {"InferenceAmiVersion"})
+
+
+# Parameters of SageMaker's calls that have no field, by the reason.
+_WITHOUT_FIELD = {
+    "in `properties`": """
+        Model.VpcConfig Model.EnableNetworkIsolation EndpointConfig.VpcConfig EndpointConfig.EnableNetworkIsolation
+        EndpointConfig.KmsKeyId Variant.InstancePools Variant.VariantInstanceProvisionTimeoutInSeconds
+        Container.ImageConfig
+        """,
+    "CloudFormation does not have it": """
+        Variant.AcceleratorPartitionLayouts Container.AdditionalModelDataSources EndpointConfig.CrossRegionTrafficConfig
+        """,
+    "CloudFormation has it for components alone": "Container.ContainerMetricsConfig",
+    "it is for other containers, or for several in a row": """
+        Model.Containers Model.InferenceExecutionConfig Container.ContainerHostname Container.Mode
+        Container.MultiModelConfig Container.ModelPackageName Container.InferenceSpecificationName
+        Container.ModelDataUrl EndpointConfig.ExplainerConfig EndpointConfig.ShadowProductionVariants
+        Variant.ServerlessConfig Variant.AcceleratorType
+        """,
+    "CloudFormation chooses it, or copies it from the stack": """
+        Model.ModelName Model.Tags EndpointConfig.EndpointConfigName EndpointConfig.Tags
+        """,
+}
+
+
+def test_each_parameter_of_sagemakers_calls_has_a_field_or_a_reason() -> None:
+    service = get_session().get_service_model("sagemaker")
+    shapes = {
+        "Model": service.operation_model("CreateModel").input_shape,
+        "Container": service.shape_for("ContainerDefinition"),
+        "EndpointConfig": service.operation_model("CreateEndpointConfig").input_shape,
+        "Variant": service.shape_for("ProductionVariant"),
+    }
+    known = {f"{owner}.{name}" for owner, shape in shapes.items() for name in getattr(shape, "members", ())}
+    made = set()
+    for name in VALUES:
+        plain = {key: value for key, value in VALUES[name].items() if key != "properties"} | {
+            "instance_type": "ml.g5.xlarge"
+        }
+        resources = template(read_configuration(plain))["Resources"]
+        model, config = resources["Model"]["Properties"], resources["EndpointConfiguration"]["Properties"]
+        owners = {"Model": model, "Container": model["PrimaryContainer"], "EndpointConfig": config}
+        owners["Variant"] = config["ProductionVariants"][0]
+        made |= {f"{owner}.{key}" for owner, properties in owners.items() for key in properties}
+    without = {name for names in _WITHOUT_FIELD.values() for name in names.split()}
+    assert made | without == known
+    assert not made & without
+
+
 def test_an_asynchronous_endpoint_has_its_places_topics_and_bound() -> None:
     made = template(configuration("asynchronous"))["Resources"]["EndpointConfiguration"]["Properties"]
     topic = "arn:aws:sns:eu-west-1:111122223333:answers"
