@@ -11,8 +11,9 @@ HOST = 127.0.0.1
 PORT ?= 8080
 # Processes that run tests side by side. 0: pytest's own process runs all tests.
 WORKERS ?= 2
-# Unit tests often wait.
+# Unit tests often wait, and so do slow tests.
 UNIT_WORKERS ?= 3
+SLOW_WORKERS ?= 3
 # The Pythons of `make pythons`, in addition to that of VENV. uv downloads those that it does not find.
 OTHER_PYTHONS ?= 3.12 3.13
 UNIT := tests --ignore tests/live -m "not live and not image and not gpu and not slow"
@@ -26,7 +27,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := $(BIN)/uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
 
-.PHONY: help install install-dev run test lint unit coverage pythons live slow long chaos fuzz soak overload deaths \
+.PHONY: help install install-dev run test lint unit coverage pythons live slow live-and-slow long chaos fuzz soak overload deaths \
 	engine-arguments next-vllm \
 	bench bench-front-end gpu-proof gpu-needs next-vllm-needs image image-test lock clean
 
@@ -52,8 +53,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed-$(DEVICE)
 
 # vLLM uses FlashInfer's sampler, which is compiled at the first start, with ninja and the toolkit in CUDA_HOME.
 ifeq ($(DEVICE),gpu)
-run live slow bench bench-front-end gpu-proof: export CUDA_HOME ?= $(abspath $(VENV))/cuda
-run live slow bench bench-front-end gpu-proof: export PATH := $(abspath $(BIN)):$(PATH)
+run live slow live-and-slow bench bench-front-end gpu-proof: export CUDA_HOME ?= $(abspath $(VENV))/cuda
+run live slow live-and-slow bench bench-front-end gpu-proof: export PATH := $(abspath $(BIN)):$(PATH)
 endif
 
 # exec: make passes signals to the process of the recipe, which has to be the server.
@@ -101,8 +102,12 @@ live: install-dev ## Run tests with the real engine and real clients
 	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "live and not slow and not long"
 
 slow: install-dev ## Run the tests that `make test` leaves to CI: deaths of engines, Ray, the console, rare modes
-	$(BIN)/python -m pytest tests/unit -n $(WORKERS) -m slow
-	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "slow and not long"
+	$(BIN)/python -m pytest tests/unit -n $(SLOW_WORKERS) -m slow
+	$(BIN)/python -m pytest tests/chaos tests/live -n $(SLOW_WORKERS) -m "slow and not long"
+
+live-and-slow: install-dev ## Run `make live` and `make slow` in one, as CI does: a server that both need starts once
+	$(BIN)/python -m pytest tests/unit -n $(SLOW_WORKERS) -m slow
+	$(BIN)/python -m pytest tests/chaos tests/live -n $(SLOW_WORKERS) -m "live and not long"
 
 long: install-dev ## Run the tests that CI leaves out: replicas on Ray, and the programs below
 	$(BIN)/python -m pytest tests/live -m long
