@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from handlers.contract import Reply
 from handlers.lmi.chat_answers import LmiChatForm
 from handlers.lmi.chat_conversion import LmiChatShape
 from handlers.lmi.converted_reply import ShapedReply
@@ -42,16 +41,6 @@ def test_a_stream_begins_with_its_first_record() -> None:
     assert b"".join(writer.parts).count(b"\n") == 2
 
 
-def test_an_error_before_the_first_record_has_a_status() -> None:
-    reply, writer = shaped()
-    reply.start(200, "text/event-stream")
-    reply.write(ERROR)
-    reply.write(DONE)
-    reply.end(b"")
-    assert writer.whole == Reply(424, "application/json", b'{"error":"too long","code":424}')
-    assert not writer.status
-
-
 def test_an_error_midway_ends_the_stream_in_its_own_frame() -> None:
     reply, writer = shaped()
     reply.start(200, "text/event-stream")
@@ -67,10 +56,3 @@ def test_a_stream_without_any_record_is_empty() -> None:
     reply.start(200, "text/event-stream")
     reply.end(DONE)
     assert (writer.status, writer.ended, b"".join(writer.parts)) == (200, True, b"")
-
-
-def test_a_whole_reply_is_shaped() -> None:
-    reply, writer = shaped()
-    reply.reply(Reply(400, "application/json", b'{"error":{"message":"no","code":400}}'))
-    assert writer.whole is not None
-    assert writer.whole.status == 424
