@@ -112,6 +112,11 @@ class PoolingEngine(ScriptedEngine):
     def texts(self) -> ModelTexts:
         return ModelTexts(FakeTokenizer())
 
+    async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
+        if request.pooling is None:
+            return await super().prompt_token_ids(request)
+        return self._ids(request, request.pooling)
+
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         if request.pooling is None:
             raise InvalidRequest(f"the model is of the kind {self.kind}; it generates no text")
@@ -134,9 +139,11 @@ class PoolingEngine(ScriptedEngine):
 
     def _ids(self, request: GenerationRequest, pooling: Pooling) -> list[int]:
         most, cut = CONTEXT if pooling.cut is not None else 1000, pooling.cut or "right"
-        ids, _ = self.texts.encode_cut(
-            str(request.prompt), pooling.second, most, cut, special=request.add_special_tokens
-        )
+        if isinstance(request.prompt, str):
+            special = request.add_special_tokens
+            ids, _ = self.texts.encode_cut(request.prompt, pooling.second, most, cut, special=special)
+        else:
+            ids = list(request.prompt)
         if len(ids) > CONTEXT:
             raise ContextExceeded(len(ids), 0, CONTEXT)
         return ids

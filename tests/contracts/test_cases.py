@@ -35,6 +35,7 @@ from handlers.lmi.invocations import InvocationsHandler
 from handlers.lmi.sessions import Sessions
 from handlers.loaded_service import Service
 from handlers.openai.contract import OpenAIContract
+from handlers.openai.embeddings import EmbeddingsContract
 from handlers.openai.handler import OpenAIHandler
 from handlers.openai.vllm_call import VllmApp
 from handlers.queue import EngineQueue
@@ -109,7 +110,9 @@ async def exchanged(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     vllm = case.get("vllm", {"status": 501, "body": ""})
     media_type = vllm.get("content-type", "application/json")
     front_end = VllmApp(Response(vllm["body"], vllm.get("status", 200), media_type=media_type), None)
-    openai = OpenAIHandler(front_end, queue, OpenAIContract(FRONT_END), FRONT_END.model)
+    embeddings = EmbeddingsContract(FRONT_END.model, FRONT_END.accepts, FRONT_END.adapters)
+    common = OpenAIContract(FRONT_END) if engine.pooling is None else embeddings
+    openai = OpenAIHandler(front_end, queue, common, FRONT_END.model)
     if engine.pooling is None:
         lmi = EngineHandler(queue, lmi_contract(settings.model, engine), refuse_unread=overloaded)
         invocations: Any = InvocationsHandler(
