@@ -233,7 +233,8 @@ def test_vectors_are_explained_whoever_makes_the_request(host: Server, tmp_path:
         body = {"model": model.name, "input": ["a", "b c"]}
         ours = explanation(model, "/v1/embeddings", body)
         vllms = explanation(model, "/v1/embeddings", {**body, "unknown": 1})
-        tei = explanation(model, f"/embed?model_name={model.name}", {"inputs": ["a", "b c"], "normalize": False})
+        route = {"x-amzn-sagemaker-custom-attributes": "route=/embed"}
+        tei = explanation(model, "/invocations", {"inputs": ["a", "b c"], "normalize": False}, **route)
         usage = model.client.post("/v1/embeddings", json=body).json()["usage"]
     ids = [[prompt["token_ids"] for prompt in found["prompts"]] for found in (ours, vllms, tei)]
     assert ids[0] == ids[1] == ids[2]
