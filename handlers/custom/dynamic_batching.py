@@ -160,7 +160,7 @@ class _Call:
             self._end_worker()
 
     def _end_worker(self) -> None:
-        self._worker.end(f"was ended because it {self._settings.overdue}")
+        self._worker.end_hung(f"was ended because it {self._settings.overdue}")
 
     def _fail(self, status: int, message: str, kind: str = "EngineException") -> None:
         for request in self._requests:

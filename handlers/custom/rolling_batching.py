@@ -131,7 +131,7 @@ class RollingBatcher:
     def _on_timeout(self) -> None:
         failure = payload_error(f"the handler {self._settings.overdue}")
         self._fail(Reply(FAILED_DEPENDENCY, JSON, failure), failure)
-        self.worker.end(f"was ended because it {self._settings.overdue}")
+        self.worker.end_hung(f"was ended because it {self._settings.overdue}")
 
     def _fail_step(self, output: Message) -> None:
         """Fail all requests, because the step's output does not have a part for each request."""

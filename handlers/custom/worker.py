@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Protocol
 import djl_python
 from engines.daemon_thread import in_daemon_thread
 from engines.interface import EngineStartError
+from engines.stacks import SIGNAL, Stack, stack_file, stacks_of
 from handlers.custom import worker_process
 from handlers.custom.engine_call import EngineCall, EngineLoader
 from handlers.custom.metrics import HandlerMetrics
@@ -41,6 +42,7 @@ _SDK = str(Path(djl_python.__path__[0]).absolute())
 _EXIT_PATIENCE = 1.0  # Seconds between the end of a worker's connection and the end of its process.
 _TERMINATION_PATIENCE = 2.0  # Seconds between SIGTERM and SIGKILL.
 _PIPE_PATIENCE = 0.5  # Seconds to read the rest of the output after the process has ended.
+_STACK_SECONDS = 1.0  # The time for a worker that hangs to write its stacks.
 _TAIL_LINES = 20  # Lines of a worker's output that an error message repeats.
 _MAX_LINE = 32 * 1024  # Bytes. A longer line is logged in pieces.
 
@@ -86,6 +88,7 @@ class Worker:
         self.takes_batches = True  # The handler may get dynamic batches.
         self.started = time.time()  # Seconds since the epoch.
         self.pid: int | None = None
+        self.stacks: Sequence[Stack] = ()  # Of its threads, if it was ended because it hung.
         self._plan = plan
         self._on_end = on_end
         self._receivers: dict[int, AnswerReceiver] = {}
@@ -102,6 +105,7 @@ class Worker:
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)  # The last lines of the worker's output.
         self._writer: asyncio.StreamWriter | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._hanging: asyncio.Task[None] | None = None  # Ends the worker after it has written its stacks.
 
     async def start(self) -> None:
         """Start the process and load the handler.
@@ -125,18 +129,20 @@ class Worker:
     async def _spawn(self) -> None:
         server_end, worker_end = socket.socketpair()
         output, pipe = os.pipe()
+        stacks = stack_file()
         # A thread reads the pipe. asyncio would wait until all processes that the handler started have closed it.
         log = asyncio.ensure_future(in_daemon_thread(partial(self._log_output, output)))
         try:
             reader, self._writer = await asyncio.open_unix_connection(sock=server_end, limit=CREDIT_BYTES)
             process = await asyncio.create_subprocess_exec(
                 *(self._plan.python, "-u", "-X", "faulthandler", _LAUNCH, str(worker_end.fileno()), _SDK),
+                *(str(stacks), str(SIGNAL)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=pipe,
                 stderr=pipe,
                 cwd=self._plan.load_request.model_dir,
                 env=dict(self._plan.environment),
-                pass_fds=(worker_end.fileno(),),
+                pass_fds=(worker_end.fileno(), stacks),
                 start_new_session=True,
             )
         except OSError as error:
@@ -148,6 +154,7 @@ class Worker:
         finally:
             worker_end.close()
             os.close(pipe)
+            os.close(stacks)
         self.pid = process.pid
         self._watching = asyncio.create_task(self._watch(process, reader, log))
 
@@ -175,6 +182,19 @@ class Worker:
         """Kill the process and all processes that it started. The receivers and `on_end` are called soon after."""
         self._reason = self._reason or reason
         self._signal_group(signal.SIGKILL)
+
+    def end_hung(self, reason: str) -> None:
+        """Have the process write its stacks, for at most a second, and then end it."""
+        if self._hanging is None:
+            self._hanging = asyncio.create_task(self._end_hung(reason))
+
+    async def _end_hung(self, reason: str) -> None:
+        try:
+            if self.pid is not None and not self._ended:
+                written = partial(stacks_of, (self.pid,), _STACK_SECONDS)
+                self.stacks = (await in_daemon_thread(written)).get(self.pid, ())
+        finally:
+            self.end(reason)
 
     async def kill(self, reason: str) -> None:
         """Kill the process and wait for its end."""

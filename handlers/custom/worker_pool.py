@@ -8,9 +8,10 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from engines.interface import EngineStartError
+from engines.stacks import Stack
 from handlers.contract import ContractError
 from handlers.custom.dynamic_batching import DynamicBatcher
 from handlers.custom.metrics import HandlerMetrics
@@ -36,6 +37,16 @@ Batcher = DynamicBatcher | RollingBatcher  # Turns the requests of one worker in
 PrepareWorker = Callable[[Worker], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FailedWorker:
+    """A worker that has crashed or hung."""
+
+    name: str
+    pid: int | None
+    reason: str
+    stacks: Sequence[Stack]  # Of its threads, if it hung.
+
+
 class WorkerPool:
     """Starts workers, gives them requests, and restarts workers that have ended."""
 
@@ -52,6 +63,7 @@ class WorkerPool:
         self._worker_ids = itertools.count(1)
         self._arrivals = itertools.count(1)
         self.metrics = HandlerMetrics()  # Metrics that the handler prints.
+        self.last_failed: FailedWorker | None = None
         self.failures = 0  # The number of crashes, hangs and failed restarts since the start.
         self._recent_failures = 0  # The number of failures since a worker last lived for `_HEALTHY_SECONDS`.
         # The reason why the model counts as failed. It is final, but living workers still serve requests.
@@ -261,6 +273,7 @@ class WorkerPool:
             return
         if time.time() - worker.started > _HEALTHY_SECONDS:
             self._recent_failures = 0
+        self.last_failed = FailedWorker(worker.name, worker.pid, reason, worker.stacks)
         self._count_failure(f"{worker.name} {reason}")
         self._restart_missing()
 

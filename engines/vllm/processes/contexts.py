@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -51,6 +52,7 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from engines import stacks
 from engines.start_failure import StartFailure, failure_of
 from engines.vllm.copies import core_client
 from engines.vllm.copies.continuation import advance
@@ -61,6 +63,7 @@ from engines.vllm.processes.cpu import Pause, token_ranks, usage_without_page_ca
 logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
+_ERRORS = 2  # The descriptor of the standard error.
 _SEMAPHORE = "sem."  # Begins the file name of a semaphore.
 _EXIT_SECONDS = 10.0  # A killed process frees the memory of its GPU first, which may take seconds.
 
@@ -82,6 +85,8 @@ class _Tied:
         if fork_server.is_forked():
             fork_server.apply_environment(self._environment)
         _end_with_parent()
+        faulthandler.enable(_ERRORS)  # the log gets the stacks of a process that crashes
+        stacks.register()
         self._prepare(self._report)
         _name_shared_memory()
         with _reporting_failure(self._report):

@@ -1,8 +1,11 @@
-"""The script that a worker's interpreter runs: `launch.py <socket fd> <folder of djl_python>`.
+"""The script that a worker's interpreter runs: `launch.py <socket fd> <folder of djl_python> <stacks fd> <signal>`.
+
+The process writes the stacks of its threads to the second descriptor when it gets the signal (`engines.stacks`).
 
 It loads `djl_python` and `slipway_worker` by their location. No module beside them becomes importable.
 """
 
+import faulthandler
 import importlib
 import importlib.util
 import os
@@ -26,6 +29,9 @@ def launch(arguments: list) -> None:  # type: ignore[type-arg]  # Old interprete
     """Serve calls until the server sends STOP or closes the socket."""
     if sys.version_info < OLDEST_PYTHON:
         sys.exit("a handler needs Python 3.11 or later; " + sys.executable + " is " + sys.version)
+    stacks = int(arguments[2])
+    os.set_inheritable(stacks, False)
+    faulthandler.register(int(arguments[3]), stacks, all_threads=True)
     folder = os.path.dirname(os.path.abspath(__file__))
     if sys.path and os.path.abspath(sys.path[0]) == folder:
         del sys.path[0]
