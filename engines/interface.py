@@ -173,6 +173,7 @@ class EngineCopy:
     state: CopyState
     started_at: float  # Seconds since the epoch.
     gpus: tuple[int, ...] = ()  # Empty: it runs in main memory.
+    end: str = ""  # How its processes have ended. Empty if it has not died.
 
 
 class ExplainedRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -218,6 +218,20 @@ class EngineStatus:
     kv_cache_usage: float  # Share of the KV cache in use, 0 to 1.
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningSequence:
+    """A sequence that an engine has, running or waiting. It says nothing of the prompt but its length."""
+
+    request_id: str
+    seconds: float  # Since it came.
+    quiet_seconds: float | None  # Since its last token. None: it has no token.
+    prompt_tokens: int
+    tokens: int  # Of the answer.
+    adapter: str | None = None
+    constraint: str | None = None  # The kind, such as "json".
+    copy: int | None = None  # The number of the copy that has it.
+
+
 class LoadedModel(Protocol):
     """A model, loaded."""
 
@@ -237,3 +251,6 @@ class LoadedModel(Protocol):
         """Return tokens whose joined texts are the text of `token_ids` after the text of `prompt_ids`."""
 
     def status(self) -> EngineStatus: ...
+
+    def sequences(self) -> Sequence[RunningSequence]:
+        """Return the sequences that run or wait. Other threads may call it."""

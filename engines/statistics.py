@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.registry import Collector
@@ -120,6 +121,13 @@ class CallCounts:
             self.durations.observe(seconds)
 
 
+# A step of the engine: when its message came, in seconds since the epoch; running and waiting requests; the tokens of
+# prompts and answers that it computed; the used share of the KV cache. No class, because one is made for each step.
+Step = tuple[float, int, int, int, float]
+MOST_STEPS = 8192
+"""Steps of a copy that are kept: those of a minute, if a step takes 7 ms or longer."""
+
+
 @dataclass(slots=True)
 class EngineStatistics:
     """Everything that one engine counts."""
@@ -143,6 +151,8 @@ class EngineStatistics:
     lengths: Distribution = field(default_factory=lambda: Distribution(LENGTH_BUCKETS))
     inference: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))
     mean_times: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))
+    # The latest steps of each copy or data-parallel rank, by its number from 0. Empty if the engine reports none.
+    steps: Mapping[int, deque[Step]] = field(default_factory=dict)
     vllm: Collector | None = None  # vLLM's own metrics, if it is the engine.
 
     def prompt(self, tokens: int) -> None:

@@ -135,6 +135,16 @@ def machine_limits(root: Path = _ROOT) -> list[Limit]:
     return limits
 
 
+def killed_for_memory(root: Path = _ROOT) -> int:
+    """Return the number of processes that the kernel has killed because a control group of this process was full."""
+    found = [0]
+    for _, group in _control_groups(root):
+        for file in ("memory.events", "memory.oom_control"):  # Version 2, version 1.
+            counts = dict(line.partition(" ")[::2] for line in _lines(group / file))
+            found.append(int(counts.get("oom_kill", 0)))
+    return max(found)
+
+
 def page_cache(group: Path) -> int:
     """Return the bytes of a control group that are pages of files, such as weights that were read or downloaded.
 

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -34,7 +34,7 @@ from engines.interface import (
     Sink,
     Watchdog,
 )
-from engines.loaded_model import EngineStatus, ModelTexts, copied
+from engines.loaded_model import EngineStatus, ModelTexts, RunningSequence, copied
 from engines.memory.garbage_collection import release_memory
 from engines.pooling import PoolingModel
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -83,6 +83,9 @@ class BatchQueue(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(list(self._waiting))
 
     def put(self, item: T, key: Hashable, weight: int = 1) -> None:
         """Let an item wait; `weight`: its share of a batch."""
@@ -396,6 +399,20 @@ class BatchEngine:
     def status(self) -> EngineStatus:
         running = 0 if self._running is None else sum(not job.ended for job in self._running.jobs)
         return EngineStatus(running, len(self._waiting), 0.0)
+
+    def sequences(self) -> Sequence[RunningSequence]:
+        batch, now = self._running, time.monotonic()
+        running = [] if batch is None else [(job, now - batch.moved_at) for job in batch.jobs if not job.ended]
+        return [
+            RunningSequence(
+                request_id=job.request.request_id,
+                seconds=now - job.arrived_at,
+                quiet_seconds=quiet,
+                prompt_tokens=len(job.prompt_ids),
+                tokens=max((len(row.sequence.token_ids) for row in job.rows), default=0),
+            )
+            for job, quiet in (*running, *((job, None) for job in self._waiting))
+        ]
 
     @property
     def waits(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,9 @@ from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from engines.loaded_model import RunningSequence
 from engines.statistics import EngineStatistics
+from engines.vllm.metrics import public_name
 from engines.vllm.output_processor import LeanOutputProcessor
 
 
@@ -99,6 +102,26 @@ def seconds_in_engine(state: RequestState) -> float:
     assert state.stats is not None
     seconds: float = state.stats.last_token_ts - state.stats.scheduled_ts
     return max(seconds, 0.0)
+
+
+_CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")  # vLLM's names.
+
+
+def running_sequence(state: RequestState, copy: int | None) -> RunningSequence:
+    """Describe a sequence that the engine has. `copy` is the number of the copy that has it."""
+    stats, request = state.stats, getattr(state, "core_request", None)
+    assert stats is not None
+    outputs = getattr(getattr(request, "sampling_params", None), "structured_outputs", None)
+    return RunningSequence(
+        request_id=state.external_req_id or "",
+        seconds=time.time() - stats.arrival_time,
+        quiet_seconds=time.monotonic() - stats.last_token_ts if stats.last_token_ts else None,
+        prompt_tokens=state.prompt_len,
+        tokens=stats.num_generation_tokens,
+        adapter=public_name(state.lora_request.lora_name) if state.lora_request is not None else None,
+        constraint=next((name for name in _CONSTRAINTS if getattr(outputs, name, None)), None),
+        copy=copy,
+    )
 
 
 def register(llm: AsyncLLM, state: RequestState) -> None:

@@ -35,7 +35,7 @@ from engines.interface import (
     give_turn,
     unless_dead,
 )
-from engines.loaded_model import EngineStatus, ModelTexts
+from engines.loaded_model import EngineStatus, ModelTexts, RunningSequence
 from engines.pooling import Pooling
 from engines.request import WARM_UP, GenerationRequest, Token
 from engines.settings.engine_config import EngineConfig
@@ -108,7 +108,7 @@ class VllmEngine:
         llm = self.async_llm = loaded.llm
         self.frontend_arguments = loaded.frontend_arguments
         self._reports = loaded.reports
-        self.statistics.vllm = loaded.reports
+        self.statistics.vllm, self.statistics.steps = loaded.reports, loaded.reports.steps
         self._traced = llm.vllm_config.observability_config.otlp_traces_endpoint is not None
         self._stream_interval: int = llm.vllm_config.scheduler_config.stream_interval
         async_llm.keep_eos_token_id(llm)
@@ -542,6 +542,14 @@ class VllmEngine:
 
     def status(self) -> EngineStatus:
         return self._reports.status
+
+    def sequences(self) -> Sequence[RunningSequence]:
+        placed = self._copies.client.placed
+        found = []
+        for state in list(async_llm.request_states(self.async_llm).values()):
+            place = placed.get(state.request_id)
+            found.append(async_llm.running_sequence(state, place.copy.number if place is not None else None))
+        return found
 
     async def stop(self, why: str = "the server is stopping") -> None:
         if self._stopped:

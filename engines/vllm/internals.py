@@ -36,9 +36,13 @@ engines/vllm/async_llm.py
         propagate_error(self, e)
         request_states external_req_ids
     vllm.v1.engine.output_processor:RequestState
-        queue stats request_id external_req_id
+        queue stats request_id external_req_id prompt_len lora_request
     vllm.v1.metrics.stats:RequestStateStats
-        scheduled_ts queued_ts last_token_ts
+        scheduled_ts queued_ts last_token_ts arrival_time num_generation_tokens
+    vllm.sampling_params:SamplingParams
+        structured_outputs
+    vllm.sampling_params:StructuredOutputsParams
+        json json_object regex choice grammar structural_tag
     vllm.v1.metrics.loggers:StatLoggerManager
         stat_loggers
     vllm.renderers.base:BaseRenderer
@@ -201,7 +205,7 @@ engines/vllm/metrics.py
     vllm.v1.metrics.stats:IterationStats
         __init__(self)
         finished_requests num_preempted_reqs num_corrupted_reqs prompt_token_stats max_num_generation_tokens_iter
-        n_params_iter time_to_first_tokens_iter inter_token_latencies_iter
+        n_params_iter time_to_first_tokens_iter inter_token_latencies_iter iteration_timestamp num_generation_tokens
     vllm.v1.metrics.stats:FinishedRequestStats
         {finish_reason, request_id, e2e_latency, num_prompt_tokens, num_preemptions, num_generation_tokens,
             max_tokens_param, queued_time, prefill_time, inference_time, decode_time, mean_time_per_output_token,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter as Tally
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -17,7 +19,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
 from engines.loaded_model import EngineStatus
-from engines.statistics import MOST_WAITING
+from engines.statistics import MOST_STEPS, MOST_WAITING, Step
 
 # The attributes of `PrometheusStatLogger` with further classes that make metrics.
 _PARTS = ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls", "_perf_metrics_cls")
@@ -89,6 +91,7 @@ class EngineReports(PrometheusStatLogger, Collector):
         super().__init__(vllm_config, engine_indexes)
         self._latest: dict[int, Any] = {}  # The last report of each copy or data-parallel replica, by its number.
         self._waiting = {engine: _Waiting() for engine in self.engine_indexes}
+        self.steps: dict[int, deque[Step]] = {engine: deque(maxlen=MOST_STEPS) for engine in self.engine_indexes}
         self._counts_watermarks = vllm_config.watermark_config is not None
 
     def _metric(self, kind: Callable[..., Any], name: str, documentation: str, **options: Any) -> Any:
@@ -101,7 +104,7 @@ class EngineReports(PrometheusStatLogger, Collector):
         """Begin to take reports of a copy. vLLM's constructor gives each metric a series for each engine."""
         if engine not in self.engine_indexes:
             super().__init__(self.vllm_config, [*self.engine_indexes, engine])
-            self._waiting[engine] = _Waiting()
+            self._waiting[engine], self.steps[engine] = _Waiting(), deque(maxlen=MOST_STEPS)
             self.log_engine_initialized()
 
     @property
@@ -122,6 +125,13 @@ class EngineReports(PrometheusStatLogger, Collector):
         waiting, scheduler, step = self._waiting[engine_idx], scheduler_stats, iteration_stats
         if scheduler is not None:
             self._latest[engine_idx] = scheduler
+            running, waits = scheduler.num_running_reqs, scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
+            if step is not None:
+                tokens = step.prompt_token_stats.computed + step.num_generation_tokens
+                done = step.iteration_timestamp, running, waits, tokens, scheduler.kv_cache_usage
+                self.steps[engine_idx].append(done)
+            elif running:  # A part of a long prompt.
+                self.steps[engine_idx].append((time.time(), running, waits, 0, scheduler.kv_cache_usage))
             if waiting.scheduler is not None:
                 cache, before = scheduler.prefix_cache_stats, waiting.scheduler.prefix_cache_stats
                 cache.queries += before.queries
@@ -167,7 +177,7 @@ class EngineReports(PrometheusStatLogger, Collector):
             return
         self.gauge_lora_info.clear()  # vLLM would keep a series for each set of adapters that was ever seen.
         for adapters in (stats.waiting_lora_adapters, stats.running_lora_adapters):
-            named = {_public_name(name): count for name, count in adapters.items()}
+            named = {public_name(name): count for name, count in adapters.items()}
             adapters.clear()
             adapters.update(named)
 
@@ -204,6 +214,6 @@ class EngineReports(PrometheusStatLogger, Collector):
         return self._registry.collect()
 
 
-def _public_name(name: str) -> str:
+def public_name(name: str) -> str:
     """Return the name that clients use for an adapter, without the number that tells it from former adapters."""
     return name.rpartition("#")[0] or name

@@ -39,6 +39,7 @@ class Copy:
         self.threads = LastingThreads(f"copy {number}")  # Start the processes, which end with them.
         self.client: AsyncMPClient | None = None  # None until the model is loaded.
         self.given_up = False  # It has died, and is not started again.
+        self.end = ""  # How its processes have ended, if it has died.
         self.progress = Progress()
         self.messages = 0  # Of its processes: steps with tokens and steps without, as of a long prompt.
         self.work = 0  # The tokens that its requests are expected to have.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import signal
 import uuid
 from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any
@@ -43,6 +44,20 @@ def engine_process_ids(client: EngineCoreClient) -> list[int]:
     """Return the ids of the engine's processes; Ray's engine has none here."""
     manager = client.resources.engine_manager
     return [process.pid for process in getattr(manager, "processes", ())]
+
+
+def end_of_processes(client: EngineCoreClient) -> str:
+    """Return how the engine's processes have ended, for people. Empty if Ray has them."""
+    return "; ".join(
+        f"process {process.pid} ({process.name}) {_end(process.exitcode)}"
+        for process in getattr(client.resources.engine_manager, "processes", ())
+    )
+
+
+def _end(code: int | None) -> str:
+    if code is None:
+        return "still ran"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
 
 
 @contextlib.contextmanager

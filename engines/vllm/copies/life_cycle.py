@@ -110,7 +110,7 @@ class Copies:
     def listed(self) -> Sequence[EngineCopy]:
         """The copies, by their numbers."""
         copies = sorted(self._by_number.values(), key=lambda copy: copy.number)
-        return [EngineCopy(copy.number, copy.state, copy.started_at, copy.place.gpus) for copy in copies]
+        return [EngineCopy(copy.number, copy.state, copy.started_at, copy.place.gpus, copy.end) for copy in copies]
 
     @property
     def running(self) -> Sequence[Copy]:
@@ -341,8 +341,10 @@ class Copies:
         was_draining, copy.state = copy.state is CopyState.DRAINING, CopyState.DEAD
         if (opening := self._openings.pop(copy, None)) is not None:
             opening.cancel()
+        assert copy.client is not None, "it runs"
+        copy.end = core_client.end_of_processes(copy.client)
         lost = self._remove(copy)
-        logger.error("copy %d of the model has died with %d requests", copy.number, len(lost))
+        logger.error("copy %d of the model has died with %d requests: %s", copy.number, len(lost), copy.end)
         if was_draining:
             del self._by_number[copy.number]
         if self._continuations is None or not self._waits():

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.interface import EngineOutOfMemory
-from engines.memory.cpu_memory import Demand, Limit, kv_cache_size, machine_limits, memory_limits, smaller_size
+from engines.memory.cpu_memory import (
+    Demand,
+    Limit,
+    killed_for_memory,
+    kv_cache_size,
+    machine_limits,
+    memory_limits,
+    smaller_size,
+)
 
 MIB, GIB = 1 << 20, 1 << 30
 DEMAND = Demand("m", weights=2 * GIB, sequence=GIB)
@@ -204,3 +212,14 @@ def test_there_is_no_second_try_for_another_reason_or_with_next_to_nothing() -> 
         smaller_size(DEMAND, "Available memory on node 0 (0.1/7 GiB) on kv cache allocation is less than requested")
         is None
     )
+
+
+def test_kills_for_lack_of_memory_are_counted_in_both_versions_of_control_groups(tmp_path: Path) -> None:
+    assert killed_for_memory(tmp_path) == 0
+    second = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.events": "low 0\noom 3\noom_kill 2\n"}
+    assert killed_for_memory(write(tmp_path / "second", second)) == 2
+    first = {
+        "proc/self/cgroup": "4:memory:/a\n",
+        "sys/fs/cgroup/memory/a/memory.oom_control": "under_oom 0\noom_kill 1\n",
+    }
+    assert killed_for_memory(write(tmp_path / "first", first)) == 1
