@@ -24,6 +24,7 @@ from container.http.router import ANY_METHOD, FOR_BROWSERS, Application, Mount, 
 from container.models.management import ModelManagement
 from container.models.registration import Registrar
 from container.models.registry import Models
+from container.observability.black_box import BlackBoxes
 from container.observability.metrics import Metrics
 from container.observability.prometheus_text import CONTENT_TYPE
 from container.observability.traffic_capture import RecordFiles, RequestCapture
@@ -131,6 +132,7 @@ def create_app(
     mounts: Sequence[Mount] = (),
     lag: Distribution | None = None,
     report: ServerReport | None = None,
+    boxes: BlackBoxes | None = None,
 ) -> Applications:
     """Create the applications of one server.
 
@@ -141,6 +143,7 @@ def create_app(
         mounts: Further applications that the main listener serves.
         lag: Delays of the event loop in seconds, for `/metrics`.
         report: Origins of the server's settings, for the console. None: the report of the server's one model.
+        boxes: Show the black box of this moment to those who may manage models.
     """
     counts = HttpCounts()
     state = AppState(models, settings, counts)
@@ -173,6 +176,8 @@ def create_app(
             show = partial(console_state, state, report, endpoints, management=listener is management)
             listener.add("/console/state", "GET", _Page(show, state.hosts))
         router.add("/", FOR_BROWSERS, console.front_page())
+    if boxes is not None:
+        management.add("/server/blackbox", "GET", _Page(boxes.page, state.hosts, in_thread=True))
     add_contracts(router, state, contracts)
     add_management(management, state, contracts, ModelManagement(models, registrar, multi_model=settings.multi_model))
     return Applications(

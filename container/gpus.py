@@ -21,6 +21,7 @@ _WSL2 = "dxg"  # The device file of all GPUs under WSL2.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CPU = frozenset({"cpu", "-1"})
 _QUERY_SECONDS = 30.0
+_FIGURES = ("index", "name", "driver_version", "memory.used", "memory.total", "utilization.gpu", "temperature.gpu")
 _MEBIBYTE = 1 << 20
 _LISTED = re.compile(r"GPU \d+:")
 _MACHINE = re.compile(r"(?P<count>\d{1,3})(?:x(?P<size>\d{1,6}(?:\.\d{1,3})?)(?P<unit>gib|gb))?").fullmatch
@@ -62,6 +63,21 @@ def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
         SliceNotChosen: CUDA_VISIBLE_DEVICES has to say which GPU or slice is meant.
     """
     return visible_memory(_nvidia_smi("-q", "-x"), environ.get(_VISIBLE))
+
+
+def gpu_figures(seconds: float) -> list[dict[str, str]]:
+    """Return the figures of each GPU of the machine by nvidia-smi's names for them. Empty without a GPU.
+
+    Args:
+        seconds: The time for nvidia-smi, which may hang together with a GPU.
+
+    Raises:
+        GpusUnknown: nvidia-smi fails.
+    """
+    if not gpu_count():
+        return []
+    lines = _nvidia_smi(f"--query-gpu={','.join(_FIGURES)}", "--format=csv,noheader", seconds=seconds).splitlines()
+    return [dict(zip(_FIGURES, map(str.strip, line.split(",")), strict=False)) for line in lines]
 
 
 def machine_gpus() -> tuple[int, ...]:
@@ -185,12 +201,10 @@ def _listed_gpus() -> int:
         return 0
 
 
-def _nvidia_smi(*arguments: str) -> str:
+def _nvidia_smi(*arguments: str, seconds: float = _QUERY_SECONDS) -> str:
     command = " ".join(("nvidia-smi", *arguments))
     try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False
-        )
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=seconds, check=False)
     except FileNotFoundError:
         raise GpusUnknown("there is no program nvidia-smi") from None
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -93,6 +93,7 @@ _PAGES = {
         ("/ping", "Health: 200 if the model generates, else 500 or 503", JSON),
         ("/execution-parameters", "SageMaker's batch transform: calls at a time and the size of a record", JSON),
         ("/metrics", "Prometheus metrics", "text/plain"),
+        ("/server/blackbox", "Stacks of all threads, calls in flight, steps of the engine, memory, settings", JSON),
         ("/openapi.json", "This document", JSON),
         ("/docs", "This document as a page to try things on", "text/html"),
     )

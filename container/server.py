@@ -21,10 +21,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import psutil
 import uvicorn
@@ -36,16 +38,19 @@ from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
 from container.observability import logs
+from container.observability.black_box import BlackBoxes
 from container.observability.event_loop_delay import EventLoopWatch
 from container.settings.environment import KEY_VARIABLES
 from container.settings.load import further_settings
 from container.settings.server import address, url_of
 from container.settings.settings import Settings, Startup
 from container.settings.values import Value
+from engines import stacks
 from engines.cache_dir import cache_dir, is_writable
 from engines.engine_choice import begin_import
-from engines.interface import EngineStartError
+from engines.interface import CopyState, EngineStartError
 from engines.memory.garbage_collection import importing
+from handlers.custom.worker_pool import FailedWorker
 from handlers.lmi.sessions import remove_sessions
 
 logger = logging.getLogger(__name__)
@@ -72,6 +77,8 @@ _LAST_SECONDS = 3.0  # The time for clients to read the sent data.
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 _ENGINES = {"vllm": "vLLM", "dynamic_batch": "transformers", "python": "Python"}  # Names for people.
 _PROGRESS_SECONDS = 30.0  # The time between two lines of the log while a server starts.
+_BOX_SECONDS = 2.5  # The time for a black box while the process ends.
+_NOT_STOPPED = "the server has not stopped in time"
 _EXIT_SECONDS = 3.0  # The time for which abandoned threads may delay the end of the process.
 
 
@@ -201,6 +208,18 @@ def http_server(application: Application, last_seconds: float = _LAST_SECONDS) -
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The faults of a model at one moment."""
+
+    stalled: bool
+    dead: frozenset[tuple[int, float]]  # Number and start of each copy that has died.
+    worker: FailedWorker | None  # The worker of a custom handler that has failed last.
+
+
+_NO_FAULT = Fault(stalled=False, dead=frozenset(), worker=None)
+
+
 class ModelServer:
     """The models of a server and their applications: loaded, watched, drained and stopped. Its owner listens."""
 
@@ -214,8 +233,10 @@ class ModelServer:
             return further_settings(url, name, startup.environment, startup.command_line, arguments)
 
         self.registrar = Registrar(self.models, startup.server, read_settings, said=startup.warnings)
+        self.boxes = BlackBoxes(self.models, startup.server, startup.report, lambda: self._loop_watch.late)
+        self._faults: WeakKeyDictionary[Model, Fault] = WeakKeyDictionary()  # That were seen at the last look.
         self.applications = create_app(
-            self.models, startup.server, self.registrar, mounts, self._loop_watch.lag, startup.report
+            self.models, startup.server, self.registrar, mounts, self._loop_watch.lag, startup.report, self.boxes
         )
 
     @property
@@ -228,6 +249,7 @@ class ModelServer:
         Raises:
             EngineStartError: One of them cannot be loaded.
         """
+        self.boxes.begin()
         await self.registrar.start()
         self._loop_watch.start()  # imports and the start of an engine hold up the event loop
 
@@ -252,10 +274,16 @@ class ModelServer:
         reported: set[Model] = set()
         while True:
             for model in (*self.models, *self.models.leaving):
-                if ((fault := restarts.fault(model)) and restarts.begin(model, fault)) or model in self.models.leaving:
-                    continue
-                lifecycle = model.lifecycle
+                lifecycle, fault = model.lifecycle, restarts.fault(model)
                 stalled = lifecycle.stalled  # Read in any case, for the log.
+                if fault or stalled or _failed_worker(model) is not None:
+                    await self._write_box(model, stalled)  # before a restart ends its processes
+                    fault, stalled = restarts.fault(model), lifecycle.stalled  # The box may take seconds.
+                elif model in self._faults:
+                    del self._faults[model]
+                    model.black_box = ""
+                if (fault and restarts.begin(model, fault)) or model in self.models.leaving:
+                    continue
                 failed = lifecycle.state in (State.FAILED, State.RESTARTING)
                 ended = lifecycle.reason if failed else lifecycle.lost or (stalled if ends_when_stalled else "")
                 if ended and model not in reported:
@@ -267,12 +295,32 @@ class ModelServer:
             reported.intersection_update(self.models)
             await asyncio.sleep(_ENGINE_CHECK_SECONDS)
 
+    async def _write_box(self, model: Model, stalled: str) -> None:
+        """Write a black box if a model's engine has stalled since the last look, or if a copy or a worker has ended.
+
+        Args:
+            model: The model, which has a fault.
+            stalled: The reason why its engine counts as stalled. Empty if it does not.
+        """
+        lifecycle, before = model.lifecycle, self._faults.get(model, _NO_FAULT)
+        dead = frozenset((c.number, c.started_at) for c in lifecycle.copies if c.state is CopyState.DEAD)
+        self._faults[model] = fault = Fault(bool(stalled), dead, _failed_worker(model))
+        if fault.stalled and not before.stalled:
+            await self.boxes.write("stall", stalled, model)
+        elif fault.dead - before.dead:
+            await self.boxes.write("death", lifecycle.reason or lifecycle.missing or "a copy has died", model)
+        elif (worker := fault.worker) is not None and worker is not before.worker:
+            await self.boxes.write("worker", f"{worker.name} (pid {worker.pid}) {worker.reason}", model)
+
     async def drain(self) -> None:
         """Refuse new calls, and wait at most `drain_timeout` for running calls."""
         self.models.draining = True
         # Loads are cancelled, and their callers get an error. A restart continues if calls wait for it.
         seconds = self.settings.drain_timeout
         await asyncio.gather(self.registrar.stop(draining=True), self.models.drain(seconds), self.drain_mounts(seconds))
+        if running := sum(model.lifecycle.open_calls for model in self.models):
+            reason = f"{running} requests were still running after {seconds:g} s of draining"
+            await self.boxes.write("drain", reason, seconds=_BOX_SECONDS)
 
     async def drain_mounts(self, seconds: float) -> None:
         """End the background work of further applications, within `seconds`."""
@@ -287,6 +335,12 @@ class ModelServer:
         await self.registrar.stop()
         await self.models.stop()
         self._loop_watch.stop()
+        self.boxes.end()
+
+
+def _failed_worker(model: Model) -> FailedWorker | None:
+    service = model.lifecycle.service
+    return service.custom.pool.last_failed if service is not None and service.custom is not None else None
 
 
 class Process:
@@ -401,6 +455,10 @@ class Process:
 
     def _end_late(self, number: int, seconds: float) -> None:
         logger.critical("not stopped within %g s of the signal; ending at once", seconds)
+        # Not for long: what hangs may hang this as well.
+        writing = threading.Thread(target=self.server.boxes.write_now, args=("end", _NOT_STOPPED), daemon=True)
+        writing.start()
+        writing.join(_BOX_SECONDS)
         self._end_now(128 + number)
 
     def _end_now(self, code: int) -> None:
@@ -507,6 +565,7 @@ def prepared(startup: Startup) -> Iterator[None]:
     # GPUs are chosen by the numbers of nvidia-smi, so CUDA has to count them in the same order.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     allow_open_files()
+    stacks.register()
     with contextlib.ExitStack() as stack:
         stack.enter_context(socket_directory())
         stack.callback(remove_sessions)

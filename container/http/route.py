@@ -203,7 +203,7 @@ class HttpRoute:
         reader: BodyReader | None = None
         running: Running | None = None
         lifecycle: Lifecycle | None = None  # Of the model that answers.
-        state.models.open_calls += 1
+        state.models.open_calls[head] = self.path, started
         try:
             try:
                 if self._same_site and (fault := state.hosts.fault(head.headers)):
@@ -256,7 +256,7 @@ class HttpRoute:
                 reader.let_go()
             if lifecycle is not None:
                 lifecycle.open_calls -= 1
-            state.models.open_calls -= 1
+            del state.models.open_calls[head]
         seconds = time.perf_counter() - started
         # A client that left before the end is counted with the status that proxies use.
         status = reply.status if reply.finished else CLIENT_GONE

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from container.models.life_cycle import Lifecycle, State, until_none
 from engines.errors import SHOWN, ModelNotNamed, NotReady, NoWorkers, UnknownModel
@@ -20,6 +21,13 @@ class AlreadyRegistered(Exception):
     """The server already has a model with this name and version."""
 
 
+class OpenCall(Protocol):
+    """A call that is not answered yet: the head of its request."""
+
+    request_id: str
+    headers: dict[bytes, bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRestart:
     """A restart of a model's engine."""
@@ -28,7 +36,7 @@ class EngineRestart:
     copies: frozenset[int]  # The numbers of the copies that had died. All copies if the engine was stalled.
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Model:
     """A model of the server."""
 
@@ -38,6 +46,7 @@ class Model:
     at_startup: bool = True
     scaled_to_zero: bool = False
     restarts: list[EngineRestart] = field(default_factory=list)
+    black_box: str = ""  # The file that was written for the present fault of the engine.
     registered_at: float = field(default_factory=time.time)  # In seconds since the epoch.
 
     @property
@@ -93,7 +102,8 @@ class Models:
         self._models = {(model.name, model.version): model for model in models}
         self.only = self._only()  # The one model, if the server has one and started with it.
         self._turns = itertools.count()
-        self.open_calls = 0  # Calls on any route that are not answered yet.
+        # The calls on any route that are not answered yet: route and begin (`time.perf_counter`), by their heads.
+        self.open_calls: dict[OpenCall, tuple[str, float]] = {}
         self.reading: set[asyncio.Timeout] = set()  # The time limits of calls whose bodies are being read.
         self.draining = False
         self.leaving: set[Model] = set()  # Unregistered models that still have calls or memory.
@@ -216,7 +226,7 @@ class Models:
         Calls whose bodies are still being read are refused too.
         """
         self.draining = True
-        own = until_none(lambda: self.open_calls - len(self.reading), limit)
+        own = until_none(lambda: len(self.open_calls) - len(self.reading), limit)
         await asyncio.gather(own, *(model.lifecycle.drain(limit) for model in self))
         now = asyncio.get_running_loop().time()
         for patience in self.reading:

@@ -36,6 +36,11 @@ class EventLoopWatch:
         asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick)
         threading.Thread(target=self._watch, name="event-loop-watch", daemon=True).start()
 
+    @property
+    def late(self) -> float:
+        """The seconds for which the event loop is late now. 0 if it is not watched."""
+        return max(time.monotonic() - self._due, 0.0) if self._due and not self._ended.is_set() else 0.0
+
     def stop(self) -> None:
         self._ended.set()
 

@@ -100,7 +100,7 @@ class Metrics:
             yield _histogram("slipway_event_loop_lag_seconds", "How late the event loop is.", self._lag)
         text = "Lines of the log that were dropped because nobody read them."
         yield _counter("slipway_log_lines_dropped", text, dropped_lines())
-        yield _gauge("slipway_open_requests", "HTTP requests that are not answered yet.", self._models.open_calls)
+        yield _gauge("slipway_open_requests", "HTTP requests that are not answered yet.", len(self._models.open_calls))
 
     def _generation(self, statistics: EngineStatistics) -> Iterable[Metric]:
         yield _counter("slipway_generations", "Prompts given to the engine.", statistics.started_requests)

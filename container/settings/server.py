@@ -35,7 +35,7 @@ LogFormat = Literal["plain", "json"]
 
 SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")  # A file that is there on SageMaker only.
 # The defaults that are others there.
-_ON_SAGEMAKER = {"request_id_header_key": "X-Amzn-SageMaker-Inference-Id", "console": "false"}
+_ON_SAGEMAKER = {"request_id_header_key": "X-Amzn-SageMaker-Inference-Id", "console": "false", "blackbox_log": "true"}
 _ADDRESS = re.compile(r"http://(\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9_.-]+))(:(?P<port>[0-9]{1,5}))?/?")
 _DEFAULT_PORT = "80"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -66,6 +66,7 @@ _ERROR_RATE = checked(error_rate, "a number, or a number and an ISO-8601 duratio
 _HEADER_VALUE = matching(r"[\x20-\x7e]+", "the value of an HTTP header, in ASCII")
 _HTTP_ERROR = integer(400, 599)
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+DIRECTORY_OR_NONE = Parser(lambda text: "" if text.strip().lower() == "none" else text, "a directory, or none")
 API_KEYS = Setting(
     "api_keys",
     checked(keys_in, "keys of visible ASCII characters, with commas between, or a JSON array"),
@@ -154,6 +155,16 @@ class ServerConfig:
         "capture",
         TEXT,
         doc="Directory for a [record of each inference request](security.md#recorded-requests), also `--capture`",
+    )
+    # None: in the cache directory. Empty: no files are written.
+    blackbox_dir: str | None = setting(
+        "blackbox_dir",
+        DIRECTORY_OR_NONE,
+        doc="Directory for [black boxes](operations.md#black-boxes), or `none`; default: `blackbox` in "
+        "`SLIPWAY_CACHE_DIR`",
+    )
+    blackbox_log: bool = setting(
+        "blackbox_log", BOOLEAN, "false", doc="Log a short form of them; on SageMaker the default is true"
     )
     request_id_header: str = setting(
         "request_id_header_key",

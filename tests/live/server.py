@@ -89,6 +89,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self.url = f"http://127.0.0.1:{self.port}"
+        self.boxes_dir = self.log.parent / f"{self.log.stem}-boxes"
         self.client = httpx.Client(base_url=self.url, timeout=120)
         with self.log.open("wb") as log:
             self.process = self._started(log)
@@ -119,6 +120,7 @@ class Server:
     def all_variables(self) -> dict[str, str]:
         """Return the environment of the process. The log has all lines, for tests that fail."""
         given = {"HF_HUB_OFFLINE": "1", "SERVING_ENGINE_RESTART": "0", "SERVING_VERBOSE": "true"}
+        given["SERVING_BLACKBOX_DIR"] = str(self.boxes_dir)
         return preloaded.plain_environment() | given | self.environment
 
     def wait_until_ready(self) -> None:

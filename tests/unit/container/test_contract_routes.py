@@ -66,7 +66,7 @@ class Text:
             wrong_method=lambda call: Reply(405, "", b""),
         )
         model = SimpleNamespace(lifecycle=SimpleNamespace(view=lambda: None))
-        models = SimpleNamespace(single=True, called=lambda *_: model, open_calls=0, reading=set())
+        models = SimpleNamespace(single=True, called=lambda *_: model, open_calls={}, reading=set())
         state = AppState(cast(Models, models), ServerConfig(), HttpCounts())
         router = Router(HttpRoute(state, contract, "unknown"))
         add_contracts(router, state, [contract])

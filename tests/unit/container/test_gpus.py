@@ -16,6 +16,7 @@ from container.gpus import (
     described_gpus,
     device_groups,
     gpu_count,
+    gpu_figures,
     gpu_memory,
     machine_gpus,
     visible_memory,
@@ -271,3 +272,17 @@ def test_a_worker_is_told_its_device_and_sees_only_its_own_of_several() -> None:
     assert several.load_request.device_id == "0"
     hidden = replace(plan, environment={"CUDA_VISIBLE_DEVICES": "4, 5,GPU-a,GPU-b"})
     assert on_device(hidden, "2,3", False).environment == {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
+
+
+def test_the_figures_of_gpus_have_the_names_of_the_drivers_tool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvidia_smi: Callable[[str], None]
+) -> None:
+    monkeypatch.setattr(container_devices, "_DEVICE_FILES", tmp_path)
+    assert gpu_figures(60.0) == []
+    (tmp_path / "nvidia0").touch()
+    nvidia_smi("echo '0, NVIDIA H200, 570.1, 9000 MiB, 143771 MiB, 97 %, 61'")
+    (gpu,) = gpu_figures(60.0)
+    assert (gpu["name"], gpu["memory.used"], gpu["utilization.gpu"]) == ("NVIDIA H200", "9000 MiB", "97 %")
+    nvidia_smi("exec sleep 60")
+    with pytest.raises(GpusUnknown, match=r"timed out after 0\.1 seconds"):
+        gpu_figures(0.1)

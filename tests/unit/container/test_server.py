@@ -37,6 +37,7 @@ class Stalled:
     stalled = "the engine is stalled"
     missing = lost = ""
     died_while_draining = False
+    copies, service = (), None
     drained = False
 
     def fail(self, reason: str) -> None:
@@ -58,7 +59,7 @@ async def watched(monkeypatch: pytest.MonkeyPatch, lifecycle: Any = None, **sett
     """Return the exit code. None: the process still runs."""
     monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
     lifecycle = lifecycle or Stalled()
-    process = server.Process(Startup(ServerConfig(**settings), ()))
+    process = server.Process(Startup(ServerConfig(blackbox_dir="", **settings), ()))
     process.server.models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
     try:
         await asyncio.wait_for(process.watch(), 1.0)

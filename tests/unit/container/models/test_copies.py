@@ -41,7 +41,9 @@ class Watched:
 
     def __init__(self, engine: CopiedEngine, **settings: Any) -> None:
         self.engine = engine
-        self.settings = ServerConfig(**{"engine_restart": RESTARTS, "drain_timeout": 60.0, **settings})
+        self.settings = ServerConfig(
+            **{"engine_restart": RESTARTS, "drain_timeout": 60.0, "blackbox_dir": "", **settings}
+        )
         model = ModelConfig(name="m", model_dir=Path(), model_id="m", rolling_batch="vllm", max_copies=None)
         model = replace(model, min_copies=engine.least)
         self.life = Lifecycle(Settings(server=self.settings, model=model))

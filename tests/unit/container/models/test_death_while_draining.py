@@ -53,7 +53,7 @@ class Engine:
         self.why = why
 
 
-SETTINGS = ServerConfig(engine_restart=3, drain_timeout=60.0)
+SETTINGS = ServerConfig(engine_restart=3, drain_timeout=60.0, blackbox_dir="")
 
 
 class Watched:

@@ -1,0 +1,135 @@
+"""The processes of a server: their state, their memory, and the stacks of their threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from engines.stacks import Stack, own_stacks, stacks_of
+
+STACK_SECONDS = 2.0  # The time for all processes to write their stacks.
+_MOST_PROCESSES = 256
+_STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})
+_OF_VLLM = "VLLM::"  # The title of a process of vLLM begins with it.
+_FORK_SERVER = "VLLM::ForkServer"  # Starts them, and has no model.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessReport:
+    """A process of the server at one moment."""
+
+    pid: int
+    parent: int | None = None
+    name: str
+    state: str
+    threads: int = 0
+    memory_bytes: int = 0  # Of main memory.
+    cpu_seconds: float = 0.0
+    stacks: Sequence[Stack] = ()  # The main thread first. Empty if the process has not written them.
+    waits_in: str = ""  # The kernel's function in which the main thread waits, if the kernel tells it.
+
+    @property
+    def title(self) -> str:
+        return f"process {self.pid} ({self.name})"
+
+    @property
+    def is_vllms(self) -> bool:
+        return self.name.startswith(_OF_VLLM) and self.name != _FORK_SERVER
+
+    @property
+    def place(self) -> str:
+        """The innermost frame of the main thread. Empty if it is not known."""
+        return self.stacks[0].frames[0] if self.stacks and self.stacks[0].frames else ""
+
+    @property
+    def fault(self) -> str:
+        """The fault of the process, by its state alone. Empty if it has none."""
+        if self.state in _STOPPED:
+            return f"{self.title} is stopped (SIGSTOP, or a debugger)"
+        if self.state == psutil.STATUS_ZOMBIE:
+            return f"{self.title} has ended"
+        if self.state == psutil.STATUS_DISK_SLEEP:
+            return f"{self.title} waits in the kernel" + (f", in {self.waits_in}" if self.waits_in else "")
+        if self.is_vllms and not self.stacks:
+            return f"{self.title} has not written its stacks within {STACK_SECONDS:g} s"
+        return ""
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as data for JSON."""
+        stacks = [{"thread": s.thread, "threads": s.threads, "frames": list(s.frames)} for s in self.stacks]
+        shown = {
+            "pid": self.pid,
+            "parent": self.parent,
+            "name": self.name,
+            "state": self.state,
+            "fault": self.fault or None,
+            "threads": self.threads,
+            "memory_bytes": self.memory_bytes,
+            "cpu_seconds": round(self.cpu_seconds, 2),
+            "waits_in": self.waits_in or None,
+            "stacks": stacks,
+        }
+        return {name: value for name, value in shown.items() if value is not None}
+
+
+def process_reports(server: psutil.Process, names: Mapping[int, str]) -> list[ProcessReport]:
+    """Return the reports of a server's process and of the processes below it. It takes `STACK_SECONDS` at most.
+
+    Args:
+        server: The process of the server. It may be this one.
+        names: The names of processes that have no title, by their ids.
+    """
+    names = {server.pid: "the server", **names}
+    processes = [server, *server.children(recursive=True)][:_MOST_PROCESSES]
+    states = {process.pid: _state(process) for process in processes}
+    asked = [pid for pid, state in states.items() if pid != os.getpid() and state not in _STOPPED]
+    stacks = stacks_of(asked, STACK_SECONDS)
+    if server.pid == os.getpid():
+        stacks[server.pid] = own_stacks()
+    reports = [_report(process, names.get(process.pid), stacks.get(process.pid, ())) for process in processes]
+    return [report for report in reports if report is not None]
+
+
+def _state(process: psutil.Process) -> str:
+    try:
+        return str(process.status())
+    except psutil.Error:
+        return ""
+
+
+def _report(process: psutil.Process, name: str | None, stacks: Sequence[Stack]) -> ProcessReport | None:
+    """Return the report of a process, or None if it has ended."""
+    try:
+        with process.oneshot():
+            return ProcessReport(
+                pid=process.pid,
+                parent=process.ppid(),
+                name=name or _name(process),
+                state=str(process.status()),
+                threads=process.num_threads(),
+                memory_bytes=process.memory_info().rss,
+                cpu_seconds=sum(process.cpu_times()[:2]),
+                stacks=stacks,
+                waits_in=_waits_in(process.pid),
+            )
+    except psutil.Error:
+        return None
+
+
+def _name(process: psutil.Process) -> str:
+    """Return the title of a process of vLLM, and of others the name of the program. Arguments may have secrets."""
+    title = " ".join(process.cmdline()[:1]) if process.status() != psutil.STATUS_ZOMBIE else ""
+    return title if title.startswith(_OF_VLLM) else process.name()
+
+
+def _waits_in(pid: int) -> str:
+    try:
+        name = Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return ""
+    return "" if name == "0" else name

@@ -1,0 +1,223 @@
+"""Black boxes: their size, their files, and when they are written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from container.models.registry import Model, Models
+from container.observability import black_box
+from container.observability.black_box import MOST_BYTES, MOST_FILES, BlackBoxes, Box, box_directory
+from container.observability.process_report import ProcessReport
+from container.settings.server import ServerConfig
+from engines.loaded_model import EngineStatus, RunningSequence
+from engines.stacks import Stack
+from engines.statistics import EngineStatistics
+from tests.stand_ins.copied_engine import CopiedEngine
+from tests.unit.container.models.test_copies import Watched, watched
+from tests.waiting import until, wait_until
+
+CONTENT = {"cause": "c", "reason": "r", "at": "", "findings": [], "gathered_in_seconds": 0.0, "calls": {"open": 0}}
+
+
+def boxes(directory: Path, models: Models | None = None, late: float = 0.0, **settings: Any) -> BlackBoxes:
+    return BlackBoxes(
+        models or Models(), ServerConfig(blackbox_dir=str(directory), **settings), None, late=lambda: late
+    )
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir()) if directory.exists() else []
+
+
+class Engine(CopiedEngine):
+    """An engine with many sequences and steps."""
+
+    def __init__(self, sequences: int, steps: int) -> None:
+        super().__init__(1)
+        self._sequences = sequences
+        self.statistics = EngineStatistics(steps={0: [(1e9 + n, 1, 0, 2, 0.5) for n in range(steps)]})  # type: ignore[dict-item]
+
+    def sequences(self) -> list[RunningSequence]:
+        return [
+            RunningSequence(
+                request_id=str(number), seconds=1.0, quiet_seconds=None, prompt_tokens=5, tokens=0, constraint="json"
+            )
+            for number in range(self._sequences)
+        ]
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(1, 2, 0.25)
+
+
+def test_thousands_of_calls_are_counted_and_some_are_listed(tmp_path: Path) -> None:
+    watched_server = Watched(Engine(5000, 9000), blackbox_dir=str(tmp_path))
+    models = watched_server.server.models
+    for number in range(5000):
+        head = Mock(request_id=str(number), headers={b"x-request-id": b"17"})
+        models.open_calls[head] = "/invocations", float(number)
+    watched_server.server.boxes.write_now("stall", "it hangs", watched_server.model)
+    (file,) = files(tmp_path)
+    assert file.stat().st_size < MOST_BYTES
+    calls = json.loads(file.read_text())["calls"]
+    assert (calls["open"], len(calls["listed"]), calls["other_sequences"]) == (5000, 500, 4500)
+    assert calls["listed"][0]["sequences"] == [{"seconds": 1.0, "prompt_tokens": 5, "tokens": 0, "constraint": "json"}]
+    ids = [call["id"] for call in calls["listed"]]
+    assert (ids[16], ids[17]) == ("16", None), "a client has sent this id"
+
+
+def test_steps_are_shown_one_by_one_and_by_seconds() -> None:
+    steps = [(100.0, 0, 0, 1, 0.1), (110.0, 1, 0, 7, 0.2), (110.5, 2, 3, 2, 0.3), (139.9, 1, 0, 1, 0.4)]
+    shown = black_box._steps(steps, 140.0)
+    assert shown["seconds_since_last"] == 0.1
+    assert shown["last"] == [
+        [40.0, 0, 0, 1, 0.1, None],
+        [30.0, 1, 0, 7, 0.2, None],
+        [29.5, 2, 3, 2, 0.3, 500.0],
+        [0.1, 1, 0, 1, 0.4, 29400.0],
+    ]
+    assert [30, 1, 1, 0, 7, 0.2, 0.0] in shown["by_second"]
+    assert [29, 1, 2, 3, 2, 0.3, 500.0] in shown["by_second"]
+    assert black_box._steps(steps, 1000.0)["last"] == []
+    assert black_box._steps([], 1000.0)["seconds_since_last"] is None
+
+
+values = st.recursive(
+    st.none() | st.text("ab", max_size=3) | st.integers(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(part=values, copies=st.sampled_from([1, 300, 60_000]), text=st.sampled_from([1, 400_000]))
+def test_a_box_is_never_larger_than_its_limit(part: Any, copies: int, text: int) -> None:
+    data = Box(
+        {**CONTENT, "part": [part] * copies, "text": "x" * text, "more": {"x": [["y" * 50] * copies]}}, [], []
+    ).encoded()
+    assert len(data) <= MOST_BYTES
+    assert json.loads(data)["cause"] == "c"
+
+
+def test_the_short_form_is_short_and_has_the_first_processes() -> None:
+    stack = Stack("main", tuple(f'File "{"long/" * 20}a.py", line {n} in f' for n in range(9)))
+    processes = [ProcessReport(pid=n, name="VLLM::Worker", state="sleeping", stacks=[stack]) for n in range(200)]
+    line = Box(CONTENT, [], processes).short("/the/path")
+    found = json.loads(line)
+    assert len(line) <= 6000
+    assert (found["path"], found["processes"][0]["pid"], len(found["processes"][0]["in"])) == ("/the/path", 0, 3)
+
+
+def test_the_newest_files_are_kept_and_only_their_owner_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(black_box, "_PAUSE_SECONDS", 0.0)
+    directory = tmp_path / "new" / "boxes"
+    found = boxes(directory)
+    (tmp_path / "new").mkdir()
+    (directory).mkdir()
+    (directory / "notes.txt").touch()
+    for number in range(MOST_FILES + 3):
+        found.write_now(f"cause {number}", "reason")
+    names = [path.name for path in files(directory)]
+    assert len(names) == MOST_FILES + 1, "other files stay"
+    assert names[0].endswith("-cause-3.json")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files(directory)[:-1]} == {0o600}
+
+
+def test_a_cause_has_one_box_within_half_a_minute(tmp_path: Path) -> None:
+    found = boxes(tmp_path)
+    for _ in range(3):
+        found.write_now("stall", "reason")
+    found.write_now("drain", "reason")
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_directory_that_cannot_be_written_leaves_the_short_form_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    boxes(tmp_path / "file" / "below").write_now("death", "the engine has died")
+    assert "black box: the engine has died; it cannot be written" in caplog.text
+    assert 'black box, short form: {"cause": "death"' in caplog.text
+
+
+def test_a_short_form_is_logged_where_files_are_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    boxes(tmp_path / "a").write_now("death", "reason")
+    assert "short form" not in caplog.text
+    boxes(tmp_path / "b", blackbox_log=True).write_now("death", "reason")
+    assert "short form" in caplog.text
+
+
+def test_a_broken_part_does_not_cost_the_others(tmp_path: Path) -> None:
+    model = Mock(spec=Model, title="m", leaving=False)
+    type(model).lifecycle = property(lambda _: 1 // 0)
+    models = Mock(leaving=set(), open_calls={}, __iter__=lambda _: iter([model]))
+    found = boxes(tmp_path, models)
+    found.write_now("death", "reason")
+    (file,) = files(tmp_path)
+    box = json.loads(file.read_text())
+    assert "ZeroDivisionError" in box["models"][0]["error"]
+    assert box["processes"][0]["pid"] == os.getpid()
+
+
+def test_without_a_directory_there_are_no_files_and_a_person_gets_the_box() -> None:
+    found = BlackBoxes(Models(), ServerConfig(blackbox_dir=""), None, late=lambda: 0.0)
+    found.write_now("stall", "reason")
+    answer = json.loads(bytes(found.page().body))
+    assert (answer["cause"], answer["processes"][0]["name"]) == ("asked", "the server")
+    assert box_directory("") is None
+    assert box_directory(None, {"SLIPWAY_CACHE_DIR": "/cache"}) == Path("/cache/blackbox")
+
+
+def test_an_event_loop_that_stands_still_has_one_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(black_box, "_LOOK_SECONDS", 0.0625)
+    monkeypatch.setattr(black_box, "_LATE_SECONDS", 0.25)
+    monkeypatch.setattr(black_box, "_PAUSE_SECONDS", 0.0)
+    before = threading.active_count()
+    found = boxes(tmp_path, late=99.0)
+    found.begin()
+    wait_until(lambda: files(tmp_path))
+    found.end()
+    wait_until(lambda: threading.active_count() == before)
+    (file,) = files(tmp_path)
+    box = json.loads(file.read_text())
+    assert box["reason"] == "the event loop has stood still for 99 s"
+    assert box["findings"][0] == "the event loop is late by 99.0 s"
+
+
+@pytest.mark.asyncio
+async def test_each_death_of_a_copy_has_a_box_that_ping_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(black_box, "_PAUSE_SECONDS", 0.0)
+    engine = CopiedEngine()
+    async with watched(monkeypatch, engine, may_start=False, blackbox_dir=str(tmp_path)) as one:
+        engine.die(2)
+        await engine.restarting.wait()
+        (file,) = files(tmp_path)
+        assert f"copies [2] have died; black box: {file}".encode() in one.ping()[1]
+        engine.die(3)
+        await until(lambda: len(files(tmp_path)) == 2)
+        engine.may_start.set()
+        await until(lambda: one.idle and not one.model.black_box)
+        assert b"reason" not in one.ping()[1]
+        await asyncio.sleep(0.1)  # some looks
+        assert len(files(tmp_path)) == 2
+
+
+@pytest.mark.asyncio
+async def test_a_drain_that_runs_out_of_time_has_a_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(monkeypatch, CopiedEngine(), blackbox_dir=str(tmp_path), drain_timeout=0.0) as one:
+        one.life.open_calls = 1
+        await one.server.drain()
+        (file,) = files(tmp_path)
+        assert json.loads(file.read_text())["reason"] == "1 requests were still running after 0 s of draining"
+        one.life.open_calls = 0
