@@ -14,6 +14,7 @@ from deploy.ray.command import ray
 from deploy.sagemaker import commands as sagemaker
 from replay.command import replay
 from replay.explain import explain
+from slipway.black_box import blackbox
 from slipway.serve import config, serve
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -36,6 +37,7 @@ def _options(
 
 app.command()(serve)
 app.command()(config)
+app.command()(blackbox)
 
 
 @app.command()

@@ -1,0 +1,196 @@
+"""Black boxes of a real server: each names the place where it hangs, or the process that has died."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.live.server import Server, serving, start_copy, stopped
+from tests.live.small_model import ENDLESS, ENDLESS_COMPLETION
+from tests.live.test_custom_handlers_live import HANDLERS
+from tests.waiting import wait_until
+
+STALL_TIMEOUT = 8.0
+PROMPT, KEY, HEADER = "a prompt that no file may have", "key-that-no-file-may-have", "header-that-no-file-may-have"
+MOST_BYTES = 1_000_000
+LMI_STREAM = {"inputs": PROMPT, "stream": True, "parameters": ENDLESS}
+LETTERS = {"regex": "[a-z]{60000}"}
+OPENAI_STREAM = {
+    "model": "model",
+    "stream": True,
+    "structured_outputs": LETTERS,
+    **ENDLESS_COMPLETION,
+    "prompt": PROMPT,
+}
+CHAT_OF_VLLM = {  # `min_p` and others are common; this field is left to vLLM's front end.
+    "model": "model",
+    "messages": [{"role": "user", "content": PROMPT}],
+    "stream": True,
+    "max_tokens": 60000,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+    variables = {
+        "SERVING_API_KEYS": KEY,
+        "SERVING_STALL_TIMEOUT": str(STALL_TIMEOUT),
+        "SERVING_ENGINE_RESTART": "3",
+        "SERVING_BLACKBOX_LOG": "true",
+    }
+    with serving(tmp_path_factory.mktemp("black-box"), variables, **small_options) as server:
+        server.client.headers["authorization"] = f"Bearer {KEY}"
+        yield server
+
+
+def open_stream(server: Server, path: str = "/invocations", document: dict[str, Any] = LMI_STREAM) -> socket.socket:
+    body = json.dumps(document).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"x-request-id: {HEADER}\r\nauthorization: Bearer {KEY}\r\n\r\n"
+    )
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    client.sendall(head.encode() + body)
+    assert client.recv(1)
+    return client
+
+
+def boxes(server: Server, cause: str) -> list[Path]:
+    return sorted(server.boxes_dir.glob(f"blackbox-*-{cause}.json"))
+
+
+def new_box(server: Server, cause: str, before: list[Path]) -> tuple[Path, dict[str, Any]]:
+    """Wait for a box that was not there before."""
+
+    def new() -> list[Path]:
+        return [path for path in boxes(server, cause) if path not in before]
+
+    wait_until(new, about=server.log_text)
+    (path,) = new()
+    text = path.read_text()
+    assert not any(secret in text for secret in (PROMPT, KEY, HEADER))
+    assert len(text) < MOST_BYTES
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    return path, json.loads(text)
+
+
+def of_vllm(box: dict[str, Any], part: str) -> dict[str, Any]:
+    (process,) = [p for p in box["processes"] if p["name"].startswith("VLLM::") and part in p["name"]]
+    return dict(process)
+
+
+def reason(server: Server) -> str:
+    return str(server.client.get("/ping").json()["model"].get("reason", ""))
+
+
+def test_a_person_gets_the_box_of_a_server_that_works(running: Server) -> None:
+    with (
+        open_stream(running),
+        open_stream(running, "/v1/completions", OPENAI_STREAM),
+        open_stream(running, "/v1/chat/completions", CHAT_OF_VLLM),
+    ):
+        wait_until(lambda: running.metric("slipway_generated_tokens_total") > 30)
+        answer = running.client.get("/server/blackbox")
+    assert answer.status_code == 200
+    assert not any(secret in answer.text for secret in (PROMPT, KEY, HEADER))
+    box = answer.json()
+    calls = box["calls"]["listed"]
+    assert [call["route"] for call in calls] == ["/invocations", "/v1/completions", "/v1/chat/completions"]
+    for call, constraint in zip(calls, (None, "regex", None), strict=True):
+        assert call["id"] is None, "the client has sent it"
+        (sequence,) = call["sequences"]
+        assert sequence["prompt_tokens"] > 3
+        assert sequence["tokens"] > 0
+        assert (sequence["copy"], sequence.get("constraint")) == (1, constraint)
+    assert box["calls"]["other_sequences"] == 0
+    for part in ("EngineCore", "Worker"):
+        process = of_vllm(box, part)
+        assert process["memory_bytes"] > 1 << 20
+        assert any("vllm" in frame for frame in process["stacks"][0]["frames"])
+    steps = box["models"][0]["engine"]["steps"]["0"]
+    assert steps["last"][-1][1] == 3, "three requests run"
+    assert sum(second[1] for second in steps["by_second"]) > 3
+    assert {"slipway", "torch", "python"} <= box["versions"].keys()
+    assert any(setting["name"] == "stall_timeout" for setting in box["models"][0]["settings"]["settings"])
+    assert running.client.get("/server/blackbox", headers={"authorization": "Bearer no"}).status_code == 401
+    page = {"origin": "http://elsewhere.example", "user-agent": "Mozilla/5.0"}
+    assert running.client.get("/server/blackbox", headers=page).status_code == 403
+    assert not boxes(running, "asked")
+
+
+def test_a_worker_that_is_stopped_is_named(running: Server) -> None:
+    before, worker = boxes(running, "stall"), running.worker_process().pid
+    with open_stream(running), stopped(worker):
+        path, box = new_box(running, "stall", before)
+        wait_until(lambda: str(path) in reason(running), about=lambda: reason(running))
+    named = of_vllm(box, "Worker")
+    assert (named["pid"], named["state"], named["stacks"]) == (worker, "stopped", [])
+    assert any(f"process {worker}" in finding and "is stopped" in finding for finding in box["findings"])
+    assert of_vllm(box, "EngineCore")["stacks"], "the engine waits for its worker"
+    (sequence,) = box["calls"]["listed"][0]["sequences"]
+    assert sequence["seconds_since_last_token"] > STALL_TIMEOUT / 2
+    assert box["models"][0]["engine"]["steps"]["0"]["seconds_since_last"] > STALL_TIMEOUT / 2
+    print(f"stopped worker: {path.stat().st_size} bytes, {box['gathered_in_seconds']} s")
+    running.wait_for_log(str(path))
+    running.wait_for_log("black box, short form: ")
+    wait_until(lambda: running.ping() == 200 and not reason(running))
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_is_named_and_its_calls_go_on(running: Server) -> None:
+    before, engine = boxes(running, "death"), running.engine_process()
+    with open_stream(running):
+        os.kill(engine, signal.SIGKILL)
+        path, box = new_box(running, "death", before)
+        assert any(f"process {engine}" in one and "was killed by SIGKILL" in one for one in box["findings"])
+        (call,) = box["calls"]["listed"]
+        assert call["sequences"][0]["tokens"] > 0
+        print(f"killed engine: {path.stat().st_size} bytes, {box['gathered_in_seconds']} s")
+        running.wait_for_log("has been restarted")
+        wait_until(lambda: not reason(running))
+    running.wait_for_metric("slipway_open_requests", 0)
+
+
+def test_a_signal_has_the_server_write_a_box(running: Server) -> None:
+    before = boxes(running, "asked")
+    running.process.send_signal(signal.SIGQUIT)
+    path, box = new_box(running, "asked", before)
+    assert box["cause"] == "asked"
+    assert running.ping() == 200
+    assert path.parent == running.boxes_dir
+
+
+def test_a_handler_that_never_returns_is_named_with_its_line(tmp_path: Path) -> None:
+    server = start_copy(HANDLERS / "slow", tmp_path, properties="retry_threshold=5", predict_timeout=3)
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.stop)
+        server.wait_until_ready()
+        assert server.client.post("/invocations", content=b"600").status_code == 503
+        path, box = new_box(server, "worker", [])
+        (finding,) = box["findings"]
+        assert "/model/model.py" in finding
+        assert finding.endswith("in handle")
+        hung = box["models"][0]["handler"]["last_failed"]
+        assert "predict_timeout" in hung["reason"]
+        assert hung["stacks"]
+        print(f"handler: {path.stat().st_size} bytes, {box['gathered_in_seconds']} s")
+        server.wait_for_log(str(path))
+
+
+def test_the_command_prints_the_box_of_a_server(running: Server) -> None:
+    command = [sys.executable, "-m", "slipway", "blackbox", "--url", running.url, "--api-key", KEY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout)["cause"] == "asked"

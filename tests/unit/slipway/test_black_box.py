@@ -1,0 +1,117 @@
+"""`slipway blackbox`, with servers that answer, that hang with a thread left, and that hang with none."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from slipway import black_box
+from slipway.cli import app
+
+_HANGS = """
+import asyncio, ctypes, os, socket, sys, time
+from container.models.registry import Models
+from container.observability.black_box import BlackBoxes
+from container.settings.server import ServerConfig
+from engines import stacks
+stacks.register()
+BlackBoxes(Models(), ServerConfig(), None, late=lambda: 0.0).begin()
+listener = socket.create_server(("127.0.0.1", 0))
+sleep = getattr(ctypes, sys.argv[1])(None).sleep  # PyDLL keeps Python's lock: no other thread runs.
+async def never_returns():
+    print(listener.getsockname()[1], flush=True)
+    while True: sleep(600)
+asyncio.run(never_returns())
+"""
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(black_box, "_ANSWER_SECONDS", 0.5)
+
+
+@contextlib.contextmanager
+def hanging(library: str, directory: Path) -> Iterator[int]:
+    """Start a process that listens and never answers; gives its port."""
+    command = [sys.executable, "-c", _HANGS, library]
+    environment = {**os.environ, "SERVING_BLACKBOX_DIR": "", "SLIPWAY_CACHE_DIR": str(directory)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as started:
+        assert started.stdout is not None
+        try:
+            yield int(started.stdout.readline())
+        finally:
+            started.kill()
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["blackbox", *arguments])
+
+
+def test_a_server_whose_event_loop_hangs_writes_a_box(tmp_path: Path) -> None:
+    with hanging("CDLL", tmp_path) as port:
+        result = run("--url", f"http://127.0.0.1:{port}", "--output", str(tmp_path / "out.json"))
+    assert result.exit_code == 0, result.output
+    box = json.loads((tmp_path / "out.json").read_text())
+    assert box["reason"] == "the server got SIGQUIT"
+    (file,) = (tmp_path / "blackbox").iterdir()
+    assert str(file) in result.stderr
+    (process,) = box["processes"]
+    assert process["stacks"][0]["thread"] == "MainThread"
+    assert process["stacks"][0]["frames"][0].endswith("in never_returns")
+
+
+def test_a_server_in_which_no_thread_runs_shows_its_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(black_box, "_FILE_SECONDS", 0.5)
+    with hanging("PyDLL", tmp_path) as port:
+        result = run("--url", f"http://127.0.0.1:{port}")
+    assert result.exit_code == 0, result.output
+    assert "has written no black box" in result.stderr
+    (process,) = json.loads(result.stdout)["processes"]
+    assert process["name"] == "the server"
+    assert process["stacks"][0]["frames"][0].endswith("in never_returns")
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        known = self.headers["authorization"] == "Bearer my-key"
+        self.send_response(200 if known else 401)
+        self.end_headers()
+        self.wfile.write(self.path.encode() if known else b"no key")
+
+
+def test_a_server_that_answers_is_asked_with_the_key() -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), _Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert run("--url", f"{url}/", "--api-key", "my-key").stdout == "/server/blackbox"
+        refused = run("--url", url)
+        server.shutdown()
+    assert refused.exit_code == 1
+    assert refused.stderr.endswith(f"slipway: {url} answers 401: no key\n")  # after the lines of this test's server
+
+
+def test_a_process_that_is_no_server_gets_no_signal(tmp_path: Path) -> None:
+    code = "import socket, time\ns = socket.create_server(('127.0.0.1', 0))\nprint(s.getsockname()[1], flush=True)\n"
+    with subprocess.Popen([sys.executable, "-c", code + "time.sleep(600)"], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        result = run("--url", f"http://127.0.0.1:{int(other.stdout.readline())}")
+        assert other.poll() is None
+        other.kill()
+    assert result.exit_code == 1
+    assert "is no server of Slipway" in result.stderr
+
+
+def test_a_port_without_a_listener_is_an_error() -> None:
+    result = run("--url", "http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert "no process of this user listens on port 9" in result.stderr
