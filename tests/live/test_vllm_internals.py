@@ -489,6 +489,16 @@ def test_a_stop_string_ends_the_text_and_the_tokens_join_to_it(
     assert aborted == ["a"]
 
 
+def test_the_end_token_has_no_text_and_means_eos(processor: Processor, tokenizer: Any) -> None:
+    sink = Recorder()
+    processor.add("a", sink)
+    processor.step(output("a", tokenizer.encode(" one")))
+    processor.step(output("a", [tokenizer.eos_token_id], "STOP"))
+    last = sink.deltas[-1]
+    assert (last.finish_reason, last.text) == (FinishReason.EOS, "")
+    assert [(token.text, token.special) for token in last.tokens] == [("", True)]
+
+
 @pytest.mark.parametrize(("own", "reason"), [((7,), FinishReason.STOP), ((8,), FinishReason.EOS)])
 def test_a_stop_token_that_the_request_does_not_name_is_an_end_token_of_the_model(
     processor: Processor, own: tuple[int, ...], reason: FinishReason
