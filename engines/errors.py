@@ -198,6 +198,13 @@ class InternalError(GenerationFailed):
         super().__init__("internal error; the log has more under this request's id")
 
 
+class DeadlineExceeded(GenerationFailed):
+    """The call had nothing to answer with at its deadline: no token, or not all vectors or scores."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the call had no answer at its deadline ({seconds:g} s)")
+
+
 class EngineDead(RequestError):
     """The engine has died, and all its requests with it."""
 

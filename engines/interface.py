@@ -121,12 +121,17 @@ class Generation(Protocol):
     def cancel(self) -> None:
         """Stop generating. Nothing more reaches the sink. Harmless when the request has ended."""
 
-    def abort(self) -> None:
-        """Stop generating. Each unfinished sequence soon ends as aborted.
+    def abort(self, *, at_deadline: bool = False) -> None:
+        """Stop generating. Each unfinished sequence soon ends as aborted, or for its length at a deadline.
 
-        Its last delta has the tokens that were not passed on yet, `FinishReason.ABORT`, and true counts. Harmless when
+        Its last delta has the tokens that were not passed on yet, and true counts. Its finish reason is
+        `FinishReason.ABORT`; at a deadline it is `FinishReason.LENGTH`, with `DEADLINE` as stop reason. Harmless when
         the request has ended.
         """
+
+    @property
+    def begun(self) -> bool:
+        """True if a sequence has a token. A request with `pooling` never has one."""
 
 
 Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]  # A function with the signature of `Engine.submit`.

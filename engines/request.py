@@ -18,11 +18,15 @@ from engines.pooling import Pooling
 class FinishReason(Enum):
     """Why a sequence ended, in terms that every contract can translate."""
 
-    LENGTH = "length"  # The limit on new tokens, or the model's context, was reached.
+    LENGTH = "length"  # The limit on new tokens, the model's context, or the deadline of the call was reached.
     EOS = "eos"  # The model produced its end-of-sequence token.
     STOP = "stop"  # A stop string or a stop token of the request was produced.
     ABORT = "abort"  # The request was cancelled.
     ERROR = "error"  # The engine failed.
+
+
+DEADLINE = "deadline"
+"""The stop reason of a sequence that ended at the deadline of its call. Its finish reason is `FinishReason.LENGTH`."""
 
 
 class SchemaPart(NamedTuple):
@@ -203,8 +207,8 @@ class TokenDelta(msgspec.Struct, gc=False):
     cumulative_logprob: float | None = None
     prompt_tokens: list[Token] | None = None  # On the first delta, if the request wants them.
     last: bool = False  # No further delta of this request follows.
-    # With the finish reason: the stop string or the stop token that ended the sequence. The model's end tokens beyond
-    # its first count as stop tokens here.
+    # With the finish reason: the stop string or the stop token that ended the sequence, or `DEADLINE`. The model's end
+    # tokens beyond its first count as stop tokens here.
     stop_reason: int | str | None = None
     # The numbers of a request with `pooling`: an array of float32, with a row for each token if the task is one of
     # tokens. Such a request has one delta.
@@ -225,12 +229,17 @@ class GeneratedSequence(msgspec.Struct):
     count: int = 0
     prompt_token_count: int = 0
     logprob: float = 0.0
+    stop_reason: int | str | None = None
+
+    @property
+    def ended_at_deadline(self) -> bool:
+        return self.finish_reason is FinishReason.LENGTH and self.stop_reason == DEADLINE
 
     def add(self, delta: TokenDelta) -> None:
         self.text.append(delta.text)
         self.tokens.extend(delta.tokens)
         if delta.prompt_tokens is not None:
             self.prompt_tokens = delta.prompt_tokens
-        self.finish_reason, self.count = delta.finish_reason, delta.token_count
+        self.finish_reason, self.count, self.stop_reason = delta.finish_reason, delta.token_count, delta.stop_reason
         self.prompt_token_count = delta.prompt_token_count
         self.logprob = delta.cumulative_logprob or 0.0

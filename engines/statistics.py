@@ -47,6 +47,10 @@ LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit 
 VERDICTS = ("valid", "invalid", "incomplete", "unchecked")
 
 
+# What a call had at its deadline: a part of its answer, or no token.
+AT_DEADLINE = ("partial", "nothing")
+
+
 MOST_WAITING = 4096
 """Values of a `Distribution` that wait until they are counted."""
 
@@ -141,6 +145,7 @@ class EngineStatistics:
     down_seconds: float = 0.0  # Time in which requests waited for another engine process.
     partial_requests: int = 0  # Prompts whose answers follow a part of their JSON schema.
     partial_answers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(VERDICTS, 0))  # By verdict.
+    deadlines: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AT_DEADLINE, 0))  # Calls that reached it.
     prompt_tokens: int = 0
     tokens: int = 0
     time_to_first_token: Distribution = field(default_factory=lambda: Distribution(TIME_TO_FIRST_TOKEN_BUCKETS))

@@ -8,6 +8,7 @@ writing such bytes to a `ReplyWriter`, without waiting for the client.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypedDict
@@ -164,6 +165,8 @@ class Call:
     steering: Steering = field(default_factory=Steering)
     steering_fault: InvalidParameter | None = None  # The call is refused with this error, in the form of its answer.
     explanation: Explanation | None = None  # Set: nothing is generated, and the reply is the explanation.
+    arrived_at: float = field(default_factory=time.monotonic)  # When its head arrived, by the monotonic clock.
+    time_limit: float | None = None  # Seconds from then, after which the call ends with what it has.
 
     def header(self, name: str) -> str | None:
         """Return the value of a header. `name` may have any case."""

@@ -69,14 +69,14 @@ class EngineHandler:
             raise _refusal(queue, exchange, call.steering_fault)
         try:
             if not exchange.images:
-                running = RunningCall(queue, exchange, writer, call.request_id, self._thread)
+                running = RunningCall(queue, exchange, writer, call, self._thread)
                 await running.submit()
                 return running
             assert self._images is not None, "no contract has images for a model of text"
             async with self._images.load(exchange.images) as images:
                 requests = [msgspec.structs.replace(request, images=images) for request in exchange.requests]
                 shown = replace(exchange, requests=tuple(requests), images=())
-                running = RunningCall(queue, shown, writer, call.request_id, self._thread)
+                running = RunningCall(queue, shown, writer, call, self._thread)
                 await running.submit()
                 return running
         except RequestError as error:

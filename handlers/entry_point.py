@@ -106,7 +106,7 @@ async def _serving(
     held: contextlib.AsyncExitStack,
 ) -> Service:
     waiting = limits.queue_size if engine.pooling is None else max(limits.queue_size, _LARGEST_BATCH)
-    queue = EngineQueue(engine, engine.max_sequences + waiting, limits.overload_status)
+    queue = EngineQueue(engine, engine.max_sequences + waiting, limits.overload_status, settings.deadlines)
     openai = await openai_handler(queue, settings, limits.model_aliases)
 
     def formatted(given: Formatters) -> Handler:

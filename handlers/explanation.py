@@ -104,9 +104,11 @@ class _ExplainingEngine:
 class _Nothing:
     """Implements `Generation` for a request that was not sent."""
 
+    begun = False
+
     def cancel(self) -> None: ...
 
-    def abort(self) -> None: ...
+    def abort(self, *, at_deadline: bool = False) -> None: ...
 
 
 def explaining(queue: EngineQueue, exchange: Exchange | None = None) -> EngineQueue:

@@ -10,6 +10,7 @@ from engines.settings.declaration import setting
 from engines.settings.engine_config import EngineConfig
 from engines.settings.parsers import BOOLEAN
 from handlers.custom.settings import HandlerConfig, PackageConfig
+from handlers.deadline import NO_DEADLINES, DeadlineConfig
 from handlers.lmi.settings import LmiConfig
 from handlers.openai.settings import MediaConfig
 from handlers.tei.settings import TeiConfig
@@ -28,6 +29,7 @@ class ModelConfig(EngineConfig):
     strict_parameters: bool = setting(
         "option.strict_parameters", BOOLEAN, "false", doc="Refuse unknown generation parameters"
     )
+    deadlines: DeadlineConfig = NO_DEADLINES
     lmi: LmiConfig = field(default_factory=LmiConfig)
     tgi: TgiConfig = field(default_factory=TgiConfig)
     tei: TeiConfig = field(default_factory=TeiConfig)
@@ -44,5 +46,5 @@ class ModelConfig(EngineConfig):
         return self.handler is None and is_vllm(self)
 
 
-# The class of each contract's settings, by its field of `ModelConfig`.
-GROUPS = {"lmi": LmiConfig, "tgi": TgiConfig, "tei": TeiConfig, "media": MediaConfig}
+# The class of each group of settings, by its field of `ModelConfig`.
+GROUPS = {"deadlines": DeadlineConfig, "lmi": LmiConfig, "tgi": TgiConfig, "tei": TeiConfig, "media": MediaConfig}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 from engines.errors import InvalidRequest, Overloaded
 from engines.interface import Engine
+from handlers.deadline import NO_DEADLINES, DeadlineConfig
+
+logger = logging.getLogger(__name__)
 
 
 class Abortable(Protocol):
@@ -21,13 +25,17 @@ class EngineQueue:
     At most `limit` sequences are in the engine at a time, running or waiting; further calls are refused at once.
     """
 
-    def __init__(self, engine: Engine, limit: int, overload_status: int = 503) -> None:
+    def __init__(
+        self, engine: Engine, limit: int, overload_status: int = 503, deadlines: DeadlineConfig = NO_DEADLINES
+    ) -> None:
         """Create the engine queue.
 
         Args:
             overload_status: The status for LMI's clients if the queue is full.
+            deadlines: The deadlines of the calls.
         """
-        self.engine, self.limit, self.overload_status = engine, limit, overload_status
+        self.engine, self.limit, self.overload_status, self.deadlines = engine, limit, overload_status, deadlines
+        self.sets_deadlines = deadlines != NO_DEADLINES
         self.open_sequences = 0  # Places that are taken.
         self.running: dict[str, Abortable] = {}  # By their ids.
 
@@ -58,6 +66,12 @@ class EngineQueue:
         """Return the error of a call that gets no place."""
         message = f"the queue is full: {self.open_sequences} of {self.limit} places are taken; try again later"
         return Overloaded(message, self.overload_status)
+
+    def count_deadline(self, request_id: str, *, begun: bool) -> None:
+        """Count and log a call that ends at its deadline. `begun`: it has a part of its answer."""
+        self.engine.statistics.deadlines["partial" if begun else "nothing"] += 1
+        had = "a part of its answer" if begun else "no token"
+        logger.info("the call ended at its deadline with %s", had, extra={"request_id": request_id})
 
     def abort(self, request_id: str) -> None:
         """End the call with this id, if it is running: its client gets the answer so far, as aborted."""

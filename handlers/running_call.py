@@ -7,10 +7,11 @@ import logging
 import time
 from collections.abc import Sequence
 
-from engines.errors import GenerationFailed, InternalError, InvalidParameter, RequestError
+from engines.errors import DeadlineExceeded, GenerationFailed, InternalError, InvalidParameter, RequestError
 from engines.interface import Generation, give_turn
 from engines.request import TokenDelta
-from handlers.contract import Exchange, Reply, ReplyWriter, not_held_header
+from handlers.contract import Call, Exchange, Reply, ReplyWriter, not_held_header
+from handlers.deadline import REACHED, Deadline
 from handlers.formatter_thread import FormatterQueue, FormatterThread
 from handlers.queue import EngineQueue
 
@@ -29,10 +30,10 @@ class RunningCall:
         queue: EngineQueue,
         exchange: Exchange,
         writer: ReplyWriter,
-        request_id: str,
+        call: Call,
         thread: FormatterThread | None = None,
     ) -> None:
-        self._queue, self._exchange, self._writer, self._request_id = queue, exchange, writer, request_id
+        self._queue, self._exchange, self._writer, self._request_id = queue, exchange, writer, call.request_id
         self._answer = exchange.answer
         self._begun_at = time.monotonic()
         self._generations: list[Generation] = []
@@ -43,12 +44,18 @@ class RunningCall:
         self._length = 0  # Of the last part of a cumulative answer, in bytes.
         self._aborted = False
         self._not_held: tuple[tuple[str, str], ...] = ()  # The header that names what the answer may break.
+        self._reached: tuple[tuple[str, str], ...] = ()  # The header of an answer that ended at its deadline.
+        self._deadline: Deadline | None = None
+        if call.time_limit is not None or queue.sets_deadlines:
+            stream = exchange.requests[0].stream
+            self._deadline = queue.deadlines.of(call.arrived_at, call.time_limit, stream=stream)
+        self._deadline_timer: asyncio.Handle | None = None
         self._formatting: FormatterQueue[tuple[int, TokenDelta]] | None = None  # The deltas for an answer that blocks.
         if thread is not None and exchange.answer.blocks:
             self._formatting = FormatterQueue(thread, lambda item: exchange.answer.feed(*item), self._take)
         self.begun = False  # The reply has begun as a stream.
         self.answered = False  # The reply is complete.
-        queue.running[request_id] = self
+        queue.running[call.request_id] = self
 
     async def submit(self) -> None:
         """Give its prompts to the engine.
@@ -66,7 +73,8 @@ class RunningCall:
             for prompt, request in enumerate(requests):
                 if prompt:
                     await give_turn(prompt)
-                generation = await engine.submit(request, _FurtherPrompt(self, prompt) if prompt else self)
+                submitting = engine.submit(request, _FurtherPrompt(self, prompt) if prompt else self)
+                generation = await (submitting if self._deadline is None else self._deadline.limit(submitting))
                 self._generations.append(generation)
                 if self._aborted:
                     generation.abort()
@@ -76,6 +84,8 @@ class RunningCall:
         except RequestError as error:
             if isinstance(error, InvalidParameter):
                 error = error.renamed(self._exchange.names)
+            elif isinstance(error, DeadlineExceeded):
+                self._queue.count_deadline(self._request_id, begun=False)
             if self.begun:  # with what an earlier prompt has made
                 self.on_error(error)
             if not self.answered:  # nor before, as an earlier prompt has failed
@@ -84,7 +94,11 @@ class RunningCall:
         except BaseException:
             self.cancel()
             raise
-        if self._exchange.comment and not self.answered:
+        if self.answered:
+            return
+        if self._deadline is not None:
+            self._deadline_timer = self._deadline.call(self._end_at_deadline)
+        if self._exchange.comment:
             self._begin()
             self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
 
@@ -126,6 +140,18 @@ class RunningCall:
         self._aborted = True
         for generation in list(self._generations):
             generation.abort()
+
+    def _end_at_deadline(self) -> None:
+        """End the call with what it has: an answer if a sequence has a token, otherwise an error."""
+        assert self._deadline is not None
+        begun = any(generation.begun for generation in self._generations)
+        self._queue.count_deadline(self._request_id, begun=begun)
+        if not begun:
+            self.on_error(self._deadline.error())
+            return
+        self._reached = REACHED
+        for generation in list(self._generations):
+            generation.abort(at_deadline=True)
 
     def cancel(self) -> None:
         if self.answered and not self._generations:
@@ -172,7 +198,7 @@ class RunningCall:
         if self.begun:
             self._writer.end(data)
         else:
-            headers = (*self._answer.headers, *self._not_held)
+            headers = (*self._answer.headers, *self._not_held, *self._reached)
             self._writer.reply(Reply(200, self._answer.content_type, data, headers))
 
     def _close(self) -> None:
@@ -184,6 +210,8 @@ class RunningCall:
             del self._queue.running[self._request_id]
         if self._timer is not None:
             self._timer.cancel()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
         if self._formatting is not None:
             self._formatting.close()
             self._formatting = None  # It holds the call.

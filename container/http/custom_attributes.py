@@ -11,10 +11,16 @@ import re
 from collections.abc import Sequence
 
 from handlers.contract import NOT_HELD
+from handlers.deadline import HEADER as DEADLINE
 
 CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
 _MOST_CHARACTERS = 1024  # SageMaker's limit.
-_NOT_HELD, _NOT_HELD_ATTRIBUTE = NOT_HELD.encode(), b"X-Slipway-Not-Held="
+# Headers of a reply that become attributes, too: the name of the attribute, and the value that replaces one that has no
+# room. That is the place of the whole schema.
+_ATTRIBUTES = {
+    DEADLINE.encode(): (b"X-Slipway-Deadline", b"reached"),
+    NOT_HELD.encode(): (b"X-Slipway-Not-Held", b"#"),
+}
 _SEPARATOR = re.compile(rb"[,;\s]+")  # AWS's image separates attributes by commas, LMI by semicolons.
 _ROUTE = re.compile(rb"(?:^|[,;\s])route=([^,;\s]*)")
 _PATH = re.compile(rb"(/(?!\.\.?(/|$))[^/%?#\\\x00-\x20\x7f-\xff]+)+|/")  # No escape, query, fragment, `//` or `..`.
@@ -36,24 +42,28 @@ def named_route(header: bytes) -> bytes | None:
     return found[1] if found is not None and (found[1].startswith(b"/") or b"://" in found[1]) else None
 
 
-def with_not_held(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a reply. The parts of a JSON schema that are not held become an attribute, too.
+def with_attributes(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a reply. What they say about the answer becomes attributes, too.
 
-    SageMaker passes no other header on. Attributes that the reply has stay. If they leave no room for the places, the
-    attribute is `#`, the place of the whole schema.
+    SageMaker passes no other header on. Attributes that the reply has stay. One that has no room left is short, or
+    missing.
 
     Args:
-        headers: With names in lower case. One of them may be `NOT_HELD`.
+        headers: With names in lower case.
     """
     given = dict(headers)
-    if _NOT_HELD not in given:
+    told = [name for name in _ATTRIBUTES if name in given]
+    attributes = given.get(CUSTOM_ATTRIBUTES, b"")
+    for name in told:
+        attribute, short = _ATTRIBUTES[name]
+        for value in (given[name], short):
+            more = (attributes + b"; " if attributes else b"") + attribute + b"=" + value
+            if len(more) <= _MOST_CHARACTERS:
+                attributes = more
+                break
+    if not told:
         return headers
-    own = given.get(CUSTOM_ATTRIBUTES, b"")
-    for places in (given[_NOT_HELD], b"#"):
-        attributes = (own + b"; " if own else b"") + _NOT_HELD_ATTRIBUTE + places
-        if len(attributes) <= _MOST_CHARACTERS:
-            return [*[pair for pair in headers if pair[0] != CUSTOM_ATTRIBUTES], (CUSTOM_ATTRIBUTES, attributes)]
-    return headers
+    return [*[pair for pair in headers if pair[0] != CUSTOM_ATTRIBUTES], (CUSTOM_ATTRIBUTES, attributes)]
 
 
 def is_plain_path(route: bytes) -> bool:

@@ -10,7 +10,7 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from typing import Any
 
-from container.http.custom_attributes import with_not_held
+from container.http.custom_attributes import with_attributes
 from container.http.uvicorn_protocol import CorkedTransport, chunked_connection
 from handlers.contract import WITHOUT_BODY, Reply
 
@@ -99,7 +99,7 @@ class HttpReply:
         self.status = status
         headers = self.headers
         if more:
-            own = with_not_held([(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in more])
+            own = with_attributes([(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in more])
             names = {name for name, _ in own}
             self.request_id = next((value for name, value in more if name == "x-request-id"), None)
             headers = [*own, *(pair for pair in headers if pair[0] not in names)]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
 from container.http.custom_attributes import CUSTOM_ATTRIBUTES, attributes_of
 from handlers.contract import EXPLAIN, Call, asked_explanation, read_steering
+from handlers.deadline import HEADER, read_time_limit
 
 Scope = dict[str, Any]
 
@@ -18,6 +20,7 @@ INFERENCE_ID = (
     b"x-amzn-sagemaker-inference-id"  # SageMaker's header for a client's id. The configured header goes first.
 )
 KEY_SALT = "slipway.key_salt"  # The key in an ASGI scope for the salt of the call's API key.
+DEADLINE_HEADER = HEADER.encode()
 LONGEST_PATH = 1024  # Bytes of a path that the log and errors show.
 _ACCEPTABLE = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 
@@ -26,6 +29,7 @@ class RequestHead:
     """A request without its body."""
 
     __slots__ = (
+        "arrived_at",
         "attributes",
         "headers",
         "method",
@@ -40,6 +44,7 @@ class RequestHead:
     def __init__(self, scope: Scope, id_header: bytes = REQUEST_ID) -> None:
         """Read the head of an ASGI request. `id_header` names the header with the client's request id."""
         self.scope = scope
+        self.arrived_at = time.monotonic()
         self.method: str = scope["method"]
         # The path that is answered, decoded and as it was sent: without slashes that have no meaning, and the one that
         # a custom attribute names.
@@ -58,9 +63,12 @@ class RequestHead:
         """Return the whole request as contracts see it."""
         key_salt = self.scope.get(KEY_SALT, "")
         steering, fault = read_steering(self.headers, key_salt)
-        explanation = None
+        explanation = time_limit = None
         if self.attributes or EXPLAIN in self.headers:
             explanation, wrong = asked_explanation(self.headers, self.attributes)
+            fault = fault or wrong
+        if DEADLINE_HEADER in self.headers or self.attributes:
+            time_limit, wrong = read_time_limit(self.headers, self.attributes)
             fault = fault or wrong
         return Call(
             body=body,
@@ -75,6 +83,8 @@ class RequestHead:
             steering=steering,
             steering_fault=fault,
             explanation=explanation,
+            arrived_at=self.arrived_at,
+            time_limit=time_limit,
         )
 
 

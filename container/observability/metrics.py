@@ -116,6 +116,9 @@ class Metrics:
         )
         verdicts = [([verdict], count) for verdict, count in statistics.partial_answers.items()]
         yield _each(CounterMetricFamily, "slipway_partial_answers", text, ["verdict"], verdicts)
+        text = "Calls that ended at their deadline, by what they had then."
+        reached = [([answer], count) for answer, count in statistics.deadlines.items()]
+        yield _each(CounterMetricFamily, "slipway_deadlines", text, ["answer"], reached)
         yield _counter("slipway_prompt_tokens", "Tokens of prompts.", statistics.prompt_tokens)
         yield _counter("slipway_generated_tokens", "Tokens generated.", statistics.tokens)
         yield _histogram(

@@ -330,17 +330,18 @@ class BatchEngine:
             self.statistics.aborted_requests += job.open_sequences
             self._waiting.discard(job)
 
-    def abort(self, job: Job) -> None:
+    def abort(self, job: Job, *, at_deadline: bool = False) -> None:
         """End a request with its text so far: at once if it waits, otherwise in its batch, before the next step."""
         if job.ended:
             return
+        job.at_deadline = at_deadline  # Set first: the engine's thread reads it when it sees `aborted`.
         job.aborted = True
         if not self._waiting.discard(job):
             return
         if job.request.beam_search is not None:
             found = beam_deltas(job, (), self._model)
         else:
-            found = [delta for row in job.rows if (delta := row.sequence.abort()) is not None]
+            found = [delta for row in job.rows if (delta := row.sequence.abort(at_deadline)) is not None]
         for delta in found:
             self._push(job, delta)
 
@@ -451,5 +452,9 @@ class _Generation:
     def cancel(self) -> None:
         self._engine.cancel(self._job)
 
-    def abort(self) -> None:
-        self._engine.abort(self._job)
+    def abort(self, *, at_deadline: bool = False) -> None:
+        self._engine.abort(self._job, at_deadline=at_deadline)
+
+    @property
+    def begun(self) -> bool:
+        return self._job.searched or any(row.sequence.token_ids for row in self._job.rows)

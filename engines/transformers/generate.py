@@ -23,7 +23,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from engines.errors import GenerationFailed, RequestError
 from engines.interface import Sink
 from engines.memory.garbage_collection import release_memory
-from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from engines.request import DEADLINE, FinishReason, GenerationRequest, Token, TokenDelta
 from engines.start_failure import failure_of
 from engines.tokenization import HeldTokens, StopStrings, TokenTexts, ends_in_stop_string, prompt_tokens
 from engines.transformers.model import TransformersModel
@@ -59,6 +59,8 @@ class Job:
     rows: list[Row] = field(default_factory=list)
     ended: bool = False  # Nothing more reaches the sink. The engine's thread reads it before each step.
     aborted: bool = False  # It is to end with its text so far. The engine's thread reads it before each step.
+    at_deadline: bool = False  # It was aborted at the deadline of its call.
+    searched: bool = False  # Its beams have a token. The engine's thread sets it.
 
 
 # Takes the result of a step: when it was, the sequences that got a token, and the deltas.
@@ -180,6 +182,8 @@ class BatchRunner:
             """Tell which beams have ended or were abandoned. Each job has the same number of beams."""
             batch.moved_at = time.monotonic()
             each = len(input_ids) // len(jobs)
+            for job in jobs:
+                job.searched = True
             ended = [job.ended or job.aborted for job in jobs for _ in range(each)]
             if sampling.stop and input_ids.shape[1] - start > sampling.min_tokens:
                 tails = input_ids[:, max(start, input_ids.shape[1] - reach) :].tolist()
@@ -242,11 +246,12 @@ class _Steps:
             row = self._rows[place]
             if row.done:
                 continue
+            before = len(row.sequence.token_ids)
             outcome = _advance(row, choice)
             if isinstance(outcome, RequestError):
                 for sibling in row.job.rows:
                     sibling.finished = True
-            elif row.sequence.finish_reason is not FinishReason.ABORT:
+            elif len(row.sequence.token_ids) > before:
                 chosen[place] = row.sequence.token_ids[-1]
                 got.append(row)
             if outcome is not None:
@@ -265,7 +270,7 @@ def _advance(row: Row, choice: Choice | RequestError) -> TokenDelta | RequestErr
     if isinstance(choice, RequestError):
         return choice
     try:
-        return row.sequence.abort() if row.job.aborted else row.sequence.add(choice)
+        return row.sequence.abort(row.job.at_deadline) if row.job.aborted else row.sequence.add(choice)
     except Exception:
         logger.exception("request %s: internal error while handling a token", row.job.request.request_id)
         return GenerationFailed("internal error while handling a token")
@@ -274,7 +279,7 @@ def _advance(row: Row, choice: Choice | RequestError) -> TokenDelta | RequestErr
 def beam_deltas(job: Job, beams: Sequence[Sequence[int]], model: TransformersModel) -> list[TokenDelta]:
     """Return one delta for each beam of a search; `beams`: their tokens, best first, none before the first step.
 
-    A beam of an aborted job that has not come to its own end is aborted.
+    A beam of an aborted job that has not come to its own end is aborted, or ends for its length at a deadline.
     """
     assert job.request.beam_search is not None
     whole = msgspec.structs.replace(job.request, stream=False)
@@ -287,7 +292,7 @@ def beam_deltas(job: Job, beams: Sequence[Sequence[int]], model: TransformersMod
             sequence.limit = len(token_ids)
         # Not always the last token: the scores that decide the end of a beam and of a sequence differ slightly.
         added = (sequence.add(Choice(token_id)) for token_id in token_ids)
-        delta = next((delta for delta in added if delta is not None), None) or sequence.abort()
+        delta = next((delta for delta in added if delta is not None), None) or sequence.abort(job.at_deadline)
         assert delta is not None
         delta.last = rank == width - 1
         deltas.append(delta)
@@ -377,12 +382,14 @@ class BatchSequence:
             return None
         return self._delta()
 
-    def abort(self) -> TokenDelta | None:
+    def abort(self, at_deadline: bool = False) -> TokenDelta | None:
         """End it here; returns the last delta, or None if it has ended already."""
         if self.finish_reason is not None:
             return None
-        self.finish_reason = FinishReason.ABORT
-        return self._delta()
+        self.finish_reason = FinishReason.LENGTH if at_deadline else FinishReason.ABORT
+        if (delta := self._delta()) is not None and at_deadline:
+            delta.stop_reason = DEADLINE
+        return delta
 
     def _reason(self, token_id: int) -> FinishReason | None:
         s, eos = self._request.sampling, self._model.eos_token_ids

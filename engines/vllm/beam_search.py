@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from engines.errors import GenerationFailed, RequestError
 from engines.interface import Engine, Generation, Sink, first_delta
-from engines.request import FinishReason, GenerationRequest, SamplingParameters, Token, TokenDelta
+from engines.request import DEADLINE, FinishReason, GenerationRequest, SamplingParameters, Token, TokenDelta
 from engines.statistics import EngineStatistics
 from engines.tokenization import StopStrings, ends_in_stop_string
 
@@ -31,6 +31,7 @@ class _Beam:
     tokens: list[Token] = field(default_factory=list)
     logprob: float = 0.0
     finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
 
     def extended(self, token: Token) -> _Beam:
         return _Beam([*self.tokens, token], self.logprob + (token.logprob or 0.0))
@@ -74,13 +75,18 @@ class BeamSearchTask:
         self._task.cancel()
         self._statistics.aborted_requests += self._options.width
 
-    def abort(self) -> None:
+    @property
+    def begun(self) -> bool:
+        return bool(self._finished) or any(beam.tokens for beam in self._running)
+
+    def abort(self, *, at_deadline: bool = False) -> None:
         if self._has_ended():
             return
         self._task.cancel()
-        running = [dataclasses.replace(beam, finish_reason=FinishReason.ABORT) for beam in self._running]
+        reason, stop = (FinishReason.LENGTH, DEADLINE) if at_deadline else (FinishReason.ABORT, None)
+        running = [dataclasses.replace(beam, finish_reason=reason, stop_reason=stop) for beam in self._running]
         missing = max(self._options.width - len(running) - len(self._finished), 0)
-        nothing = [_Beam(finish_reason=FinishReason.ABORT) for _ in range(missing)]
+        nothing = [_Beam(finish_reason=reason, stop_reason=stop) for _ in range(missing)]
         if self._request.want_prompt_tokens and self._prompt_tokens is None:
             self._prompt_tokens = self._engine.detokenize(self._prompt_ids, False)
         try:
@@ -222,6 +228,7 @@ class BeamSearchTask:
                     cumulative_logprob=beam.logprob,
                     prompt_tokens=self._prompt_tokens if rank == 0 else None,
                     last=rank == len(beams) - 1,
+                    stop_reason=beam.stop_reason,
                 )
             )
 

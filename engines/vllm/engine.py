@@ -573,8 +573,12 @@ class VllmGeneration(msgspec.Struct):
     def cancel(self) -> None:
         self._stop(methodcaller("cancel"))
 
-    def abort(self) -> None:
-        self._stop(methodcaller("abort"))
+    def abort(self, *, at_deadline: bool = False) -> None:
+        self._stop(methodcaller("abort", at_deadline=at_deadline))
+
+    @property
+    def begun(self) -> bool:
+        return any(state.token_count for state in self.states)
 
     def _stop(self, end: Callable[[OwnState], None]) -> None:
         """End the sequences that vLLM still has, once."""

@@ -38,7 +38,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from engines.errors import EngineDead, EngineFault, GenerationFailed, InvalidRequest, Overloaded, RequestError
 from engines.interface import Sink
 from engines.loaded_model import ModelTexts
-from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from engines.request import DEADLINE, FinishReason, GenerationRequest, Token, TokenDelta
 from engines.statistics import EngineStatistics
 from engines.tokenization import HeldTokens, prompt_tokens
 from engines.vllm.async_llm import seconds_in_engine, seconds_in_queue
@@ -143,6 +143,7 @@ class OwnState(TokenTaker):
     """One sequence or one pooled prompt of Slipway. vLLM's output processor keeps it until it has ended."""
 
     takes_tokens = False
+    token_count = 0  # Tokens so far.
     sink: Sink
     ended: bool
     submitted_at: float  # By the monotonic clock.
@@ -168,7 +169,7 @@ class OwnState(TokenTaker):
             self.end()
             self.statistics.aborted_requests += 1
 
-    def abort(self) -> None:
+    def abort(self, *, at_deadline: bool = False) -> None:
         """End the sequence. Its client gets the answer so far, or an error if it has none."""
 
     def fail(self, error: RequestError) -> None:
@@ -253,7 +254,7 @@ class PooledState(OwnState):
         except Exception:
             self.fail_internally("the numbers")
 
-    def abort(self) -> None:
+    def abort(self, *, at_deadline: bool = False) -> None:
         self.fail(GenerationFailed("the request was aborted"))
 
 
@@ -404,9 +405,12 @@ class PushedState(OwnState):
         except Exception:
             self.fail_internally("a token")
 
-    def abort(self) -> None:
+    def abort(self, *, at_deadline: bool = False) -> None:
         """End the sequence with its text so far, like vLLM's abort."""
-        self.make_request_output([], None, VllmFinishReason.ABORT, None)
+        if at_deadline:
+            self.make_request_output([], None, VllmFinishReason.LENGTH, DEADLINE)
+        else:
+            self.make_request_output([], None, VllmFinishReason.ABORT, None)
 
     def _logprobs(self, count: int) -> list[float]:
         # The sampler puts the chosen token first in each row.

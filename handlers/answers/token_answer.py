@@ -11,7 +11,7 @@ from math import isfinite
 
 import msgspec
 
-from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
+from engines.request import DEADLINE, FinishReason, GeneratedSequence, Token, TokenDelta
 from handlers.contract import JSON, Answer
 
 FINISH_REASONS = {
@@ -68,6 +68,8 @@ class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
     def object(self, names: Iterable[str], sequence: ShownSequence) -> str:
         """Return an object with these members of a sequence."""
         values = [(name, _VALUES[name](self, sequence)) for name in names]
+        if sequence.ended_at_deadline:
+            values.append(("stop_reason", f'"{DEADLINE}"'))
         return "{" + self.comma.join([f'"{name}"{self.colon}{value}' for name, value in values if value]) + "}"
 
     def texts(self, sequence: ShownSequence, *, nulls: bool = False) -> str:
@@ -165,4 +167,6 @@ class TokenStream(Answer):
     def _end(self) -> str:
         """Return the text after the last token."""
         form = self._form
+        if self._sequence.ended_at_deadline and not form.details:  # nothing else tells it
+            form = msgspec.structs.replace(form, details=("finish_reason", "generated_tokens"))
         return f"{form.comma}{form.texts(self._sequence, nulls=form.nulls)}}}{self.after}{self.done}"

@@ -12,7 +12,7 @@ from engines.interface import EngineHealth
 from handlers.contract import LONG_BODY, Call, ContractError, ReplyWriter
 from handlers.custom.batch_format import MAX_BATCH
 from handlers.custom.dynamic_batching import DynamicBatcher
-from handlers.custom.engine_call import EngineLoader
+from handlers.custom.engine_call import EngineLoader, Origin
 from handlers.custom.handler_input import input_of, priority_of
 from handlers.custom.handler_reply import HandlerReply
 from handlers.custom.request import CallSettings, Request
@@ -120,7 +120,7 @@ class CustomHandler:
             Message(properties=given.properties, headers=given.headers, contents=given.contents),
             HandlerReply(writer),
             priority_of(given),
-            call.key_salt,
+            Origin(call.key_salt, call.arrived_at, call.time_limit),
         )
         self.pool.submit(request)
         return request

@@ -69,7 +69,7 @@ class _Call:
         self._cancelled = False
         self._uncredited = 0  # Bytes that the worker has sent and not yet got credit for.
         self._draining: asyncio.Task[None] | None = None
-        self._call = worker.call(self._message(), self, requests[0].key_salt)
+        self._call = worker.call(self._message(), self, requests[0].origin)
         self._timeout = IdleTimeout(settings.predict_timeout, self._on_timeout, self._waits_for_client)
         for request in requests:
             request.forget = self._forget

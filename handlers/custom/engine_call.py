@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from urllib.parse import urlencode
 
 from engines.errors import RequestError
 from engines.interface import EngineStartError
 from handlers.contract import JSON, Call, ContractError, Handler, Reply, Running, read_steering
 from handlers.custom.worker_process.socket_protocol import Message, MessageKind
+from handlers.deadline import read_time_limit
 from handlers.djl_errors import front_end_reply, payload_error
 
 logger = logging.getLogger("handlers.custom")
@@ -22,6 +24,18 @@ EngineLoader = Callable[[], Awaitable[Handler]]
 _NO_ENGINE = "option.entryPoint=djl_python.lmi_vllm.vllm_async_service puts an engine behind a handler; this has none"
 _TEXT, _FORM = "text/plain", "application/x-www-form-urlencoded"
 _NO_HEADERS = frozenset({"content-type", "requestid", "handler", "model_dir", "device_id"})
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a call to the engine has from the call in which the handler makes it."""
+
+    key_salt: str = ""  # Differs for each API key. Empty if the server has no keys.
+    arrived_at: float = 0.0  # As in `Call`. 0: the handler makes its call in none.
+    time_limit: float | None = None  # As in `Call`.
+
+
+NO_ORIGIN = Origin()
 
 
 class EngineCall:
@@ -35,7 +49,7 @@ class EngineCall:
         self,
         load_engine: EngineLoader | None,
         message: Message,
-        key_salt: str,
+        origin: Origin,
         send: Callable[[Message], None],
         on_end: Callable[[], object],
     ) -> None:
@@ -44,11 +58,11 @@ class EngineCall:
         Args:
             load_engine: None if the model has no engine.
             message: The call as the worker sent it.
-            key_salt: The salt of the API key whose request the handler answers.
+            origin: The call in which the handler makes this one.
             send: Sends a message to the worker.
             on_end: Called when the call has its full answer.
         """
-        self._message, self._key_salt = message, key_salt
+        self._message, self._origin = message, origin
         self._send_message, self._on_end = send, on_end
         self._running: Running | None = None
         self._task = asyncio.create_task(self._answer(load_engine))
@@ -67,7 +81,7 @@ class EngineCall:
             if loading:
                 self.reply(Reply(200, "", b""))
                 return
-            self._running = await handler.handle(_call_of(self._message, self._key_salt), self)
+            self._running = await handler.handle(_call_of(self._message, self._origin), self)
         except ContractError as error:
             self.reply(error.reply)
         except (RequestError, EngineStartError) as error:
@@ -105,7 +119,7 @@ class EngineCall:
         self._send_message(replace(message, call=self._message.call))
 
 
-def _call_of(message: Message, key_salt: str) -> Call:
+def _call_of(message: Message, origin: Origin) -> Call:
     """Return the call for an `Input`: its properties become headers, and its contents other than `data` the query."""
     named = {name.lower(): value for name, value in message.properties}
     fields = tuple((key or "data", value.decode("utf-8", "replace")) for key, value in message.contents)
@@ -118,14 +132,18 @@ def _call_of(message: Message, key_salt: str) -> Call:
         for name, value in named.items()
         if name not in _NO_HEADERS
     }
-    steering, fault = read_steering(headers, key_salt)
+    steering, fault = read_steering(headers, origin.key_salt)
+    own, wrong = read_time_limit(headers, ())
+    limits = [seconds for seconds in (own, origin.time_limit) if seconds is not None]
     return Call(
         body=body,
         content_type=content_type,
         request_id=named.get("requestid") or str(uuid.uuid4()),
         headers=headers,
         query=query,
-        key_salt=key_salt,
+        key_salt=origin.key_salt,
         steering=steering,
-        steering_fault=fault,
+        steering_fault=fault or wrong,
+        arrived_at=origin.arrived_at or time.monotonic(),
+        time_limit=min(limits, default=None),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from handlers.custom.engine_call import NO_ORIGIN, Origin
 from handlers.custom.handler_reply import HandlerReply
 from handlers.custom.worker_process.socket_protocol import Message
 
@@ -16,7 +17,7 @@ class Request:
     message: Message
     reply: HandlerReply
     priority: int  # A request with a lower priority leaves the queue earlier.
-    key_salt: str = ""  # Differs for each API key. Empty if the server has no keys.
+    origin: Origin = NO_ORIGIN  # For the handler's calls to the engine.
     number: int = 0  # The place in the order of arrival.
     arrived_at: float = 0.0  # Seconds on the event loop's clock.
     # Removes the request from the queue or from its call. None if a cancelled request stays in its batch.

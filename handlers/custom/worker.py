@@ -24,7 +24,7 @@ from engines.daemon_thread import in_daemon_thread
 from engines.interface import EngineStartError
 from engines.stacks import SIGNAL, Stack, stack_file, stacks_of
 from handlers.custom import worker_process
-from handlers.custom.engine_call import EngineCall, EngineLoader
+from handlers.custom.engine_call import NO_ORIGIN, EngineCall, EngineLoader, Origin
 from handlers.custom.metrics import HandlerMetrics
 from handlers.custom.worker_process.socket_protocol import (
     CREDIT_BYTES,
@@ -93,8 +93,8 @@ class Worker:
         self._on_end = on_end
         self._receivers: dict[int, AnswerReceiver] = {}
         self._engine_calls: dict[int, EngineCall] = {}
-        # The salts of the running calls' API keys. They stay in the server: the handler does not get them.
-        self._key_salts: dict[int, str] = {}
+        # What calls to the engine have from the running calls. It stays in the server: the handler does not get it.
+        self._origins: dict[int, Origin] = {}
         self._has_keys = False  # A call has had a key.
         self.calls = 0  # The number of calls that were sent to the worker.
         # The reason why the handler could not be loaded. Empty if it was loaded.
@@ -158,15 +158,15 @@ class Worker:
         self.pid = process.pid
         self._watching = asyncio.create_task(self._watch(process, reader, log))
 
-    def call(self, message: Message, receiver: AnswerReceiver, key_salt: str = "") -> int:
+    def call(self, message: Message, receiver: AnswerReceiver, origin: Origin = NO_ORIGIN) -> int:
         """Send a call to the worker and return the call's number. The answer goes to `receiver`."""
         self.calls += 1
         if self._ended:
             asyncio.get_running_loop().call_soon(receiver.on_lost, self._reason)
             return self.calls
         self._receivers[self.calls] = receiver
-        if key_salt:
-            self._has_keys, self._key_salts[self.calls] = True, key_salt
+        self._origins[self.calls] = origin
+        self._has_keys = self._has_keys or bool(origin.key_salt)
         self._send(replace(message, kind=MessageKind.CALL, call=self.calls))
         return self.calls
 
@@ -238,24 +238,25 @@ class Worker:
             self._settle_load(message.error or "")
         elif message.kind is MessageKind.CALL:
             on_end = partial(self._engine_calls.pop, message.call, None)
-            salt = self._key_salt(message.within)
-            self._engine_calls[message.call] = EngineCall(self._plan.load_engine, message, salt, self._send, on_end)
+            origin = self._origin(message.within)
+            self._engine_calls[message.call] = EngineCall(self._plan.load_engine, message, origin, self._send, on_end)
         elif message.kind is MessageKind.CANCEL:
             if (call := self._engine_calls.pop(message.call, None)) is not None:
                 call.cancel()
         elif (receiver := self._receivers.get(message.call)) is not None:
             if message.kind is MessageKind.DONE:
                 del self._receivers[message.call]
-                self._key_salts.pop(message.call, None)
+                del self._origins[message.call]
             receiver.on_message(message)
 
-    def _key_salt(self, call: int) -> str:
-        """Return the salt of the key of a call in which the handler calls the engine.
+    def _origin(self, call: int) -> Origin:
+        """Return what a call to the engine has from the call in which the handler makes it.
 
         A task that the handler has started may have a prompt from a call with any key. So the calls of such a task
         share the KV cache with no other call.
         """
-        return self._key_salts.get(call) or (uuid.uuid4().hex if self._has_keys else "")
+        origin = self._origins.get(call, NO_ORIGIN)
+        return replace(origin, key_salt=uuid.uuid4().hex) if self._has_keys and not origin.key_salt else origin
 
     def _send(self, message: Message) -> None:
         if self._writer is not None and not self._writer.is_closing():

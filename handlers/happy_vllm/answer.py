@@ -11,7 +11,7 @@ from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import NamedTuple
 
 from engines.errors import RequestError
-from engines.request import FinishReason, TokenDelta
+from engines.request import DEADLINE, FinishReason, TokenDelta
 from handlers.contract import JSON, Answer, Reply
 from handlers.happy_vllm.errors import refuse
 from handlers.happy_vllm.request import GenerationParameters
@@ -47,6 +47,7 @@ class _Answer(Answer):
         self._counts = [0] * count
         self._prompt_tokens = 0
         self._changed = False  # Since the last part.
+        self._told = ""  # What ended a sequence, if it was the deadline of the call.
         self._end = ""
         if generation.prompt_in_response:
             self._end = f'{self._style.comma}"prompt"{self._style.colon}{self._style.quote(generation.prompt)}'
@@ -62,6 +63,8 @@ class _Answer(Answer):
         self._prompt_tokens = delta.prompt_token_count
         if delta.finish_reason is not None:
             self._reasons[sequence] = _FINISH_REASONS[delta.finish_reason]
+            if delta.finish_reason is FinishReason.LENGTH and delta.stop_reason == DEADLINE:
+                self._told = f'{self._style.comma}"stop_reason"{self._style.colon}"{DEADLINE}"'
         self._changed = True
         return self.latest() if delta.last else b""
 
@@ -82,7 +85,7 @@ class _Answer(Answer):
         )
         return (
             f'{{"responses"{colon}["{responses}"]{comma}"finish_reasons"{colon}[{comma.join(self._reasons)}]{comma}'
-            f'"usages"{colon}[{usages}]{self._end}{addition}}}'
+            f'"usages"{colon}[{usages}]{self._end}{self._told}{addition}}}'
         )
 
 

@@ -24,6 +24,7 @@ _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
     413: (errors.BodyTooLarge,),
     422: (errors.InvalidRequest,),
     503: (errors.NotReady, errors.Overloaded),
+    504: (errors.DeadlineExceeded,),
 }
 _VLLM_TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
 _BYTE = re.compile(r" \(byte ([0-9]+)\)$")

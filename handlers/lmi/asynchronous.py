@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from engines.errors import InvalidParameter, InvalidRequest, RequestError
+from engines.errors import DeadlineExceeded, InvalidParameter, InvalidRequest, RequestError
 from handlers.answers.token_answer import TokenDocument, TokenForm, TokenStream
 from handlers.contract import JSON, Call, Exchange, Reply
 from handlers.djl_errors import FAILED_DEPENDENCY, payload_error
@@ -242,4 +242,6 @@ class StreamAnswer(TokenStream):
 def _failure(error: RequestError) -> Reply:
     # In generation: vLLM's server, whose statuses LMI passes on here, says 400 or 500.
     status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
+    if isinstance(error, DeadlineExceeded):
+        status = 504
     return failure(error, payload_error(error.message, status), status)

@@ -15,7 +15,7 @@ from json.encoder import encode_basestring as quote
 import msgspec
 
 from engines.errors import RequestError
-from engines.request import FinishReason, Token, TokenDelta
+from engines.request import DEADLINE, FinishReason, Token, TokenDelta
 from handlers.contract import Answer, Call, Reply, ReplyWriter
 from handlers.djl_errors import FAILED_DEPENDENCY
 from handlers.lmi.chat_conversion import LmiChatShape, reason_of_stop
@@ -172,7 +172,7 @@ class LmiChatDocument(DocumentAnswer):
 
     def _choice(self, index: int) -> str:
         options, sequence = self._options, self._sequences[index]
-        ending = _ending(sequence.tokens, options, sequence.finish_reason, self._stops[index])
+        ending = _ending(sequence.tokens, options, sequence.finish_reason, sequence.stop_reason)
         return (
             f'{{"index": {index}, "message": {{"role": {quote(options.role or "assistant")}, '
             f'"content": {quote("".join(sequence.text))}}}, {ending}}}'
@@ -194,7 +194,8 @@ def _ending(
     reason = FINISH_REASONS[finish_reason]
     if reason == '"stop"':
         reason = f'"{reason_of_stop(stop_reason, options.stop_token_ids)}"'
-    return f'"logprobs": {logprobs}, "finish_reason": {reason}'
+    told = f', "stop_reason": "{DEADLINE}"' if stop_reason == DEADLINE and reason == '"length"' else ""
+    return f'"logprobs": {logprobs}, "finish_reason": {reason}{told}'
 
 
 def _logprob(token: Token, top: int) -> str:

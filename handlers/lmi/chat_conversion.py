@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from engines.request import DEADLINE
 from handlers.contract import JSON, Reply
 from handlers.djl_errors import FAILED_DEPENDENCY
 from handlers.lmi.converted_reply import DONE, error_of, is_error
@@ -137,7 +138,8 @@ class LmiChatShape:
         reason = choice.finish_reason
         if reason == "stop":
             reason = reason_of_stop(choice.stop_reason, self._stop_token_ids)
-        return {"logprobs": choice.logprobs, "finish_reason": reason}
+        told = {"stop_reason": DEADLINE} if choice.stop_reason == DEADLINE and reason == "length" else {}
+        return {"logprobs": choice.logprobs, "finish_reason": reason, **told}
 
     def _record(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return self._line({**self._chunk, "choices": choices, **more})

@@ -115,7 +115,6 @@ class DocumentAnswer(Answer):
     def __init__(self, options: AnswerOptions, prompts: int = 1, *, form: AnswerForm) -> None:
         self._options, self._form = options, form
         self._sequences = [GeneratedSequence() for _ in range(prompts * options.sequences)]
-        self._stops: list[int | str | None] = [None] * len(self._sequences)
         self._open = prompts
         self._prompt_tokens = self._tokens = 0  # Of the prompts and the sequences that have ended.
 
@@ -123,7 +122,6 @@ class DocumentAnswer(Answer):
         index = prompt * self._options.sequences + delta.sequence
         self._sequences[index].add(delta)
         if delta.finish_reason is not None:
-            self._stops[index] = delta.stop_reason
             self._tokens += delta.token_count
         if delta.last:
             self._open -= 1
@@ -213,7 +211,7 @@ class ChatDocument(DocumentAnswer):
             f'{{"index":{index},"message":{{"role":{quote(options.role)},"content":{quote("".join(sequence.text))},'
             '"refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},'
             f'"logprobs":{logprobs},"finish_reason":{FINISH_REASONS[sequence.finish_reason]},'
-            f'"stop_reason":{stop_reason(self._stops[index])},"token_ids":null,"routed_experts":null}}'
+            f'"stop_reason":{stop_reason(sequence.stop_reason)},"token_ids":null,"routed_experts":null}}'
         )
 
 
@@ -276,7 +274,7 @@ class CompletionDocument(DocumentAnswer):
         logprobs = _completion_logprobs(sequence.tokens, in_document, 0)[0] if self._options.logprobs else "null"
         return (
             f'{{"index":{index},"text":{quote("".join(sequence.text))},"logprobs":{logprobs},'
-            f'"finish_reason":{FINISH_REASONS[sequence.finish_reason]},"stop_reason":{stop_reason(self._stops[index])},'
+            f'"finish_reason":{FINISH_REASONS[sequence.finish_reason]},"stop_reason":{stop_reason(sequence.stop_reason)},'
             '"token_ids":null,"prompt_logprobs":null,"prompt_token_ids":null,"routed_experts":null}'
         )
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from engines.errors import InvalidRequest
+from engines.errors import DeadlineExceeded, InvalidRequest
 from engines.statistics import EngineStatistics
-from handlers.contract import not_held_header
+from handlers.contract import Call, not_held_header
+from handlers.deadline import REACHED, Deadline
 from handlers.explanation import ExplainedPrompt
 from handlers.openai.constraints import Form
 from handlers.openai.media.limits import MediaMemory, RequestMedia
@@ -34,6 +35,7 @@ class BeamSteps:
         self._all = statistics
         self._first, self._later = statistics.of_beam_steps()
         self._beginning = 0  # Searches whose first step has not begun.
+        self.deadline: Deadline | None = None  # The deadline that has ended a step.
 
     def begin(self, prompt_tokens: int) -> None:
         """Count a search."""
@@ -62,21 +64,25 @@ class OpenAICall:
         queue: EngineQueue,
         any_model: bool = False,
         media: MediaMemory | None = None,
-        cache_salt: str = "",
+        call: Call | None = None,
         *,
         only_counts: bool = False,
     ) -> None:
         self._queue, self.engine = queue, queue.engine
+        self._arrived_at, self._time_limit = (call.arrived_at, call.time_limit) if call is not None else (0.0, None)
         self._places = 0  # Of the queue, that the call still has.
         self._closed = False
         self._background: asyncio.Task[None] | None = None
         self.any_model = any_model  # No `model` in its body is refused.
         self.only_counts = only_counts  # Its prompt is counted, and nothing is generated.
-        self.cache_salt = cache_salt  # The salt of prompts if the body has no salt.
+        # The salt of prompts if the body has no salt.
+        self.cache_salt = call.steering.get("cache_salt", "") if call is not None else ""
         self.uses_tools = False  # The model may call tools of its body.
         self.form = Form()  # Of its text, as the body says it.
         self.request_id = ""  # For the log.
         self.not_held: tuple[tuple[str, str], ...] = ()  # The header that names what its answer may break.
+        self.reached: tuple[tuple[str, str], ...] = ()  # The header of an answer that ended at its deadline.
+        self.missed: DeadlineExceeded | None = None  # The error of a request that had nothing at its deadline.
         # Adapters that are kept for the call, by name; a beam search asks for its own several times.
         self.adapters: dict[str, Claim] = {}
         self.media = RequestMedia(media) if media is not None else None
@@ -118,6 +124,24 @@ class OpenAICall:
             return
         logger.info("%d parts of the JSON schema are not held", len(places), extra={"request_id": self.request_id})
         self.not_held = not_held_header(places)
+
+    def deadline(self, *, stream: bool) -> Deadline | None:
+        """Return the deadline of a request. A response in the background has none: no client waits for it."""
+        if self._background is not None:
+            return None
+        return self._queue.deadlines.of(self._arrived_at, self._time_limit, stream=stream)
+
+    def reach_deadline(self, missed: DeadlineExceeded | None = None) -> None:
+        """Note that a request ends at its deadline. `missed`: the error of a request that has nothing to answer with.
+
+        The first request of the call counts.
+        """
+        if not (self.reached or self.missed):
+            self._queue.count_deadline(self.request_id, begun=missed is None)
+        if missed is None:
+            self.reached = REACHED
+        else:
+            self.missed = missed
 
     def begin(self) -> None:
         """Note that the engine has begun an answer."""

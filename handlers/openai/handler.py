@@ -247,7 +247,7 @@ class OpenAIHandler:
                 exchange = await self._tokenized(exchange)
         if exchange is not None:
             queue = self._queue if call.explanation is None else explaining(self._queue, exchange)
-            running = RunningCall(queue, exchange, writer, call.request_id)
+            running = RunningCall(queue, exchange, writer, call)
             began = time.monotonic()
             try:
                 await running.submit()
@@ -264,7 +264,7 @@ class OpenAIHandler:
             self._queue if call.explanation is None else explaining(self._queue),
             any_model,
             self._vllm.media,
-            call.steering.get("cache_salt", ""),
+            call,
             only_counts=path == COUNT_TOKENS,
         )
         if call.explanation is not None:

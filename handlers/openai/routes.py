@@ -140,6 +140,8 @@ def refuse(error: errors.RequestError) -> Reply:
             return error_reply(error.message, "BadRequestError", 400, error.parameter)
         case errors.AdapterUnusable():
             return error_reply(error.message, "BadRequestError", 400, "model")
+        case errors.DeadlineExceeded():
+            return error_reply(error.message, HTTPStatus.GATEWAY_TIMEOUT.phrase, 504)
         case errors.EngineDead() | errors.GenerationFailed():
             return error_reply(error.message, "InternalServerError", 500)
         case _:

@@ -103,6 +103,8 @@ class VllmCall:
         finally:
             self._openai_call.close()
             if not self._gone.is_set():
+                if (missed := self._openai_call.missed) is not None:
+                    self._finish(refuse(missed))
                 reason = self._openai_call.failed or "Internal server error"
                 self._finish(error_reply(reason, "InternalServerError", 500))
             # The server cancels a call as well when its reply is complete.
@@ -179,7 +181,8 @@ class VllmCall:
         return Reply(document["error"]["code"], JSON, msgspec.json.encode(document), self._headers)
 
     def _reply_headers(self) -> tuple[tuple[str, str], ...]:
-        return (*self._headers, *(self._openai_call.not_held if self._status < 400 else ()))
+        call = self._openai_call
+        return (*self._headers, *((*call.not_held, *call.reached) if self._status < 400 else ()))
 
     def _reply(self, reply: Reply) -> None:
         self._writer.reply(self._errors.whole(reply) if reply.status >= 400 else reply)

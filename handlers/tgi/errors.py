@@ -66,6 +66,9 @@ def _status_kind_and_text(error: errors.RequestError) -> tuple[int, str, str]:
         return 503, "healthcheck", f"unhealthy: {error.message}"
     if isinstance(error, errors.UnknownModel | errors.NotServed):
         return 404, "not_found", error.message
+    if isinstance(error, errors.DeadlineExceeded):
+        # TGI's router has no such error. Its Python client raises its error of a time-out for the status.
+        return 504, "timeout", f"Request failed during generation: {error.message}"
     if isinstance(error, IncompleteGeneration):
         return 500, "incomplete_generation", error.message
     return 424, "generation", f"Request failed during generation: {error.message}"

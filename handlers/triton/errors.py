@@ -22,7 +22,7 @@ _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
     404: (errors.UnknownModel,),
     408: (errors.BodyTimeout,),
     501: (errors.NotServed,),
-    503: (errors.Overloaded, errors.NotReady),
+    503: (errors.Overloaded, errors.NotReady, errors.DeadlineExceeded),
 }
 _LARGEST_VERSION = 2**63 - 1
 _MOST_NAMES = 100  # Of adapters in a message.
@@ -61,6 +61,8 @@ def message_of(error: errors.RequestError) -> str:
         return f"LoRA {error.name[: errors.SHOWN]} is not supported, we currently support {known}"
     if isinstance(error, errors.UnusableImage):
         return f"Error generating stream: `image` {error.reason}"
+    if isinstance(error, errors.DeadlineExceeded):  # as Triton's scheduler
+        return f"Request timeout expired: {error.message}"
     if isinstance(error, errors.InvalidRequest | errors.GenerationFailed) and not isinstance(error, TritonRefusal):
         return f"Error generating stream: {error.message}"
     return error.message

@@ -125,7 +125,7 @@ class PoolingEngine(ScriptedEngine):
         self.seen.append(request)
         now = time.monotonic()
         sink.on_delta(TokenDelta("", prompt_token_count=len(ids), last=True, numbers=numbers, submitted_at=now))
-        return ScriptedGeneration(request, sink)
+        return ScriptedGeneration(request, sink, self)
 
     async def explain(self, request: GenerationRequest) -> ExplainedRequest:
         if request.pooling is None:

@@ -48,6 +48,7 @@ CASES = sorted((Path(__file__).parent / "cases").glob("*/*.yaml"))
 assert CASES
 HEADERS = ("content-type", "allow", "cache-control", "x-accel-buffering", "x-compute-type", "x-compute-characters")
 HEADERS += ("x-compute-tokens", "x-prompt-tokens", "x-generated-tokens")
+HEADERS += ("x-slipway-deadline", "x-amzn-sagemaker-custom-attributes")
 
 
 class CaseEngine(pooling_exchange.PoolingEngine):
@@ -77,7 +78,7 @@ class CaseEngine(pooling_exchange.PoolingEngine):
         self.sinks.append(sink)
         if len(self.sinks) == 1 + max([step.get("prompt", 0) for step in self._script], default=0):
             self._playing = asyncio.create_task(self._play(self._script))
-        return ScriptedGeneration(request, sink)
+        return ScriptedGeneration(request, sink, self)
 
     async def _play(self, script: Sequence[dict[str, Any]]) -> None:
         for step in script:

@@ -9,25 +9,30 @@ import msgspec
 from engines.errors import EngineDead
 from engines.interface import CopyState, EngineCopy, EngineHealth, ExplainedRequest, Generation, Sink
 from engines.loaded_model import EngineStatus
-from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from engines.request import DEADLINE, FinishReason, GenerationRequest, Token, TokenDelta
 from engines.statistics import EngineStatistics
 
 
 class ScriptedGeneration:
     """A request of a ScriptedEngine. On abort it hands over one token, as an engine does that had kept it back."""
 
-    def __init__(self, request: GenerationRequest, sink: Sink) -> None:
+    def __init__(self, request: GenerationRequest, sink: Sink, engine: ScriptedEngine) -> None:
         self.cancelled = self.aborted = False
-        self.request, self._sink = request, sink
+        self.request, self._sink, self._engine = request, sink, engine
 
     def cancel(self) -> None:
         self.cancelled = True
 
-    def abort(self) -> None:
+    def abort(self, *, at_deadline: bool = False) -> None:
         self.aborted = True
+        reason, stop = (FinishReason.LENGTH, DEADLINE) if at_deadline else (FinishReason.ABORT, None)
         for sequence in range(self.request.sequences):
             last = sequence == self.request.sequences - 1
-            self._sink.on_delta(TokenDelta("!", [], sequence, FinishReason.ABORT, 3, 1, last=last))
+            self._sink.on_delta(TokenDelta("!", [], sequence, reason, 3, 1, last=last, stop_reason=stop))
+
+    @property
+    def begun(self) -> bool:
+        return self.request.pooling is None and self._engine.begun
 
 
 class ScriptedEngine:
@@ -45,6 +50,7 @@ class ScriptedEngine:
         self.statistics = EngineStatistics()
         self.sinks: list[Sink] = []
         self.running: list[ScriptedGeneration] = []
+        self.begun = True  # Its requests have tokens, as far as `Generation.begun` says.
         self.not_held: tuple[str, ...] = ()  # The parts that it does not hold of the schema of each request.
         self.failures: dict[int, Exception] = {}  # The error that `submit` raises, by the number of the request.
 
@@ -58,7 +64,7 @@ class ScriptedEngine:
         if self.not_held:
             sink.on_not_held(self.not_held)
         self.sinks.append(sink)
-        self.running.append(ScriptedGeneration(request, sink))
+        self.running.append(ScriptedGeneration(request, sink, self))
         return self.running[-1]
 
     async def explain(self, request: GenerationRequest) -> ExplainedRequest:

@@ -21,11 +21,12 @@ from http import HTTPStatus
 from typing import Any
 
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError, VLLMNotFoundError, VLLMValidationError
-from vllm.outputs import STREAM_FINISHED
-from vllm.sampling_params import BeamSearchParams
+from vllm.outputs import STREAM_FINISHED, CompletionOutput, RequestOutput
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 
 from engines.errors import (
     AdapterUnusable,
+    DeadlineExceeded,
     EngineDead,
     EngineFault,
     GenerationFailed,
@@ -36,6 +37,7 @@ from engines.errors import (
     UnknownAdapter,
 )
 from engines.interface import ExplainedRequest
+from engines.request import DEADLINE
 from engines.statistics import EngineStatistics
 from engines.vllm.async_llm import (
     EngineDeadError,
@@ -50,6 +52,7 @@ from engines.vllm.engine import VllmEngine
 from engines.vllm.explanation import shown_parameters
 from engines.vllm.parsers.classes import constrained_text, tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_texts, check_bad_words
+from handlers.deadline import Deadline
 from handlers.explanation import ExplainedPrompt
 from handlers.model_config import ModelConfig
 from handlers.openai.current_call import BeamSteps, OpenAICall, current_call
@@ -218,6 +221,10 @@ class EngineClient:
         call.steps.begin(len((prompt.get("decoder_prompt") or prompt).get("prompt_token_ids", ())))
         try:
             async for output in found:
+                if call.steps.deadline is not None and _cut(output):
+                    if not any(sequence.token_ids for sequence in output.outputs):
+                        raise call.steps.deadline.error()
+                    call.reach_deadline()
                 yield output
             statistics.finished_requests += width
         except (asyncio.CancelledError, GeneratorExit):
@@ -226,7 +233,7 @@ class EngineClient:
         except Exception as error:
             if not isinstance(error, VLLMClientError):
                 statistics.failed_requests += width
-            raise
+            raise _failure(call, error) from None
         finally:
             call.steps.end()
             call.release(width)
@@ -254,14 +261,18 @@ class EngineClient:
     ) -> AsyncGenerator[Any, None]:
         statistics, limit, began = self._engine.statistics, self._settings.predict_timeout, time.monotonic()
         queue: Any = None
-        timer: asyncio.TimerHandle | None = None
+        timers: list[asyncio.TimerHandle] = []
+        deadline = call.deadline(stream=False)
         has_ended = False
         try:
-            queue = await self._added(call, prompt, params, request_id, options)
+            adding = self._added(call, prompt, params, request_id, options)
+            queue = await (adding if deadline is None else deadline.limit(adding))
             states = _states(self._llm, request_id, queue)
             statistics.prompt(len(prompt["prompt_token_ids"]))
             late = GenerationError(f"no answer within predict_timeout ({limit:g} s)")
-            timer = asyncio.get_running_loop().call_later(limit, queue.put, late)
+            timers.append(asyncio.get_running_loop().call_later(limit, queue.put, late))
+            if deadline is not None:
+                timers.append(deadline.call(partial(queue.put, deadline.error())))
             output = queue.get_nowait() or await queue.get()
             has_ended = True
             statistics.pooled(time.monotonic() - began, sum(map(seconds_in_queue, states)))
@@ -272,15 +283,14 @@ class EngineClient:
                 await self._abort(queue)
             raise
         except Exception as error:
-            # vLLM's text for a dead engine mentions a stack trace, and vLLM logs a stack trace for each request.
-            failure = GenerationError(EngineDead().message) if isinstance(error, EngineDeadError) else error
+            failure = _failure(call, error)
             if queue is not None:
                 statistics.failed_requests += 1
                 call.failed = str(failure)
                 await self._abort(queue)
             raise failure from None
         finally:
-            if timer is not None:
+            for timer in timers:
                 timer.cancel()
             call.release(1)
 
@@ -329,6 +339,7 @@ class EngineClient:
     ) -> AsyncGenerator[Any, None]:
         request: _Request | None = None
         statistics = self._engine.statistics if call.steps is None else call.steps.of_step()
+        deadline = call.deadline(stream=params.output_kind == RequestOutputKind.DELTA)
         try:
             check_answer: CheckAnswer | None = None
             if params.structured_outputs is not None:
@@ -337,15 +348,20 @@ class EngineClient:
                     options = {**options, "reasoning_ended": True}
                 if constraint.not_held:
                     check_answer = partial(self._check_answer, constraint, options)
-            queue = await self._added(call, prompt, params, request_id, options)
+            adding = self._added(call, prompt, params, request_id, options)
+            queue = await (adding if deadline is None else deadline.limit(adding))
             self._engine.statistics.partial_requests += check_answer is not None
             request = _Request(self._llm, queue, statistics, self._settings.predict_timeout, check_answer)
             request.watch(request_id)
+            if deadline is not None:
+                request.end_at(deadline)
             finished = False
             while not finished:
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
                 if finished:
+                    if request.cut and _cut(output):
+                        call.reach_deadline()
                     _check_end(output, params)
                     request.succeeded()
                 if not call.begun:
@@ -357,9 +373,14 @@ class EngineClient:
                 await request.abandon()
             raise
         except Exception as error:
-            # vLLM's text for a dead engine speaks of a stack trace, and it logs one for each request.
-            dead = isinstance(error, EngineDeadError)
-            failure = GenerationError(EngineDead().message) if dead else error
+            if call.steps is not None and deadline is not None and isinstance(error, DeadlineExceeded):
+                # The search ends with its beams so far.
+                call.steps.deadline = deadline
+                if request is not None:
+                    await request.abandon()
+                yield _aborted(request_id)
+                return
+            failure = _failure(call, error)
             if request is not None:
                 if not isinstance(error, VLLMClientError):
                     call.failed = str(failure)
@@ -454,6 +475,9 @@ class _Request:
     ) -> None:
         self._llm, self._queue, self._statistics, self._limit = llm, queue, statistics, predict_timeout
         self._check_answer = check_answer
+        self._deadline: Deadline | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self.cut = False  # Its deadline has ended it.
         self._states: list[Any] = []  # Of its sequences.
         self._began = time.monotonic()
         self._timer = asyncio.get_running_loop().call_later(predict_timeout, self._check)
@@ -472,6 +496,18 @@ class _Request:
         for state in own:
             state.statistics = self._statistics
         self._states = own
+
+    def end_at(self, deadline: Deadline) -> None:
+        """End the request at a deadline, with what it has."""
+        self._deadline, self._deadline_timer = deadline, deadline.call(self._end_at_deadline)
+
+    def _end_at_deadline(self) -> None:
+        assert self._deadline is not None
+        if any(state.stats.num_generation_tokens for state in self._states):
+            self.cut = True
+            self._aborting = asyncio.ensure_future(abort(self._llm, [self._queue.request_id]))
+        else:
+            self._queue.put(self._deadline.error())
 
     def _check(self) -> None:
         idle = time.monotonic() - max([self._began, *(state.stats.last_token_ts for state in self._states)])
@@ -502,6 +538,8 @@ class _Request:
     def _close(self) -> None:
         self._open = False
         self._timer.cancel()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
 
     async def _abort(self) -> None:
         self._close()
@@ -520,6 +558,31 @@ def _check_end(output: Any, params: Any) -> None:
     if params.structured_outputs is not None and (error := no_token_left(params)) is not None:
         raise VLLMValidationError(error.message, parameter=error.parameter)
     raise GenerationError(EngineFault().message)
+
+
+def _cut(output: Any) -> bool:
+    """Let the sequences that were aborted at their deadline end for their length. Returns True if there are some."""
+    aborted = [] if output is STREAM_FINISHED else [each for each in output.outputs if each.finish_reason == "abort"]
+    for sequence in aborted:
+        sequence.finish_reason, sequence.stop_reason = "length", DEADLINE
+    return bool(aborted)
+
+
+def _aborted(request_id: str) -> RequestOutput:
+    """Return the output of an aborted step of a beam search. vLLM's search then ends with its beams so far."""
+    nothing = CompletionOutput(0, "", [], None, None, finish_reason="abort")
+    return RequestOutput(request_id, None, None, None, [nothing], finished=True)
+
+
+def _failure(call: OpenAICall, error: Exception) -> Exception:
+    """Return the error for vLLM's front end."""
+    if isinstance(error, DeadlineExceeded):
+        call.reach_deadline(error)
+        error = GracefulHTTPError(error.message, HTTPStatus.GATEWAY_TIMEOUT)
+    elif isinstance(error, EngineDeadError):
+        # vLLM's text for a dead engine speaks of a stack trace, and it logs one for each request.
+        error = GenerationError(EngineDead().message)
+    return error
 
 
 def _ended(output: Any) -> bool:

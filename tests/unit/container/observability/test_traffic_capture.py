@@ -50,7 +50,7 @@ def server(directory: Path, mounts: Sequence[Mount] = ()) -> httpx.AsyncClient:
         end = TokenDelta("b", [Token(9, "b", -0.5)], finish_reason=FinishReason.LENGTH, token_count=2, last=True)
         for delta in (TokenDelta("a", [Token(7, "a", -0.5)], token_count=1), end):
             asyncio.get_running_loop().call_soon(sink.on_delta, delta)
-        return ScriptedGeneration(request, sink)
+        return ScriptedGeneration(request, sink, engine)
 
     engine.submit = submit
     return client

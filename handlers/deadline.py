@@ -1,0 +1,102 @@
+"""Deadlines: a call ends at its deadline, with what it has.
+
+SageMaker ends a call after 60 seconds and a stream after 8 minutes, and drops what the model has made. A deadline is
+earlier: each unfinished sequence ends for its length, and its text reaches the client. A call without a token gets
+`DeadlineExceeded`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from engines.errors import DeadlineExceeded, InvalidParameter
+from engines.settings.declaration import setting
+from engines.settings.parsers import SECONDS
+
+T = TypeVar("T")
+
+# The header of a call with its time in seconds. A whole answer that ended at its deadline has it with `reached`.
+HEADER = "x-slipway-deadline"
+REACHED = ((HEADER, "reached"),)
+_HEADER, _ATTRIBUTE = HEADER.encode(), b"deadline"
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The deadline of one call."""
+
+    seconds: float  # From the arrival of the call's head.
+    at: float  # By the monotonic clock.
+
+    def call(self, function: Callable[[], object]) -> asyncio.TimerHandle:
+        """Call a function at the deadline, or soon if that has passed."""
+        return asyncio.get_running_loop().call_later(max(self.at - time.monotonic(), 0.0), function)
+
+    async def limit(self, work: Awaitable[T]) -> T:
+        """Wait for the result of work that comes before the first token.
+
+        Raises:
+            DeadlineExceeded: It took too long, and was cancelled.
+        """
+        try:
+            async with asyncio.timeout(self.at - time.monotonic()):
+                return await work
+        except TimeoutError:
+            raise self.error() from None
+
+    def error(self) -> DeadlineExceeded:
+        """Return the error of a call that has nothing at its deadline."""
+        return DeadlineExceeded(self.seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlineConfig:
+    """The deadlines of a model's calls, in seconds from the arrival of their heads. None: there is none."""
+
+    answer: float | None = setting("option.answer_deadline", SECONDS, doc="Time until a whole answer ends as it is")
+    stream: float | None = setting("option.stream_deadline", SECONDS, doc="Time until a stream ends as it is")
+
+    def of(self, arrived_at: float, time_limit: float | None, *, stream: bool) -> Deadline | None:
+        """Return the deadline of a call, or None.
+
+        Args:
+            arrived_at: When its head arrived, by the monotonic clock.
+            time_limit: The time in seconds that the call asks for. It is cut to the model's deadline.
+            stream: The answer is streamed.
+        """
+        limits = [seconds for seconds in (time_limit, self.stream if stream else self.answer) if seconds is not None]
+        return Deadline(min(limits), arrived_at + min(limits)) if limits else None
+
+
+NO_DEADLINES = DeadlineConfig()
+
+
+def read_time_limit(
+    headers: Mapping[bytes, bytes], attributes: Sequence[tuple[bytes, bytes]]
+) -> tuple[float | None, InvalidParameter | None]:
+    """Read the time that a call asks for: in the header, or else in the attribute `deadline`.
+
+    Args:
+        headers: All headers, by names in lower case.
+        attributes: SageMaker's custom attributes, with names in lower case.
+
+    Returns:
+        The seconds, and the fault of a value that is not a number of seconds above 0.
+    """
+    name, value = "X-Slipway-Deadline", headers.get(_HEADER)
+    if value is None:
+        name, value = "deadline", next((value for name, value in attributes if name == _ATTRIBUTE), None)
+    if value is None:
+        return None, None
+    text = value.decode("latin-1")
+    seconds = float(text) if _SECONDS.fullmatch(text) else math.nan
+    if seconds > 0:
+        return seconds, None
+    return None, InvalidParameter(name, f"must be a number of seconds above 0, got {text[:20]!r}")

@@ -1,0 +1,218 @@
+"""Deadlines: how they are read, and how a call ends at one, with an engine that the test scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.interface import Generation, Sink
+from engines.pooling import Pooling
+from engines.request import FinishReason, GenerationRequest, Token, TokenDelta, pooling_request
+from handlers.contract import Call, ContractError, Exchange
+from handlers.deadline import REACHED, DeadlineConfig, read_time_limit
+from handlers.engine_handler import EngineHandler
+from handlers.lmi.rolling_batch import LmiRollingContract
+from handlers.queue import EngineQueue
+from tests.contracts.exchange import MODEL, call
+from tests.freed import when_freed
+from tests.stand_ins.collected_reply import CollectedReply
+from tests.stand_ins.request_headers import request_headers
+from tests.stand_ins.scripted_engine import ScriptedEngine
+from tests.waiting import until
+
+SOON = 0.02
+LATE = 3600.0
+CONTRACT = LmiRollingContract(MODEL)
+
+
+class Stuck(ScriptedEngine):
+    """An engine that takes no request, as while it is started again."""
+
+    def __init__(self, takes: int = 0) -> None:
+        super().__init__()
+        self._takes, self.left = takes, 0
+
+    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
+        if len(self.running) < self._takes:
+            return await super().submit(request, sink)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left += 1
+        raise AssertionError("nothing sets the event")
+
+
+class Commenting(LmiRollingContract):
+    """A contract whose streams begin before their first token, as TGI's do."""
+
+    def parse(self, call: Call) -> Exchange:
+        return replace(super().parse(call), comment=b":\n\n")
+
+
+class Vectors(LmiRollingContract):
+    """A contract that asks for vectors."""
+
+    def parse(self, call: Call) -> Exchange:
+        exchange = super().parse(call)
+        return replace(exchange, requests=(pooling_request("x", Pooling(task="embed")),))
+
+
+def asked(document: object, seconds: float | None = SOON) -> Call:
+    return replace(call(document), time_limit=seconds)
+
+
+def token(text: str, sequence: int = 0, *, last: bool = False) -> TokenDelta:
+    reason = FinishReason.LENGTH if last else None
+    return TokenDelta(text, [Token(7, text, -0.5)], sequence, reason, 3, 1, last=last)
+
+
+@given(
+    own=st.none() | st.floats(0.001, 1e6),
+    answer=st.none() | st.floats(0.001, 1e6),
+    stream=st.none() | st.floats(0.001, 1e6),
+    streams=st.booleans(),
+)
+def test_a_call_may_shorten_the_models_deadline_and_never_extend_it(
+    own: float | None, answer: float | None, stream: float | None, streams: bool
+) -> None:
+    deadline = DeadlineConfig(answer=answer, stream=stream).of(5.0, own, stream=streams)
+    models = stream if streams else answer
+    if own is None and models is None:
+        assert deadline is None
+        return
+    assert deadline is not None
+    assert deadline.seconds == min(seconds for seconds in (own, models) if seconds is not None)
+    assert deadline.at == 5.0 + deadline.seconds
+
+
+@given(st.floats(0.001, 999_999).map(lambda seconds: f"{seconds:.6f}"))
+def test_the_header_and_the_attribute_have_seconds(text: str) -> None:
+    assert read_time_limit(request_headers(("X-Slipway-Deadline", text)), ()) == (float(text), None)
+    assert read_time_limit({}, [(b"deadline", text.encode())]) == (float(text), None)
+
+
+def test_the_header_goes_before_the_attribute() -> None:
+    headers = request_headers(("X-Slipway-Deadline", "2"))
+    assert read_time_limit(headers, [(b"deadline", b"3")]) == (2.0, None)
+    assert read_time_limit({}, [(b"route", b"/generate")]) == (None, None)
+
+
+@given(st.text(st.characters(max_codepoint=255), max_size=40))
+def test_any_other_value_is_refused_with_the_name_and_what_is_expected(text: str) -> None:
+    seconds, fault = read_time_limit(request_headers(("X-Slipway-Deadline", text)), ())
+    assert (seconds is None) == (fault is not None)
+    if fault is not None:
+        assert fault.parameter == "X-Slipway-Deadline"
+        assert "must be a number of seconds above 0" in fault.message
+    else:
+        assert seconds is not None
+        assert seconds > 0
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", "-1", "nan", "inf", "1e3", "", "2 s", "1_0", "٣"])
+def test_these_are_no_deadlines(text: str) -> None:
+    assert read_time_limit({}, [(b"deadline", text.encode())])[1] is not None
+
+
+class TestCalls:
+    pytestmark = pytest.mark.asyncio
+
+    async def test_a_whole_answer_ends_with_its_text_and_its_header_says_so(self) -> None:
+        queue, writer = EngineQueue(engine := ScriptedEngine(), 4), CollectedReply()
+        await EngineHandler(queue, CONTRACT).handle(asked({"inputs": "x"}), writer)
+        await until(lambda: writer.finished)
+        assert writer.whole is not None
+        assert writer.whole.status == 200
+        assert writer.whole.headers == REACHED
+        assert engine.statistics.deadlines == {"partial": 1, "nothing": 0}
+        assert (queue.open_sequences, queue.running) == (0, {})
+
+    async def test_a_stream_ends_with_its_text_and_its_last_record_says_so(self) -> None:
+        queue, writer = EngineQueue(engine := ScriptedEngine(), 4), CollectedReply()
+        await EngineHandler(queue, CONTRACT).handle(asked({"inputs": "x", "stream": True}), writer)
+        engine.sinks[0].on_delta(token("a"))
+        await until(lambda: writer.finished)
+        assert writer.body.endswith(b'"finish_reason": "length", "generated_tokens": 1, "stop_reason": "deadline"}}\n')
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_the_models_deadline_of_the_kind_of_answer_holds(self, stream: bool) -> None:
+        deadlines = DeadlineConfig(answer=LATE, stream=SOON) if stream else DeadlineConfig(answer=SOON, stream=LATE)
+        queue, writer = EngineQueue(ScriptedEngine(), 4, deadlines=deadlines), CollectedReply()
+        await EngineHandler(queue, CONTRACT).handle(asked({"inputs": "x", "stream": stream}, LATE), writer)
+        await until(lambda: writer.finished)
+
+    async def test_the_time_runs_from_the_arrival_of_the_head(self) -> None:
+        queue, writer = EngineQueue(ScriptedEngine(), 4), CollectedReply()
+        arrived = replace(asked({"inputs": "x"}, LATE), arrived_at=time.monotonic() - LATE)
+        await EngineHandler(queue, CONTRACT).handle(arrived, writer)
+        await until(lambda: writer.finished)
+
+    async def test_an_answer_in_time_says_nothing_and_leaves_no_timer(self) -> None:
+        queue, writer = EngineQueue(engine := ScriptedEngine(), 4), CollectedReply()
+        running = await EngineHandler(queue, CONTRACT).handle(asked({"inputs": "x"}, LATE), writer)
+        assert running is not None
+        engine.sinks[0].on_delta(token("y", last=True))
+        assert writer.whole is not None
+        assert (writer.whole.headers, writer.whole.body) == ((), b'{"generated_text": "y"}')
+        assert engine.statistics.deadlines == {"partial": 0, "nothing": 0}
+        freed = when_freed(running)
+        del engine.running[:], engine.sinks[:], running
+        assert freed.is_set()
+
+    @pytest.mark.parametrize("contract", [CONTRACT, Vectors(MODEL)])
+    async def test_a_call_with_nothing_gets_an_error_and_is_cancelled(self, contract: LmiRollingContract) -> None:
+        queue, writer = EngineQueue(engine := ScriptedEngine(), 4), CollectedReply()
+        engine.begun = contract is not CONTRACT
+        await EngineHandler(queue, contract).handle(asked({"inputs": "x"}), writer)
+        await until(lambda: writer.finished)
+        assert writer.whole is not None
+        assert writer.whole.status == 424
+        assert b"the call had no answer at its deadline (0.02 s)" in writer.whole.body
+        assert engine.running[0].cancelled
+        assert engine.statistics.deadlines == {"partial": 0, "nothing": 1}
+        assert engine.statistics.calls.failed == 1
+        assert (queue.open_sequences, queue.running) == (0, {})
+
+    async def test_a_stream_of_comments_alone_ends_with_an_error(self) -> None:
+        queue, writer = EngineQueue(engine := ScriptedEngine(), 4), CollectedReply()
+        engine.begun = False
+        await EngineHandler(queue, Commenting(MODEL)).handle(asked({"inputs": "x", "stream": True}), writer)
+        assert writer.status == 200
+        await until(lambda: writer.ended)
+        assert b'"finish_reason": "error"' in writer.body
+
+    @pytest.mark.parametrize("prompts", [["a"], ["a", "b"]])
+    async def test_waiting_for_an_engine_counts(self, prompts: Sequence[str]) -> None:
+        queue, writer = EngineQueue(engine := Stuck(len(prompts) - 1), 4), CollectedReply()
+        with pytest.raises(ContractError) as refused:
+            await EngineHandler(queue, CONTRACT).handle(asked({"inputs": prompts}), writer)
+        assert b"at its deadline" in refused.value.reply.body
+        assert engine.left == 1
+        assert all(generation.cancelled for generation in engine.running)
+        assert engine.statistics.deadlines == {"partial": 0, "nothing": 1}
+        assert (queue.open_sequences, queue.running) == (0, {})
+
+    async def test_each_unfinished_sequence_of_each_prompt_ends(self) -> None:
+        queue, writer = EngineQueue(engine := ScriptedEngine(), 8), CollectedReply()
+        document = {"inputs": ["a", "b"], "parameters": {"do_sample": True, "n": 2, "details": True}}
+        await EngineHandler(queue, CONTRACT).handle(asked(document), writer)
+        engine.sinks[0].on_delta(token("1", last=False))
+        await until(lambda: writer.finished)
+        assert writer.body.count(b'"finish_reason": "length"') == 4
+        assert writer.body.count(b'"stop_reason": "deadline"') == 4
+        assert engine.statistics.deadlines == {"partial": 1, "nothing": 0}
+
+    async def test_a_client_that_has_left_reaches_no_deadline(self) -> None:
+        queue, writer = EngineQueue(engine := ScriptedEngine(), 4), CollectedReply()
+        running = await EngineHandler(queue, CONTRACT).handle(asked({"inputs": "x"}), writer)
+        assert running is not None
+        running.cancel()
+        await asyncio.sleep(3 * SOON)
+        assert not writer.finished
+        assert engine.statistics.deadlines == {"partial": 0, "nothing": 0}
