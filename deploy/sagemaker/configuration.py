@@ -217,6 +217,10 @@ class Configuration(_Table, frozen=True, kw_only=True):
     download_timeout: Seconds = 1800  # Seconds in which SageMaker has to download the model from S3.
     # Seconds until the container has to be healthy. It downloads a hub model in this time.
     startup_timeout: Seconds = 1800
+    # Seconds after which the container ends a whole answer and a stream, with what they have. SageMaker ends them after
+    # 60 s and 8 minutes, and drops the answer. 0: the container ends none. An asynchronous endpoint has none.
+    answer_deadline: Annotated[float, Meta(ge=0)] = 55
+    stream_deadline: Annotated[float, Meta(ge=0)] = 450
     capacity: Capacity | None = None
     component: Component | None = None
     adapters: tuple[AdapterComponent, ...] = ()

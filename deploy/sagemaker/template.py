@@ -125,8 +125,10 @@ def _model(configuration: Configuration) -> Properties:
     model, archive = configuration.model, configuration.is_archive
     parameters = secrets(configuration)
     environment: dict[str, Any] = {} if configuration.from_s3 else {"HF_MODEL_ID": model}
-    if not read_environment(configuration.environment).variables.keys() & _NAMING:
+    given = read_environment(configuration.environment).variables.keys()
+    if not given & _NAMING:
         environment["OPTION_SERVED_MODEL_NAME"] = ",".join(_names(configuration))
+    environment |= {name: value for name, value in _deadlines(configuration).items() if name not in given}
     for variable, value in configuration.environment.items():
         environment[variable] = {"Ref": parameters[variable]} if variable in parameters else value
     source = {
@@ -140,6 +142,17 @@ def _model(configuration: Configuration) -> Properties:
         "ModelDataSource": {"S3DataSource": source} if configuration.from_s3 else None,
     }
     return {"PrimaryContainer": container, "ExecutionRoleArn": _role_arn(configuration)}
+
+
+def _deadlines(configuration: Configuration) -> dict[str, str]:
+    """Return the variables of the deadlines, which end an answer before SageMaker drops it."""
+    if configuration.asynchronous:
+        return {}
+    deadlines = {
+        "OPTION_ANSWER_DEADLINE": configuration.answer_deadline,
+        "OPTION_STREAM_DEADLINE": configuration.stream_deadline,
+    }
+    return {name: f"{seconds:g}" for name, seconds in deadlines.items() if seconds}
 
 
 def _names(configuration: Configuration) -> list[str]:

@@ -126,6 +126,9 @@ def test_every_arn_and_image_is_of_the_regions_partition(read: Configuration) ->
     assert (".amazonaws.com.cn/" in text) is (aws == "aws-cn")
 
 
+DEADLINES = {"OPTION_ANSWER_DEADLINE": "55", "OPTION_STREAM_DEADLINE": "450"}
+
+
 def _environment(read: Configuration) -> dict[str, str]:
     """Return the environment of the container, with the values of the parameters."""
     container = template(read)["Resources"]["Model"]["Properties"]["PrimaryContainer"]
@@ -143,7 +146,8 @@ def test_the_container_gets_its_environment(read: Configuration) -> None:
     names = made.pop("OPTION_SERVED_MODEL_NAME").split(",")
     assert names[-1] == read.name
     hub = {} if read.from_s3 else {"HF_MODEL_ID": read.model}
-    assert made == hub | read.environment
+    deadlines = {} if read.asynchronous else DEADLINES
+    assert made == hub | deadlines | read.environment
 
 
 def _served(tmp_path: Path, read: Configuration) -> ModelConfig:
@@ -204,7 +208,26 @@ def test_a_name_of_the_environment_is_kept(env: dict[str, str], tmp_path: Path) 
 
 @pytest.mark.parametrize("variable", ["HF_MODEL_ID", "SM_VLLM_MODEL", "OPTION_MODEL_ID", "SERVING_LOAD_MODELS"])
 def test_another_model_of_the_environment_does_not_get_the_names(variable: str) -> None:
-    assert _environment(configuration("private", env={variable: "org/other"})) == {variable: "org/other"}
+    made = _environment(configuration("private", env={variable: "org/other"}))
+    assert made == DEADLINES | {variable: "org/other"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (55.0, 450.0)),
+        ({"answer_deadline": 30, "stream_deadline": 100.5}, (30.0, 100.5)),
+        ({"answer_deadline": 0, "stream_deadline": 0}, (None, None)),
+        ({"env": {"OPTION_ANSWER_DEADLINE": "9"}}, (9.0, 450.0)),
+        ({"env": {"SM_VLLM_STREAM_DEADLINE": "9"}}, (55.0, 9.0)),
+        ({"async": {"output": "s3://bucket/answers/"}, "prefix_aware_routing": None}, (None, None)),
+    ],
+)
+def test_answers_end_before_sagemaker_drops_them(
+    fields: dict[str, Any], expected: tuple[float | None, float | None], tmp_path: Path
+) -> None:
+    deadlines = _served(tmp_path, configuration("private", **fields)).deadlines
+    assert (deadlines.answer, deadlines.stream) == expected
 
 
 def test_the_machine_image_is_one_of_sagemakers_with_a_driver_for_the_gpu_images_cuda() -> None:
