@@ -47,7 +47,7 @@ LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit 
 VERDICTS = ("valid", "invalid", "incomplete", "unchecked")
 
 
-# What a call had at its deadline: a part of its answer, or no token.
+# The contents of a call at its deadline: a part of its answer, or nothing.
 AT_DEADLINE = ("partial", "nothing")
 
 

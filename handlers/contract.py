@@ -166,7 +166,7 @@ class Call:
     steering_fault: InvalidParameter | None = None  # The call is refused with this error, in the form of its answer.
     explanation: Explanation | None = None  # Set: nothing is generated, and the reply is the explanation.
     arrived_at: float = field(default_factory=time.monotonic)  # When its head arrived, by the monotonic clock.
-    time_limit: float | None = None  # Seconds from then, after which the call ends with what it has.
+    time_limit: float | None = None  # Seconds from then, after which the call ends with its text so far.
 
     def header(self, name: str) -> str | None:
         """Return the value of a header. `name` may have any case."""

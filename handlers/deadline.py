@@ -1,7 +1,7 @@
-"""Deadlines: a call ends at its deadline, with what it has.
+"""Deadlines: a call ends at its deadline, with its text so far.
 
-SageMaker ends a call after 60 seconds and a stream after 8 minutes, and drops what the model has made. A deadline is
-earlier: each unfinished sequence ends for its length, and its text reaches the client. A call without a token gets
+SageMaker ends a call after 60 seconds and a stream after 8 minutes, and drops the text so far. A deadline is earlier:
+each unfinished sequence ends for its length, and its text reaches the client. A call without a token gets
 `DeadlineExceeded`.
 """
 
@@ -58,7 +58,7 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlineConfig:
-    """The deadlines of a model's calls, in seconds from the arrival of their heads. None: there is none."""
+    """The deadlines of a model's calls, in seconds from the arrival of their heads. None: no deadline."""
 
     answer: float | None = setting("option.answer_deadline", SECONDS, doc="Time until a whole answer ends as it is")
     stream: float | None = setting("option.stream_deadline", SECONDS, doc="Time until a stream ends as it is")

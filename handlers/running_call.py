@@ -142,7 +142,7 @@ class RunningCall:
             generation.abort()
 
     def _end_at_deadline(self) -> None:
-        """End the call with what it has: an answer if a sequence has a token, otherwise an error."""
+        """End the call: with an answer if a sequence has a token, otherwise an error."""
         assert self._deadline is not None
         begun = any(generation.begun for generation in self._generations)
         self._queue.count_deadline(self._request_id, begun=begun)

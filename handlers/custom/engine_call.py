@@ -28,7 +28,7 @@ _NO_HEADERS = frozenset({"content-type", "requestid", "handler", "model_dir", "d
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a call to the engine has from the call in which the handler makes it."""
+    """The call of a client in which the handler calls the engine."""
 
     key_salt: str = ""  # Differs for each API key. Empty if the server has no keys.
     arrived_at: float = 0.0  # As in `Call`. 0: the handler makes its call in none.

@@ -93,7 +93,7 @@ class Worker:
         self._on_end = on_end
         self._receivers: dict[int, AnswerReceiver] = {}
         self._engine_calls: dict[int, EngineCall] = {}
-        # What calls to the engine have from the running calls. It stays in the server: the handler does not get it.
+        # The origins of calls to the engine, by the running calls. They stay in the server.
         self._origins: dict[int, Origin] = {}
         self._has_keys = False  # A call has had a key.
         self.calls = 0  # The number of calls that were sent to the worker.
@@ -250,7 +250,7 @@ class Worker:
             receiver.on_message(message)
 
     def _origin(self, call: int) -> Origin:
-        """Return what a call to the engine has from the call in which the handler makes it.
+        """Return the origin of a call to the engine: the call in which the handler makes it.
 
         A task that the handler has started may have a prompt from a call with any key. So the calls of such a task
         share the KV cache with no other call.

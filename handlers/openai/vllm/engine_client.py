@@ -498,7 +498,7 @@ class _Request:
         self._states = own
 
     def end_at(self, deadline: Deadline) -> None:
-        """End the request at a deadline, with what it has."""
+        """End the request at a deadline, with its tokens so far."""
         self._deadline, self._deadline_timer = deadline, deadline.call(self._end_at_deadline)
 
     def _end_at_deadline(self) -> None:
