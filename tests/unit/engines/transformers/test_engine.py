@@ -37,7 +37,7 @@ from transformers import (
 
 from engines.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest, RequestError
 from engines.interface import EngineStartError, Generation, Progress
-from engines.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from engines.request import DEADLINE, BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from engines.transformers import engine as transformers_batch
 from engines.transformers import generate as transformers_generate
 from engines.transformers.engine import BatchEngine
@@ -837,10 +837,12 @@ def test_in_any_mix_of_requests_each_gets_what_it_gets_alone(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("at_deadline", [False, True])
 @pytest.mark.parametrize("fields", [{}, {"beam_search": BeamSearch(width=2), "sequences": 2}])
 async def test_an_aborted_request_ends_with_what_there_is_whether_it_waits_or_runs(
-    directory: Path, gate: Gate, fields: dict[str, Any]
+    directory: Path, gate: Gate, fields: dict[str, Any], at_deadline: bool
 ) -> None:
+    reason, stop = (FinishReason.LENGTH, DEADLINE) if at_deadline else (FinishReason.ABORT, None)
     long = SamplingParameters(max_tokens=40, ignore_eos=True)
     sequences = fields.get("sequences", 1)
     async with engine_with(directory, batch_size=1) as engine:
@@ -848,19 +850,20 @@ async def test_an_aborted_request_ends_with_what_there_is_whether_it_waits_or_ru
         running = await engine.submit(request_for("first", long, **fields), first)
         await until(gate.entered.is_set)
         queued = await engine.submit(request_for("waiting", long, **fields), waiting)
-        queued.abort()
-        assert [(d.text, d.token_count, d.finish_reason) for d in waiting.deltas] == [
-            ("", 0, FinishReason.ABORT)
+        assert not queued.begun
+        queued.abort(at_deadline=at_deadline)
+        assert [(d.text, d.token_count, d.finish_reason, d.stop_reason) for d in waiting.deltas] == [
+            ("", 0, reason, stop)
         ] * sequences
         assert waiting.deltas[-1].last
         assert waiting.deltas[-1].prompt_token_count > 0
-        running.abort()
+        running.abort(at_deadline=at_deadline)
         gate.open()
         await until(lambda: bool(first.deltas) and first.deltas[-1].last)
         assert len(first.deltas) == sequences
-        assert {d.finish_reason for d in first.deltas} <= {FinishReason.ABORT, FinishReason.EOS}
+        assert {d.finish_reason for d in first.deltas} <= {reason, FinishReason.EOS}
         assert all(d.token_count < 40 for d in first.deltas)
-        assert engine.statistics.aborted_requests >= sequences + 1
+        assert (engine.statistics.aborted_requests >= sequences + 1) is not at_deadline
 
 
 class Cycle:

@@ -88,6 +88,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
         content_type: str = "",
         key_salt: str = "",
+        time_limit: float | None = None,
         writer: Recorder | None = None,
     ) -> tuple[Recorder, Running]:
         call = Call(
@@ -97,6 +98,7 @@ class Client:
             headers=request_headers(*(headers or {}).items()),
             query=tuple((query or {}).items()),
             key_salt=key_salt,
+            time_limit=time_limit,
         )
         writer = writer or Recorder()
         return writer, await self.handler.handle(call, writer)

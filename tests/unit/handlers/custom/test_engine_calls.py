@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,31 @@ async def test_each_call_of_the_engine_has_the_salt_of_its_requests_api_key_whic
         assert salts(text) == ["secret-a", "secret-b"]
     for text in ("child", "background"):  # Tasks may serve several calls.
         assert len({"", "secret-a", "secret-b", *salts(text)}) == 5
+
+
+async def test_a_call_to_the_engine_has_the_deadline_of_the_call_in_which_it_is_made(tmp_path: Path) -> None:
+    code = (
+        "from djl_python import Input\n"
+        "from djl_python.async_utils import create_non_stream_output\n"
+        "from djl_python.lmi_vllm.vllm_async_service import service\n"
+        "async def handle(inputs):\n"
+        "    if inputs.is_empty():\n"
+        "        return None\n"
+        "    mine = Input()\n"
+        "    mine.content.add('data', '{\"inputs\": \"x\"}')\n"
+        "    mine.properties = inputs.get_as_json()['headers']\n"
+        "    await service.inference(mine)\n"
+        "    return create_non_stream_output('done')\n"
+    )
+    engine, began = Engine(), time.monotonic()
+    async with before_engine(engine, write_model(tmp_path, code)) as client:
+        for own, limit in (("", 7.0), ("3", 7.0), ("9", 7.0), ("", None)):
+            body = {"inputs": "x", "headers": {"X-Slipway-Deadline": own} if own else {}}
+            answer = await client.ask(json.dumps(body), content_type="application/json", time_limit=limit)
+            assert answer.status == 200, answer.body
+    assert [call.time_limit for call in engine.calls] == [7.0, 3.0, 7.0, None]
+    arrivals = [call.arrived_at for call in engine.calls]
+    assert began < arrivals[0] <= arrivals[1] <= arrivals[2] <= arrivals[3] < time.monotonic()
 
 
 async def test_a_handler_that_raises_fails_its_request_with_lmis_error() -> None:
