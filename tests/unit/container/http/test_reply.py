@@ -254,6 +254,14 @@ async def test_sagemaker_gets_the_parts_that_are_not_held_as_an_attribute(
     assert len(headers[ATTRIBUTES]) <= 1024
 
 
+async def test_sagemaker_gets_the_deadline_and_the_parts_that_are_not_held_as_attributes() -> None:
+    server = Server()
+    reply = HttpReply(server.send, [], RetryAfter())
+    reply.reply(Reply(200, "", b"", (("x-slipway-not-held", PLACES), ("x-slipway-deadline", "reached"))))
+    headers = dict(server.messages[0]["headers"])
+    assert headers[ATTRIBUTES] == f"X-Slipway-Deadline=reached; X-Slipway-Not-Held={PLACES}".encode()
+
+
 async def test_other_replies_have_no_such_attribute() -> None:
     server = Server()
     reply = HttpReply(server.send, [], RetryAfter())
