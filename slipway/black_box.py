@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
+import httpx
 import psutil
 import typer
 
-from container.observability.black_box import SIGNAL, box_directory, boxes_in
+from container.observability.black_box import SIGNAL, ask_by_signal, box_directory, boxes_in
 from container.observability.process_report import process_reports
 from container.settings.server import DIRECTORY_OR_NONE
-from engines.stacks import catches
 
 _ANSWER_SECONDS, _FILE_SECONDS = 15.0, 20.0
 _POLL_SECONDS = 0.1
@@ -33,24 +29,25 @@ def blackbox(
 ) -> None:
     """Print the black box of a running server: stacks, calls in flight, steps of the engine, memory, settings."""
     try:
-        data = _answer(url, api_key)
-    except urllib.error.HTTPError as error:
-        raise _failed(f"{url} answers {error.code}: {error.read(500).decode(errors='replace').strip()}") from None
-    except OSError as error:  # It hangs, or nothing listens.
+        reply = httpx.get(
+            f"{url.rstrip('/')}/server/blackbox",
+            headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
+            timeout=_ANSWER_SECONDS,
+            trust_env=False,  # no proxy between this machine and itself
+        )
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise typer.BadParameter(f"{url!r}: {error}; expected http://HOST:PORT", param_hint="--url") from None
+    except httpx.TransportError as error:  # It hangs, or nothing listens.
         typer.echo(f"slipway: {url} does not answer ({error}); its process is asked by {SIGNAL.name}", err=True)
-        data = _written_by(_listener(urlsplit(url).port or 80))
+        data = _written_by(_listener(httpx.URL(url).port or 80))
+    else:
+        if reply.status_code != httpx.codes.OK:
+            raise _failed(f"{url} answers {reply.status_code}: {reply.text[:500].strip()}")
+        data = reply.content
     if output is None:
         sys.stdout.write(data.decode())
     else:
         output.write_bytes(data)
-
-
-def _answer(url: str, api_key: str | None) -> bytes:
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    request = urllib.request.Request(f"{url.rstrip('/')}/server/blackbox", headers=headers)
-    with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as reply:
-        data: bytes = reply.read()
-    return data
 
 
 def _listener(port: int) -> psutil.Process:
@@ -67,13 +64,12 @@ def _listener(port: int) -> psutil.Process:
 
 def _written_by(process: psutil.Process) -> bytes:
     """Have a server write a box, and return it. If no thread of it runs, return the stacks alone."""
-    if not catches(process.pid, SIGNAL):  # The signal would end it.
-        raise _failed(f"process {process.pid} ({process.name()}) is no server of Slipway, or has just been started")
     environment = process.environ()
     given = environment.get("SERVING_BLACKBOX_DIR")
     directory = box_directory(DIRECTORY_OR_NONE.convert(given) if given else None, environment)
     before = boxes_in(directory) if directory is not None else []
-    os.kill(process.pid, SIGNAL)
+    if not ask_by_signal(process.pid):
+        raise _failed(f"process {process.pid} ({process.name()}) is no server of Slipway, or has just been started")
     deadline = time.monotonic() + _FILE_SECONDS
     while directory is not None and time.monotonic() < deadline:
         new = [box for box in boxes_in(directory) if box not in before and f"-{process.pid}-" in box.name]

@@ -43,6 +43,7 @@ from engines.daemon_thread import in_daemon_thread
 from engines.interface import Engine
 from engines.loaded_model import RunningSequence
 from engines.memory.cpu_memory import killed_for_memory, machine_limits
+from engines.stacks import catches
 from engines.statistics import Step
 from handlers.contract import JSON
 
@@ -253,6 +254,14 @@ def box_directory(setting: str | None, environ: Mapping[str, str] | None = None)
 def boxes_in(directory: Path) -> list[Path]:
     """Return the boxes in a directory, the oldest first."""
     return sorted(directory.glob(f"{_PREFIX}*.json"))
+
+
+def ask_by_signal(server: int) -> bool:
+    """Have a server write a box. Returns False if the process is no server: the signal would end it."""
+    if not catches(server, SIGNAL):
+        return False
+    os.kill(server, SIGNAL)
+    return True
 
 
 def _kept(directory: Path, cause: str, data: bytes) -> Path:

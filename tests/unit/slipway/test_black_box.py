@@ -115,3 +115,9 @@ def test_a_port_without_a_listener_is_an_error() -> None:
     result = run("--url", "http://127.0.0.1:9")
     assert result.exit_code == 1
     assert "no process of this user listens on port 9" in result.stderr
+
+
+def test_an_address_without_http_is_refused() -> None:
+    result = run("--url", "localhost:8080")
+    assert result.exit_code == 2
+    assert "http://HOST:PORT" in result.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,9 @@ from container.models.registry import Model, Models
 from container.observability import black_box
 from container.observability.black_box import MOST_BYTES, MOST_FILES, BlackBoxes, Box, box_directory
 from container.observability.process_report import ProcessReport
+from container.server import ModelServer
 from container.settings.server import ServerConfig
+from container.settings.settings import Startup
 from engines.loaded_model import EngineStatus, RunningSequence
 from engines.stacks import Stack
 from engines.statistics import EngineStatistics
@@ -221,3 +224,18 @@ async def test_a_drain_that_runs_out_of_time_has_a_box(tmp_path: Path, monkeypat
         (file,) = files(tmp_path)
         assert json.loads(file.read_text())["reason"] == "1 requests were still running after 0 s of draining"
         one.life.open_calls = 0
+
+
+@pytest.mark.asyncio
+async def test_only_the_listener_of_the_management_api_has_it_and_no_other_site_gets_it() -> None:
+    settings = ServerConfig(management_address="http://127.0.0.1:1", blackbox_dir="")
+    applications = ModelServer(Startup(settings, ())).applications
+    assert applications.management is not None
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(applications.main), base_url="http://localhost") as main:
+        assert (await main.get("/server/blackbox")).status_code == 404
+    transport = httpx.ASGITransport(applications.management)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as management:
+        answer = await management.get("/server/blackbox")
+        assert (answer.status_code, answer.json()["cause"]) == (200, "asked")
+        page = {"sec-fetch-site": "cross-site"}
+        assert (await management.get("/server/blackbox", headers=page)).status_code == 403
