@@ -1,9 +1,13 @@
 """The Python stacks of the threads of other processes.
 
-A process registers, and writes its stacks when it gets a signal. `faulthandler` writes them in the signal's handler, in
-C and without Python's lock. So a process that hangs in a call of C writes them, too. They go to a file without a name,
-which the process has open from its start. Other processes open it by `/proc/PID/fd`. Nothing of it is left when the
-process has ended.
+A process registers. Then a thread of it waits for a byte in a pipe, the bell, and writes the stacks with Python's lock.
+A process that hangs in a call of C with the lock cannot answer, and gets a signal. `faulthandler` writes the stacks in
+the signal's handler, in C and without the lock. That is safe only while no thread runs Python: the handler reads the
+frames of all threads, and a frame that changes meanwhile ends the process.
+
+The stacks go to a file without a name, which the process has open from its start. Other processes open it and the
+bell by `/proc/PID/fd`. Nothing of them is left when the process has ended. Workers of custom handlers load this module
+by its path, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import json
 import os
 import re
 import signal
@@ -20,17 +25,23 @@ import threading
 import time
 import traceback
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 SIGNAL = signal.SIGRTMIN + 9  # The processes may run other code, which uses the signals with names.
 
 _BIT = 1 << (SIGNAL - 1)  # Of `SIGNAL`, in the sets of a process's signals.
-_NAME = "slipway-stacks-"
+_FILE = re.compile(r"slipway-stacks-(\d+)-")  # The name of the file has the descriptor of the bell.
 _PROCESSES = Path("/proc")
 _POLL_SECONDS = 0.01
-_LONGEST = 4 << 20  # Bytes that are read. `faulthandler` writes at most 100 frames of 100 threads.
+_BELL_SECONDS = 1.0  # A process that has not answered the bell by then hangs, and gets the signal.
+_BYTES_READ = 4096  # More than one process may have rung.
+_LONGEST = 4 << 20  # Bytes that are read.
+_MOST_FRAMES, _MOST_STACKS = 100, 100  # As `faulthandler` writes.
 _HEAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+).*$", re.MULTILINE)
+_ANSWER = re.compile(r"^\[\[.*\]\]$", re.MULTILINE)  # The line that is written for the bell.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +52,57 @@ class Stack:
     frames: tuple[str, ...]
     threads: int = 1
 
+    def shown(self) -> dict[str, Any]:
+        """Return it as data for JSON."""
+        return {"thread": self.thread, "threads": self.threads, "frames": list(self.frames)}
 
-def stack_file() -> int:
-    """Return the descriptor of a new file for the stacks of a process."""
+
+class _Registration:
+    """The descriptors of this process, and the thread that waits for the bell."""
+
+    def __init__(self) -> None:
+        self._descriptors: list[int] = []
+
+    def begin(self) -> None:
+        """Let this process write its stacks, and each process that it forks. Repeated calls change nothing."""
+        if not self._descriptors:
+            self._open()
+            os.register_at_fork(after_in_child=self._after_fork)
+
+    def _after_fork(self) -> None:
+        # The files are the parent's, and its thread has not been forked.
+        for descriptor in self._descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._open()
+
+    def _open(self) -> None:
+        bell, writer = os.pipe()  # This process keeps the writer: without one, the bell would be at its end.
+        file = _new_file(f"slipway-stacks-{bell}-")
+        self._descriptors = [file, bell, writer]
+        faulthandler.register(SIGNAL, file, all_threads=True)
+        threading.Thread(target=_answer, args=(bell, file), name="stacks", daemon=True).start()
+
+
+_registration = _Registration()
+register = _registration.begin
+
+
+def _new_file(name: str) -> int:
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(_NAME)
+        descriptor = os.memfd_create(name)
     else:  # An interpreter that was built with an old C library.
-        descriptor, path = tempfile.mkstemp(prefix=_NAME)
+        descriptor, path = tempfile.mkstemp(prefix=name)
         os.unlink(path)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
     return descriptor
 
 
-def register() -> None:
-    """Let this process write its stacks when it gets `SIGNAL`."""
-    faulthandler.register(SIGNAL, stack_file(), all_threads=True)
+def _answer(bell: int, file: int) -> None:
+    """Write the stacks of this process each time when the bell rings."""
+    with contextlib.suppress(OSError):  # A program may close the descriptors that it does not know.
+        while os.read(bell, _BYTES_READ):
+            os.write(file, json.dumps([astuple(stack) for stack in own_stacks()]).encode() + b"\n")
 
 
 def own_stacks() -> list[Stack]:
@@ -65,10 +112,10 @@ def own_stacks() -> list[Stack]:
     found = []
     for number, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
         if number != threading.get_ident():
-            places = ((one.f_code, line) for one, line in traceback.walk_stack(frame))
+            places = ((one.f_code, line) for one, line in islice(traceback.walk_stack(frame), _MOST_FRAMES))
             lines = (f'File "{code.co_filename}", line {line} in {code.co_name}' for code, line in places)
             found.append(Stack(names.get(number, hex(number)), tuple(lines)))
-    return _joined(found)
+    return _joined(found)[:_MOST_STACKS]
 
 
 def stacks_of(processes: Collection[int], seconds: float) -> dict[int, list[Stack]]:
@@ -78,24 +125,39 @@ def stacks_of(processes: Collection[int], seconds: float) -> dict[int, list[Stac
 
     Args:
         processes: The processes' ids.
-        seconds: The time for all of them.
+        seconds: The time for all of them. Half of it is for an answer to the bell, at most `_BELL_SECONDS`.
     """
-    texts: dict[int, str] = {}
+    found: dict[int, list[Stack]] = {}
+    began, signalled = time.monotonic(), False
     with contextlib.ExitStack() as files:
-        waiting = {process: file for process in processes if (file := _ask(process)) is not None}
-        for file in waiting.values():
-            files.callback(os.close, file)
+        waiting: dict[int, int] = {}
+        for process in processes:
+            if catches(process, SIGNAL) and (opened := _opened(process, began + seconds)) is not None:
+                waiting[process], bell = opened
+                files.callback(os.close, waiting[process])
+                _ring(bell)
         sizes = dict.fromkeys(waiting, 0)
-        deadline = time.monotonic() + seconds
-        while waiting and time.monotonic() < deadline:
+        while waiting and (now := time.monotonic()) < began + seconds:
+            if not signalled and now > began + min(seconds / 2, _BELL_SECONDS):
+                signalled = True
+                for process in waiting:
+                    with contextlib.suppress(OSError):  # It has ended.
+                        os.kill(process, SIGNAL)
             time.sleep(_POLL_SECONDS)
             for process, file in tuple(waiting.items()):
                 before, size = sizes[process], os.fstat(file).st_size
                 sizes[process] = size
                 if size and size == before and not _in_handler(process):
-                    texts[process] = os.pread(file, _LONGEST, 0).decode(errors="replace")
-                    del waiting[process]
-    return {process: _parsed(text) for process, text in texts.items()}
+                    stacks = _parsed(os.pread(file, _LONGEST, 0).decode(errors="replace"))
+                    if stacks:
+                        found[process] = stacks
+                        del waiting[process]
+    return found
+
+
+def is_registered(process: int) -> bool:
+    """Return True if a process has registered: no other program has such a file and such a handler."""
+    return catches(process, SIGNAL) and _descriptors_of(process) is not None
 
 
 def catches(process: int, number: int) -> bool:
@@ -106,24 +168,53 @@ def catches(process: int, number: int) -> bool:
         return False
 
 
-def _ask(process: int) -> int | None:
-    """Send the signal to a process. Returns its file, which is empty at first, or None if it gets no signal."""
+def _descriptors_of(process: int) -> tuple[Path, Path] | None:
+    """Return the paths of a process's file and bell, or None if it has not registered."""
     descriptors = _PROCESSES / str(process) / "fd"
-    if not catches(process, SIGNAL):
-        return None
     with contextlib.suppress(OSError):  # It has ended, or belongs to another user.
         for link in descriptors.iterdir():
-            if _NAME not in os.readlink(link):
-                continue
-            file = os.open(link, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                os.truncate(file, 0)
-                os.kill(process, SIGNAL)
-            except OSError:
-                os.close(file)
-                raise
-            return file
+            if (name := _FILE.search(os.readlink(link))) is not None:
+                return link, descriptors / name[1]
     return None
+
+
+def _opened(process: int, deadline: float) -> tuple[int, Path] | None:
+    """Return the file of a process, which is emptied, and the path of its bell. None: it cannot be asked now.
+
+    The file is locked until it is closed. So nobody else empties it before it is read.
+    """
+    if (paths := _descriptors_of(process)) is None:
+        return None
+    with contextlib.suppress(OSError):  # It has ended, or another process asks it for too long.
+        file = os.open(paths[0], os.O_RDWR | os.O_CLOEXEC)
+        try:
+            while not _locked(file):
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(_POLL_SECONDS)
+            os.truncate(file, 0)
+        except OSError:
+            os.close(file)
+            raise
+        return file, paths[1]
+    return None
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _ring(path: Path) -> None:
+    with contextlib.suppress(OSError):  # Nothing reads the bell, or nothing has read it for long.
+        bell = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.write(bell, b"!")
+        finally:
+            os.close(bell)
 
 
 def _in_handler(process: int) -> bool:
@@ -143,8 +234,10 @@ def _signals(process: int) -> dict[str, int]:
 
 
 def _parsed(text: str) -> list[Stack]:
-    """Read what `faulthandler` has written. The main thread is the one that got the signal."""
-    _, *parts = _HEAD.split(text)
+    """Read what a process has written. Empty if it has not written all."""
+    if (answer := _ANSWER.search(text)) is not None:
+        return [Stack(thread, tuple(frames), threads) for thread, frames, threads in json.loads(answer[0])]
+    _, *parts = _HEAD.split(text)  # by `faulthandler`; the main thread is the one that got the signal
     found: list[Stack] = []
     for kind, number, lines in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         frames = tuple(line.strip() for line in lines.splitlines() if line.startswith("  "))

@@ -61,7 +61,6 @@ class ProcessReport:
 
     def shown(self) -> dict[str, Any]:
         """Return it as data for JSON."""
-        stacks = [{"thread": s.thread, "threads": s.threads, "frames": list(s.frames)} for s in self.stacks]
         shown = {
             "pid": self.pid,
             "parent": self.parent,
@@ -72,7 +71,7 @@ class ProcessReport:
             "memory_bytes": self.memory_bytes,
             "cpu_seconds": round(self.cpu_seconds, 2),
             "waits_in": self.waits_in or None,
-            "stacks": stacks,
+            "stacks": [stack.shown() for stack in self.stacks],
         }
         return {name: value for name, value in shown.items() if value is not None}
 

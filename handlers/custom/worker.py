@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Protocol
 
 import djl_python
+from engines import stacks
 from engines.daemon_thread import in_daemon_thread
 from engines.interface import EngineStartError
-from engines.stacks import SIGNAL, Stack, stack_file, stacks_of
+from engines.stacks import Stack, stacks_of
 from handlers.custom import worker_process
 from handlers.custom.engine_call import NO_ORIGIN, EngineCall, EngineLoader, Origin
 from handlers.custom.metrics import HandlerMetrics
@@ -42,7 +43,7 @@ _SDK = str(Path(djl_python.__path__[0]).absolute())
 _EXIT_PATIENCE = 1.0  # Seconds between the end of a worker's connection and the end of its process.
 _TERMINATION_PATIENCE = 2.0  # Seconds between SIGTERM and SIGKILL.
 _PIPE_PATIENCE = 0.5  # Seconds to read the rest of the output after the process has ended.
-_STACK_SECONDS = 1.0  # The time for a worker that hangs to write its stacks.
+_STACK_SECONDS = 1.5  # The time for a worker that hangs to write its stacks.
 _TAIL_LINES = 20  # Lines of a worker's output that an error message repeats.
 _MAX_LINE = 32 * 1024  # Bytes. A longer line is logged in pieces.
 
@@ -129,20 +130,19 @@ class Worker:
     async def _spawn(self) -> None:
         server_end, worker_end = socket.socketpair()
         output, pipe = os.pipe()
-        stacks = stack_file()
         # A thread reads the pipe. asyncio would wait until all processes that the handler started have closed it.
         log = asyncio.ensure_future(in_daemon_thread(partial(self._log_output, output)))
         try:
             reader, self._writer = await asyncio.open_unix_connection(sock=server_end, limit=CREDIT_BYTES)
             process = await asyncio.create_subprocess_exec(
-                *(self._plan.python, "-u", "-X", "faulthandler", _LAUNCH, str(worker_end.fileno()), _SDK),
-                *(str(stacks), str(SIGNAL)),
+                *(self._plan.python, "-u", "-X", "faulthandler", _LAUNCH, str(worker_end.fileno())),
+                *(_SDK, stacks.__file__),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=pipe,
                 stderr=pipe,
                 cwd=self._plan.load_request.model_dir,
                 env=dict(self._plan.environment),
-                pass_fds=(worker_end.fileno(), stacks),
+                pass_fds=(worker_end.fileno(),),
                 start_new_session=True,
             )
         except OSError as error:
@@ -154,7 +154,6 @@ class Worker:
         finally:
             worker_end.close()
             os.close(pipe)
-            os.close(stacks)
         self.pid = process.pid
         self._watching = asyncio.create_task(self._watch(process, reader, log))
 
@@ -184,7 +183,7 @@ class Worker:
         self._signal_group(signal.SIGKILL)
 
     def end_hung(self, reason: str) -> None:
-        """Have the process write its stacks, for at most a second, and then end it."""
+        """Have the process write its stacks, for at most `_STACK_SECONDS`, and then end it."""
         if self._hanging is None:
             self._hanging = asyncio.create_task(self._end_hung(reason))
 

@@ -1,11 +1,9 @@
-"""The script that a worker's interpreter runs: `launch.py <socket fd> <folder of djl_python> <stacks fd> <signal>`.
+"""The script that a worker's interpreter runs: `launch.py <socket fd> <folder of djl_python> <file of stacks>`.
 
-The process writes the stacks of its threads to the second descriptor when it gets the signal (`engines.stacks`).
-
-It loads `djl_python` and `slipway_worker` by their location. No module beside them becomes importable.
+It loads `djl_python`, `slipway_worker` and `engines/stacks.py` by their location. No module beside them becomes
+importable.
 """
 
-import faulthandler
 import importlib
 import importlib.util
 import os
@@ -16,8 +14,12 @@ OLDEST_PYTHON = (3, 11)
 
 def load_package(name: str, folder: str) -> None:
     """Import the package in `folder` as `name`."""
-    location = os.path.join(folder, "__init__.py")
-    spec = importlib.util.spec_from_file_location(name, location, submodule_search_locations=[folder])
+    load_module(name, os.path.join(folder, "__init__.py"), [folder])
+
+
+def load_module(name: str, location: str, folders: "list | None" = None) -> None:  # type: ignore[type-arg]
+    """Import the file at `location` as `name`. `folders`: of its submodules, if it is a package."""
+    spec = importlib.util.spec_from_file_location(name, location, submodule_search_locations=folders)
     if spec is None or spec.loader is None:
         raise ImportError(location)
     module = importlib.util.module_from_spec(spec)
@@ -29,14 +31,13 @@ def launch(arguments: list) -> None:  # type: ignore[type-arg]  # Old interprete
     """Serve calls until the server sends STOP or closes the socket."""
     if sys.version_info < OLDEST_PYTHON:
         sys.exit("a handler needs Python 3.11 or later; " + sys.executable + " is " + sys.version)
-    stacks = int(arguments[2])
-    os.set_inheritable(stacks, False)
-    faulthandler.register(int(arguments[3]), stacks, all_threads=True)
     folder = os.path.dirname(os.path.abspath(__file__))
     if sys.path and os.path.abspath(sys.path[0]) == folder:
         del sys.path[0]
     load_package("djl_python", arguments[1])
     load_package("slipway_worker", folder)
+    load_module("slipway_stacks", arguments[2])
+    sys.modules["slipway_stacks"].register()
     importlib.import_module("slipway_worker.main").serve(int(arguments[0]))
 
 

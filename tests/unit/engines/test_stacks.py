@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engines.stacks import catches, own_stacks, stacks_of
+from engines import stacks
+from engines.stacks import catches, is_registered, own_stacks, stacks_of
 from tests.waiting import wait_until
 
 _REGISTERED = """
@@ -35,11 +36,39 @@ hangs_in_c()
 """
 
 
+_BUSY = """
+import json, threading
+from engines import stacks
+stacks.register()
+data = [{str(n): [n, {"y": n}]} for n in range(50)]
+def works():
+    while True: json.dumps(data, indent=1)
+for _ in range(3):
+    threading.Thread(target=works, daemon=True, name="works").start()
+print("ready", flush=True)
+while True: json.loads(json.dumps(data))
+"""
+
+_FORKS = """
+import os, time
+from engines import stacks
+def child_waits():
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+def parent_waits(): time.sleep(600)
+stacks.register()
+print("ready", flush=True)
+child_waits() if os.fork() == 0 else parent_waits()
+"""
+
+
 @contextlib.contextmanager
-def process(code: str) -> Iterator[int]:
+def process(code: str, lines: list[bytes] | None = None) -> Iterator[int]:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as started:
         assert started.stdout is not None
         assert started.stdout.readline() == b"ready\n"
+        if lines is not None:
+            lines.append(started.stdout.readline())
         try:
             yield started.pid
         finally:
@@ -88,3 +117,43 @@ def test_the_own_stacks_have_the_names_of_threads_and_the_main_thread_is_first()
     thread.join()
     assert found[0] == "MainThread"
     assert "waits" in found
+
+
+def test_a_busy_process_is_asked_many_times_without_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    with process(_BUSY) as pid:
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+        monkeypatch.setattr(stacks, "_BELL_SECONDS", 60.0)  # `faulthandler` would end the process sooner or later.
+        for _ in range(100):
+            main, working, *_ = stacks_of([pid], 120)[pid]
+            assert main.thread == "MainThread"
+            assert (working.thread, working.frames[-1].endswith("in _bootstrap")) == ("works", True)
+        assert len(os.listdir(f"/proc/{pid}/fd")) == descriptors
+        os.kill(pid, 0)
+
+
+def test_a_forked_process_has_its_own_stacks() -> None:
+    with process(_FORKS, lines := []) as pid:
+        child = int(lines[0])
+        try:
+            wait_until(lambda: is_registered(child))
+            found = stacks_of([pid, child], 60)
+            assert found[pid][0].frames[0].endswith("in parent_waits")
+            assert found[child][0].frames[0].endswith("in child_waits")
+            assert len(os.listdir(f"/proc/{pid}/fd")) == len(os.listdir(f"/proc/{child}/fd"))
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_processes_that_ask_at_once_get_whole_stacks() -> None:
+    with process(_REGISTERED) as pid:
+        found: list[list[tuple[str, int]]] = []
+
+        def ask() -> None:
+            found.append([(stack.frames[0], stack.threads) for stack in stacks_of([pid], 60)[pid]])
+
+        asking = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+    assert [[count for _, count in one[:2]] for one in found] == [[1, 7]] * 4
