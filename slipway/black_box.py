@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import time
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +19,8 @@ from container.observability.black_box import SIGNAL, ask_by_signal, box_directo
 from container.observability.process_report import process_reports
 from container.settings.server import DIRECTORY_OR_NONE
 
-_ANSWER_SECONDS, _FILE_SECONDS = 15.0, 20.0
+_SECONDS, _FILE_SECONDS = 15.0, 20.0  # The time for an answer, and for a file.
+_PORTS = {"http": 80, "https": 443}
 _POLL_SECONDS = 0.1
 
 
@@ -28,26 +32,54 @@ def blackbox(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
 ) -> None:
     """Print the black box of a running server: stacks, calls in flight, steps of the engine, memory, settings."""
+    address = _parsed(url)
+    local = _is_here(address.host)
     try:
-        reply = httpx.get(
-            f"{url.rstrip('/')}/server/blackbox",
-            headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
-            timeout=_ANSWER_SECONDS,
-            trust_env=False,  # no proxy between this machine and itself
-        )
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise typer.BadParameter(f"{url!r}: {error}; expected http://HOST:PORT", param_hint="--url") from None
+        headers = {} if api_key is None else {b"authorization": b"Bearer " + api_key.encode()}
+        # No proxy is between this machine and itself.
+        reply = httpx.get(f"{url.rstrip('/')}/server/blackbox", headers=headers, timeout=_SECONDS, trust_env=not local)
     except httpx.TransportError as error:  # It hangs, or nothing listens.
+        if not local:
+            raise _failed(f"{url} does not answer ({error}); run this command on its machine") from None
         typer.echo(f"slipway: {url} does not answer ({error}); its process is asked by {SIGNAL.name}", err=True)
-        data = _written_by(_listener(httpx.URL(url).port or 80))
+        data = _written_by(_listener(address.port or _PORTS[address.scheme]))
+    except httpx.HTTPError as error:
+        raise _failed(f"{url}: {error}") from None
     else:
         if reply.status_code != httpx.codes.OK:
             raise _failed(f"{url} answers {reply.status_code}: {reply.text[:500].strip()}")
         data = reply.content
     if output is None:
         sys.stdout.write(data.decode())
-    else:
-        output.write_bytes(data)
+        return
+    try:
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(data)
+    except OSError as error:
+        raise _failed(f"{output} cannot be written: {error.strerror}") from None
+
+
+def _parsed(url: str) -> httpx.URL:
+    try:
+        address = httpx.URL(url)
+        wrong = "" if address.scheme in _PORTS and address.host else "it names no server"
+        wrong = wrong or ("" if (address.port or 1) in range(1, 1 << 16) else "its port is too large")
+    except (httpx.InvalidURL, UnicodeError) as error:
+        wrong = str(error)
+    if wrong:
+        raise typer.BadParameter(f"{url!r}: {wrong}; expected http://HOST:PORT", param_hint="--url")
+    return address
+
+
+def _is_here(host: str) -> bool:
+    """Return True if a host is this machine, by each of its addresses."""
+    own = {address.address.partition("%")[0] for card in psutil.net_if_addrs().values() for address in card}
+    try:
+        found = {str(one[4][0]).partition("%")[0] for one in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return False
+    return all(one in own or ip_address(one).is_loopback or ip_address(one).is_unspecified for one in found)
 
 
 def _listener(port: int) -> psutil.Process:
@@ -64,12 +96,17 @@ def _listener(port: int) -> psutil.Process:
 
 def _written_by(process: psutil.Process) -> bytes:
     """Have a server write a box, and return it. If no thread of it runs, return the stacks alone."""
-    environment = process.environ()
+    try:
+        name, environment, place = process.name(), process.environ(), Path(process.cwd())
+    except psutil.Error as error:
+        raise _failed(f"process {process.pid} has ended, or belongs to another user: {error}") from None
     given = environment.get("SERVING_BLACKBOX_DIR")
     directory = box_directory(DIRECTORY_OR_NONE.convert(given) if given else None, environment)
+    if directory is not None:
+        directory = place / directory
     before = boxes_in(directory) if directory is not None else []
     if not ask_by_signal(process.pid):
-        raise _failed(f"process {process.pid} ({process.name()}) is no server of Slipway, or has just been started")
+        raise _failed(f"process {process.pid} ({name}) is no server of Slipway, or has just been started")
     deadline = time.monotonic() + _FILE_SECONDS
     while directory is not None and time.monotonic() < deadline:
         new = [box for box in boxes_in(directory) if box not in before and f"-{process.pid}-" in box.name]
@@ -77,8 +114,15 @@ def _written_by(process: psutil.Process) -> bytes:
             typer.echo(f"slipway: the server has written {new[0]}", err=True)
             return new[0].read_bytes()
         time.sleep(_POLL_SECONDS)
-    typer.echo("slipway: the server has written no black box; these are the stacks of its processes", err=True)
-    return json.dumps({"processes": [report.shown() for report in process_reports(process, {})]}, indent=1).encode()
+    typer.echo(
+        f"slipway: no black box has come to {directory or 'a file'}; these are the stacks of the server's processes",
+        err=True,
+    )
+    try:
+        reports = process_reports(process, {})
+    except psutil.Error as error:
+        raise _failed(f"process {process.pid} has ended: {error}") from None
+    return json.dumps({"processes": [report.shown() for report in reports]}, indent=1).encode()
 
 
 def _failed(why: str) -> typer.Exit:

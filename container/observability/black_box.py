@@ -43,7 +43,7 @@ from engines.daemon_thread import in_daemon_thread
 from engines.interface import Engine
 from engines.loaded_model import RunningSequence
 from engines.memory.cpu_memory import killed_for_memory, machine_limits
-from engines.stacks import catches
+from engines.stacks import catches, is_registered
 from engines.statistics import Step
 from handlers.contract import JSON
 
@@ -258,7 +258,7 @@ def boxes_in(directory: Path) -> list[Path]:
 
 def ask_by_signal(server: int) -> bool:
     """Have a server write a box. Returns False if the process is no server: the signal would end it."""
-    if not catches(server, SIGNAL):
+    if not catches(server, SIGNAL) or not is_registered(server):
         return False
     os.kill(server, SIGNAL)
     return True
@@ -347,12 +347,11 @@ def _model(model: Model) -> dict[str, Any]:
             "workers": [{"name": w.name, "pid": w.pid, "ready": w.ready, "calls": w.calls} for w in pool.workers],
         }
         if (failed := pool.last_failed) is not None:
-            stacks = [{"thread": s.thread, "threads": s.threads, "frames": list(s.frames)} for s in failed.stacks]
             shown["handler"]["last_failed"] = {
                 "name": failed.name,
                 "pid": failed.pid,
                 "reason": failed.reason,
-                "stacks": stacks,
+                "stacks": [stack.shown() for stack in failed.stacks],
             }
     return shown
 

@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -37,7 +38,7 @@ asyncio.run(never_returns())
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(black_box, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(black_box, "_SECONDS", 0.5)
 
 
 @contextlib.contextmanager
@@ -75,7 +76,7 @@ def test_a_server_in_which_no_thread_runs_shows_its_stacks(tmp_path: Path, monke
     with hanging("PyDLL", tmp_path) as port:
         result = run("--url", f"http://127.0.0.1:{port}")
     assert result.exit_code == 0, result.output
-    assert "has written no black box" in result.stderr
+    assert "no black box has come to" in result.stderr
     (process,) = json.loads(result.stdout)["processes"]
     assert process["name"] == "the server"
     assert process["stacks"][0]["frames"][0].endswith("in never_returns")
@@ -101,7 +102,11 @@ def test_a_server_that_answers_is_asked_with_the_key() -> None:
 
 
 def test_a_process_that_is_no_server_gets_no_signal(tmp_path: Path) -> None:
-    code = "import socket, time\ns = socket.create_server(('127.0.0.1', 0))\nprint(s.getsockname()[1], flush=True)\n"
+    code = (
+        "import signal, socket, time\n"
+        "signal.signal(signal.SIGQUIT, lambda *_: exit(1))  # as nginx and Java do\n"
+        "s = socket.create_server(('127.0.0.1', 0))\nprint(s.getsockname()[1], flush=True)\n"
+    )
     with subprocess.Popen([sys.executable, "-c", code + "time.sleep(600)"], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         result = run("--url", f"http://127.0.0.1:{int(other.stdout.readline())}")
@@ -109,6 +114,53 @@ def test_a_process_that_is_no_server_gets_no_signal(tmp_path: Path) -> None:
         other.kill()
     assert result.exit_code == 1
     assert "is no server of Slipway" in result.stderr
+
+
+def test_the_process_of_another_machine_is_not_asked_by_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(black_box, "_is_here", lambda _: False)
+    with hanging("CDLL", tmp_path) as port:
+        result = run("--url", f"http://127.0.0.1:{port}")
+    assert result.exit_code == 1
+    assert "run this command on its machine" in result.stderr
+    assert not (tmp_path / "blackbox").exists()
+
+
+def test_this_machine_is_known_by_its_addresses() -> None:
+    assert all(map(black_box._is_here, ("localhost", "127.0.0.1", "127.8.8.8", "0.0.0.0", "::1")))
+    assert not any(map(black_box._is_here, ("192.0.2.1", "nobody.invalid", "")))
+
+
+@pytest.mark.parametrize("url", ["foo", "http://h:99999999", "localhost:9411", "ftp://h", "http://"])
+def test_a_wrong_address_is_refused(url: str) -> None:
+    result = run("--url", url)
+    assert (result.exit_code, "http://HOST:PORT" in result.stderr) == (2, True), result.output
+
+
+def test_a_file_is_only_for_its_owner_and_a_wrong_path_is_an_error(tmp_path: Path) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), _Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = ("--url", f"http://127.0.0.1:{server.server_port}", "--api-key", "my-key", "-o")
+        written, failed = run(*command, str(tmp_path / "a")), run(*command, str(tmp_path / "no" / "a"))
+        odd = run("--url", f"http://127.0.0.1:{server.server_port}", "--api-key", "☃")
+        server.shutdown()
+    assert (written.exit_code, (tmp_path / "a").stat().st_mode & 0o777) == (0, 0o600)
+    assert (failed.exit_code, "cannot be written" in failed.stderr) == (1, True)
+    assert (odd.exit_code, "answers 401" in odd.stderr) == (1, True)
+
+
+def test_a_port_without_http_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            connection.sendall(b"220 smtp\r\n")
+            connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        result = run("--url", f"http://127.0.0.1:{listener.getsockname()[1]}")
+    assert (result.exit_code, "is no server of Slipway" in result.stderr) == (1, True), result.output
 
 
 def test_a_port_without_a_listener_is_an_error() -> None:
