@@ -113,7 +113,7 @@ class _Guarded:
 class _Page:
     """A page of the server itself. It is neither counted nor logged."""
 
-    show: Callable[[], Response]
+    show: Callable[[], Response | Awaitable[Response]]
     hosts: KnownHosts | None = None  # Refuses other sites' requests. None if the page says nothing about the server.
     in_thread: bool = False  # `show` may take long.
 
@@ -121,7 +121,8 @@ class _Page:
         if self.hosts is not None and (fault := self.hosts.fault(dict(scope["headers"]))):
             response = _response(front_end_refusal(CrossSite(fault)))
         else:
-            response = await asyncio.to_thread(self.show) if self.in_thread else self.show()
+            shown = await asyncio.to_thread(self.show) if self.in_thread else self.show()
+            response = shown if isinstance(shown, Response) else await shown
         await response(scope, receive, send)
 
 
@@ -177,7 +178,7 @@ def create_app(
             listener.add("/console/state", "GET", _Page(show, state.hosts))
         router.add("/", FOR_BROWSERS, console.front_page())
     if boxes is not None:
-        management.add("/server/blackbox", "GET", _Page(boxes.page, state.hosts, in_thread=True))
+        management.add("/server/blackbox", "GET", _Page(boxes.page, state.hosts))
     add_contracts(router, state, contracts)
     add_management(management, state, contracts, ModelManagement(models, registrar, multi_model=settings.multi_model))
     return Applications(

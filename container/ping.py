@@ -59,8 +59,8 @@ def _entry(model: Model, exceeded: str) -> str:
         text = "Unhealthy"
     if unhealthy := lifecycle.unhealthy:
         text, reason = "Unhealthy", unhealthy
-    if reason and model.black_box:
-        reason += f"; black box: {model.black_box}"
+    if reason and model.fault.black_box:
+        reason += f"; black box: {model.fault.black_box}"
     reason = reason or exceeded
     why = f',\n    "reason": {encode_basestring(reason)}' if reason else ""
     return f'  "{model.title}": {{\n    "status": "{text}"{why}\n  }}'

@@ -21,12 +21,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import psutil
 import uvicorn
@@ -48,9 +46,8 @@ from container.settings.values import Value
 from engines import stacks
 from engines.cache_dir import cache_dir, is_writable
 from engines.engine_choice import begin_import
-from engines.interface import CopyState, EngineStartError
+from engines.interface import EngineStartError
 from engines.memory.garbage_collection import importing
-from handlers.custom.worker_pool import FailedWorker
 from handlers.lmi.sessions import remove_sessions
 
 logger = logging.getLogger(__name__)
@@ -78,7 +75,7 @@ _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 _ENGINES = {"vllm": "vLLM", "dynamic_batch": "transformers", "python": "Python"}  # Names for people.
 _PROGRESS_SECONDS = 30.0  # The time between two lines of the log while a server starts.
 _BOX_SECONDS = 2.5  # The time for a black box while the process ends.
-_NOT_STOPPED = "the server has not stopped in time"
+_NOT_STOPPED = f"the server has not stopped, and has {_BOX_SECONDS:g} s left"
 _EXIT_SECONDS = 3.0  # The time for which abandoned threads may delay the end of the process.
 
 
@@ -208,25 +205,13 @@ def http_server(application: Application, last_seconds: float = _LAST_SECONDS) -
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """The faults of a model at one moment."""
-
-    stalled: bool
-    dead: frozenset[tuple[int, float]]  # Number and start of each copy that has died.
-    worker: FailedWorker | None  # The worker of a custom handler that has failed last.
-
-
-_NO_FAULT = Fault(stalled=False, dead=frozenset(), worker=None)
-
-
 class ModelServer:
     """The models of a server and their applications: loaded, watched, drained and stopped. Its owner listens."""
 
     def __init__(self, startup: Startup, mounts: Sequence[Mount] = ()) -> None:
         self.settings = startup.server
         self._mounts = mounts
-        self._loop_watch = EventLoopWatch()
+        self._loop_watch = EventLoopWatch(self._on_stuck_loop)
         self.models = Models(Model(Lifecycle(model.settings), model.url, model.version) for model in startup.models)
 
         def read_settings(url: Value, name: str, arguments: Mapping[str, Value]) -> Settings:
@@ -234,7 +219,6 @@ class ModelServer:
 
         self.registrar = Registrar(self.models, startup.server, read_settings, said=startup.warnings)
         self.boxes = BlackBoxes(self.models, startup.server, startup.report, lambda: self._loop_watch.late)
-        self._faults: WeakKeyDictionary[Model, Fault] = WeakKeyDictionary()  # That were seen at the last look.
         self.applications = create_app(
             self.models, startup.server, self.registrar, mounts, self._loop_watch.lag, startup.report, self.boxes
         )
@@ -276,12 +260,8 @@ class ModelServer:
             for model in (*self.models, *self.models.leaving):
                 lifecycle, fault = model.lifecycle, restarts.fault(model)
                 stalled = lifecycle.stalled  # Read in any case, for the log.
-                if fault or stalled or _failed_worker(model) is not None:
-                    await self._write_box(model, stalled)  # before a restart ends its processes
-                    fault, stalled = restarts.fault(model), lifecycle.stalled  # The box may take seconds.
-                elif model in self._faults:
-                    del self._faults[model]
-                    model.black_box = ""
+                await self.boxes.look(model, stalled, fault)  # before a restart ends its processes
+                fault, stalled = restarts.fault(model), lifecycle.stalled  # A box may take seconds.
                 if (fault and restarts.begin(model, fault)) or model in self.models.leaving:
                     continue
                 failed = lifecycle.state in (State.FAILED, State.RESTARTING)
@@ -295,22 +275,8 @@ class ModelServer:
             reported.intersection_update(self.models)
             await asyncio.sleep(_ENGINE_CHECK_SECONDS)
 
-    async def _write_box(self, model: Model, stalled: str) -> None:
-        """Write a black box if a model's engine has stalled since the last look, or if a copy or a worker has ended.
-
-        Args:
-            model: The model, which has a fault.
-            stalled: The reason why its engine counts as stalled. Empty if it does not.
-        """
-        lifecycle, before = model.lifecycle, self._faults.get(model, _NO_FAULT)
-        dead = frozenset((c.number, c.started_at) for c in lifecycle.copies if c.state is CopyState.DEAD)
-        self._faults[model] = fault = Fault(bool(stalled), dead, _failed_worker(model))
-        if fault.stalled and not before.stalled:
-            await self.boxes.write("stall", stalled, model)
-        elif fault.dead - before.dead:
-            await self.boxes.write("death", lifecycle.reason or lifecycle.missing or "a copy has died", model)
-        elif (worker := fault.worker) is not None and worker is not before.worker:
-            await self.boxes.write("worker", f"{worker.name} (pid {worker.pid}) {worker.reason}", model)
+    def _on_stuck_loop(self, seconds: float) -> None:
+        self.boxes.write_now("event loop", f"the event loop has stood still for {seconds:.0f} s")
 
     async def drain(self) -> None:
         """Refuse new calls, and wait at most `drain_timeout` for running calls."""
@@ -319,7 +285,8 @@ class ModelServer:
         seconds = self.settings.drain_timeout
         await asyncio.gather(self.registrar.stop(draining=True), self.models.drain(seconds), self.drain_mounts(seconds))
         if running := sum(model.lifecycle.open_calls for model in self.models):
-            reason = f"{running} requests were still running after {seconds:g} s of draining"
+            requests = "1 request was" if running == 1 else f"{running} requests were"
+            reason = f"{requests} still running after {seconds:g} s of draining"
             await self.boxes.write("drain", reason, seconds=_BOX_SECONDS)
 
     async def drain_mounts(self, seconds: float) -> None:
@@ -336,11 +303,6 @@ class ModelServer:
         await self.models.stop()
         self._loop_watch.stop()
         self.boxes.end()
-
-
-def _failed_worker(model: Model) -> FailedWorker | None:
-    service = model.lifecycle.service
-    return service.custom.pool.last_failed if service is not None and service.custom is not None else None
 
 
 class Process:
@@ -448,17 +410,16 @@ class Process:
         # A thread: no step that hangs can put it off.
         seconds = max(_END_SECONDS, drain + _STOP_SECONDS)
         self._end_at = asyncio.get_running_loop().time() + seconds - _EXIT_SECONDS
-        deadline = threading.Timer(seconds, self._end_late, (number, seconds))
+        deadline = threading.Timer(seconds - _BOX_SECONDS, self._end_late, (number, seconds))
         deadline.daemon = True
         deadline.start()
         self._stopping = asyncio.create_task(self._drain())
 
     def _end_late(self, number: int, seconds: float) -> None:
+        # What hangs may hang this as well. The server may stop meanwhile.
+        threading.Thread(target=self.server.boxes.write_now, args=("end", _NOT_STOPPED), daemon=True).start()
+        time.sleep(_BOX_SECONDS)
         logger.critical("not stopped within %g s of the signal; ending at once", seconds)
-        # Not for long: what hangs may hang this as well.
-        writing = threading.Thread(target=self.server.boxes.write_now, args=("end", _NOT_STOPPED), daemon=True)
-        writing.start()
-        writing.join(_BOX_SECONDS)
         self._end_now(128 + number)
 
     def _end_now(self, code: int) -> None:

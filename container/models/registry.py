@@ -11,6 +11,7 @@ from typing import Protocol
 
 from container.models.life_cycle import Lifecycle, State, until_none
 from engines.errors import SHOWN, ModelNotNamed, NotReady, NoWorkers, UnknownModel
+from handlers.custom.worker_pool import FailedWorker
 from handlers.loaded_service import Service
 from handlers.route_declarations import MODEL_VERSION
 
@@ -36,7 +37,17 @@ class EngineRestart:
     copies: frozenset[int]  # The numbers of the copies that had died. All copies if the engine was stalled.
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True)
+class Fault:
+    """The faults of a model at one moment, and the newest black box of them."""
+
+    stalled: bool = False
+    dead: frozenset[tuple[int, float]] = frozenset()  # Number and start of each copy that has died.
+    worker: FailedWorker | None = None  # The worker of a custom handler that has failed last.
+    black_box: str = ""  # The file. Empty if none was written.
+
+
+@dataclass(slots=True, eq=False)
 class Model:
     """A model of the server."""
 
@@ -46,7 +57,7 @@ class Model:
     at_startup: bool = True
     scaled_to_zero: bool = False
     restarts: list[EngineRestart] = field(default_factory=list)
-    black_box: str = ""  # The file that was written for the present fault of the engine.
+    fault: Fault = field(default_factory=Fault)  # At the last look.
     registered_at: float = field(default_factory=time.time)  # In seconds since the epoch.
 
     @property

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 from engines.statistics import Distribution
 
@@ -16,13 +17,22 @@ logger = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
 _LOOK_SECONDS = 0.25
 LIMIT_SECONDS = 1.0  # A longer delay is logged.
+_STUCK_SECONDS = 30.0  # After this delay `on_stuck` is called.
 _BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class EventLoopWatch:
     """Measures the delay of the event loop ten times a second. Another thread logs the cause of a long delay."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_stuck: Callable[[float], None] = lambda _: None) -> None:
+        """Create the watch.
+
+        Args:
+            on_stuck: Called once, in the watch's thread, if the event loop stands still for half a minute. It gets the
+                seconds.
+        """
+        self._on_stuck = on_stuck
+        self._stuck = 0.0  # The tick that was due when `on_stuck` was called.
         self.lag = Distribution(_BUCKETS)
         self._due = 0.0
         self._reported = 0.0  # The tick that was due when the loop's stack was logged.
@@ -61,6 +71,9 @@ class EventLoopWatch:
         while not self._ended.wait(_LOOK_SECONDS):
             due = self._due
             late = time.monotonic() - due
+            if late >= _STUCK_SECONDS and self._stuck != due:
+                self._stuck = due
+                self._on_stuck(late)
             if late <= LIMIT_SECONDS or self._reported == due:
                 continue
             frames = traceback.walk_stack(sys._current_frames().get(self._thread))

@@ -16,7 +16,9 @@ STACK_SECONDS = 2.0  # The time for all processes to write their stacks.
 _MOST_PROCESSES = 256
 _STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})
 _OF_VLLM = "VLLM::"  # The title of a process of vLLM begins with it.
-_FORK_SERVER = "VLLM::ForkServer"  # Starts them, and has no model.
+_FORK_SERVER = "VLLM::ForkServer"  # Starts them, and has no model. A process that it has forked has its title at first.
+_STARTING = "VLLM::Starting"
+_VLLM = "/vllm/"  # In the path of vLLM's code.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +45,9 @@ class ProcessReport:
 
     @property
     def place(self) -> str:
-        """The innermost frame of the main thread. Empty if it is not known."""
-        return self.stacks[0].frames[0] if self.stacks and self.stacks[0].frames else ""
+        """The innermost frame of the main thread, in vLLM's code if it has one. Empty if it is not known."""
+        frames = self.stacks[0].frames if self.stacks else ()
+        return next((frame for frame in frames if _VLLM in frame), next(iter(frames), ""))
 
     @property
     def fault(self) -> str:
@@ -90,7 +93,7 @@ def process_reports(server: psutil.Process, names: Mapping[int, str]) -> list[Pr
     stacks = stacks_of(asked, STACK_SECONDS)
     if server.pid == os.getpid():
         stacks[server.pid] = own_stacks()
-    reports = [_report(process, names.get(process.pid), stacks.get(process.pid, ())) for process in processes]
+    reports = [_report(process, server.pid, names, stacks.get(process.pid, ())) for process in processes]
     return [report for report in reports if report is not None]
 
 
@@ -101,14 +104,19 @@ def _state(process: psutil.Process) -> str:
         return ""
 
 
-def _report(process: psutil.Process, name: str | None, stacks: Sequence[Stack]) -> ProcessReport | None:
+def _report(
+    process: psutil.Process, server: int, names: Mapping[int, str], stacks: Sequence[Stack]
+) -> ProcessReport | None:
     """Return the report of a process, or None if it has ended."""
     try:
         with process.oneshot():
+            parent, name = process.ppid(), names.get(process.pid) or _name(process)
+            if name == _FORK_SERVER and parent != server:
+                name = _STARTING
             return ProcessReport(
                 pid=process.pid,
-                parent=process.ppid(),
-                name=name or _name(process),
+                parent=parent,
+                name=name,
                 state=str(process.status()),
                 threads=process.num_threads(),
                 memory_bytes=process.memory_info().rss,

@@ -136,13 +136,16 @@ def machine_limits(root: Path = _ROOT) -> list[Limit]:
 
 
 def killed_for_memory(root: Path = _ROOT) -> int:
-    """Return the number of processes that the kernel has killed because a control group of this process was full."""
-    found = [0]
+    """Return the number of processes that the kernel has killed because this process's control group was full.
+
+    Groups above it count the processes of other containers as well.
+    """
     for _, group in _control_groups(root):
         for file in ("memory.events", "memory.oom_control"):  # Version 2, version 1.
             counts = dict(line.partition(" ")[::2] for line in _lines(group / file))
-            found.append(int(counts.get("oom_kill", 0)))
-    return max(found)
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return 0
 
 
 def page_cache(group: Path) -> int:

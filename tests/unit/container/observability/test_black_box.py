@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import stat
 import threading
 from pathlib import Path
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 
 from container.models.registry import Model, Models
 from container.observability import black_box
-from container.observability.black_box import MOST_BYTES, MOST_FILES, BlackBoxes, Box, box_directory
+from container.observability.black_box import MOST_FILES, BlackBoxes, box_directory
+from container.observability.black_box_content import MOST_BYTES, Box, _names_of_call, _places, _steps
 from container.observability.process_report import ProcessReport
 from container.server import ModelServer
 from container.settings.server import ServerConfig
@@ -54,7 +56,7 @@ class Engine(CopiedEngine):
     def sequences(self) -> list[RunningSequence]:
         return [
             RunningSequence(
-                request_id=str(number), seconds=1.0, quiet_seconds=None, prompt_tokens=5, tokens=0, constraint="json"
+                request_id=f"id{number}", seconds=1.0, quiet_seconds=None, prompt_tokens=5, tokens=0, constraint="json"
             )
             for number in range(self._sequences)
         ]
@@ -67,7 +69,7 @@ def test_thousands_of_calls_are_counted_and_some_are_listed(tmp_path: Path) -> N
     watched_server = Watched(Engine(5000, 9000), blackbox_dir=str(tmp_path))
     models = watched_server.server.models
     for number in range(5000):
-        head = Mock(request_id=str(number), headers={b"x-request-id": b"17"})
+        head = Mock(request_id=f"id{number}", headers={b"x-request-id": b"id17"})
         models.open_calls[head] = "/invocations", float(number)
     watched_server.server.boxes.write_now("stall", "it hangs", watched_server.model)
     (file,) = files(tmp_path)
@@ -76,12 +78,12 @@ def test_thousands_of_calls_are_counted_and_some_are_listed(tmp_path: Path) -> N
     assert (calls["open"], len(calls["listed"]), calls["other_sequences"]) == (5000, 500, 4500)
     assert calls["listed"][0]["sequences"] == [{"seconds": 1.0, "prompt_tokens": 5, "tokens": 0, "constraint": "json"}]
     ids = [call["id"] for call in calls["listed"]]
-    assert (ids[16], ids[17]) == ("16", None), "a client has sent this id"
+    assert (ids[16], ids[17]) == ("id16", None), "a client has sent this id"
 
 
 def test_steps_are_shown_one_by_one_and_by_seconds() -> None:
     steps = [(100.0, 0, 0, 1, 0.1), (110.0, 1, 0, 7, 0.2), (110.5, 2, 3, 2, 0.3), (139.9, 1, 0, 1, 0.4)]
-    shown = black_box._steps(steps, 140.0)
+    shown = _steps(steps, 140.0)
     assert shown["seconds_since_last"] == 0.1
     assert shown["last"] == [
         [40.0, 0, 0, 1, 0.1, None],
@@ -91,8 +93,8 @@ def test_steps_are_shown_one_by_one_and_by_seconds() -> None:
     ]
     assert [30, 1, 1, 0, 7, 0.2, 0.0] in shown["by_second"]
     assert [29, 1, 2, 3, 2, 0.3, 500.0] in shown["by_second"]
-    assert black_box._steps(steps, 1000.0)["last"] == []
-    assert black_box._steps([], 1000.0)["seconds_since_last"] is None
+    assert _steps(steps, 1000.0)["last"] == []
+    assert _steps([], 1000.0)["seconds_since_last"] is None
 
 
 values = st.recursive(
@@ -120,6 +122,68 @@ def test_the_short_form_is_short_and_has_the_first_processes() -> None:
     assert (found["path"], found["processes"][0]["pid"], len(found["processes"][0]["in"])) == ("/the/path", 0, 3)
 
 
+def test_frames_are_cut_before_stacks_and_processes_are_never_cut() -> None:
+    stacks = [
+        Stack(f"thread {t}", tuple(f'File "{t}/a.py", line {n} in function' for n in range(100))) for t in range(9)
+    ]
+    processes = [ProcessReport(pid=n, name="VLLM::Worker", state="sleeping", stacks=stacks) for n in range(100)]
+    listed = [{"route": "/invocations", "seconds": 1.0}] * 500
+    data = Box(
+        {**CONTENT, "processes": [one.shown() for one in processes], "calls": {"listed": listed}}, [], processes
+    ).encoded()
+    found = json.loads(data)
+    assert len(data) <= MOST_BYTES
+    assert (len(found["processes"]), len(found["processes"][99]["stacks"]), len(found["calls"]["listed"])) == (
+        100,
+        9,
+        500,
+    )
+    assert len(found["processes"][0]["stacks"][0]["frames"]) == 11, "ten, and how many more"
+
+
+def test_a_long_reason_leaves_the_short_form_whole() -> None:
+    box = Box({**CONTENT, "reason": "\u2603" * 9000}, ["\u2603" * 9000] * 8, [])
+    assert len(line := box.short("/" + "\u2603" * 4000)) <= 6000
+    assert json.loads(line)["cause"] == "c"
+
+
+@pytest.mark.parametrize(
+    "name", ["the-id", "the-id-0", "cmpl-the-id-2-1", "chatcmpl-the-id", "1_cmpl-the-id-0", "embd-the-id"]
+)
+def test_the_parts_of_a_call_have_its_id(name: str) -> None:
+    assert "the-id" in _names_of_call(name)
+    assert not {"e", "id", "the"} & _names_of_call(name)
+
+
+def test_a_sequence_is_shown_with_its_own_call_and_with_none_in_doubt(tmp_path: Path) -> None:
+    engine = Engine(0, 0)
+    names = ["chatcmpl-one", "cmpl-three-0", "cmpl-three-1", "twice"]
+    engine.sequences = lambda: [  # type: ignore[method-assign]
+        RunningSequence(request_id=name, seconds=1.0, quiet_seconds=None, prompt_tokens=1, tokens=0) for name in names
+    ]
+    watched_server = Watched(engine, blackbox_dir=str(tmp_path))
+    for number, name in enumerate(["e", "one", "three", "twice", "twice"]):
+        head = Mock(request_id=name, headers={})
+        watched_server.server.models.open_calls[head] = "/", float(number)
+    watched_server.server.boxes.write_now("stall", "it hangs")
+    calls = json.loads(files(tmp_path)[0].read_text())["calls"]
+    assert [len(call["sequences"]) for call in calls["listed"]] == [0, 1, 2, 0, 0]
+    assert calls["other_sequences"] == 1
+
+
+def test_the_place_of_the_worker_that_differs_is_the_first() -> None:
+    waits = Stack("main", ('File "zmq/sugar/poll.py", line 106 in poll', 'File "/x/vllm/v1/core.py", line 5 in wait'))
+    hangs = Stack("main", ('File "/x/vllm/v1/worker.py", line 7 in run',))
+    stacks = [waits] * 5 + [hangs] + [waits] * 2
+    processes = [ProcessReport(pid=n, name="VLLM::Worker", state="s", stacks=[one]) for n, one in enumerate(stacks)]
+    first, others = _places(processes)
+    assert first == 'process 5 (VLLM::Worker) is in File "/x/vllm/v1/worker.py", line 7 in run'
+    assert others.startswith(
+        "process 0 (VLLM::Worker), process 1 (VLLM::Worker), process 2 (VLLM::Worker) and 4 more are"
+    )
+    assert others.endswith('in File "/x/vllm/v1/core.py", line 5 in wait')
+
+
 def test_the_newest_files_are_kept_and_only_their_owner_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +207,19 @@ def test_a_cause_has_one_box_within_half_a_minute(tmp_path: Path) -> None:
         found.write_now("stall", "reason")
     found.write_now("drain", "reason")
     assert len(files(tmp_path)) == 2
+    found.write_now("stall", "reason", part=("another",))
+    for _ in range(2):
+        found.write_now("asked", "reason")
+    assert len(files(tmp_path)) == 5, "a person may ask at any time"
+
+
+def test_what_a_killed_server_has_left_is_removed(tmp_path: Path) -> None:
+    left, new = tmp_path / "blackbox-1.part", tmp_path / "blackbox-2.part"
+    left.touch()
+    new.touch()
+    os.utime(left, (1.0, 1.0))
+    boxes(tmp_path).write_now("stall", "reason")
+    assert (left.exists(), new.exists()) == (False, True)
 
 
 def test_a_directory_that_cannot_be_written_leaves_the_short_form_in_the_log(
@@ -176,26 +253,22 @@ def test_a_broken_part_does_not_cost_the_others(tmp_path: Path) -> None:
 def test_without_a_directory_there_are_no_files_and_a_person_gets_the_box() -> None:
     found = BlackBoxes(Models(), ServerConfig(blackbox_dir=""), None, late=lambda: 0.0)
     found.write_now("stall", "reason")
-    answer = json.loads(bytes(found.page().body))
+    answer = json.loads(bytes(asyncio.run(found.page()).body))
     assert (answer["cause"], answer["processes"][0]["name"]) == ("asked", "the server")
     assert box_directory("") is None
     assert box_directory(None, {"SLIPWAY_CACHE_DIR": "/cache"}) == Path("/cache/blackbox")
 
 
-def test_an_event_loop_that_stands_still_has_one_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(black_box, "_LOOK_SECONDS", 0.0625)
-    monkeypatch.setattr(black_box, "_LATE_SECONDS", 0.25)
-    monkeypatch.setattr(black_box, "_PAUSE_SECONDS", 0.0)
-    before = threading.active_count()
-    found = boxes(tmp_path, late=99.0)
+def test_a_signal_has_a_box_each_time_and_the_thread_ends(tmp_path: Path) -> None:
+    before, found = threading.active_count(), boxes(tmp_path, late=99.0)
     found.begin()
-    wait_until(lambda: files(tmp_path))
+    for number in range(2):
+        os.kill(os.getpid(), signal.SIGQUIT)
+        wait_until(lambda: sum(path.suffix == ".json" for path in files(tmp_path)) == number + 1)  # noqa: B023
     found.end()
     wait_until(lambda: threading.active_count() == before)
-    (file,) = files(tmp_path)
-    box = json.loads(file.read_text())
-    assert box["reason"] == "the event loop has stood still for 99 s"
-    assert box["findings"][0] == "the event loop is late by 99.0 s"
+    box = json.loads(files(tmp_path)[0].read_text())
+    assert (box["reason"], box["findings"][0]) == ("the server got SIGQUIT", "the event loop is late by 99.0 s")
 
 
 @pytest.mark.asyncio
@@ -210,7 +283,7 @@ async def test_each_death_of_a_copy_has_a_box_that_ping_names(tmp_path: Path, mo
         engine.die(3)
         await until(lambda: len(files(tmp_path)) == 2)
         engine.may_start.set()
-        await until(lambda: one.idle and not one.model.black_box)
+        await until(lambda: one.idle and not one.model.fault.black_box)
         assert b"reason" not in one.ping()[1]
         await asyncio.sleep(0.1)  # some looks
         assert len(files(tmp_path)) == 2
@@ -222,7 +295,7 @@ async def test_a_drain_that_runs_out_of_time_has_a_box(tmp_path: Path, monkeypat
         one.life.open_calls = 1
         await one.server.drain()
         (file,) = files(tmp_path)
-        assert json.loads(file.read_text())["reason"] == "1 requests were still running after 0 s of draining"
+        assert json.loads(file.read_text())["reason"] == "1 request was still running after 0 s of draining"
         one.life.open_calls = 0
 
 

