@@ -16,10 +16,9 @@ from replay.request import CUSTOM_ATTRIBUTES, RecordedRequest, Reply, printable,
 from replay.targets import NoAnswer, Target
 
 REFUSED = 1
+_ASKING = ("x-slipway-explain", "1")
 _SHOWN_IDS = 50
 _WIDEST = 32  # Characters of a column.
-# SageMaker passes the attribute on, and no other header. A header that the user gives may replace the attribute.
-_ASKING = ((CUSTOM_ATTRIBUTES, "explain=1"), ("x-slipway-explain", "1"))
 
 
 def explain(
@@ -49,8 +48,11 @@ def explain(
     except OSError as error:
         raise typer.BadParameter(f"cannot be read: {error.strerror}", param_hint="FILE") from None
     given = headers_of("--header", header) + ([("authorization", f"Bearer {api_key}")] if api_key else [])
+    # SageMaker passes the attribute on, and no other header.
+    attributes = "; ".join([*(value for name, value in given if name.lower() == CUSTOM_ATTRIBUTES), "explain=1"])
+    given = [pair for pair in given if pair[0].lower() != CUSTOM_ATTRIBUTES] + [(CUSTOM_ATTRIBUTES, attributes)]
     target = Connection(region, profile, timeout, 1).target("--to", to, given, {}, component)
-    request = RecordedRequest(file, file, "POST", path, with_content_type(_ASKING), body)
+    request = RecordedRequest(file, file, "POST", path, with_content_type((_ASKING,)), body)
     try:
         reply = asyncio.run(_ask(target, request))
     except NoAnswer as error:

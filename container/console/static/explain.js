@@ -2,7 +2,7 @@
 
 import { h, shortened, table } from "./dom.js";
 
-const ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"; // SageMaker's API passes no other header on
+const ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"; // SageMaker's API passes no other header on; a handler of the model's own takes the header alone
 const MOST_IDS = 500; // of a prompt; the reply has them all
 
 // The same request, which is explained in place of being answered.
@@ -11,7 +11,11 @@ export function explained(request) {
 	return {
 		...request,
 		title: `${request.title}: explained`,
-		headers: { ...headers, [ATTRIBUTES]: "explain=1" },
+		headers: {
+			...headers,
+			[ATTRIBUTES]: [headers[ATTRIBUTES], "explain=1"].filter(Boolean).join("; "),
+			"x-slipway-explain": "1",
+		},
 		contract: { ...contract, label: "Explanation", said, draw },
 		read: (record, answer) => {
 			if (!record.because) return read(record, answer);
