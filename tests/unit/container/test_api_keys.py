@@ -43,6 +43,7 @@ OPEN = {
             *("/", "/health", "/liveness", "/readiness", "/v2/health/live", "/v2/health/ready"),
             *("/console", "/console/", "/console/code.js", "/console/console.css", "/console/console.js"),
             *("/console/contracts.js", "/console/differences.js", "/console/dom.js", "/console/exchange.js"),
+            "/console/explain.js",
             *("/console/form.js", "/console/history.js", "/console/icon.svg", "/console/numbers.js"),
             *("/console/result.js", "/console/server.js", "/console/theme.js", "/console/tokens.js"),
         )
