@@ -188,8 +188,9 @@ class ExplainedRequest(msgspec.Struct, frozen=True, kw_only=True):
     parameters: Mapping[str, Any]  # By the engine's names, as values of JSON.
     not_held: Sequence[str] = ()  # The parts of the JSON schema that the engine does not enforce.
     media: bool = False  # The prompt has images, sounds or videos.
-    cache_salt: bool = False  # The request shares cached prompts only with requests of the same salt.
-    copy: int | None = None  # The number of the copy that would get it now. None: no copy takes requests.
+    cache_salt: str | None = None  # The request shares cached prompts only with requests of the same salt.
+    # The number of the copy that would get it now. None: no copy takes requests, or its steps go to all copies.
+    copy: int | None = None
     cached_tokens: int | None = None  # Tokens of the prompt that this copy's prefix cache may have. None: not known.
     # The parameters whose default is the model's own, by the engine's names: the value, and the place that has it.
     model_defaults: Mapping[str, tuple[Any, str]] = {}

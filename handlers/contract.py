@@ -96,19 +96,21 @@ def read_steering(headers: Mapping[bytes, bytes], key_salt: str = "") -> tuple[S
 
 
 @dataclass(slots=True)
-class Explanation:
+class ExplainAsked:
     """Asks for an explanation of a call in place of an answer. The steps on the call's way write down their choices."""
 
     contract: str = ""  # The name of the contract that took the body.
     because: list[str] = field(default_factory=list)  # Why, a sentence for each choice.
     ignored: list[str] = field(default_factory=list)  # Sentences about parameters without effect.
-    # The call must not be made again: code of a customer has read the body, or the call has left a trace.
-    once: bool = False
+    way: str = ""  # The kind of the body, if it decides who answers.
+    once: bool = False  # The call must not be made again: code of a customer has read the body.
+    # The call is made again with another body, to compare the engine's request for its first prompt.
+    variant: bool = False
 
 
 def asked_explanation(
     headers: Mapping[bytes, bytes], attributes: Sequence[tuple[bytes, bytes]]
-) -> tuple[Explanation | None, InvalidParameter | None]:
+) -> tuple[ExplainAsked | None, InvalidParameter | None]:
     """Read the header and the custom attribute that ask for an explanation. The header goes first.
 
     Returns:
@@ -119,8 +121,8 @@ def asked_explanation(
     if given is None:
         given, name = dict(attributes).get(b"explain", b"0"), "explain"
     if given in (b"1", b"0"):
-        return (Explanation() if given == b"1" else None), None
-    return Explanation(), InvalidParameter(name, f"must be 1 or 0, got {given[:20].decode('latin-1')!r}")
+        return (ExplainAsked() if given == b"1" else None), None
+    return ExplainAsked(), InvalidParameter(name, f"must be 1 or 0, got {given[:20].decode('latin-1')!r}")
 
 
 class Head(Protocol):
@@ -164,7 +166,7 @@ class Call:
     # The results of `read_steering`. Every contract puts the fields into its requests.
     steering: Steering = field(default_factory=Steering)
     steering_fault: InvalidParameter | None = None  # The call is refused with this error, in the form of its answer.
-    explanation: Explanation | None = None  # Set: nothing is generated, and the reply is the explanation.
+    explanation: ExplainAsked | None = None  # Set: nothing is generated, and the reply is the explanation.
     arrived_at: float = field(default_factory=time.monotonic)  # When its head arrived, by the monotonic clock.
     time_limit: float | None = None  # Seconds from then, after which the call ends with its text so far.
 

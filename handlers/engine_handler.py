@@ -61,7 +61,7 @@ class EngineHandler:
         if call.explanation is not None:
             call.explanation.ignored += exchange.notes
             call.explanation.once |= self._thread is not None or bool(exchange.images)
-            queue = explaining(queue, exchange)
+            queue = explaining(queue, call, exchange)
         else:
             for note in exchange.notes:
                 logger.info("%s", note, extra={"request_id": call.request_id})

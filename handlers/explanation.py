@@ -1,8 +1,8 @@
 """Explains a call in place of answering it: the way of the body, and the requests that the engine would get.
 
-A call with an `Explanation` takes the way of every other call up to the engine. There the requests are prepared, and
+A call with an `ExplainAsked` takes the way of every other call up to the engine. There the requests are prepared, and
 none is sent: `Explained` is raised (`explaining`). `explain` makes the reply of it. It finds the fields that set a
-parameter by asking again, with another value of each field of the body, and without the field.
+parameter by asking again, with other values of each field of the body, and without the field.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from engines.errors import RequestError
-from engines.interface import ExplainedRequest, Generation, Sink
+from engines.interface import Engine, ExplainedRequest, Generation, Sink
 from engines.request import GenerationRequest
 from engines.statistics import EngineStatistics
 from handlers.contract import (
@@ -24,12 +24,13 @@ from handlers.contract import (
     Call,
     ContractError,
     Exchange,
-    Explanation,
+    ExplainAsked,
     Reply,
     ReplyWriter,
     Running,
     adapter_header,
 )
+from handlers.deadline import HEADER, NO_DEADLINES, Deadline
 from handlers.parsing.json_fields import JsonError, decode_json
 from handlers.parsing.json_limits import off_the_loop
 from handlers.queue import EngineQueue
@@ -37,9 +38,10 @@ from handlers.queue import EngineQueue
 # Of a call, at most this much is shown.
 _MOST_PROMPTS, _MOST_IDS, _MOST_CHARACTERS = 8, 10_000, 100_000
 _MOST_FIELDS = 64  # Fields of a body whose effect is looked for.
+_MOST_SECONDS = 2.0  # For that, with the wait for other calls.
 _SHORT_BODY, _SHORT = 16 * 1024, 1000  # Bytes. In a longer body, texts and lists are cut to this length for that.
 _WITH_PARAMETERS = frozenset({"parameters", "sampling_parameters"})  # Objects whose members are parameters.
-_LIMIT = "max_tokens"
+_LIMIT, _PRIORITY, _SALT = "max_tokens", "priority", "cache_salt"
 
 Answer = Callable[[Call, ReplyWriter], Awaitable[Running | None]]
 Place = tuple[str, ...]  # Of a field in a body: the names from the outside.
@@ -52,6 +54,8 @@ class ExplainedPrompt(msgspec.Struct, frozen=True):
     request: ExplainedRequest
     adapter: str | None = None
     priority: int = 0
+    deadline: Deadline | None = None
+    streams: bool = False
 
 
 class Explained(Exception):
@@ -79,20 +83,24 @@ class Explained(Exception):
 class _ExplainingEngine:
     """An engine that prepares the requests of one call, and raises `Explained` at the last one."""
 
-    def __init__(self, queue: EngineQueue, exchange: Exchange | None) -> None:
-        self._queue, self._exchange = queue, exchange
+    def __init__(self, queue: EngineQueue, call: Call, exchange: Exchange | None) -> None:
+        self._queue, self._call, self._exchange = queue, call, exchange
         self._prompts: list[ExplainedPrompt] = []
         self.statistics = EngineStatistics()  # Nothing of the call is counted elsewhere.
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         engine, exchange = self._queue.engine, self._exchange
         assert exchange is not None, "vLLM's front end submits nothing here"
+        assert self._call.explanation is not None
         explained = await engine.explain(request)
         text = request.prompt
         if not isinstance(text, str) or request.truncate_prompt_tokens is not None:
             text = engine.texts.decode(explained.token_ids)
-        self._prompts.append(ExplainedPrompt(text, explained, request.adapter, request.priority))
-        if len(self._prompts) < len(exchange.requests):
+        deadline = self._queue.deadlines.of(self._call.arrived_at, self._call.time_limit, stream=request.stream)
+        self._prompts.append(
+            ExplainedPrompt(text, explained, request.adapter, request.priority, deadline, request.stream)
+        )
+        if len(self._prompts) < len(exchange.requests) and not self._call.explanation.variant:
             return _Nothing()
         raise Explained(
             self._prompts,
@@ -111,15 +119,19 @@ class _Nothing:
     def abort(self, *, at_deadline: bool = False) -> None: ...
 
 
-def explaining(queue: EngineQueue, exchange: Exchange | None = None) -> EngineQueue:
+def explaining(queue: EngineQueue, call: Call, exchange: Exchange | None = None) -> EngineQueue:
     """Return a queue for one call that is to be explained. It refuses what `queue` would refuse now.
 
     Args:
         queue: The queue of the model's engine. It does not change.
+        call: The call.
         exchange: The parsed call. None: vLLM's front end has the call.
     """
-    engine: Any = _ExplainingEngine(queue, exchange)
-    own = EngineQueue(engine, queue.limit, queue.overload_status)
+    assert call.explanation is not None
+    # A call uses no more of an engine than that class has.
+    engine = cast("Engine", _ExplainingEngine(queue, call, exchange))
+    deadlines = NO_DEADLINES if call.explanation.variant else queue.deadlines
+    own = EngineQueue(engine, queue.limit, queue.overload_status, deadlines)
     own.open_sequences = queue.open_sequences
     return own
 
@@ -133,13 +145,14 @@ def limits_of(queue: EngineQueue) -> Mapping[str, int]:
     }
 
 
-async def explain(call: Call, answer: Answer, writer: ReplyWriter) -> Running | None:
+async def explain(call: Call, answer: Answer, writer: ReplyWriter, searches: asyncio.Lock) -> Running | None:
     """Reply to a call with its explanation, or with the refusal that the call gets.
 
     Args:
         call: The call.
         answer: Answers calls. It is called for variants of the call too.
         writer: Takes the reply.
+        searches: Held while origins are looked for. The models share the event loop, so one call at a time does it.
 
     Returns:
         The running call, if the route generates nothing and answers as always.
@@ -155,7 +168,7 @@ async def explain(call: Call, answer: Answer, writer: ReplyWriter) -> Running | 
     origins = Origins()
     assert call.explanation is not None
     if not call.explanation.once and not any(prompt.request.media for prompt in explained.prompts):
-        origins = await _origins(call, answer)
+        origins = await _origins(call, answer, searches)
     document = _document(call, explained, origins)
     writer.reply(Reply(200, JSON, json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")))
     return None
@@ -168,30 +181,49 @@ class Origins(msgspec.Struct):
     fields: dict[str, list[str]] = {}  # The fields that set a parameter, by its name.
     of_prompt: list[str] = []  # The fields that change the prompt.
     without_effect: list[str] = []  # The fields that the engine never sees.
-    unknown: list[str] = []  # The fields without which the body is refused.
+    unknown: list[str] = []  # The fields whose other values are refused, and have no effect.
+    drawn: frozenset[str] = frozenset()  # The parameters with another value in each call.
 
 
-async def _origins(call: Call, answer: Answer) -> Origins:
-    document = await off_the_loop(call.body, _read, call.body)
-    asked = await _asked(call, answer, document) if isinstance(document, dict) else None
-    if asked is None:
-        return Origins()
-    fields = list(_fields(document))
-    origins = Origins(known=len(fields) <= _MOST_FIELDS)
-    for place, value in fields[:_MOST_FIELDS]:
-        bodies = [_with(document, place, other) for other in (_other(value), None)]
-        found = [changed for body in bodies if (changed := await _asked(call, answer, body)) is not None]
-        changed = next((each for each in found if each != asked), None)
-        name = ".".join(place)
-        if changed is not None:
-            for parameter in asked.parameters.keys() & changed.parameters.keys():
-                if asked.parameters[parameter] != changed.parameters[parameter]:
-                    origins.fields.setdefault(parameter, []).append(name)
-            if asked.token_ids != changed.token_ids:
-                origins.of_prompt.append(name)
-        else:
-            (origins.without_effect if found else origins.unknown).append(name)
+async def _origins(call: Call, answer: Answer, searches: asyncio.Lock) -> Origins:
+    origins = Origins()
+    try:
+        async with asyncio.timeout(_MOST_SECONDS), searches:
+            await _find(origins, call, answer)
+    except TimeoutError:
+        pass  # The fields so far are right. `known` tells that there may be more.
     return origins
+
+
+async def _find(origins: Origins, call: Call, answer: Answer) -> None:
+    """Find the effects of the fields of a call's body."""
+    document = await off_the_loop(call.body, _read, call.body)
+    if not isinstance(document, dict):
+        return
+    asked, again = await _asked(call, answer, document), await _asked(call, answer, document)
+    if asked is None or again is None:
+        return
+    origins.drawn = _differing(asked, again)
+    fields = list(_fields(document))
+    for place, value in fields[:_MOST_FIELDS]:
+        name, parameters = ".".join(place), frozenset[str]()
+        in_prompt = is_without_effect = False
+        for other in (*_others(value), None):
+            changed = await _asked(call, answer, _with(document, place, other))
+            if changed is None or changed.parameters.keys() != asked.parameters.keys():
+                continue
+            parameters = _differing(asked, changed) - origins.drawn
+            in_prompt = changed.token_ids != asked.token_ids
+            if parameters or in_prompt:
+                break
+            is_without_effect |= other is not None  # Without the field, its parameter may have the same value.
+        for parameter in sorted(parameters):
+            origins.fields.setdefault(parameter, []).append(name)
+        if in_prompt:
+            origins.of_prompt.append(name)
+        if not (parameters or in_prompt):
+            (origins.without_effect if is_without_effect else origins.unknown).append(name)
+    origins.known = len(fields) <= _MOST_FIELDS
 
 
 def _read(body: bytes) -> Any:
@@ -210,15 +242,25 @@ class _Asked(msgspec.Struct):
     parameters: Mapping[str, Any]
 
 
+def _differing(asked: _Asked, other: _Asked) -> frozenset[str]:
+    """Return the parameters of both requests that have different values."""
+    names = asked.parameters.keys() & other.parameters.keys()
+    return frozenset(name for name in names if asked.parameters[name] != other.parameters[name])
+
+
 async def _asked(call: Call, answer: Answer, document: Any) -> _Asked | None:
-    """Return the engine's request for another body. None if the body is refused."""
+    """Return the engine's request for another body. None if the body is refused, or is of another kind."""
+    assert call.explanation is not None
     await asyncio.sleep(0)
-    other = replace(call, body=msgspec.json.encode(document), explanation=Explanation())
+    variant = ExplainAsked(variant=True)
+    other = replace(call, body=msgspec.json.encode(document), explanation=variant, time_limit=None)
     try:
         await answer(other, _Dropped())
     except Explained as explained:
-        for prompt in explained.prompts:
-            return _Asked(prompt.request.token_ids, {**prompt.request.parameters, "adapter": prompt.adapter})
+        if explained.prompts and variant.way == call.explanation.way:
+            prompt = explained.prompts[0]
+            further = {"adapter": prompt.adapter, _PRIORITY: prompt.priority, _SALT: prompt.request.cache_salt}
+            return _Asked(prompt.request.token_ids, {**prompt.request.parameters, **further})
     except (ContractError, RequestError):
         pass
     return None
@@ -242,13 +284,19 @@ def _with(document: Mapping[str, Any], place: Place, other: Any) -> Mapping[str,
     return rest if other is None else {**rest, name: other}
 
 
-def _other(value: Any) -> Any:
-    """Return another value of the same kind. None for kinds other than numbers and booleans."""
+def _others(value: Any) -> Sequence[Any]:
+    """Return other values of the same kind. A parameter at an end of its range refuses some of them."""
     if isinstance(value, bool):
-        return not value
+        return (not value,)
     if isinstance(value, int):
-        return value + 1
-    return value / 2 or 0.5 if isinstance(value, float) else None
+        return value + 1, value - 1, 0.5
+    if isinstance(value, float):
+        return (value / 2 or 0.5,)
+    if isinstance(value, str):
+        return (f"{value}a",)
+    if isinstance(value, list):  # The first prompt of several is the one that is compared.
+        return [[first, *value[1:]] for first in _others(value[0])] if value else (["a"], [1])
+    return ({"1": 1},) if value == {} else ()
 
 
 def _cut(value: Any) -> Any:
@@ -272,6 +320,8 @@ def _document(call: Call, explained: Explained, origins: Origins) -> Mapping[str
     if not explained.prompts:
         return document
     first, context = explained.prompts[0], explained.limits["context_tokens"]
+    if "beam_width" in first.request.parameters:
+        document["because"] = [*document["because"], "a beam search: each step is requests for all copies"]
     characters, ids = _MOST_CHARACTERS, _MOST_IDS
     for prompt in explained.prompts[:_MOST_PROMPTS]:
         text, token_ids = prompt.text[:characters], prompt.request.token_ids[:ids]
@@ -287,22 +337,26 @@ def _document(call: Call, explained: Explained, origins: Origins) -> Mapping[str
                 "cached_tokens": prompt.request.cached_tokens,
             }
         )
-    header, body = adapter_header(call), origins.fields.pop("adapter", [])
+    of_parameters = {
+        name: fields for name, fields in origins.fields.items() if name not in ("adapter", _PRIORITY, _SALT)
+    }
+    header, body = adapter_header(call), origins.fields.get("adapter", [])
     document["adapter"] = None
     if first.adapter is not None:
         document["adapter"] = _origin(first.adapter, "header" if header else "body", () if header else body)
     document |= {
         "parameters": _parameters(first.request, explained, origins, context - len(first.request.token_ids)),
         "not_held": list(first.request.not_held),
-        "priority": _origin(first.priority, "header" if "priority" in call.steering else "default"),
+        "priority": _priority(call, first, origins),
         "cache_salt": _salt(call, first.request),
+        "deadline": _deadline(call, first),
         "limits": explained.limits,
         "origins_known": origins.known,
         "translated": {
-            field: parameter
-            for parameter, fields in origins.fields.items()
-            for field in fields
-            if field.rpartition(".")[2] != parameter
+            field: parameters
+            for field in sorted({field for fields in of_parameters.values() for field in fields})
+            if (parameters := [name for name, fields in of_parameters.items() if field in fields])
+            != [field.rpartition(".")[2]]
         },
         "changes_prompt": origins.of_prompt,
         "without_effect": origins.without_effect,
@@ -318,6 +372,9 @@ def _parameters(request: ExplainedRequest, explained: Explained, origins: Origin
         fields = origins.fields.get(name, ())
         default, place = request.model_defaults.get(name, (None, ""))
         follows = explained.model_defaults is None or name in explained.model_defaults
+        if name in origins.drawn:
+            shown[name] = _origin(None, "random")
+            continue
         if name == _LIMIT and value == room:
             origin: str | None = "context"
         elif fields:
@@ -336,13 +393,31 @@ def _origin(value: Any, origin: str | None, fields: Collection[str] = ()) -> Map
     return found | {"fields": list(fields)} if fields else found
 
 
+def _priority(call: Call, prompt: ExplainedPrompt, origins: Origins) -> Mapping[str, Any]:
+    if fields := origins.fields.get(_PRIORITY, ()):
+        return _origin(prompt.priority, "body", fields)
+    if prompt.priority == call.steering.get("priority"):
+        return _origin(prompt.priority, "header")
+    return _origin(prompt.priority, "default" if origins.known else None)
+
+
 def _salt(call: Call, request: ExplainedRequest) -> str | None:
     """Return the origin of the salt of the prefix cache. The salt itself may be a secret."""
     if not request.cache_salt:
         return None
-    if call.steering.get("cache_salt") is None:
+    if request.cache_salt != call.steering.get("cache_salt"):
         return "body"
-    return "key" if call.steering["cache_salt"] == call.key_salt else "header"
+    return "key" if request.cache_salt == call.key_salt else "header"
+
+
+def _deadline(call: Call, prompt: ExplainedPrompt) -> Mapping[str, Any] | None:
+    """Return the seconds until the deadline, with their origin."""
+    if prompt.deadline is None:
+        return None
+    seconds = prompt.deadline.seconds
+    if seconds == call.time_limit:
+        return _origin(seconds, "attribute" if call.header(HEADER) is None else "header")
+    return _origin(seconds, f"option.{'stream' if prompt.streams else 'answer'}_deadline")
 
 
 class _Dropped:

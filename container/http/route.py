@@ -6,6 +6,7 @@ of the route's contract.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import defaultdict
@@ -76,6 +77,7 @@ class AppState:
             },
             refusals=frozenset({settings.throttle_error_http_code, settings.wlm_error_http_code}),
         )
+        self.searches = asyncio.Lock()  # Of origins for explanations: one at a time.
         self.id_header = settings.request_id_header.lower().encode()
         self.retry_after = RetryAfter()
         cors = {
@@ -154,14 +156,15 @@ class HttpRoute:
             ContractError: The call is refused with the reply in the error.
             RequestError: The call is refused.
         """
-        assert call.explanation is not None
         if not self.state.settings.explain:
-            raise InvalidParameter("X-Slipway-Explain", "is off on this server (SERVING_EXPLAIN=false)")
+            off = InvalidParameter("X-Slipway-Explain", "is off on this server (SERVING_EXPLAIN=false)")
+            call = replace(call, steering_fault=call.steering_fault or off)
+        assert call.explanation is not None
         call.explanation.contract = self.contract.name
         named = any(name == b"route" for name, _ in head.attributes)
         place = f"the path that `route` names, {head.path}," if named else f"the path {head.path}"
         call.explanation.because.insert(0, f"{place} is {self.contract.name}'s")
-        return await explain(call, partial(self.answer, service=service), reply)
+        return await explain(call, partial(self.answer, service=service), reply, self.state.searches)
 
     def answer(self, call: Call, reply: ReplyWriter, service: Service | None) -> Awaitable[Running | None]:
         """Answer a call. `service` is the model's service. It is None if the route is for no model.

@@ -43,6 +43,11 @@ class _Beam:
 _Submit = Callable[[GenerationRequest, Sink, EngineStatistics], Awaitable[Generation]]
 
 
+def most_new_tokens(request: GenerationRequest, room: int) -> int:
+    """Return the most tokens of a beam. `room`: the rest of the context after the prompt."""
+    return min(request.sampling.max_tokens or room, room)
+
+
 class BeamSearchTask:
     """A running search, which begins when it is made; the beams reach `sink` when it ends, best first."""
 
@@ -60,8 +65,7 @@ class BeamSearchTask:
         self._eos_ids: frozenset[int] = frozenset() if request.sampling.ignore_eos else engine.eos_token_ids
         # Tokens that are forbidden before `min_tokens`, even with `ignore_eos`, as in vLLM's sampler.
         self._ending = engine.eos_token_ids | self._stop_ids
-        limit = request.sampling.max_tokens or engine.max_model_len
-        self._limit = min(limit, engine.max_model_len - len(self._prompt_ids))
+        self._limit = most_new_tokens(request, engine.max_model_len - len(self._prompt_ids))
         self._statistics.prompt(len(self._prompt_ids))
         self._failed = False
         self._task = asyncio.create_task(self._run())

@@ -47,7 +47,7 @@ from engines.vllm.beam_search import BeamSearchTask
 from engines.vllm.constraints.translator import CheckedConstraint, ConstraintTranslator
 from engines.vllm.copies.client import Copy
 from engines.vllm.copies.life_cycle import Copies
-from engines.vllm.explanation import explained_request, explained_search
+from engines.vllm.explanation import explained_request, explained_search, model_defaults
 from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_tokenizer
 from engines.vllm.lora import Claim, VllmAdapters
 from engines.vllm.output import OwnState, PooledState, PushedState, Siblings, TokensApart
@@ -136,6 +136,7 @@ class VllmEngine:
         self.eos_token_ids = end_token_ids(generation_config.get("eos_token_id"), self.tokenizer)
         # The model's own generation config, as far as it differs from vLLM's defaults.
         self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
+        self._model_defaults = model_defaults(llm.model_config, self.default_sampling)
         config = llm.vllm_config
         self.max_model_len: int = llm.model_config.max_model_len
         self.max_sequences = self._copies.sequences
@@ -445,7 +446,8 @@ class VllmEngine:
         prepared = await self._prepared(request, adapter)
         if prepared.checked is None:
             assert request.beam_search is not None
-            return explained_search(request, request.beam_search, prepared.token_ids)
+            room = self.max_model_len - len(prepared.token_ids)
+            return explained_search(request, request.beam_search, prepared.token_ids, room)
         core_request = msgspec.structs.replace(
             prepared.checked,
             prompt_token_ids=prepared.token_ids,
@@ -479,8 +481,7 @@ class VllmEngine:
         self, request: EngineCoreRequest, constraint: CheckedConstraint | None, sequences: int
     ) -> ExplainedRequest:
         not_held = constraint.not_held if constraint is not None else ()
-        model = self.async_llm.model_config
-        return explained_request(request, self._copies.client, model, sequences, not_held)
+        return explained_request(request, self._copies.client, self._model_defaults, sequences, not_held)
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         return await self._prompts.token_ids(request)

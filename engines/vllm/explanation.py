@@ -13,6 +13,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from engines.interface import ExplainedRequest
 from engines.request import BeamSearch, GenerationRequest
+from engines.vllm.beam_search import most_new_tokens
 from engines.vllm.copies.client import CopiesClient
 
 # They say how Slipway takes the tokens, or are made of other parameters.
@@ -22,14 +23,18 @@ _MOST_CHARACTERS = 100_000  # Of a schema or a grammar.
 
 
 def explained_request(
-    request: EngineCoreRequest, client: CopiesClient, model: ModelConfig, sequences: int, not_held: tuple[str, ...]
+    request: EngineCoreRequest,
+    client: CopiesClient,
+    defaults: Mapping[str, tuple[Any, str]],
+    sequences: int,
+    not_held: tuple[str, ...],
 ) -> ExplainedRequest:
     """Return the explanation of a request.
 
     Args:
         request: vLLM's request, with its prompt and its parameters.
         client: The client of the copies. It chooses the copy, and remembers nothing of it.
-        model: vLLM's configuration of the model.
+        defaults: The result of `model_defaults`.
         sequences: The number of sequences that are generated.
         not_held: The parts of the JSON schema that the engine does not enforce.
     """
@@ -41,15 +46,24 @@ def explained_request(
         parameters=shown_parameters(params) | ({"n": sequences} if request.sampling_params is not None else {}),
         not_held=not_held,
         media=bool(request.mm_features),
-        cache_salt=request.cache_salt is not None,
+        cache_salt=request.cache_salt,
         copy=number,
         cached_tokens=cached_tokens,
-        model_defaults=model_defaults(model) if request.sampling_params is not None else {},
+        model_defaults=defaults if request.sampling_params is not None else {},
     )
 
 
-def explained_search(request: GenerationRequest, search: BeamSearch, token_ids: list[int]) -> ExplainedRequest:
-    """Return the explanation of a beam search. Its steps are requests for one token each, which go to all copies."""
+def explained_search(
+    request: GenerationRequest, search: BeamSearch, token_ids: list[int], room: int
+) -> ExplainedRequest:
+    """Return the explanation of a beam search. Its steps are requests for one token each, which go to all copies.
+
+    Args:
+        request: The request.
+        search: The options of its search.
+        token_ids: Its prompt.
+        room: The rest of the context after the prompt.
+    """
     sampling = request.sampling
     return ExplainedRequest(
         token_ids=token_ids,
@@ -57,12 +71,13 @@ def explained_search(request: GenerationRequest, search: BeamSearch, token_ids: 
             "beam_width": search.width,
             "length_penalty": search.length_penalty,
             "early_stopping": search.early_stopping,
-            "max_tokens": sampling.max_tokens,
+            "max_tokens": most_new_tokens(request, room),
             "min_tokens": sampling.min_tokens,
             "stop": list(sampling.stop),
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": sampling.ignore_eos,
         },
+        cache_salt=request.cache_salt or None,
     )
 
 
@@ -72,13 +87,15 @@ def shown_parameters(params: msgspec.Struct) -> dict[str, Any]:
     return {name: _shown(getattr(params, name)) for name in fields if not name.startswith("_") and name not in _OWN}
 
 
-def model_defaults(model: ModelConfig) -> Mapping[str, tuple[Any, str]]:
-    """Return the model's own sampling parameters: the value, and the place that has it."""
+def model_defaults(model: ModelConfig, sampling: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
+    """Return the model's own sampling parameters: the value, and the place that has it.
+
+    Args:
+        model: vLLM's configuration of the model.
+        sampling: The parameters, as vLLM has read them.
+    """
     overridden = {"max_tokens" if name == "max_new_tokens" else name for name in model.override_generation_config}
-    return {
-        name: (value, _OVERRIDE if name in overridden else _GENERATION_CONFIG)
-        for name, value in model.get_diff_sampling_param().items()
-    }
+    return {name: (value, _OVERRIDE if name in overridden else _GENERATION_CONFIG) for name, value in sampling.items()}
 
 
 def _shown(value: Any) -> Any:
@@ -87,7 +104,8 @@ def _shown(value: Any) -> Any:
         return {
             name: _cut(part) for name, part in parts.items() if not name.startswith("_") and part not in (None, False)
         }
-    return msgspec.to_builtins(value, str_keys=True, enc_hook=repr)
+    # JSON has no number that is infinite or none, so that is null.
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=repr))
 
 
 def _cut(part: Any) -> Any:

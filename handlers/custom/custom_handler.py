@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 from engines.errors import UnknownAdapter
 from engines.interface import EngineHealth
-from handlers.contract import LONG_BODY, Call, ContractError, ReplyWriter
+from handlers.contract import EXPLAIN, LONG_BODY, Call, ContractError, ReplyWriter
 from handlers.custom.batch_format import MAX_BATCH
 from handlers.custom.dynamic_batching import DynamicBatcher
 from handlers.custom.engine_call import EngineLoader, Origin
@@ -105,7 +105,10 @@ class CustomHandler:
         await self.pool.start(WorkerPlan(python, environment, self._load_request, timeout, self._load_engine, metrics))
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Request:
-        if call.explanation is not None:
+        # The attribute `explain` may be the customer's own.
+        if call.explanation is not None and EXPLAIN in call.headers:
+            if call.steering_fault is not None:
+                raise call.steering_fault
             handler = f"{os.path.basename(self._handler.entry_point)}, function {self._handler.function}"
             call.explanation.because.append(f"the model's own handler takes every body: {handler}")
             raise Explained

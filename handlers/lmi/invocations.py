@@ -93,8 +93,11 @@ class InvocationsHandler:
             call, field, body = await off_the_loop(data, self._read, call)
         if call.explanation is not None:
             call.explanation.because.append(_WAYS[field])
+            call.explanation.way = field
         if field == "requestType":
             if call.explanation is not None:
+                if call.steering_fault is not None:
+                    raise payload_refused(call.steering_fault.message)
                 raise Explained
             writer.reply(await self._sessions.answer(call))
             return None

@@ -91,10 +91,11 @@ class OpenAICall:
         self.begun = False  # The engine has begun an answer to one of the requests. From now on it refuses no request.
         self.on_begin: Callable[[], None] | None = None  # Called then.
         self.submitted = False  # Its body has been read, and something of it is to be generated.
+        self.explains_one = False  # Its first prompt is explained, and no other.
         # Gets the prompts when they would go to the engine. None: the call is not to be explained.
         self.explained: asyncio.Future[Sequence[ExplainedPrompt]] | None = None
         self.asked: list[tuple[Any, Any, Any]] = []  # These prompts, with vLLM's parameters and options.
-        self.in_background = False  # The requests are made after the reply.
+        self.in_background = False  # No client waits for its answer.
         self.failed = ""  # Why the engine gave up on one of its requests; empty if it did not.
 
     @property
@@ -127,7 +128,7 @@ class OpenAICall:
 
     def deadline(self, *, stream: bool) -> Deadline | None:
         """Return the deadline of a request. A response in the background has none: no client waits for it."""
-        if self._background is not None:
+        if self.in_background:
             return None
         return self._queue.deadlines.of(self._arrived_at, self._time_limit, stream=stream)
 
@@ -165,8 +166,6 @@ class OpenAICall:
     def goes_on_in(self, task: asyncio.Task[None]) -> None:
         """Keep the call's resources until the task has ended: it makes a response in the background."""
         self._background, self.in_background = task, True
-        if self.explained is not None:
-            task.add_done_callback(lambda _: self.explain(()))
 
     def explain(self, prompts: Sequence[ExplainedPrompt]) -> None:
         """Give the explanation these prompts, unless it has some."""

@@ -243,10 +243,11 @@ class OpenAIHandler:
             else:
                 async with self._long:
                     exchange = await asyncio.to_thread(parse)
-            if exchange is not None and len(exchange.requests) > 1:
+            explains_one = call.explanation is not None and call.explanation.variant
+            if exchange is not None and len(exchange.requests) > 1 and not explains_one:
                 exchange = await self._tokenized(exchange)
         if exchange is not None:
-            queue = self._queue if call.explanation is None else explaining(self._queue, exchange)
+            queue = self._queue if call.explanation is None else explaining(self._queue, call, exchange)
             running = RunningCall(queue, exchange, writer, call)
             began = time.monotonic()
             try:
@@ -261,7 +262,7 @@ class OpenAIHandler:
                 pass  # vLLM's front end refuses it in vLLM's words
         model = (adapter or self._model) if adapter is not None and call.body else None
         openai_call = OpenAICall(
-            self._queue if call.explanation is None else explaining(self._queue),
+            self._queue if call.explanation is None else explaining(self._queue, call),
             any_model,
             self._vllm.media,
             call,
@@ -283,16 +284,14 @@ class OpenAIHandler:
         assert call.explanation is not None
         call.explanation.because.append("vLLM's front end makes the requests")
         explained = openai_call.explained = asyncio.get_running_loop().create_future()
+        openai_call.explains_one = call.explanation.variant
         whole = _WholeReply()
         running = VllmCall(self._vllm, openai_call, call, whole, path, model)
         try:
             await asyncio.wait({explained, whole.received}, return_when=asyncio.FIRST_COMPLETED)
-            if openai_call.in_background:
-                await explained
         finally:
             running.cancel()
         if explained.done():
-            call.explanation.once |= openai_call.in_background  # vLLM stores such a response.
             raise Explained(explained.result(), limits=limits_of(self._queue))
         form.of_vllm(writer, call).reply(whole.received.result())
 

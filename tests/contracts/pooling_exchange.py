@@ -10,7 +10,6 @@ from typing import Any, Literal
 from unittest.mock import Mock
 
 import httpx
-import msgspec
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -25,6 +24,7 @@ from engines.interface import ExplainedRequest, Generation, Sink
 from engines.loaded_model import ModelTexts
 from engines.pooling import Pooling, PoolingModel
 from engines.request import GenerationRequest, TokenDelta
+from engines.tokenization import PromptTokenizer
 from handlers.engine_handler import EngineHandler
 from handlers.entry_point import generation_handlers, pooling_invocations
 from handlers.lmi.rolling_batch import LmiRollingContract
@@ -114,7 +114,7 @@ class PoolingEngine(ScriptedEngine):
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         if request.pooling is None:
-            return await super().prompt_token_ids(request)
+            return await PromptTokenizer(self.texts, self.max_model_len).token_ids(request)
         return self._ids(request, request.pooling)
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
@@ -129,11 +129,7 @@ class PoolingEngine(ScriptedEngine):
 
     async def explain(self, request: GenerationRequest) -> ExplainedRequest:
         if request.pooling is None:
-            explained = await super().explain(request)
-            if isinstance(request.prompt, tuple):
-                return msgspec.structs.replace(explained, token_ids=list(request.prompt))
-            token_ids = self.texts.encode(request.prompt, special=request.add_special_tokens)
-            return msgspec.structs.replace(explained, token_ids=token_ids)
+            return await super().explain(request)
         parameters = {"task": request.pooling.task, "use_activation": request.pooling.activation}
         return ExplainedRequest(token_ids=self._ids(request, request.pooling), parameters=parameters, copy=1)
 

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,14 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {"model": "model", **CHAT, "max_tokens": 2}),
     ("/v2/models/model/generate", {"text_input": "Once", "parameters": {"max_tokens": 2, "temperature": 0.5}}),
     ("/v1/generate", {"prompt": "Once", "max_tokens": 2, "presence_penalty": 0.5}),
+    ("/invocations", {"inputs": ["Once", "upon"], "parameters": {"max_new_tokens": 2}}),
+    ("/v1/completions", {"prompt": ["Once", "upon"], "max_tokens": 2, "unknown": 1}),
+    ("/v1/completions", {"prompt": "Once", "max_tokens": 2, "n": 2, "temperature": 1.0, "seed": 1, "priority": 3}),
+    ("/generate", {"inputs": "Once", "parameters": {"max_new_tokens": 2, "do_sample": True, "details": True}}),
+]
+BEAMS: list[tuple[str, dict[str, Any]]] = [
+    ("/invocations", {"inputs": "Once", "parameters": {"max_new_tokens": 2, "num_beams": 2}}),
+    ("/v1/completions", {"prompt": "Once", "max_tokens": 2, "use_beam_search": True, "n": 2}),
 ]
 
 
@@ -92,19 +101,23 @@ def test_an_explanation_has_what_the_engine_gets(recorded: tuple[Server, Path]) 
         assert file.read_text().splitlines() == before, "nothing was sent to the engine"
         reply = server.client.post(path, json=body)
         assert reply.status_code == 200, reply.text
-        (line,) = file.read_text().splitlines()[len(before) :]
-        sent = json.loads(line)
-        (prompt,) = explained["prompts"]
-        assert prompt["token_ids"] == sent["token_ids"], path
-        told = {name: found["value"] for name, found in explained["parameters"].items()}
+        requests = [json.loads(line) for line in file.read_text().splitlines()[len(before) :]]
+        sent, told = requests[0], {name: found["value"] for name, found in explained["parameters"].items()}
+        shown = [prompt["token_ids"] for prompt in explained["prompts"] for _ in range(told["n"])]
+        assert shown == [request["token_ids"] for request in requests], path
         got = {name: value for name, value in sent["parameters"].items() if value not in (None, [], {})}
+        if told["n"] > 1:  # Each sequence is a request, with a seed of its own.
+            assert got.pop("n") == 1
+            got.pop("seed")
+        if explained["parameters"].get("seed") == {"value": None, "from": "random"}:
+            assert got.pop("seed") is not None
         assert {name: told.get(name) for name in got} == got, (path, body)
         assert explained["priority"]["value"] == sent["priority"]
 
 
 def test_nothing_is_generated_and_no_place_is_taken(server: Server) -> None:
     before = counts(server)
-    for path, body in CALLS:
+    for path, body in CALLS + BEAMS:
         found = explanation(server, path, body)
         assert found["limits"]["free_places"] == found["limits"]["queue_places"], path
     assert counts(server) == before
@@ -200,6 +213,8 @@ def test_a_response_in_the_background_is_explained(host: Server, tmp_path: Path,
         body = {"model": model.name, "input": "Hello", "background": True, "max_output_tokens": 2}
         found = explanation(model, "/v1/responses", body)
         assert found["parameters"]["max_tokens"]["value"] == 2
+        explanation(model, "/v1/responses", {**body, "request_id": "resp_explained"})
+        assert model.client.get("/v1/responses/resp_explained").status_code == 404
         assert model.metric("slipway_engine_running") == 0
 
 
@@ -207,6 +222,12 @@ def test_a_custom_handler_is_named_and_not_called(host: Server, tmp_path: Path) 
     fixture = Path(__file__).parents[1] / "fixtures" / "handlers" / "echo"
     with hosted(host, copy_model(fixture, tmp_path / "model")) as model:
         found = explanation(model, "/invocations", {"inputs": "a"})
+        own = {"x-amzn-sagemaker-custom-attributes": "explain=1"}
+        answered = model.client.post("/invocations", json={"inputs": "a"}, headers=own)
+        refused = model.client.post("/invocations", json={"inputs": "a"}, headers={"x-slipway-explain": "yes"})
+    assert (answered.status_code, "because" in answered.text) == (200, False), "the attribute is the customer's"
+    assert refused.status_code == 400
+    assert "X-Slipway-Explain" in refused.text
     assert found["because"][-1] == "the model's own handler takes every body: model.py, function handle"
     assert found["prompts"] == []
 
@@ -220,6 +241,11 @@ def test_the_command_shows_an_explanation(server: Server, tmp_path: Path) -> Non
     assert re.search(r"max_tokens +2 +body: parameters\.max_new_tokens", shown), shown
     printed = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120, check=True).stdout
     assert json.loads(printed) == explanation(server, "/invocations", LMI | {"unknown": 1})
+    attributes = "X-Amzn-SageMaker-Custom-Attributes: route=/generate"
+    routed = subprocess.run(
+        [*command, "--json", "--header", attributes], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert json.loads(routed.stdout)["contract"] == "tgi"
     refused = subprocess.run(
         [*command, "--path", "/v1/completions"], capture_output=True, text=True, timeout=120, check=False
     )
@@ -242,3 +268,54 @@ def test_vectors_are_explained_whoever_makes_the_request(host: Server, tmp_path:
     assert ours["parameters"]["task"] == vllms["parameters"]["task"] == {"value": "embed", "from": "default"}
     assert "unknown" in vllms["without_effect"]
     assert tei["parameters"]["use_activation"] == {"value": False, "from": "body", "fields": ["normalize"]}
+
+
+@pytest.mark.parametrize(("path", "body"), BEAMS)
+def test_a_beam_search_is_explained(server: Server, path: str, body: dict[str, Any]) -> None:
+    found = explanation(server, path, body, **{"x-cache-salt": "mine"})
+    assert found["because"][-1] == "a beam search: each step is requests for all copies"
+    assert found["cache_salt"] == "header"
+    assert found["parameters"]["beam_width"]["value"] == 2
+    assert found["parameters"]["max_tokens"]["value"] == found["prompts"][0]["new_tokens"] == 2
+
+
+def test_a_beam_search_ends_with_the_context(server: Server) -> None:
+    body = {"inputs": "Once", "parameters": {"max_new_tokens": 99999, "num_beams": 2}}
+    found = explanation(server, "/invocations", body)
+    assert found["prompts"][0]["new_tokens"] == MAX_MODEL_LEN - found["prompts"][0]["tokens"]
+    assert found["parameters"]["max_tokens"]["from"] == "context"
+
+
+def test_priority_and_salt_of_a_body_come_from_it(server: Server) -> None:
+    found = explanation(
+        server, "/v1/completions", {"prompt": "a", "max_tokens": 2, "priority": 3, "cache_salt": "mine"}
+    )
+    assert found["priority"] == {"value": 3, "from": "body", "fields": ["priority"]}
+    assert found["cache_salt"] == "body"
+    assert not {"priority", "cache_salt"} & {*found["without_effect"]}
+
+
+def test_a_body_that_another_contract_would_take_tells_nothing(server: Server) -> None:
+    found = explanation(server, "/invocations", {**CHAT, "inputs": "a", "temperature": 0.5})
+    assert found["effect_unknown"] == ["messages"]
+    assert found["without_effect"] == ["inputs"]
+    assert found["parameters"]["temperature"] == {"value": 0.5, "from": "body", "fields": ["temperature"]}
+    assert found["parameters"]["top_p"]["from"] == "default"
+
+
+def test_many_prompts_and_fields_take_seconds(server: Server) -> None:
+    body = {"prompt": ["word " * 20] * 80, "max_tokens": 1, **{f"unknown {place}": place for place in range(60)}}
+    began = time.monotonic()
+    found = explanation(server, "/v1/completions", body)
+    assert found["prompt_count"] == 80
+    assert time.monotonic() - began < 15
+
+
+def test_a_number_that_json_lacks_is_null(server: Server) -> None:
+    body = b'{"prompt": "a", "max_tokens": 1, "vllm_xargs": {"a": 1e400}}'
+    headers = EXPLAIN | {"content-type": "application/json"}
+    reply = server.client.post("/v1/completions", content=body, headers=headers)
+    if reply.status_code == 200:
+        json.loads(reply.content, parse_constant=pytest.fail)
+    else:
+        assert reply.status_code == 400

@@ -474,3 +474,41 @@ def test_a_call_of_a_message_that_cannot_be_decoded_is_text(arguments: str, kind
     converted = AnthropicServingMessages.messages_full_converter(SimpleNamespace(), with_whole_calls(answer))
     assert [block.type for block in converted.content] == [kind]
     assert converted.content[0].text == (arguments if kind == "text" else None)
+
+
+def test_each_prompt_of_a_call_is_explained_once() -> None:
+    from vllm import SamplingParams
+
+    from engines.interface import ExplainedRequest
+    from engines.statistics import EngineStatistics
+    from handlers.openai.current_call import OpenAICall, current_call
+    from handlers.openai.vllm.engine_client import EngineClient
+    from handlers.queue import EngineQueue
+
+    prepared: list[Any] = []
+
+    def explain_prompt(prompt: Any, *_: Any) -> ExplainedRequest:
+        prepared.append(prompt)
+        return ExplainedRequest(token_ids=prompt["prompt_token_ids"], parameters={})
+
+    async def ask(*, explains_one: bool) -> list[list[int]]:
+        call = OpenAICall(EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 100))  # type: ignore[arg-type]
+        call.explained, call.explains_one = asyncio.get_running_loop().create_future(), explains_one
+        current_call.set(call)
+        prompts = [{"prompt": "a", "prompt_token_ids": [number]} for number in range(100)]
+        generators = [client.generate(prompt, SamplingParams(), str(place)) for place, prompt in enumerate(prompts)]
+        ended = await asyncio.gather(*map(anext, generators), return_exceptions=True)
+        assert {type(error) for error in ended} == {asyncio.CancelledError}
+        return [prompt.request.token_ids for prompt in call.explained.result()]
+
+    config = SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None)
+    engine = _engine(SimpleNamespace(vllm_config=config))
+    engine.explain_prompt, engine.tokenizer = explain_prompt, None
+    engine.sampling = SimpleNamespace(
+        prompt_logprobs_refusal="", typical_refusal="", check_listed_tokens=lambda _: None
+    )
+    client = EngineClient(engine, SETTINGS)
+    assert asyncio.run(ask(explains_one=False)) == [[number] for number in range(100)]
+    assert len(prepared) == 100
+    assert asyncio.run(ask(explains_one=True)) == [[0]]
+    assert len(prepared) == 101

@@ -72,9 +72,9 @@ class ScriptedEngine:
             raise self.failures[0]
         parameters = msgspec.to_builtins(request.sampling) | {"n": request.candidates}
         token_ids = await self.prompt_token_ids(request)
-        salted = bool(request.cache_salt)
+        salt = request.cache_salt or None
         return ExplainedRequest(
-            token_ids=token_ids, parameters=parameters, not_held=self.not_held, copy=1, cache_salt=salted
+            token_ids=token_ids, parameters=parameters, not_held=self.not_held, copy=1, cache_salt=salt
         )
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:

@@ -47,6 +47,7 @@ class PoolingInvocations:
         fields = await off_the_loop(call.body, _fields, call.body)
         if self._openai is not None and (path := self._path(fields)) is not None:
             if call.explanation is not None:
+                call.explanation.way = path
                 call.explanation.because.append(f"the fields of the body are those of {path}")
             return await self._begin(self._openai, path, fields, call, writer)
         if self._ranks is not None and "texts" in fields:

@@ -36,7 +36,7 @@ from engines.errors import (
     PromptTooLong,
     UnknownAdapter,
 )
-from engines.interface import ExplainedRequest
+from engines.interface import ExplainedRequest, give_turn
 from engines.request import DEADLINE
 from engines.statistics import EngineStatistics
 from engines.vllm.async_llm import (
@@ -313,7 +313,16 @@ class EngineClient:
         return self._explain(call)
 
     async def _explain(self, call: OpenAICall) -> AsyncGenerator[Any, None]:
-        call.explain([await self._explained_prompt(call, *asked) for asked in call.asked])
+        asked, call.asked = call.asked, []
+        if asked:
+            prompts = []
+            for place, one in enumerate(asked[:1] if call.explains_one else asked):
+                await give_turn(place)
+                prompts.append(await self._explained_prompt(call, *one))
+            call.explain(prompts)
+        else:  # The generator of another prompt explains all. It must not be cancelled before.
+            assert call.explained is not None
+            await asyncio.wait({call.explained})
         raise asyncio.CancelledError  # It passes through the application, which would go on after any other error.
         yield  # It is a generator.
 
@@ -323,7 +332,8 @@ class EngineClient:
         inner, adapter = prompt.get("decoder_prompt") or prompt, options.get("lora_request")
         token_ids = inner.get("prompt_token_ids") or ()
         if isinstance(params, BeamSearchParams):
-            found = ExplainedRequest(token_ids=list(token_ids), parameters=shown_parameters(params))
+            salt = prompt.get("cache_salt")
+            found = ExplainedRequest(token_ids=list(token_ids), parameters=shown_parameters(params), cache_salt=salt)
         else:
             constraint = None
             if getattr(params, "structured_outputs", None) is not None:
@@ -332,7 +342,15 @@ class EngineClient:
         text = inner.get("prompt")
         if text is None:
             text = self._engine.texts.decode(token_ids)
-        return ExplainedPrompt(text, found, adapter and adapter.lora_name, options.get("priority", 0))
+        streams = getattr(params, "output_kind", None) == RequestOutputKind.DELTA
+        return ExplainedPrompt(
+            text,
+            found,
+            adapter and adapter.lora_name,
+            options.get("priority", 0),
+            call.deadline(stream=streams),
+            streams,
+        )
 
     async def _generate(
         self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any], *, places: int

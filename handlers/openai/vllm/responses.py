@@ -91,7 +91,10 @@ def change_responses(responses: Any) -> None:
     responses.responses_background_stream_generator = tasks.events
     responses._convert_generation_error_to_streaming_response = _reraise
     responses.responses_stream_generator = _telling_incomplete(responses.responses_stream_generator)
-    responses.create_responses = partial(with_own_id, responses.create_responses, tasks, set())
+    create = responses.create_responses
+    if responses.enable_store:  # Otherwise vLLM stores nothing, and refuses responses in the background.
+        create = partial(_without_trace, create)
+    responses.create_responses = partial(with_own_id, create, tasks, set())
     renderer = responses.online_renderer
     if renderer.parser is not None:
         renderer.parser = hiding_constraints(renderer.parser)
@@ -126,6 +129,15 @@ async def with_own_id(
         return await create(request, *rest)
     finally:
         beginning.discard(own)
+
+
+async def _without_trace(create: Callable[..., Awaitable[Any]], request: ResponsesRequest, *rest: Any) -> Any:
+    """Create a response. vLLM stores nothing of one that is to be explained."""
+    call = current_call.get()
+    if call.explained is not None:
+        call.in_background = bool(request.background)
+        request = request.model_copy(update={"background": False, "store": False})
+    return await create(request, *rest)
 
 
 def _reraise(error: Exception) -> str:

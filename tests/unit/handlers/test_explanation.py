@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from engines.errors import InvalidRequest
-from handlers.contract import Call, ContractError, Exchange, Explanation, ReplyWriter, Running, read_steering
+from engines.interface import ExplainedRequest
+from engines.request import GenerationRequest
+from handlers import explanation
+from handlers.contract import Call, ContractError, Exchange, ExplainAsked, ReplyWriter, Running, read_steering
+from handlers.deadline import DeadlineConfig
 from handlers.engine_handler import EngineHandler
 from handlers.explanation import explain
 from handlers.formatter_thread import FormatterThread
@@ -23,22 +29,34 @@ from tests.stand_ins.scripted_engine import ScriptedEngine
 pytestmark = pytest.mark.asyncio
 
 
+class CountingEngine(ScriptedEngine):
+    """An engine that counts the prompts that it prepares."""
+
+    prepared = 0
+
+    async def explain(self, request: GenerationRequest) -> ExplainedRequest:
+        self.prepared += 1
+        return await super().explain(request)
+
+
 class Counting(LmiRollingContract):
     """A contract that counts the bodies that it reads."""
 
     bodies = 0
+    limits: tuple[float | None, ...] = ()
 
     def parse(self, call: Call) -> Exchange:
         self.bodies += 1
+        self.limits += (call.time_limit,)
         return super().parse(call)
 
 
-async def explained(handler: EngineHandler, asked: Call) -> dict[str, Any]:
+async def explained(handler: EngineHandler, asked: Call, searches: asyncio.Lock | None = None) -> dict[str, Any]:
     async def answer(variant: Call, writer: ReplyWriter) -> Running | None:
         return await handler.handle(variant, writer)
 
     writer = CollectedReply()
-    assert await explain(replace(asked, explanation=Explanation()), answer, writer) is None
+    assert await explain(replace(asked, explanation=ExplainAsked()), answer, writer, searches or asyncio.Lock()) is None
     assert writer.whole is not None
     assert writer.whole.status == 200
     document: dict[str, Any] = json.loads(writer.whole.body)
@@ -64,7 +82,7 @@ async def test_a_given_value_that_is_the_default_comes_from_the_body() -> None:
     assert found["parameters"]["max_tokens"] == {"value": 30, "from": "body", "fields": ["parameters.max_new_tokens"]}
     assert found["parameters"]["top_p"]["from"] == found["parameters"]["ignore_eos"]["from"] == "body"
     assert found["parameters"]["min_p"] == {"value": 0.0, "from": "default"}
-    assert found["translated"]["parameters.ignore_eos_token"] == "ignore_eos"
+    assert found["translated"]["parameters.ignore_eos_token"] == ["ignore_eos"]
 
 
 @pytest.mark.parametrize(
@@ -94,10 +112,12 @@ async def test_a_customers_formatter_reads_the_body_once() -> None:
 
 
 async def test_the_work_for_a_body_is_bounded() -> None:
-    contract = Counting(MODEL)
-    body = {"inputs": "a", "parameters": {f"unknown {place}": place for place in range(500)}}
-    found = await explained(handler_of(ScriptedEngine(), contract), call(body))
-    assert contract.bodies <= 2 + 2 * 64
+    contract, engine = Counting(MODEL), CountingEngine()
+    body = {"inputs": ["a"] * 200, "parameters": {f"unknown {place}": place for place in range(500)}}
+    found = await explained(EngineHandler(EngineQueue(engine, limit=200), contract), call(body))
+    assert contract.bodies <= 3 + 4 * 64
+    assert engine.prepared < 200 + contract.bodies, "a variant prepares one prompt"
+    assert found["prompt_count"] == 200
     assert found["origins_known"] is False
     prompts = ["a" * 30_000] * 20
     found = await explained(handler_of(ScriptedEngine(), contract), call({"inputs": prompts[:4]}))
@@ -123,3 +143,50 @@ async def test_a_call_leaves_no_cycle_when_it_was_explained() -> None:
     bytes_in_cycles()
     await explained(handler, call(body))
     assert bytes_in_cycles() < 100_000
+
+
+async def test_an_explanation_waits_a_bounded_time_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explanation, "_MOST_SECONDS", 0.01)
+    async with (searches := asyncio.Lock()):
+        found = await explained(
+            handler_of(ScriptedEngine(), LmiRollingContract(MODEL)), call({"inputs": "a"}), searches
+        )
+    assert found["origins_known"] is False
+    assert found["parameters"]["max_tokens"] == {"value": 30, "from": None}
+
+
+@pytest.mark.parametrize(
+    ("header", "limit", "stream", "deadline"),
+    [
+        ({b"x-slipway-deadline": b"5"}, 5.0, False, {"value": 5.0, "from": "header"}),
+        ({}, 5.0, False, {"value": 5.0, "from": "attribute"}),
+        ({}, None, False, {"value": 20.0, "from": "option.answer_deadline"}),
+        ({}, 70.0, True, {"value": 60.0, "from": "option.stream_deadline"}),
+    ],
+)
+async def test_the_deadline_is_shown_and_does_not_end_the_search(
+    header: dict[bytes, bytes], limit: float | None, stream: bool, deadline: dict[str, Any]
+) -> None:
+    contract = Counting(MODEL)
+    queue = EngineQueue(ScriptedEngine(), limit=4, deadlines=DeadlineConfig(answer=20.0, stream=60.0))
+    asked = replace(call({"inputs": "a", "stream": stream}), headers=header, time_limit=limit)
+    found = await explained(EngineHandler(queue, contract), asked)
+    assert found["deadline"] == deadline
+    assert found["origins_known"] is True
+    assert contract.limits == (limit, *[None] * (contract.bodies - 1))
+
+
+async def test_a_field_may_set_several_parameters() -> None:
+    class Both(LmiRollingContract):
+        """A contract whose `top_p` sets `min_p`, too."""
+
+        def parse(self, call: Call) -> Exchange:
+            exchange = super().parse(call)
+            (request,) = exchange.requests
+            sampling = msgspec.structs.replace(request.sampling, min_p=request.sampling.top_p / 2)
+            return replace(exchange, requests=(msgspec.structs.replace(request, sampling=sampling),))
+
+    found = await explained(
+        handler_of(ScriptedEngine(), Both(MODEL)), call({"inputs": "a", "parameters": {"top_p": 0.5}})
+    )
+    assert found["translated"] == {"parameters.top_p": ["min_p", "top_p"]}
