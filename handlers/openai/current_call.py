@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engines.errors import DeadlineExceeded, InvalidRequest
 from engines.statistics import EngineStatistics
@@ -28,6 +28,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class OpenRequest(Protocol):
+    """A request of a call that the engine has."""
+
+    @property
+    def begun(self) -> bool:
+        """True if it has a token."""
+
+    def end_at_deadline(self) -> None:
+        """Stop generating: each unfinished sequence ends with its tokens so far."""
+
+
 class BeamSteps:
     """Counts the steps of a call's beam searches. Each step asks the engine for a token after each beam."""
 
@@ -35,7 +46,6 @@ class BeamSteps:
         self._all = statistics
         self._first, self._later = statistics.of_beam_steps()
         self._beginning = 0  # Searches whose first step has not begun.
-        self.deadline: Deadline | None = None  # The deadline that has ended a step.
 
     def begin(self, prompt_tokens: int) -> None:
         """Count a search."""
@@ -82,7 +92,12 @@ class OpenAICall:
         self.request_id = ""  # For the log.
         self.not_held: tuple[tuple[str, str], ...] = ()  # The header that names what its answer may break.
         self.reached: tuple[tuple[str, str], ...] = ()  # The header of an answer that ended at its deadline.
-        self.missed: DeadlineExceeded | None = None  # The error of a request that had nothing at its deadline.
+        self.streams = False  # Its body asks for a stream.
+        self.deadline: Deadline | None = None
+        self.open: set[OpenRequest] = set()  # Its requests in the engine.
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._on_missed: Callable[[DeadlineExceeded], None] | None = None
+        self.deadline_passed = False  # Its requests were ended, or it has its error.
         # Adapters that are kept for the call, by name; a beam search asks for its own several times.
         self.adapters: dict[str, Claim] = {}
         self.media = RequestMedia(media) if media is not None else None
@@ -126,23 +141,47 @@ class OpenAICall:
         logger.info("%d parts of the JSON schema are not held", len(places), extra={"request_id": self.request_id})
         self.not_held = not_held_header(places)
 
-    def deadline(self, *, stream: bool) -> Deadline | None:
-        """Return the deadline of a request. A response in the background has none: no client waits for it."""
-        if self.in_background:
-            return None
-        return self._queue.deadlines.of(self._arrived_at, self._time_limit, stream=stream)
+    def start_deadline(self, on_missed: Callable[[DeadlineExceeded], None]) -> None:
+        """Start the timer of the call's deadline. A call that is only explained shows it, and has no timer.
 
-    def reach_deadline(self, missed: DeadlineExceeded | None = None) -> None:
-        """Note that a request ends at its deadline. `missed`: the error of a request that has nothing to answer with.
-
-        The first request of the call counts.
+        Args:
+            on_missed: Called at the deadline if no request has a token.
         """
-        if not (self.reached or self.missed):
-            self._queue.count_deadline(self.request_id, begun=missed is None)
-        if missed is None:
-            self.reached = REACHED
-        else:
-            self.missed = missed
+        self.deadline = self._queue.deadlines.of(self._arrived_at, self._time_limit, stream=self.streams)
+        if self.deadline is not None and self.explained is None:
+            self._on_missed = on_missed
+            self._deadline_timer = self.deadline.call(self.end_at_deadline)
+
+    def end_at_deadline(self) -> None:
+        """End all requests if one of them has a token, otherwise the call with an error."""
+        if self.deadline_passed or self.deadline is None or self._on_missed is None:
+            return
+        self.deadline_passed = True
+        if self.begun or any(request.begun for request in self.open):
+            for request in list(self.open):
+                request.end_at_deadline()
+            return
+        error = self.deadline.error()
+        self.failed = error.message
+        self._queue.count_deadline(self.request_id, begun=False)
+        self._on_missed(error)
+
+    def add(self, request: OpenRequest) -> None:
+        """Note a request that the engine has got. After the deadline it ends at once."""
+        self.open.add(request)
+        if self.deadline_passed:
+            request.end_at_deadline()
+
+    def reach_deadline(self) -> None:
+        """Note that the deadline has ended a request that was not finished."""
+        if not self.reached:
+            self._queue.count_deadline(self.request_id, begun=True)
+        self.reached = REACHED
+
+    def _drop_deadline(self) -> None:
+        self.deadline = self._on_missed = None
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
 
     def begin(self) -> None:
         """Note that the engine has begun an answer."""
@@ -164,8 +203,12 @@ class OpenAICall:
         return kept
 
     def goes_on_in(self, task: asyncio.Task[None]) -> None:
-        """Keep the call's resources until the task has ended: it makes a response in the background."""
+        """Keep the call's resources until the task has ended: it makes a response in the background.
+
+        It has no deadline: no client waits for it.
+        """
         self._background, self.in_background = task, True
+        self._drop_deadline()
 
     def explain(self, prompts: Sequence[ExplainedPrompt]) -> None:
         """Give the explanation these prompts, unless it has some."""
@@ -175,6 +218,7 @@ class OpenAICall:
     def close(self) -> None:
         """Release all resources when nothing runs in the background."""
         self.on_begin = None
+        self._drop_deadline()
         task, self._background = self._background, None
         if task is not None and not task.done():
             task.add_done_callback(lambda _: self.close())

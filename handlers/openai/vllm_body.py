@@ -68,7 +68,8 @@ def for_vllm(
     Args:
         call: The call.
         path: The path of OpenAI's API that the call is for.
-        openai_call: Gets the name of the body's constraint, for the engine's refusals, and learns of the body's tools.
+        openai_call: Gets the name of the body's constraint, for the engine's refusals. It learns of the body's tools,
+            and if the answer is a stream.
         model: Replaces the `model` of the body.
         parses_tools: The model has a parser of tool calls.
 
@@ -86,6 +87,7 @@ def for_vllm(
             reason = error.reason if isinstance(error, NotUtf8) else json_fault(call.body, error)
             raise InvalidRequest(f"the body is not JSON in UTF-8 (RFC 8259): {reason}") from None
         return call
+    openai_call.streams = bytes(document.get("stream", b"null")) not in (b"null", b"false")
     if size is not None and (path in _CONVERSATIONS or "messages" in document):
         _check_values(size, path)
     if len(call.body) > _LARGE:

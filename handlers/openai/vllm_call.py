@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from engines.errors import InvalidRequest
+from engines.errors import DeadlineExceeded, InvalidRequest
 from handlers.contract import JSON, LONG_BODY, Call, Reply, ReplyWriter, media_type
 from handlers.openai.constraints import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from handlers.openai.current_call import OpenAICall, current_call
@@ -78,6 +78,14 @@ class VllmCall:
         if self._status and not self._complete and self._task is not None:
             self._task.cancel()  # A reply that has begun does not listen for a disconnect.
 
+    def _miss_deadline(self, error: DeadlineExceeded) -> None:
+        """Answer with an error, and end the front end's tasks as if the client had left."""
+        begun = self._status and not self._complete
+        self._finish(refuse(error))
+        self._gone.set()
+        if begun and self._task is not None:
+            self._task.cancel()
+
     async def _run(self) -> None:
         call, path = self._call, self._path
         current_call.set(self._openai_call)
@@ -88,6 +96,7 @@ class VllmCall:
                 self._id_header = (("x-request-id", self._call.request_id),)
             call = self._call
             self._openai_call.request_id = call.request_id
+            self._openai_call.start_deadline(self._miss_deadline)
             await self._vllm.app(scope(call, path), self._receive, self._send)
         except InvalidRequest as error:
             self._finish(refuse(error))
@@ -103,8 +112,6 @@ class VllmCall:
         finally:
             self._openai_call.close()
             if not self._gone.is_set():
-                if (missed := self._openai_call.missed) is not None:
-                    self._finish(refuse(missed))
                 reason = self._openai_call.failed or "Internal server error"
                 self._finish(error_reply(reason, "InternalServerError", 500))
             # The server cancels a call as well when its reply is complete.

@@ -126,6 +126,34 @@ def test_a_stream_without_a_token_has_the_errors_status(server: Server, name: st
     wait_until(lambda: is_idle(server))
 
 
+WAITING = {"model": "model", "prompt": ["Once"] * 40, "echo": True, "max_tokens": 3000, "ignore_eos": True}
+
+
+def test_prompts_that_wait_for_a_place_in_the_batch_end_empty_and_cost_no_other_its_text(server: Server) -> None:
+    answer = post(server, "/v1/completions", WAITING | {"logprobs": 1}, SECONDS)
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    assert len(choices) == 40
+    assert {(choice["finish_reason"], choice["stop_reason"]) for choice in choices} == {("length", "deadline")}
+    assert any(choice["text"] == "Once" for choice in choices)  # it waited
+    assert any(len(choice["text"]) > 10 for choice in choices)
+    assert answer.headers["x-slipway-deadline"] == "reached"
+    wait_until(lambda: is_idle(server))
+
+
+def test_a_streams_prompts_that_wait_for_a_place_end_empty(server: Server) -> None:
+    answer = post(server, "/v1/completions", WAITING | {"stream": True}, SECONDS)
+    assert answer.status_code == 200, answer.text
+    events = [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]
+    assert events.pop() == "[DONE]"
+    (*_, last) = chunks = [json.loads(event) for event in events]
+    assert "error" not in last
+    ends = {choice["index"]: choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]}
+    assert sorted(ends) == list(range(40))
+    assert {(end["finish_reason"], end["stop_reason"]) for end in ends.values()} == {("length", "deadline")}
+    wait_until(lambda: is_idle(server))
+
+
 def test_the_counts_and_the_log_tell_of_both(server: Server) -> None:
     counts = [f'slipway_deadlines_total{{answer="{answer}"}}' for answer in ("partial", "nothing")]
     before = [server.metric(name) for name in counts]

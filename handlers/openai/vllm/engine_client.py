@@ -22,7 +22,7 @@ from typing import Any
 
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError, VLLMNotFoundError, VLLMValidationError
 from vllm.outputs import STREAM_FINISHED, CompletionOutput, RequestOutput
-from vllm.sampling_params import BeamSearchParams, RequestOutputKind
+from vllm.sampling_params import BeamSearchParams
 
 from engines.errors import (
     AdapterUnusable,
@@ -52,7 +52,6 @@ from engines.vllm.engine import VllmEngine
 from engines.vllm.explanation import shown_parameters
 from engines.vllm.parsers.classes import constrained_text, tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_texts, check_bad_words
-from handlers.deadline import Deadline
 from handlers.explanation import ExplainedPrompt
 from handlers.model_config import ModelConfig
 from handlers.openai.current_call import BeamSteps, OpenAICall, current_call
@@ -221,9 +220,7 @@ class EngineClient:
         call.steps.begin(len((prompt.get("decoder_prompt") or prompt).get("prompt_token_ids", ())))
         try:
             async for output in found:
-                if call.steps.deadline is not None and _cut(output):
-                    if not any(sequence.token_ids for sequence in output.outputs):
-                        raise call.steps.deadline.error()
+                if call.deadline_passed and _cut(output):
                     call.reach_deadline()
                 yield output
             statistics.finished_requests += width
@@ -261,18 +258,14 @@ class EngineClient:
     ) -> AsyncGenerator[Any, None]:
         statistics, limit, began = self._engine.statistics, self._settings.predict_timeout, time.monotonic()
         queue: Any = None
-        timers: list[asyncio.TimerHandle] = []
-        deadline = call.deadline(stream=False)
+        timer: asyncio.TimerHandle | None = None
         has_ended = False
         try:
-            adding = self._added(call, prompt, params, request_id, options)
-            queue = await (adding if deadline is None else deadline.limit(adding))
+            queue = await self._added(call, prompt, params, request_id, options)
             states = _states(self._llm, request_id, queue)
             statistics.prompt(len(prompt["prompt_token_ids"]))
             late = GenerationError(f"no answer within predict_timeout ({limit:g} s)")
-            timers.append(asyncio.get_running_loop().call_later(limit, queue.put, late))
-            if deadline is not None:
-                timers.append(deadline.call(partial(queue.put, deadline.error())))
+            timer = asyncio.get_running_loop().call_later(limit, queue.put, late)
             output = queue.get_nowait() or await queue.get()
             has_ended = True
             statistics.pooled(time.monotonic() - began, sum(map(seconds_in_queue, states)))
@@ -290,7 +283,7 @@ class EngineClient:
                 await self._abort(queue)
             raise failure from None
         finally:
-            for timer in timers:
+            if timer is not None:
                 timer.cancel()
             call.release(1)
 
@@ -342,14 +335,13 @@ class EngineClient:
         text = inner.get("prompt")
         if text is None:
             text = self._engine.texts.decode(token_ids)
-        streams = getattr(params, "output_kind", None) == RequestOutputKind.DELTA
         return ExplainedPrompt(
             text,
             found,
             adapter and adapter.lora_name,
             options.get("priority", 0),
-            call.deadline(stream=streams),
-            streams,
+            call.deadline,
+            call.streams,
         )
 
     async def _generate(
@@ -357,28 +349,19 @@ class EngineClient:
     ) -> AsyncGenerator[Any, None]:
         request: _Request | None = None
         statistics = self._engine.statistics if call.steps is None else call.steps.of_step()
-        deadline = call.deadline(stream=params.output_kind == RequestOutputKind.DELTA)
         try:
-            check_answer: CheckAnswer | None = None
-            if params.structured_outputs is not None:
-                constraint = await self._constrained(call, params)
-                if not (options.keys() & _OF_CHATS and tells_end_of_reasoning(self._llm.vllm_config)):
-                    options = {**options, "reasoning_ended": True}
-                if constraint.not_held:
-                    check_answer = partial(self._check_answer, constraint, options)
-            adding = self._added(call, prompt, params, request_id, options)
-            queue = await (adding if deadline is None else deadline.limit(adding))
+            preparing = self._prepared(call, prompt, params, request_id, options)
+            queue, check_answer = await (preparing if call.deadline is None else call.deadline.limit(preparing))
             self._engine.statistics.partial_requests += check_answer is not None
             request = _Request(self._llm, queue, statistics, self._settings.predict_timeout, check_answer)
             request.watch(request_id)
-            if deadline is not None:
-                request.end_at(deadline)
+            call.add(request)
             finished = False
             while not finished:
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
                 if finished:
-                    if request.cut and _cut(output):
+                    if call.deadline_passed and call.steps is None and _cut(output):
                         call.reach_deadline()
                     _check_end(output, params)
                     request.succeeded()
@@ -391,12 +374,14 @@ class EngineClient:
                 await request.abandon()
             raise
         except Exception as error:
-            if call.steps is not None and deadline is not None and isinstance(error, DeadlineExceeded):
-                # The search ends with its beams so far.
-                call.steps.deadline = deadline
-                if request is not None:
-                    await request.abandon()
-                yield _aborted(request_id)
+            if isinstance(error, DeadlineExceeded):  # the engine has not got the request
+                call.end_at_deadline()
+                if call.failed:
+                    raise asyncio.CancelledError from None  # As in `_explain`. The client has its error.
+                output = _nothing(request_id, prompt, params)
+                if call.steps is None and _cut(output):
+                    call.reach_deadline()
+                yield output
                 return
             failure = _failure(call, error)
             if request is not None:
@@ -405,7 +390,22 @@ class EngineClient:
                 await request.give_up()
             raise failure from None
         finally:
+            if request is not None:
+                call.open.discard(request)
             call.release(places)
+
+    async def _prepared(
+        self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
+    ) -> tuple[Any, CheckAnswer | None]:
+        """Give a request to the engine. Returns its queue, and what checks its answer."""
+        check_answer: CheckAnswer | None = None
+        if params.structured_outputs is not None:
+            constraint = await self._constrained(call, params)
+            if not (options.keys() & _OF_CHATS and tells_end_of_reasoning(self._llm.vllm_config)):
+                options = {**options, "reasoning_ended": True}
+            if constraint.not_held:
+                check_answer = partial(self._check_answer, constraint, options)
+        return await self._added(call, prompt, params, request_id, options), check_answer
 
     async def _constrained(self, call: OpenAICall, params: Any) -> CheckedConstraint:
         """Return the constraint of a request. vLLM's parameters get it as the engine enforces it."""
@@ -493,9 +493,7 @@ class _Request:
     ) -> None:
         self._llm, self._queue, self._statistics, self._limit = llm, queue, statistics, predict_timeout
         self._check_answer = check_answer
-        self._deadline: Deadline | None = None
-        self._deadline_timer: asyncio.TimerHandle | None = None
-        self.cut = False  # Its deadline has ended it.
+        self._ending: asyncio.Task[None] | None = None  # The abort at the deadline.
         self._states: list[Any] = []  # Of its sequences.
         self._began = time.monotonic()
         self._timer = asyncio.get_running_loop().call_later(predict_timeout, self._check)
@@ -515,17 +513,19 @@ class _Request:
             state.statistics = self._statistics
         self._states = own
 
-    def end_at(self, deadline: Deadline) -> None:
-        """End the request at a deadline, with its tokens so far."""
-        self._deadline, self._deadline_timer = deadline, deadline.call(self._end_at_deadline)
+    @property
+    def begun(self) -> bool:
+        return any(state.stats.num_generation_tokens for state in self._states)
 
-    def _end_at_deadline(self) -> None:
-        assert self._deadline is not None
-        if any(state.stats.num_generation_tokens for state in self._states):
-            self.cut = True
-            self._aborting = asyncio.ensure_future(abort(self._llm, [self._queue.request_id]))
-        else:
-            self._queue.put(self._deadline.error())
+    def end_at_deadline(self) -> None:
+        if self._open:
+            self._ending = asyncio.create_task(self._end())
+
+    async def _end(self) -> None:
+        try:
+            await abort(self._llm, [self._queue.request_id])
+        except Exception as error:
+            self._queue.put(error)  # It ends the call.
 
     def _check(self) -> None:
         idle = time.monotonic() - max([self._began, *(state.stats.last_token_ts for state in self._states)])
@@ -556,8 +556,6 @@ class _Request:
     def _close(self) -> None:
         self._open = False
         self._timer.cancel()
-        if self._deadline_timer is not None:
-            self._deadline_timer.cancel()
 
     async def _abort(self) -> None:
         self._close()
@@ -583,21 +581,24 @@ def _cut(output: Any) -> bool:
     aborted = [] if output is STREAM_FINISHED else [each for each in output.outputs if each.finish_reason == "abort"]
     for sequence in aborted:
         sequence.finish_reason, sequence.stop_reason = "length", DEADLINE
+    if aborted and output.prompt_logprobs is not None:  # vLLM's front end wants an item for each token of the prompt
+        output.prompt_logprobs += [None] * (len(output.prompt_token_ids) - len(output.prompt_logprobs))
     return bool(aborted)
 
 
-def _aborted(request_id: str) -> RequestOutput:
-    """Return the output of an aborted step of a beam search. vLLM's search then ends with its beams so far."""
-    nothing = CompletionOutput(0, "", [], None, None, finish_reason="abort")
-    return RequestOutput(request_id, None, None, None, [nothing], finished=True)
+def _nothing(request_id: str, prompt: Any, params: Any) -> RequestOutput:
+    """Return the aborted output of a request that the engine has not got. It ends vLLM's beam search."""
+    logprobs: Any = None if params.logprobs is None else []
+    nothing = [CompletionOutput(index, "", [], None, logprobs, finish_reason="abort") for index in range(params.n)]
+    inner = prompt.get("decoder_prompt") or prompt
+    prompt_logprobs: Any = None if params.prompt_logprobs is None else []
+    ids = list(inner.get("prompt_token_ids") or ())
+    return RequestOutput(request_id, inner.get("prompt"), ids, prompt_logprobs, nothing, finished=True)
 
 
 def _failure(call: OpenAICall, error: Exception) -> Exception:
     """Return the error for vLLM's front end."""
-    if isinstance(error, DeadlineExceeded):
-        call.reach_deadline(error)
-        error = GracefulHTTPError(error.message, HTTPStatus.GATEWAY_TIMEOUT)
-    elif isinstance(error, EngineDeadError):
+    if isinstance(error, EngineDeadError):
         # vLLM's text for a dead engine speaks of a stack trace, and it logs one for each request.
         error = GenerationError(EngineDead().message)
     return error

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from engines.errors import GenerationFailed, InvalidChat, InvalidRequest, Overloaded, UnknownAdapter
+from engines.errors import DeadlineExceeded, GenerationFailed, InvalidChat, InvalidRequest, Overloaded, UnknownAdapter
 from engines.statistics import EngineStatistics
 from handlers.contract import Call, Reply
 from handlers.deadline import DeadlineConfig
@@ -571,6 +571,81 @@ async def test_sagemakers_header_takes_the_place_of_the_bodys_model(path: str) -
     assert await asked("mine", b"[1]") == [1]
     with pytest.raises(UnknownAdapter, match="other"):
         await asked("other")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_call_that_has_no_request_yet_ends_at_its_deadline(streams: bool) -> None:
+    left: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        if streams:
+            await send(start() | {"headers": [(b"content-type", b"text/event-stream")]})
+            await send(part(b"data: {}\n\n", more=True))
+        try:
+            assert (await receive())["type"] == "http.disconnect"
+        finally:
+            left.append("left")
+
+    body = b'{"stream": true}' if streams else b"{}"
+    writer, handler = await served(app, replace(CALL, path="/v1/chat/completions", body=body, time_limit=0.01))
+    assert writer.whole is not None
+    assert writer.whole.status == 504
+    assert b"the call had no answer at its deadline" in writer.whole.body
+    await until(lambda: bool(left))
+    assert (handler.open_sequences, handler.engine.statistics.deadlines) == (0, {"partial": 0, "nothing": 1})
+
+
+@dataclass(eq=False)
+class Open:
+    """A request in the engine."""
+
+    begun: bool
+    ended: bool = False
+
+    def end_at_deadline(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.asyncio
+async def test_requests_without_a_token_end_with_those_that_have_one() -> None:
+    missed: list[DeadlineExceeded] = []
+    call = OpenAICall(queue_of(), call=replace(CALL, time_limit=0.01))
+    first, waiting, late = Open(True), Open(False), Open(False)
+    call.start_deadline(missed.append)
+    call.add(first)
+    call.add(waiting)
+    await until(lambda: first.ended)
+    assert waiting.ended
+    call.add(late)
+    assert late.ended
+    assert (missed, call.failed) == ([], "")
+
+
+@pytest.mark.asyncio
+async def test_a_call_without_a_token_gets_one_error_and_its_requests_are_not_ended_one_by_one() -> None:
+    missed: list[DeadlineExceeded] = []
+    call = OpenAICall(queue_of(), call=replace(CALL, time_limit=0.01))
+    waiting = Open(False)
+    call.start_deadline(missed.append)
+    call.add(waiting)
+    await until(lambda: bool(missed))
+    call.end_at_deadline()
+    assert len(missed) == 1
+    assert not waiting.ended
+
+
+@pytest.mark.asyncio
+async def test_what_goes_on_in_the_background_has_no_deadline() -> None:
+    missed: list[DeadlineExceeded] = []
+    call = OpenAICall(queue_of(), call=replace(CALL, time_limit=0.01))
+    call.start_deadline(missed.append)
+    task = asyncio.create_task(asyncio.sleep(0.05))
+    call.goes_on_in(task)
+    await task
+    assert call.deadline is None
+    assert missed == []
 
 
 class Hold:
