@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypedDict
 
 import msgspec
@@ -18,6 +18,7 @@ import msgspec
 from djl_python.input_parser import SAGEMAKER_ADAPTER_IDENTIFIER_HEADER
 from engines.errors import InvalidParameter, RequestError
 from engines.request import GenerationRequest, TokenDelta
+from handlers.deadline import REACHED
 
 JSON = "application/json"
 WITHOUT_BODY = frozenset({204, 304})  # Statuses with neither body nor length (RFC 9110, section 8.6).
@@ -185,6 +186,11 @@ class Reply:
     body: bytes
     # Further headers, in Latin-1. They replace the headers that the server sends with every reply.
     headers: tuple[tuple[str, str], ...] = ()
+
+
+def ended_at_deadline(error: Reply) -> Reply:
+    """Return the error of a call that had nothing at its deadline, with the header that says so."""
+    return replace(error, headers=(*error.headers, *REACHED))
 
 
 class ContractError(Exception):

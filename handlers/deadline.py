@@ -8,8 +8,6 @@ each unfinished sequence ends for its length, and its text reaches the client. A
 from __future__ import annotations
 
 import asyncio
-import math
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +19,12 @@ from engines.settings.parsers import SECONDS
 
 T = TypeVar("T")
 
-# The header of a call with its time in seconds. A whole answer that ended at its deadline has it with `reached`.
-HEADER = "x-slipway-deadline"
-REACHED = ((HEADER, "reached"),)
-_HEADER, _ATTRIBUTE = HEADER.encode(), b"deadline"
-_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+# The header of a call with its time in seconds. A whole answer that ended at its deadline, and the error of a call that
+# had nothing then, have it with `reached`.
+HEADER = b"x-slipway-deadline"
+_REACHED = b"reached"
+REACHED = ((HEADER.decode(), _REACHED.decode()),)
+_ATTRIBUTE = b"deadline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +45,11 @@ class Deadline:
             DeadlineExceeded: It took too long, and was cancelled.
         """
         try:
-            async with asyncio.timeout(self.at - time.monotonic()):
+            async with asyncio.timeout(self.at - time.monotonic()) as timeout:
                 return await work
         except TimeoutError:
+            if not timeout.expired():  # an error of the work
+                raise
             raise self.error() from None
 
     def error(self) -> DeadlineExceeded:
@@ -88,15 +89,15 @@ def read_time_limit(
         attributes: SageMaker's custom attributes, with names in lower case.
 
     Returns:
-        The seconds, and the fault of a value that is not a number of seconds above 0.
+        The seconds, and the fault of a value that `option.answer_deadline` would not take.
     """
-    name, value = "X-Slipway-Deadline", headers.get(_HEADER)
+    name, value = "X-Slipway-Deadline", headers.get(HEADER)
     if value is None:
         name, value = "deadline", next((value for name, value in attributes if name == _ATTRIBUTE), None)
     if value is None:
         return None, None
     text = value.decode("latin-1")
-    seconds = float(text) if _SECONDS.fullmatch(text) else math.nan
-    if seconds > 0:
-        return seconds, None
-    return None, InvalidParameter(name, f"must be a number of seconds above 0, got {text[:20]!r}")
+    try:
+        return SECONDS(text), None
+    except ValueError:
+        return None, InvalidParameter(name, f"must be {SECONDS.allowed}; got {text[:20]!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,8 +11,8 @@ from functools import partial
 
 import msgspec
 
-from engines.errors import Overloaded, RequestError
-from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply, ReplyWriter
+from engines.errors import DeadlineExceeded, Overloaded, RequestError
+from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply, ReplyWriter, ended_at_deadline
 from handlers.explanation import explaining
 from handlers.formatter_thread import FormatterThread
 from handlers.parsing.images import ImageLoader
@@ -73,7 +74,10 @@ class EngineHandler:
                 await running.submit()
                 return running
             assert self._images is not None, "no contract has images for a model of text"
-            async with self._images.load(exchange.images) as images:
+            deadline = queue.deadlines.of(call.arrived_at, call.time_limit, stream=exchange.requests[0].stream)
+            async with contextlib.AsyncExitStack() as stack:
+                loading = stack.enter_async_context(self._images.load(exchange.images))
+                images = await (loading if deadline is None else deadline.limit(loading))
                 requests = [msgspec.structs.replace(request, images=images) for request in exchange.requests]
                 shown = replace(exchange, requests=tuple(requests), images=())
                 running = RunningCall(queue, shown, writer, call, self._thread)
@@ -82,9 +86,12 @@ class EngineHandler:
         except RequestError as error:
             if isinstance(error, Overloaded):  # the engine may have no place for something else
                 error = Overloaded(error.message, queue.overload_status)
+            if isinstance(error, DeadlineExceeded):  # while its images were loaded
+                queue.count_deadline(call.request_id, begun=False)
             raise _refusal(queue, exchange, error) from None
 
 
 def _refusal(queue: EngineQueue, exchange: Exchange, error: RequestError) -> ContractError:
     queue.engine.statistics.calls.count(0.0, failed=True)
-    return ContractError(exchange.answer.fail(error), error.message)
+    reply = exchange.answer.fail(error)
+    return ContractError(ended_at_deadline(reply) if isinstance(error, DeadlineExceeded) else reply, error.message)

@@ -35,7 +35,7 @@ class EngineQueue:
             deadlines: The deadlines of the calls.
         """
         self.engine, self.limit, self.overload_status, self.deadlines = engine, limit, overload_status, deadlines
-        self.sets_deadlines = deadlines != NO_DEADLINES
+        self.sets_deadlines = deadlines != NO_DEADLINES  # Not so: a common call asks for none.
         self.open_sequences = 0  # Places that are taken.
         self.running: dict[str, Abortable] = {}  # By their ids.
 

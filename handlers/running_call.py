@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from engines.errors import DeadlineExceeded, GenerationFailed, InternalError, InvalidParameter, RequestError
 from engines.interface import Generation, give_turn
-from engines.request import TokenDelta
-from handlers.contract import Call, Exchange, Reply, ReplyWriter, not_held_header
+from engines.request import DEADLINE, FinishReason, TokenDelta
+from handlers.contract import Call, Exchange, Reply, ReplyWriter, ended_at_deadline, not_held_header
 from handlers.deadline import REACHED, Deadline
 from handlers.formatter_thread import FormatterQueue, FormatterThread
 from handlers.queue import EngineQueue
@@ -63,30 +63,20 @@ class RunningCall:
         Raises:
             RequestError: One of them is refused before anything has been answered. The call has ended.
         """
-        requests, engine = self._exchange.requests, self._queue.engine
         places = 0
-        for request in requests:
+        for request in self._exchange.requests:
             places += request.sequences_in_engine
         try:
             self._queue.admit(places)
             self._places = places
-            for prompt, request in enumerate(requests):
-                if prompt:
-                    await give_turn(prompt)
-                submitting = engine.submit(request, _FurtherPrompt(self, prompt) if prompt else self)
-                generation = await (submitting if self._deadline is None else self._deadline.limit(submitting))
-                self._generations.append(generation)
-                if self._aborted:
-                    generation.abort()
-                if self.answered:  # an earlier prompt of this call has failed
-                    generation.cancel()
-                    return
+            if self._deadline is None:
+                await self._submit()
+            else:
+                await self._deadline.limit(self._submit())
         except RequestError as error:
             if isinstance(error, InvalidParameter):
                 error = error.renamed(self._exchange.names)
-            elif isinstance(error, DeadlineExceeded):
-                self._queue.count_deadline(self._request_id, begun=False)
-            if self.begun:  # with what an earlier prompt has made
+            if self.begun or isinstance(error, DeadlineExceeded):  # begun: with what an earlier prompt has made
                 self.on_error(error)
             if not self.answered:  # nor before, as an earlier prompt has failed
                 self.cancel()
@@ -101,6 +91,18 @@ class RunningCall:
         if self._exchange.comment:
             self._begin()
             self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
+
+    async def _submit(self) -> None:
+        for prompt, request in enumerate(self._exchange.requests):
+            if prompt:
+                await give_turn(prompt)
+            generation = await self._queue.engine.submit(request, _FurtherPrompt(self, prompt) if prompt else self)
+            self._generations.append(generation)
+            if self._aborted:
+                generation.abort()
+            if self.answered:  # an earlier prompt of this call has failed
+                generation.cancel()
+                return
 
     def on_not_held(self, places: Sequence[str]) -> None:
         if self._not_held:  # The prompts of a call have the same schema.
@@ -119,7 +121,7 @@ class RunningCall:
         except RequestError as error:
             self.on_error(error)
             return
-        if data and self.begun and not delta.last:
+        if data and self.begun and delta.finish_reason is None and not delta.last:
             self._spoken = True
             self._writer.write(data)
         else:
@@ -130,10 +132,14 @@ class RunningCall:
             return
         self.cancel()
         self._queue.engine.statistics.calls.count(time.monotonic() - self._begun_at, failed=True)
+        reached = isinstance(error, DeadlineExceeded)
+        if reached:
+            self._queue.count_deadline(self._request_id, begun=False)
         if self.begun:
             self._writer.end(self._answer.fail_midway(error))
         else:
-            self._writer.reply(self._answer.fail(error))
+            reply = self._answer.fail(error)
+            self._writer.reply(ended_at_deadline(reply) if reached else reply)
 
     def abort(self) -> None:
         """Stop generating: every unfinished sequence ends with its text so far."""
@@ -144,12 +150,9 @@ class RunningCall:
     def _end_at_deadline(self) -> None:
         """End the call: with an answer if a sequence has a token, otherwise an error."""
         assert self._deadline is not None
-        begun = any(generation.begun for generation in self._generations)
-        self._queue.count_deadline(self._request_id, begun=begun)
-        if not begun:
+        if not any(generation.begun for generation in self._generations):
             self.on_error(self._deadline.error())
             return
-        self._reached = REACHED
         for generation in list(self._generations):
             generation.abort(at_deadline=True)
 
@@ -169,6 +172,9 @@ class RunningCall:
             self.on_error(error)
 
     def _write(self, prompt: int, delta: TokenDelta, data: bytes) -> None:
+        if delta.stop_reason == DEADLINE and delta.finish_reason is FinishReason.LENGTH and not self._reached:
+            self._queue.count_deadline(self._request_id, begun=True)
+            self._reached = REACHED
         if delta.last:
             self._open_prompts -= 1
             if self._open_prompts == 0:

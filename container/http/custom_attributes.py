@@ -15,10 +15,10 @@ from handlers.deadline import HEADER as DEADLINE
 
 CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
 _MOST_CHARACTERS = 1024  # SageMaker's limit.
-# Headers of a reply that become attributes, too: the name of the attribute, and the value that replaces one that has no
-# room. That is the place of the whole schema.
+# Headers of a reply that become attributes, too: the name of the attribute, and the value to which a long one is cut.
+# `#` is the place of the whole schema.
 _ATTRIBUTES = {
-    DEADLINE.encode(): (b"X-Slipway-Deadline", b"reached"),
+    DEADLINE: (b"X-Slipway-Deadline", b"reached"),
     NOT_HELD.encode(): (b"X-Slipway-Not-Held", b"#"),
 }
 _SEPARATOR = re.compile(rb"[,;\s]+")  # AWS's image separates attributes by commas, LMI by semicolons.

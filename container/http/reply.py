@@ -13,6 +13,7 @@ from typing import Any
 from container.http.custom_attributes import with_attributes
 from container.http.uvicorn_protocol import CorkedTransport, chunked_connection
 from handlers.contract import WITHOUT_BODY, Reply
+from handlers.deadline import REACHED
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class HttpReply:
         self.status = 0  # 0 until the reply has begun.
         self.finished = False  # The whole reply has been written.
         self.bytes_sent = 0
+        self.ended_at_deadline = False  # The reply, an answer or an error, came at the call's deadline.
         self.request_id: str | None = None  # The id in the reply's own headers. It replaces the call's id.
 
     def reply(self, reply: Reply) -> None:
@@ -84,7 +86,12 @@ class HttpReply:
             if reply.content_type:
                 framing.append((b"content-type", reply.content_type.encode("latin-1")))
             framing.append((b"content-length", str(len(reply.body)).encode()))
-        if reply.status in _LATER and not any(name == b"retry-after" for name, _ in self.headers):
+        self.ended_at_deadline = REACHED[0] in reply.headers
+        if (
+            reply.status in _LATER
+            and not self.ended_at_deadline
+            and not any(name == b"retry-after" for name, _ in self.headers)
+        ):
             # `connection_headers` may have made one already. One of `reply.headers` replaces this one.
             self.headers = [*self.headers, self._retry_after.header()]
         self._start(reply.status, framing, reply.headers)

@@ -11,7 +11,8 @@ from urllib.parse import parse_qsl
 
 from container.http.custom_attributes import CUSTOM_ATTRIBUTES, attributes_of
 from handlers.contract import EXPLAIN, Call, asked_explanation, read_steering
-from handlers.deadline import HEADER, read_time_limit
+from handlers.deadline import HEADER as DEADLINE_HEADER
+from handlers.deadline import read_time_limit
 
 Scope = dict[str, Any]
 
@@ -20,7 +21,6 @@ INFERENCE_ID = (
     b"x-amzn-sagemaker-inference-id"  # SageMaker's header for a client's id. The configured header goes first.
 )
 KEY_SALT = "slipway.key_salt"  # The key in an ASGI scope for the salt of the call's API key.
-DEADLINE_HEADER = HEADER.encode()
 LONGEST_PATH = 1024  # Bytes of a path that the log and errors show.
 _ACCEPTABLE = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 

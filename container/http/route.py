@@ -264,7 +264,8 @@ class HttpRoute:
         # A client that left before the end is counted with the status that proxies use.
         status = reply.status if reply.finished else CLIENT_GONE
         state.counts.count(self.path, status, seconds)
-        if state.error_rates.limited and state.models.loaded:  # While models load, refusals do not count as errors.
+        # A client may give a call any deadline. While models load, refusals do not count as errors.
+        if state.error_rates.limited and state.models.loaded and not reply.ended_at_deadline:
             state.error_rates.count(status)
         # Queries, prompts and answers are never logged. The path is logged encoded: decoded, it may have line ends.
         path = head.raw_path[:LONGEST_PATH].decode("ascii", "backslashreplace")

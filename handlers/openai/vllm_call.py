@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from engines.errors import DeadlineExceeded, InvalidRequest
-from handlers.contract import JSON, LONG_BODY, Call, Reply, ReplyWriter, media_type
+from handlers.contract import JSON, LONG_BODY, Call, Reply, ReplyWriter, ended_at_deadline, media_type
 from handlers.openai.constraints import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.error_forms import error_form
@@ -81,7 +81,7 @@ class VllmCall:
     def _miss_deadline(self, error: DeadlineExceeded) -> None:
         """Answer with an error, and end the front end's tasks as if the client had left."""
         begun = self._status and not self._complete
-        self._finish(refuse(error))
+        self._finish(ended_at_deadline(refuse(error)))
         self._gone.set()
         if begun and self._task is not None:
             self._task.cancel()

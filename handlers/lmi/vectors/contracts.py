@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from engines.errors import InvalidRequest, Overloaded, RequestError, UnknownAdapter
+from engines.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError, UnknownAdapter
 from engines.pooling import Pooling, PoolingModel
 from engines.request import GenerationRequest, pooling_request
 from handlers.answers.pooled_answer import PooledAnswer, encode, json_fragment, sigmoid, softmax
@@ -68,6 +68,8 @@ class Refusals:
     def _reply(self, error: RequestError) -> Reply:
         if isinstance(error, InvalidRequest):
             return front_end_reply(400, "TranslateException", error.message)
+        if isinstance(error, DeadlineExceeded):  # as LMI's `predict_timeout`
+            return front_end_reply(503, "WlmException", error.message)
         return front_end_reply(500, "InternalServerException", error.message)
 
 
@@ -79,6 +81,8 @@ class HandlerRefusals(Refusals):
 
     def _reply(self, error: RequestError) -> Reply:
         status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
+        if isinstance(error, DeadlineExceeded):
+            status = 503
         return Reply(status, JSON, payload_error(error.message, status))
 
 

@@ -104,3 +104,16 @@ async def test_errors_on_any_route_count_against_the_error_rates_once_the_model_
         answer = await client.get("/ping")
     assert answer.status_code == 503
     assert "error_rate_any" in answer.json()["model"]["reason"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["wlm", "server", "model", "any"])
+async def test_a_deadline_that_a_client_gives_cannot_fail_the_ping(kind: str) -> None:
+    lifecycle, client = make(**{f"error_rate_{kind}": "1/PT1H"})
+    with_engine(lifecycle).begun = False
+    async with client:
+        for _ in range(4):
+            headers = {"X-Slipway-Deadline": "0.0001"}
+            answer = await client.post("/invocations", json={"inputs": "x"}, headers=headers)
+            assert (answer.status_code, answer.headers["x-slipway-deadline"]) == (424, "reached")
+        assert (await client.get("/ping")).status_code == 200

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,6 +20,7 @@ from engines.request import FinishReason, GenerationRequest, Token, TokenDelta, 
 from handlers.contract import Call, ContractError, Exchange
 from handlers.deadline import REACHED, DeadlineConfig, read_time_limit
 from handlers.engine_handler import EngineHandler
+from handlers.formatter_thread import FormatterThread
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.queue import EngineQueue
 from tests.contracts.exchange import MODEL, call
@@ -109,13 +113,15 @@ def test_any_other_value_is_refused_with_the_name_and_what_is_expected(text: str
     assert (seconds is None) == (fault is not None)
     if fault is not None:
         assert fault.parameter == "X-Slipway-Deadline"
-        assert "must be a number of seconds above 0" in fault.message
+        assert "must be seconds, a number above 0, at most 1000000000" in fault.message
     else:
         assert seconds is not None
         assert seconds > 0
 
 
-@pytest.mark.parametrize("text", ["0", "0.0", "-1", "nan", "inf", "1e3", "", "2 s", "1_0", "٣"])
+@pytest.mark.parametrize(
+    "text", ["0", "0.0", "-1", "nan", "inf", "1e10", "1000000001", "1e-999", "", "2 s", "1_0", "٣"]
+)
 def test_these_are_no_deadlines(text: str) -> None:
     assert read_time_limit({}, [(b"deadline", text.encode())])[1] is not None
 
@@ -190,9 +196,10 @@ class TestCalls:
     @pytest.mark.parametrize("prompts", [["a"], ["a", "b"]])
     async def test_waiting_for_an_engine_counts(self, prompts: Sequence[str]) -> None:
         queue, writer = EngineQueue(engine := Stuck(len(prompts) - 1), 4), CollectedReply()
-        with pytest.raises(ContractError) as refused:
-            await EngineHandler(queue, CONTRACT).handle(asked({"inputs": prompts}), writer)
-        assert b"at its deadline" in refused.value.reply.body
+        await EngineHandler(queue, CONTRACT).handle(asked({"inputs": prompts}), writer)
+        assert writer.whole is not None
+        assert b"at its deadline" in writer.whole.body
+        assert writer.whole.headers == REACHED
         assert engine.left == 1
         assert all(generation.cancelled for generation in engine.running)
         assert engine.statistics.deadlines == {"partial": 0, "nothing": 1}
@@ -208,11 +215,66 @@ class TestCalls:
         assert writer.body.count(b'"stop_reason": "deadline"') == 4
         assert engine.statistics.deadlines == {"partial": 1, "nothing": 0}
 
+    async def test_an_answer_that_waits_for_its_formatter_is_whole(self) -> None:
+        formatted, reached = threading.Event(), threading.Event()
+
+        class Formatted(LmiRollingContract):
+            def parse(self, call: Call) -> Exchange:
+                exchange = super().parse(call)
+                answer = exchange.answer
+                feed = answer.feed
+
+                def slow(prompt: int, delta: TokenDelta) -> bytes:
+                    formatted.wait(60)
+                    return feed(prompt, delta)
+
+                answer.blocks, answer.feed = True, slow  # type: ignore[method-assign]
+                return exchange
+
+        class Ended(ScriptedEngine):
+            """Its generation has ended before the deadline."""
+
+            async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
+                generation = await super().submit(request, sink)
+                generation.abort = lambda **_: reached.set()  # type: ignore[method-assign]
+                return generation
+
+        queue, writer = EngineQueue(engine := Ended(), 4), CollectedReply()
+        handler = EngineHandler(queue, Formatted(MODEL), thread=FormatterThread(60))
+        await handler.handle(asked({"inputs": "x"}, 0.2), writer)
+        engine.sinks[0].on_delta(token("y", last=True))
+        await until(reached.is_set)
+        formatted.set()
+        await until(lambda: writer.finished)
+        assert writer.whole is not None
+        assert (writer.whole.headers, writer.whole.body) == ((), b'{"generated_text": "y"}')
+        assert engine.statistics.deadlines == {"partial": 0, "nothing": 0}
+
+    async def test_loading_images_counts(self) -> None:
+        class Pictures(LmiRollingContract):
+            def parse(self, call: Call) -> Exchange:
+                return replace(super().parse(call), images=("https://a/b",))
+
+        class Stalled:
+            @contextlib.asynccontextmanager
+            async def load(self, urls: Sequence[str]) -> AsyncIterator[Sequence[Any]]:
+                await asyncio.Event().wait()
+                yield ()
+
+        queue, writer = EngineQueue(engine := ScriptedEngine(), 4), CollectedReply()
+        handler = EngineHandler(queue, Pictures(MODEL), images=Stalled())
+        with pytest.raises(ContractError) as refused:
+            await handler.handle(asked({"inputs": "x"}), writer)
+        assert (refused.value.reply.status, refused.value.reply.headers) == (424, REACHED)
+        assert engine.statistics.deadlines == {"partial": 0, "nothing": 1}
+
     async def test_a_client_that_has_left_reaches_no_deadline(self) -> None:
         queue, writer = EngineQueue(engine := ScriptedEngine(), 4), CollectedReply()
         running = await EngineHandler(queue, CONTRACT).handle(asked({"inputs": "x"}), writer)
         assert running is not None
         running.cancel()
-        await asyncio.sleep(3 * SOON)
+        later = asyncio.Event()
+        asyncio.get_running_loop().call_later(2 * SOON, later.set)  # The loop calls its timers in order.
+        await later.wait()
         assert not writer.finished
         assert engine.statistics.deadlines == {"partial": 0, "nothing": 0}

@@ -8,7 +8,7 @@ import pytest
 
 from container.http import reply as push
 from container.http.reply import HttpReply, RetryAfter
-from handlers.contract import Reply
+from handlers.contract import Reply, ended_at_deadline
 
 pytestmark = pytest.mark.asyncio
 
@@ -63,6 +63,14 @@ async def test_a_refusal_for_now_says_when_to_come_again(
     server = Server()
     HttpReply(server.send, ours, RetryAfter()).reply(Reply(status, "", b"", own))
     assert server.messages[0]["headers"] == [(b"content-length", b"0"), *shown]
+
+
+async def test_a_call_that_had_nothing_at_its_deadline_is_not_told_to_come_again() -> None:
+    server = Server()
+    reply = HttpReply(server.send, [], RetryAfter())
+    reply.reply(ended_at_deadline(Reply(503, "", b"")))
+    assert b"retry-after" not in dict(server.messages[0]["headers"])
+    assert reply.ended_at_deadline
 
 
 async def test_pieces_go_out_one_by_one_without_waiting_for_the_event_loop() -> None:
