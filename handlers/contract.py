@@ -170,6 +170,8 @@ class Call:
     explanation: ExplainAsked | None = None  # Set: nothing is generated, and the reply is the explanation.
     arrived_at: float = field(default_factory=time.monotonic)  # When its head arrived, by the monotonic clock.
     time_limit: float | None = None  # Seconds from then, after which the call ends with its text so far.
+    # A custom handler makes the call. It may stream what it gets whole, so the deadline of streams holds.
+    from_handler: bool = False
 
     def header(self, name: str) -> str | None:
         """Return the value of a header. `name` may have any case."""

@@ -74,7 +74,8 @@ class EngineHandler:
                 await running.submit()
                 return running
             assert self._images is not None, "no contract has images for a model of text"
-            deadline = queue.deadlines.of(call.arrived_at, call.time_limit, stream=exchange.requests[0].stream)
+            stream = exchange.requests[0].stream or call.from_handler
+            deadline = queue.deadlines.of(call.arrived_at, call.time_limit, stream=stream)
             async with contextlib.AsyncExitStack() as stack:
                 loading = stack.enter_async_context(self._images.load(exchange.images))
                 images = await (loading if deadline is None else deadline.limit(loading))

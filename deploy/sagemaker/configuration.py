@@ -87,6 +87,7 @@ Text = str | int | float | bool
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Seconds = Annotated[int, Meta(ge=60, le=3600)]
+Deadline = Annotated[float, Meta(ge=0, le=1e9)]  # Seconds. The container takes no more.
 _INSTANCES = frozenset({"InstanceType", "InstancePools", "ServerlessConfig"})  # Properties of a variant.
 _RESOLVED = "{{resolve:"  # CloudFormation puts in a parameter or a secret when it creates the stack.
 _INTERVALS = (10, 30, 60, 120, 180, 240, 300)  # Seconds between metrics that SageMaker allows.
@@ -219,8 +220,8 @@ class Configuration(_Table, frozen=True, kw_only=True):
     startup_timeout: Seconds = 1800
     # Seconds after which the container ends a whole answer and a stream, with what they have. SageMaker ends them after
     # 60 s and 8 minutes, and drops the answer. 0: the container ends none. An asynchronous endpoint has none.
-    answer_deadline: Annotated[float, Meta(ge=0)] = 55
-    stream_deadline: Annotated[float, Meta(ge=0)] = 450
+    answer_deadline: Deadline = 55
+    stream_deadline: Deadline = 450
     capacity: Capacity | None = None
     component: Component | None = None
     adapters: tuple[AdapterComponent, ...] = ()

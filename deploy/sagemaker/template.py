@@ -152,7 +152,7 @@ def _deadlines(configuration: Configuration) -> dict[str, str]:
         "OPTION_ANSWER_DEADLINE": configuration.answer_deadline,
         "OPTION_STREAM_DEADLINE": configuration.stream_deadline,
     }
-    return {name: f"{seconds:g}" for name, seconds in deadlines.items() if seconds}
+    return {name: repr(seconds) for name, seconds in deadlines.items() if seconds}
 
 
 def _names(configuration: Configuration) -> list[str]:

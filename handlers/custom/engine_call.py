@@ -146,4 +146,5 @@ def _call_of(message: Message, origin: Origin) -> Call:
         steering_fault=fault or wrong,
         arrived_at=origin.arrived_at or time.monotonic(),
         time_limit=min(limits, default=None),
+        from_handler=True,
     )

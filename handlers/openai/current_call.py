@@ -92,7 +92,7 @@ class OpenAICall:
         self.request_id = ""  # For the log.
         self.not_held: tuple[tuple[str, str], ...] = ()  # The header that names what its answer may break.
         self.reached: tuple[tuple[str, str], ...] = ()  # The header of an answer that ended at its deadline.
-        self.streams = False  # Its body asks for a stream.
+        self.streams = call is not None and call.from_handler  # The deadline of streams holds.
         self.deadline: Deadline | None = None
         self.open: set[OpenRequest] = set()  # Its requests in the engine.
         self._deadline_timer: asyncio.TimerHandle | None = None

@@ -87,7 +87,7 @@ def for_vllm(
             reason = error.reason if isinstance(error, NotUtf8) else json_fault(call.body, error)
             raise InvalidRequest(f"the body is not JSON in UTF-8 (RFC 8259): {reason}") from None
         return call
-    openai_call.streams = bytes(document.get("stream", b"null")) not in (b"null", b"false")
+    openai_call.streams |= bytes(document.get("stream", b"null")) not in (b"null", b"false")
     if size is not None and (path in _CONVERSATIONS or "messages" in document):
         _check_values(size, path)
     if len(call.body) > _LARGE:

@@ -153,6 +153,12 @@ class TestCalls:
         await EngineHandler(queue, CONTRACT).handle(asked({"inputs": "x", "stream": stream}, LATE), writer)
         await until(lambda: writer.finished)
 
+    async def test_a_whole_call_of_a_handler_has_the_deadline_of_streams(self) -> None:
+        deadlines = DeadlineConfig(answer=LATE, stream=SOON)
+        queue, writer = EngineQueue(ScriptedEngine(), 4, deadlines=deadlines), CollectedReply()
+        await EngineHandler(queue, CONTRACT).handle(replace(asked({"inputs": "x"}, None), from_handler=True), writer)
+        await until(lambda: writer.finished)
+
     async def test_the_time_runs_from_the_arrival_of_the_head(self) -> None:
         queue, writer = EngineQueue(ScriptedEngine(), 4), CollectedReply()
         arrived = replace(asked({"inputs": "x"}, LATE), arrived_at=time.monotonic() - LATE)

@@ -50,6 +50,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"component": {"copies": 1}}, "component.gpus: missing; expected an integer of at least 0"),
     ({"env": ["X"]}, "env: expected a table"),
     ({"autoscaling": {"min": 0, "max": 2, "target": 1}}, "only inference components"),
+    ({"answer_deadline": float("inf")}, "answer_deadline"),
+    ({"stream_deadline": 1e12}, "stream_deadline"),
     ({"autoscaling": {"min": 3, "max": 2, "target": 1}}, "expected at least min, which is 3"),
     (
         {"autoscaling": {"min": 0, "max": 2, "target": 1}, "component": {"gpus": 1}},

@@ -217,6 +217,7 @@ def test_another_model_of_the_environment_does_not_get_the_names(variable: str) 
     [
         ({}, (55.0, 450.0)),
         ({"answer_deadline": 30, "stream_deadline": 100.5}, (30.0, 100.5)),
+        ({"answer_deadline": 1234567.5, "stream_deadline": 1e9}, (1234567.5, 1e9)),
         ({"answer_deadline": 0, "stream_deadline": 0}, (None, None)),
         ({"env": {"OPTION_ANSWER_DEADLINE": "9"}}, (9.0, 450.0)),
         ({"env": {"SM_VLLM_STREAM_DEADLINE": "9"}}, (55.0, 9.0)),

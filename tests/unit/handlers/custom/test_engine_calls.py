@@ -204,6 +204,7 @@ async def test_a_call_to_the_engine_has_the_deadline_of_the_call_in_which_it_is_
             answer = await client.ask(json.dumps(body), content_type="application/json", time_limit=limit)
             assert answer.status == 200, answer.body
     assert [call.time_limit for call in engine.calls] == [7.0, 3.0, 7.0, None]
+    assert all(call.from_handler for call in engine.calls)
     arrivals = [call.arrived_at for call in engine.calls]
     assert began < arrivals[0] <= arrivals[1] <= arrivals[2] <= arrivals[3] < time.monotonic()
 
