@@ -3,7 +3,7 @@
 A process registers. Then a thread of it waits for a byte in a pipe, the bell, and writes the stacks with Python's lock.
 A process that hangs in a call of C with the lock cannot answer, and gets a signal. `faulthandler` writes the stacks in
 the signal's handler, in C and without the lock. That is safe only while no thread runs Python: the handler reads the
-frames of all threads, and a frame that changes meanwhile ends the process.
+frames of all threads, and a frame that changes at that moment ends the process.
 
 The stacks go to a file without a name, which the process has open from its start. Other processes open it and the
 bell by `/proc/PID/fd`. Nothing of them is left when the process has ended. Workers of custom handlers load this module
@@ -234,7 +234,7 @@ def _signals(process: int) -> dict[str, int]:
 
 
 def _parsed(text: str) -> list[Stack]:
-    """Read what a process has written. Empty if it has not written all."""
+    """Read the stacks that a process has written. Empty if they are not complete."""
     if (answer := _ANSWER.search(text)) is not None:
         return [Stack(thread, tuple(frames), threads) for thread, frames, threads in json.loads(answer[0])]
     _, *parts = _HEAD.split(text)  # by `faulthandler`; the main thread is the one that got the signal

@@ -119,7 +119,7 @@ def test_a_person_gets_the_box_of_a_server_that_works(running: Server) -> None:
         process = of_vllm(box, part)
         assert process["memory_bytes"] > 1 << 20
         assert any("vllm" in frame for frame in process["stacks"][0]["frames"])
-    steps = box["models"][0]["engine"]["steps"]["0"]
+    steps = box["models"][0]["engine"]["steps"]["1"]
     assert steps["last"][-1][1] == 3, "three requests run"
     assert sum(second[1] for second in steps["by_second"]) > 3
     assert {"slipway", "torch", "python"} <= box["versions"].keys()
@@ -141,7 +141,7 @@ def test_a_worker_that_is_stopped_is_named(running: Server) -> None:
     assert of_vllm(box, "EngineCore")["stacks"], "the engine waits for its worker"
     (sequence,) = box["calls"]["listed"][0]["sequences"]
     assert sequence["seconds_since_last_token"] > STALL_TIMEOUT / 2
-    assert box["models"][0]["engine"]["steps"]["0"]["seconds_since_last"] > STALL_TIMEOUT / 2
+    assert box["models"][0]["engine"]["steps"]["1"]["seconds_since_last"] > STALL_TIMEOUT / 2
     print(f"stopped worker: {path.stat().st_size} bytes, {box['gathered_in_seconds']} s")
     running.wait_for_log(str(path))
     running.wait_for_log("black box, short form: ")
@@ -158,6 +158,21 @@ def test_an_engine_that_is_killed_is_named_and_its_calls_go_on(running: Server) 
         (call,) = box["calls"]["listed"]
         assert call["sequences"][0]["tokens"] > 0
         print(f"killed engine: {path.stat().st_size} bytes, {box['gathered_in_seconds']} s")
+        running.wait_for_log("has been restarted")
+        wait_until(lambda: not reason(running))
+    running.wait_for_metric("slipway_open_requests", 0)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_named(running: Server) -> None:
+    before, worker = boxes(running, "death"), running.worker_process().pid
+    with open_stream(running):
+        os.kill(worker, signal.SIGKILL)
+        _, box = new_box(running, "death", before)
+        assert any(f"process {worker} (VLLM::Worker" in one and "has ended" in one for one in box["findings"]), box[
+            "findings"
+        ]
+        running.wait_for_log("died unexpectedly (exit code: -9)")
         running.wait_for_log("has been restarted")
         wait_until(lambda: not reason(running))
     running.wait_for_metric("slipway_open_requests", 0)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import psutil
 from vllm.exceptions import GenerationError
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -38,6 +39,7 @@ class Copy:
         self.started_at = time.time()
         self.threads = LastingThreads(f"copy {number}")  # Start the processes, which end with them.
         self.client: AsyncMPClient | None = None  # None until the model is loaded.
+        self.workers: Mapping[psutil.Process, str] = {}  # The workers and their titles, when the model was loaded.
         self.given_up = False  # It has died, and is not started again.
         self.end = ""  # How its processes have ended, if it has died.
         self.progress = Progress()

@@ -23,7 +23,7 @@ from engines.vllm.loading import SHUTDOWN_SECONDS, StartedEngine, VllmLoader, sh
 from engines.vllm.lora import VllmAdapters
 from engines.vllm.output import OwnState
 from engines.vllm.processes import fork_server
-from engines.vllm.processes.contexts import end_processes
+from engines.vllm.processes.contexts import end_processes, ended_workers, worker_processes
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class Copies:
         self._adapters: VllmAdapters | None = None
         self._continuations: Continuations | None = None  # None until the first copy takes requests.
         first.client, first.place = self._llm.engine_core, self._places[0]
+        first.workers = worker_processes(first.client)
         self.client = CopiesClient(partial(async_llm.sequence_ids, self._llm), waits)
         async_llm.begin_output(self._llm, self.client, self._reports, statistics)
         self.client.add(first, self._died)
@@ -288,6 +289,7 @@ class Copies:
                     await asyncio.wait([former])
                 started = time.monotonic()
                 copy.client = await VllmLoader(self._settings, copy.threads).load_copy(self._llm, copy.place)
+                copy.workers = worker_processes(copy.client)
         except BaseException:
             if copy.state is CopyState.DRAINING:
                 del self._by_number[copy.number]
@@ -342,7 +344,8 @@ class Copies:
         if (opening := self._openings.pop(copy, None)) is not None:
             opening.cancel()
         assert copy.client is not None, "it runs"
-        copy.end = core_client.end_of_processes(copy.client)
+        ends = core_client.end_of_processes(copy.client), ended_workers(copy.workers)
+        copy.end = "; ".join(filter(None, ends))
         lost = self._remove(copy)
         logger.error("copy %d of the model has died with %d requests: %s", copy.number, len(lost), copy.end)
         if was_draining:

@@ -47,6 +47,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 from vllm import envs
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
@@ -64,6 +65,7 @@ logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ERRORS = 2  # The descriptor of the standard error.
+_WORKER = "VLLM::Worker"  # Begins the title of a worker.
 _SEMAPHORE = "sem."  # Begins the file name of a semaphore.
 _EXIT_SECONDS = 10.0  # A killed process frees the memory of its GPU first, which may take seconds.
 
@@ -203,11 +205,44 @@ def _exists(group: int) -> bool:
 def _ends_of_groups(groups: Collection[int]) -> list[int]:
     """Return a descriptor for each process of these process groups. It is readable when the process has ended."""
     found: list[int] = []
-    for name in filter(str.isdecimal, os.listdir("/proc")):
+    for process in _of_groups(groups):
         with contextlib.suppress(OSError):  # It has ended, or all descriptors are taken.
-            if os.getpgid(int(name)) in groups:
-                found.append(os.pidfd_open(int(name)))
+            found.append(os.pidfd_open(process))
     return found
+
+
+def _of_groups(groups: Collection[int]) -> list[int]:
+    """Return the processes of these process groups."""
+    found: list[int] = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # It has ended.
+            if os.getpgid(int(name)) in groups:
+                found.append(int(name))
+    return found
+
+
+def worker_processes(client: EngineCoreClient) -> dict[psutil.Process, str]:
+    """Return the workers of an engine, and their titles. Ray's engine has none here."""
+    engines = core_client.engine_process_ids(client)
+    found = {}
+    for number in _of_groups(engines) if engines else []:
+        with contextlib.suppress(psutil.Error):  # It has ended.
+            if (title := (process := psutil.Process(number)).name()).startswith(_WORKER):
+                found[process] = title
+    return found
+
+
+def ended_workers(workers: Mapping[psutil.Process, str]) -> str:
+    """Return which workers have ended, for people. Only the engine's process learns their exit codes."""
+    ended = (f"process {worker.pid} ({title}) has ended" for worker, title in workers.items() if _has_ended(worker))
+    return "; ".join(ended)
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
 
 
 def use_fork_server() -> None:
