@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from engines import stacks
@@ -94,6 +95,7 @@ def test_a_process_without_a_handler_gets_no_signal() -> None:
 def test_a_stopped_process_costs_the_time_and_no_more(seconds: float) -> None:
     with process(_REGISTERED) as pid:
         os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
         began = time.monotonic()
         assert stacks_of([pid], seconds) == {}
         assert time.monotonic() - began < 30
