@@ -129,7 +129,7 @@ class BlackBoxes:
             cause: A word for its kind. There is at most one box of a cause, a model and a part within half a minute.
             reason: A sentence for people.
             model: The model that is broken. `/ping` names the box with the model's reason.
-            part: The copies or the worker that are broken.
+            part: The copies that have died, with their starts, or the worker.
             seconds: The longest wait. The box is written in any case.
         """
         if self._setting == "":
