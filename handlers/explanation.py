@@ -416,7 +416,7 @@ def _deadline(call: Call, prompt: ExplainedPrompt) -> Mapping[str, Any] | None:
         return None
     seconds = prompt.deadline.seconds
     if seconds == call.time_limit:
-        return _origin(seconds, "attribute" if call.header(HEADER) is None else "header")
+        return _origin(seconds, "attribute" if HEADER not in call.headers else "header")
     return _origin(seconds, f"option.{'stream' if prompt.streams else 'answer'}_deadline")
 
 
