@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,25 +21,26 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required":
 CONSTRAINED = {
     "messages": ENDLESS_CHAT["messages"],
     "max_tokens": 65000,
+    "temperature": 0,
     "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}},
 }
 LMI: dict[str, Any] = {"inputs": "Once", "parameters": ENDLESS | {"details": True}}
 TRITON = {"text_input": "Once", "max_tokens": 65000, "ignore_eos": True, "return_finish_reason": True}
 HAPPY = {"prompt": "Once", "max_tokens": 65000, "ignore_eos": True}
-# A route, a body for it, and the end of the answer's text that tells the reason.
-WHOLE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "LMI": ("/invocations", LMI, '"stop_reason": "deadline"}}'),
-    "LMI, beams": ("/invocations", LMI | {"parameters": LMI["parameters"] | {"num_beams": 2}}, ""),
-    "LMI, chat": ("/invocations", ENDLESS_CHAT, ""),
-    "OpenAI, completion": ("/v1/completions", ENDLESS_COMPLETION | {"model": "model", "n": 2, "temperature": 1}, ""),
-    "OpenAI, completion by vLLM": ("/v1/completions", ENDLESS_COMPLETION | {"model": "model", "echo": True}, ""),
-    "OpenAI, beams": ("/v1/completions", ENDLESS_COMPLETION | {"model": "model", "use_beam_search": True, "n": 2}, ""),
-    "OpenAI, chat": ("/v1/chat/completions", ENDLESS_CHAT | {"model": "model"}, ""),
-    "OpenAI, constrained": ("/v1/chat/completions", CONSTRAINED | {"model": "model"}, ""),
-    "TGI": ("/generate", {"inputs": "Once", "parameters": {"max_new_tokens": 65000, "details": True}}, ""),
-    "Triton": ("/v2/models/model/generate", TRITON, ""),
-    "happy_vllm": ("/v1/generate", HAPPY, '"stop_reason":"deadline"}'),
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "LMI": ("/invocations", LMI),
+    "LMI, beams": ("/invocations", LMI | {"parameters": LMI["parameters"] | {"num_beams": 2}}),
+    "LMI, chat": ("/invocations", ENDLESS_CHAT),
+    "OpenAI, completion": ("/v1/completions", ENDLESS_COMPLETION | {"model": "model", "n": 2, "temperature": 1}),
+    "OpenAI, completion by vLLM": ("/v1/completions", ENDLESS_COMPLETION | {"model": "model", "echo": True}),
+    "OpenAI, beams": ("/v1/completions", ENDLESS_COMPLETION | {"model": "model", "use_beam_search": True, "n": 2}),
+    "OpenAI, chat": ("/v1/chat/completions", ENDLESS_CHAT | {"model": "model"}),
+    "OpenAI, constrained": ("/v1/chat/completions", CONSTRAINED | {"model": "model"}),
+    "TGI": ("/generate", {"inputs": "Once", "parameters": {"max_new_tokens": 65000, "details": True}}),
+    "Triton": ("/v2/models/model/generate", TRITON),
+    "happy_vllm": ("/v1/generate", HAPPY),
 }
+# A route, a body for it, and what tells the reason at the end of the stream.
 STREAMS: dict[str, tuple[str, dict[str, Any], str]] = {
     "LMI": ("/invocations", LMI | {"stream": True}, '"stop_reason": "deadline"}}'),
     "LMI, chat": ("/invocations", ENDLESS_CHAT | {"stream": True}, '"stop_reason": "deadline"}]}'),
@@ -71,6 +73,9 @@ STREAMS: dict[str, tuple[str, dict[str, Any], str]] = {
         '"stop_reason":"max_tokens"',
     ),
 }
+SEQUENCES = {"LMI, beams": 2, "OpenAI, completion": 2, "OpenAI, beams": 2}
+FINISH_REASONS = re.compile(r'"finish_reasons?": ?\[?"(\w+)"')
+STOP_REASONS = re.compile(r'"stop_reason": ?("\w*"|\w+)')
 QUICK = ("LMI", "OpenAI, completion by vLLM")
 TIMED_OUT = {"LMI": 424, "LMI, beams": 424, "Triton": 503}  # Other contracts have 504.
 
@@ -90,13 +95,14 @@ def is_idle(server: Server) -> bool:
 
 @pytest.mark.parametrize("name", cases(WHOLE))
 def test_a_whole_answer_ends_at_its_deadline_with_what_it_has(server: Server, name: str) -> None:
-    path, body, end = WHOLE[name]
+    path, body = WHOLE[name]
     answer = post(server, path, body, SECONDS)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-slipway-deadline"] == "reached"
     assert "X-Slipway-Deadline=reached" in answer.headers["x-amzn-sagemaker-custom-attributes"]
-    assert "length" in answer.text
-    assert end in answer.text
+    assert set(FINISH_REASONS.findall(answer.text)) == {"length"}
+    assert set(STOP_REASONS.findall(answer.text)) == (set() if name == "Triton" else {'"deadline"'})
+    assert len(FINISH_REASONS.findall(answer.text)) == SEQUENCES.get(name, 1)
     wait_until(lambda: is_idle(server))
 
 
@@ -111,7 +117,7 @@ def test_a_stream_ends_at_its_deadline_and_its_end_says_why(server: Server, name
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_call_without_a_token_gets_the_contracts_error_of_a_time_out(server: Server, name: str) -> None:
-    path, body, _ = WHOLE[name]
+    path, body = WHOLE[name]
     answer = post(server, path, body, NO_TIME)
     assert answer.status_code == TIMED_OUT.get(name, 504), answer.text
     assert "the call had no answer at its deadline" in answer.text
@@ -174,7 +180,9 @@ def test_a_cut_answers_usage_counts_its_tokens(server: Server) -> None:
 
 def test_a_cut_constrained_answer_is_the_beginning_of_a_valid_one(server: Server) -> None:
     document = post(server, "/v1/chat/completions", CONSTRAINED | {"model": "model"}, SECONDS).json()
-    text = document["choices"][0]["message"]["content"]
+    (choice,) = document["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
+    text = choice["message"]["content"]
     assert text.startswith("{")
     with pytest.raises(json.JSONDecodeError):
         json.loads(text)
@@ -182,7 +190,7 @@ def test_a_cut_constrained_answer_is_the_beginning_of_a_valid_one(server: Server
 
 @pytest.mark.parametrize("name", ["LMI", "OpenAI, completion", "OpenAI, completion by vLLM", "TGI", "Triton"])
 def test_a_wrong_deadline_is_refused_with_the_headers_name(server: Server, name: str) -> None:
-    path, body, _ = WHOLE[name]
+    path, body = WHOLE[name]
     answer = server.client.post(path, json=body, headers={"X-Slipway-Deadline": "soon"})
     assert 400 <= answer.status_code < 500
     assert "X-Slipway-Deadline" in answer.text
