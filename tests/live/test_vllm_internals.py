@@ -147,7 +147,8 @@ import engines.vllm.engine
 from engines.vllm.internals import NAMES
 owners = [owner for file in NAMES if file.startswith("engines/vllm/patches/") for owner in NAMES[file]]
 assert len(owners) > 20, owners
-print([owner for owner in owners if owner.partition(":")[0] not in sys.modules])
+modules = [owner.partition(":")[0].split(" | ") for owner in owners]
+print([names for names in modules if not sys.modules.keys() & set(names)])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == "[]\n", done.stderr
