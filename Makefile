@@ -13,7 +13,7 @@ PORT ?= 8080
 WORKERS ?= 2
 # Unit tests often wait, and so do slow tests.
 UNIT_WORKERS ?= 3
-SLOW_WORKERS ?= 3
+SLOW_WORKERS ?= 2
 # The Pythons of `make pythons`, in addition to that of VENV. uv downloads those that it does not find.
 OTHER_PYTHONS ?= 3.12 3.13
 UNIT := tests --ignore tests/live -m "not live and not image and not gpu and not slow"
