@@ -13,7 +13,6 @@ import pytest
 from engines.errors import DeadlineExceeded, GenerationFailed, InvalidChat, InvalidRequest, Overloaded, UnknownAdapter
 from engines.statistics import EngineStatistics
 from handlers.contract import Call, Reply
-from handlers.deadline import DeadlineConfig
 from handlers.openai.constraints import RENDER
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.handler import OpenAIHandler
@@ -533,17 +532,6 @@ async def test_what_goes_on_in_the_background_keeps_the_calls_places_until_it_en
     await until(lambda: handler.open_sequences == 2)
     ends.set()
     await until(lambda: handler.open_sequences == 0)
-
-
-@pytest.mark.asyncio
-async def test_what_goes_on_in_the_background_has_no_deadline_after_the_reply_either() -> None:
-    engine: Any = SimpleNamespace(statistics=EngineStatistics())
-    call = OpenAICall(EngineQueue(engine, 4, deadlines=DeadlineConfig(answer=1.0)))
-    assert call.deadline(stream=False) is not None
-    call.goes_on_in(task := asyncio.create_task(asyncio.sleep(60)))
-    call.close()
-    assert call.deadline(stream=False) is None
-    task.cancel()
 
 
 @pytest.mark.asyncio
