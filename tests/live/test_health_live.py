@@ -162,7 +162,7 @@ def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on
 
     def stalls_ended() -> bool:
         log = vllm_server.log_text()
-        return log.count("the engine is stalled") == log.count("the engine goes on after") > 0
+        return log.count("/ping now answers 500") == log.count("the engine goes on after") > 0
 
     wait_until(stalls_ended, about=vllm_server.log_text)
 
