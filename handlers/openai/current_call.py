@@ -110,7 +110,6 @@ class OpenAICall:
         # Gets the prompts when they would go to the engine. None: the call is not to be explained.
         self.explained: asyncio.Future[Sequence[ExplainedPrompt]] | None = None
         self.asked: list[tuple[Any, Any, Any]] = []  # These prompts, with vLLM's parameters and options.
-        self.in_background = False  # No client waits for its answer.
         self.failed = ""  # Why the engine gave up on one of its requests; empty if it did not.
 
     @property
@@ -207,7 +206,7 @@ class OpenAICall:
 
         It has no deadline: no client waits for it.
         """
-        self._background, self.in_background = task, True
+        self._background = task
         self._drop_deadline()
 
     def explain(self, prompts: Sequence[ExplainedPrompt]) -> None:

@@ -135,7 +135,8 @@ async def _without_trace(create: Callable[..., Awaitable[Any]], request: Respons
     """Create a response. vLLM stores nothing of one that is to be explained."""
     call = current_call.get()
     if call.explained is not None:
-        call.in_background = bool(request.background)
+        if request.background:
+            call.deadline = None  # No client waits for it.
         request = request.model_copy(update={"background": False, "store": False})
     return await create(request, *rest)
 
