@@ -1,4 +1,4 @@
-"""The interface of engines, and their shared parts: signs of life, a watchdog, and several sequences as one answer."""
+"""The interface of engines, and the parts that they share: progress, a watchdog, and the joining of sequences."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _DEATH_POLL_SECONDS = 0.2
 
 _SUBMITS_PER_TURN = 16
 _WATCH_SECONDS = 0.25
-# Seconds between two looks that count at most: time in which this process itself stood still is not the engine's.
+# The most seconds between two looks that count. More time passes only if this process itself stalled.
 _LONGEST_LOOK = 2.0
 
 
 class Progress:
-    """The signs of life of an engine, or of a copy. For the event loop."""
+    """The signs of life of an engine, or of a copy. Not thread-safe."""
 
     __slots__ = ("_clock", "_looked_at", "mark", "quiet_seconds", "worked_seconds")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._looked_at = clock, clock()
         self.mark = 0.0  # The number that the last look saw; it changes with every sign of life.
-        # Seconds with work since the last sign of life. Time without work does not count, nor is it a sign of life: the
-        # work may have been given up by its clients, or for its time limit.
+        # Seconds with work since the last sign of life. Time without work does not count, but it does not reset the
+        # seconds: the work may have ended only because clients left or a time limit was reached.
         self.quiet_seconds = 0.0
-        self.worked_seconds = 0.0  # Seconds with work, in all, up to the last sign of life.
+        self.worked_seconds = 0.0  # Total seconds with work, up to the last sign of life.
 
     def look(self, busy: bool, mark: float) -> None:
-        """Record whether the engine has moved.
+        """Record whether the engine has made progress.
 
         Args:
-            busy: It has work.
-            mark: Any number that changes whenever it gives a sign of life.
+            busy: True if the engine has work.
+            mark: A number that changes with every sign of life of the engine.
         """
         now = self._clock()
         passed, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK), now
@@ -61,26 +61,26 @@ class Progress:
 
 
 class Watchdog:
-    """Looks at an engine four times a second, for as long as it can be watched.
+    """Calls `look` four times a second, until it returns False.
 
-    A look that raises is logged once and makes the engine unhealthy (`failure`); it keeps looking.
+    If `look` raises, the first error is logged and makes the engine unhealthy (`failure`). The calls continue.
     """
 
     def __init__(self, look: Callable[[], Awaitable[bool]]) -> None:
         """Create the watchdog.
 
         Args:
-            look: Ends work that would wait for ever. Returns False when nothing is left to watch.
+            look: Ends work that would otherwise wait forever. Returns False if nothing is left to watch.
         """
         self._look = look
         self._task: asyncio.Task[None] | None = None
-        self.failure = ""  # The reason why the engine must no longer serve; "" while it may.
+        self.failure = ""  # The reason why the engine must no longer serve. "": it may serve.
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
 
     def stop(self) -> None:
-        """End it; harmless when it was never started."""
+        """Stop the calls. Harmless if the watchdog was never started."""
         if self._task is not None:
             self._task.cancel()
 
@@ -97,48 +97,48 @@ class Watchdog:
 
 
 class Sink(Protocol):
-    """Receives one request's answer. Called on the event loop; must neither block nor raise."""
+    """Receives one request's answer. Its methods are called on the event loop, and must neither block nor raise."""
 
     def on_not_held(self, places: Sequence[str]) -> None:
-        """Take the parts of the request's JSON schema that the engine does not enforce. The answer may break them.
+        """Receive the parts of the request's JSON schema that the engine does not enforce.
 
-        Called before the first delta, and only if there are such parts.
+        The answer may violate these parts. Called before the first delta, and only if there are such parts.
 
         Args:
-            places: Of the parts, in the client's body (`SchemaPart.name`).
+            places: The location of each part in the client's body (`SchemaPart.name`).
         """
 
     def on_delta(self, delta: TokenDelta) -> None:
-        """Take the next part of the answer. Nothing follows if `delta.last` is True."""
+        """Receive the next part of the answer. Nothing follows if `delta.last` is True."""
 
     def on_error(self, error: RequestError) -> None:
-        """The request has ended with `error`; nothing follows."""
+        """Receive the error that ended the request. Nothing follows."""
 
 
 class Generation(Protocol):
     """A running request."""
 
     def cancel(self) -> None:
-        """Stop generating. Nothing more reaches the sink. Harmless when the request has ended."""
+        """Stop generating. Nothing more reaches the sink. Harmless if the request has ended."""
 
     def abort(self, *, at_deadline: bool = False) -> None:
-        """Stop generating. Each unfinished sequence soon ends as aborted, or for its length at a deadline.
+        """Stop generating. Each unfinished sequence soon ends with a last delta.
 
-        Its last delta has the tokens that were not passed on yet, and true counts. Its finish reason is
-        `FinishReason.ABORT`; at a deadline it is `FinishReason.LENGTH`, with `DEADLINE` as stop reason. Harmless when
+        The last delta has the tokens that the sink has not received yet, and the final counts. Its finish reason is
+        `FinishReason.ABORT`. At a deadline it is `FinishReason.LENGTH`, with `DEADLINE` as stop reason. Harmless if
         the request has ended.
         """
 
     @property
     def begun(self) -> bool:
-        """True if a sequence has a token. A request with `pooling` never has one."""
+        """True if a token has been generated. Always False for a request with `pooling`."""
 
 
 Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]  # A function with the signature of `Engine.submit`.
 
 
 async def give_turn(index: int) -> None:
-    """Give other tasks a turn on the event loop before every 16th sequence or prompt of a call.
+    """Let other tasks run on the event loop before every 16th sequence or prompt of a call.
 
     Args:
         index: The position of the sequence or prompt in the call.
@@ -149,16 +149,17 @@ async def give_turn(index: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """The ability of an engine to serve."""
+    """Whether an engine can serve."""
 
     alive: bool
     reason: str = ""
-    quiet_seconds: float = 0.0  # Seconds with work since the last sign of life (`Progress`), of the quietest copy.
-    mark: float = 0.0  # A number that changes with every sign of life.
-    worked_seconds: float = 0.0  # Seconds with work, in all, up to the last sign of life.
-    ready_copies: int = 1  # Copies that take requests.
-    missing: str = ""  # The copies that have died while others serve. `restart` starts them again.
-    lost: str = ""  # Why fewer copies serve than the least number, and will not come back. Others still serve.
+    # `Progress.quiet_seconds`, `mark` and `worked_seconds` of the copy with the most quiet seconds.
+    quiet_seconds: float = 0.0
+    mark: float = 0.0
+    worked_seconds: float = 0.0
+    ready_copies: int = 1  # Copies that accept requests.
+    missing: str = ""  # The dead copies that `restart` restarts, if other copies still serve.
+    lost: str = ""  # Set if dead copies will not be restarted, and fewer copies than the minimum are left.
 
 
 class CopyState(Enum):
@@ -166,7 +167,7 @@ class CopyState(Enum):
 
     STARTING = "starting"
     READY = "ready"
-    DRAINING = "draining"  # It takes no new requests, and ends when its last one has ended.
+    DRAINING = "draining"  # The copy accepts no new requests, and ends when its last request has ended.
     DEAD = "dead"
 
 
@@ -177,132 +178,134 @@ class EngineCopy:
     number: int  # From 1.
     state: CopyState
     started_at: float  # Seconds since the epoch.
-    gpus: tuple[int, ...] = ()  # Empty: it runs in main memory.
-    end: str = ""  # How its processes have ended. Empty if it has not died.
+    gpus: tuple[int, ...] = ()  # Empty: the engine chooses the devices itself.
+    end: str = ""  # How the copy's processes have ended. Empty if the copy has not died.
 
 
 class ExplainedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as an engine would get it."""
 
-    token_ids: list[int]  # Of the prompt.
-    parameters: Mapping[str, Any]  # By the engine's names, as values of JSON.
+    token_ids: list[int]  # The prompt.
+    parameters: Mapping[str, Any]  # JSON values by the engine's names for the parameters.
     not_held: Sequence[str] = ()  # The parts of the JSON schema that the engine does not enforce.
-    media: bool = False  # The prompt has images, sounds or videos.
-    cache_salt: str | None = None  # The request shares cached prompts only with requests of the same salt.
-    # The number of the copy that would get it now. None: no copy takes requests, or its steps go to all copies.
+    media: bool = False  # The prompt has images, audio or videos.
+    cache_salt: str | None = None  # The request shares cached prompts only with requests that have the same salt.
+    # The number of the copy that would get the request now. None: no copy accepts requests, or the request is a beam
+    # search, whose steps go to all copies.
     copy: int | None = None
-    cached_tokens: int | None = None  # Tokens of the prompt that this copy's prefix cache may have. None: not known.
-    # The parameters whose default is the model's own, by the engine's names: the value, and the place that has it.
+    # The number of prompt tokens that this copy's prefix cache probably holds. None: unknown.
+    cached_tokens: int | None = None
+    # The parameters for which the model has its own default, by the engine's names: the default and its source.
     model_defaults: Mapping[str, tuple[Any, str]] = {}
 
 
 class EngineAdapters(Protocol):
     """The adapters of one engine.
 
-    A submitted request keeps its adapter to its end, even if the adapter is unregistered.
+    A submitted request keeps its adapter until it ends, even if the adapter is unregistered.
     """
 
     async def add(self, adapter: Adapter) -> None:
-        """Let requests name an adapter; one of the same name is replaced.
+        """Make an adapter available to requests. It replaces an adapter of the same name.
 
-        One to `preload` is loaded first. The files of others are checked; they are loaded for their first request.
+        With `preload`, the adapter is loaded first. Otherwise its files are checked, and its first request loads it.
 
         Raises:
-            AdapterFailed: It cannot be used with this model; the message says why. Nothing is left of it.
-            NoRoomForAdapter: Every adapter that is loaded is pinned or in use.
+            AdapterFailed: The adapter cannot be used with this model. The message gives the reason. No trace of the
+                adapter stays.
+            NoRoomForAdapter: Every loaded adapter is pinned or in use.
         """
 
     async def change(self, adapter: Adapter) -> None:
-        """Pin an adapter that was added, or load it now, as `pin` and `preload` say.
+        """Apply `pin` and `preload` to an adapter that was added: pin it, or load it now.
 
-        Raises AdapterFailed, NoRoomForAdapter: as in `add`; it stays as it was.
+        Raises AdapterFailed, NoRoomForAdapter: as in `add`. The adapter stays unchanged.
         """
 
     async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
-        """Refuse the adapter to new requests, and free it when its running requests have ended.
+        """Refuse new requests for the adapter, and free it when its running requests have ended.
 
         Args:
-            wait: Return when it is free, or after half a minute, while it is being freed as soon as may be.
+            wait: Return when the adapter is freed, or after half a minute. It is freed even if that takes longer.
         """
 
 
 class Engine(LoadedModel, Protocol):
     """A model runtime with one model."""
 
-    max_sequences: int  # Sequences that run together; known once it has started.
-    # The model's tokenizer, of Hugging Face's kind, for code that is not ours; known once it has started. `texts` has a
-    # copy of it.
+    max_sequences: int  # The number of sequences that run together. Set by `start`.
+    # The model's Hugging Face tokenizer, for code outside Slipway. `texts` has a copy of it. Set by `start`.
     tokenizer: Any
 
     @property
     def adapters(self) -> EngineAdapters | None:
-        """None if the engine has none, or `option.enable_lora` is off; known once it has started."""
+        """The adapters. None if the engine supports none, or `option.enable_lora` is off. Set by `start`."""
 
     async def start(self) -> None: ...
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        """Begin generating; the answer goes to `sink`.
+        """Begin generating. The answer goes to `sink`.
 
         Raises:
-            InvalidRequest: The engine would refuse it (too long, bad value); nothing was started.
-            UnknownAdapter: It names an adapter that was not added.
-            AdapterUnusable: Its adapter can no longer be loaded.
-            Overloaded: The engine has no room for its adapter.
-            EngineDead: The engine is gone.
+            InvalidRequest: The engine would refuse the request, such as for its length or for a value.
+            UnknownAdapter: The request names an adapter that was not added.
+            AdapterUnusable: The request's adapter can no longer be loaded.
+            Overloaded: The engine has no room for the request's adapter.
+            EngineDead: The engine has died or was stopped.
         """
 
     async def explain(self, request: GenerationRequest) -> ExplainedRequest:
-        """Prepare a request as `submit` does, and send nothing. Loads no adapter.
+        """Prepare a request as `submit` does, but do not send it, and load no adapter.
 
         Raises:
-            InvalidRequest: The engine would refuse it.
-            UnknownAdapter: It names an adapter that was not added.
+            InvalidRequest: The engine would refuse the request.
+            UnknownAdapter: The request names an adapter that was not added.
         """
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
-        """Return the request's prompt as token ids, truncated as it asks.
+        """Return the request's prompt as token ids. They are truncated if the request asks for that.
 
         Raises:
-            InvalidRequest: It is empty, or too long for the model.
+            InvalidRequest: The prompt is empty, or too long for the model.
         """
 
     def health(self) -> EngineHealth:
-        """Tell whether the engine can serve. Cheap: asks no other process."""
+        """Return whether the engine can serve. It is cheap, because it asks no other process."""
 
     @property
     def waits(self) -> bool:
-        """True if requests wait for `restart` when the engine has died. False: they get an error."""
+        """True if requests wait for `restart` when the engine has died. If False, they get an error."""
 
     async def restart(self) -> None:
-        """Start the engine again after it has died or stalled. The requests that wait continue.
+        """Restart the engine after it has died or stalled. The waiting requests then continue.
 
-        Of several copies, it restarts the dead copies, or else the quietest copy. Only for an engine that `waits`, or
-        while a copy serves.
+        If the engine has several copies, this restarts the dead copies. If none is dead, it restarts the copy with the
+        most quiet seconds. Call it only if the engine `waits`, or if a copy still serves.
 
         Raises:
-            EngineStartError: It, or a copy, cannot be started. The requests still wait.
+            EngineStartError: The engine or a copy cannot be started. The requests still wait.
         """
 
     def give_up(self) -> None:
-        """Give an error to the requests that wait for `restart`. The copies that are dead now are not restarted."""
+        """Give an error to the requests that wait for `restart`. Copies that are dead now are never restarted."""
 
     @property
     def copies(self) -> Sequence[EngineCopy]:
-        """The copies of the model, by their numbers."""
+        """The copies of the model, sorted by number."""
 
     def scale(self, least: int, most: int) -> None:
         """Begin to add or to remove copies. A copy that is removed drains first.
 
         Args:
-            least: The copies without which the engine counts as broken.
-            most: The copies that are to serve, at least 1.
+            least: The minimum number of copies. With fewer, the engine counts as broken.
+            most: The number of copies that are to serve, at least 1.
 
         Raises:
             InvalidRequest: The machine has no room for this number of copies, or the engine supports only one.
         """
 
     async def stop(self, why: str = "the server is stopping") -> None:
-        """Free everything. Requests that still run end with an error that says why."""
+        """Free everything. Requests that still run end with an error that includes `why`."""
 
 
 class EngineStartError(Exception):
@@ -329,7 +332,7 @@ class _FirstDelta:
 
 
 async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
-    """Return the first delta of an answer, which ends there; the only one of a single sequence without a stream.
+    """Return the first delta of an answer, and cancel the rest of the answer.
 
     Raises RequestError: the request was refused or has failed.
     """
@@ -343,10 +346,10 @@ async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
 
 
 async def unless_dead(work: Coroutine[Any, Any, _T], is_dead: Callable[[], bool]) -> _T:
-    """Wait for an answer from an engine that is not restarted if it dies.
+    """Return the result of `work`, which waits for an engine.
 
     Raises:
-        EngineDead: It has died.
+        EngineDead: The engine has died.
     """
     task = asyncio.create_task(work)
     try:
@@ -362,9 +365,9 @@ async def unless_dead(work: Coroutine[Any, Any, _T], is_dead: Callable[[], bool]
 class SequenceGroup:
     """Joins the sequences of one request into one answer.
 
-    If more candidates are generated than returned, or the answer is not streamed, the sequences come when all have
-    finished, the most probable first (by cumulative log probability); `sequence` is then the rank. In a stream of all
-    candidates the deltas pass as they come.
+    If the answer is streamed and every candidate is returned, each delta goes to the sink at once. Otherwise the
+    sequences go to the sink when all have finished: the most probable first, by cumulative log probability. Their
+    `sequence` is then their rank.
     """
 
     def __init__(self, sink: Sink, sequences: int, candidates: int, stream: bool) -> None:

@@ -1,7 +1,7 @@
-"""The request that every contract makes, and the deltas that every engine yields.
+"""The request that every contract makes, and the deltas that every engine makes.
 
-A contract turns bytes into a `GenerationRequest`; an engine turns that into `TokenDelta`s; the contract turns those
-into bytes. Neither knows the other.
+A contract turns bytes into a `GenerationRequest`. An engine turns the request into `TokenDelta`s. The contract turns
+the deltas into bytes. Contracts and engines do not import each other.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ DEADLINE = "deadline"
 
 
 class SchemaPart(NamedTuple):
-    """A part of the JSON schema of an answer, as the client knows it. The schema of forced tools has many."""
+    """A part of an answer's JSON schema that the client wrote. A schema for forced tools has several."""
 
-    place: str = "#"  # In the schema of the answer, as a URI fragment.
-    # In the client's body, as a URI fragment. Before it is the name of the field that has the schema if there are
-    # several.
+    place: str = "#"  # The part's place in the answer's schema, as a URI fragment.
+    # The part's place in the client's body, as a URI fragment. If several fields have schemas, the field's name comes
+    # first.
     name: str = "#"
-    # True: the request is refused if the engine cannot hold the part whole. False: the answer follows what can be held.
-    # None: the contract has no word for it, and the setting `partial_schemas` decides.
+    # True: the request is refused if the engine cannot enforce the whole part. False: the engine enforces as much of
+    # the part as it can. None: the contract has no such flag, and the setting `partial_schemas` decides.
     strict: bool | None = None
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """A form that the text of an answer must have; exactly one of `choice` to `grammar` is set.
+    """A form that the text of an answer must have. Exactly one field from `choice` to `grammar` is set.
 
-    The engine enforces it token by token, or refuses the request with `InvalidParameter`.
+    The engine enforces the constraint token by token, or refuses the request with `InvalidParameter`.
     """
 
-    parameter: str  # The client's name for it, for error messages.
-    choice: tuple[str, ...] | None = None  # One of these texts, and nothing else.
-    json_schema: str | None = None  # A JSON document that is valid under this schema, which is given as JSON text.
-    json_object: bool = False  # Any JSON object.
-    regex: str | None = None  # A text that matches the whole expression.
-    grammar: str | None = None  # A text of this grammar, which is written in the engine's EBNF.
+    parameter: str  # The client's name for the constraint, for error messages.
+    choice: tuple[str, ...] | None = None  # The answer is one of these texts.
+    json_schema: str | None = None  # The answer is JSON that is valid under this schema, which is given as JSON text.
+    json_object: bool = False  # The answer is any JSON object.
+    regex: str | None = None  # The whole answer matches this regular expression.
+    grammar: str | None = None  # The answer is a text of this grammar, which is written in the engine's EBNF.
     any_whitespace: bool = (
-        True  # JSON may have any white space, if the model's settings allow it; otherwise it has none.
+        True  # JSON may have any white space if the model's settings allow it. False: JSON has no white space.
     )
-    # The engine takes it as vLLM's own clients mean it: `any_whitespace` is not set.
+    # The constraint goes to vLLM unchanged: `any_whitespace` has no effect.
     as_is: bool = False
     strict: bool | None = None  # As in `SchemaPart`.
 
     def for_vllm(self) -> dict[str, Any]:
-        """Return the form by vLLM's name for it, as a field of `structured_outputs`."""
+        """Return the constraint as the field of vLLM's `structured_outputs` that has it."""
         forms = {
             "json": self.json_schema,
             "regex": self.regex,
@@ -75,7 +75,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     """The union of the contracts' sampling parameters. A contract has validated the values."""
 
-    max_tokens: int | None = None  # Limit on new tokens, at least 1; None: the rest of the context.
+    max_tokens: int | None = None  # The limit on new tokens, at least 1. None: the rest of the context.
     min_tokens: int = 0
     temperature: float = 0.0  # 0 is greedy decoding; anything above is sampling.
     top_k: int = 0  # 0 keeps the whole vocabulary.
@@ -102,11 +102,12 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0
 
 
-MAX_LENGTH_PENALTY = 8.0  # Scores that are divided by a length to this power still differ in float32.
+# With this penalty, scores still differ in float32 after the division by `length ** length_penalty`.
+MAX_LENGTH_PENALTY = 8.0
 
 
 class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
-    """Beam search instead of sampling; beams are returned best first."""
+    """Beam search instead of sampling. Beams are returned best first."""
 
     width: int
     length_penalty: float = 1.0  # From -MAX_LENGTH_PENALTY to MAX_LENGTH_PENALTY.
@@ -114,68 +115,69 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineMemo(msgspec.Struct):
-    """The place for what an engine keeps of the parameters that several requests share."""
+    """An engine's cache for the parameters that several requests share."""
 
-    # The engine's form of the parameters. None: the engine has not checked any of the requests.
+    # The engine's form of the parameters. None: the engine has not checked any of these requests yet.
     checked: Any = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt, its continuation, and the contents of the answer.
+    """A prompt, how the engine continues it, and what the answer contains.
 
-    The `want_*` fields and `top_tokens` ask the engine only for data that the answer shows: log probabilities double
-    the cost of a streamed token.
+    The `want_*` fields and `top_tokens` ask the engine only for data that the answer shows, because log probabilities
+    double the cost of a streamed token.
     """
 
     request_id: str = ""
     prompt: str | tuple[int, ...] = ""  # Text, or token ids.
-    # Put the model's special tokens around a text; a chat template has written them already.
+    # Put the model's special tokens around a text. False for a chat, whose template has written them already.
     add_special_tokens: bool = True
     sampling: SamplingParameters = SamplingParameters()
-    stream: bool = False  # Deltas come when they are generated; otherwise one for each sequence, when it has finished.
-    sequences: int = 1  # How many sequences are returned.
-    # How many are generated, of which the `sequences` most probable are returned; at least `sequences`.
+    # Each delta comes as soon as it is generated. False: each finished sequence has a single delta.
+    stream: bool = False
+    sequences: int = 1  # The number of sequences that are returned.
+    # The number of sequences that are generated, at least `sequences`. The most probable of them are returned.
     candidates: int = 1
     beam_search: BeamSearch | None = None
-    pooling: Pooling | None = None  # Numbers instead of text; `sampling` has no effect then.
+    pooling: Pooling | None = None  # The answer is numbers instead of text. `sampling` then has no effect.
     truncate_prompt_tokens: int | None = None  # Keep only this many tokens at the prompt's end.
-    # Tokens at the end of the prompt that were generated for the client; a limit on prompts does not count them.
+    # The number of tokens at the end of the prompt that were generated before. `max_prompt_tokens` ignores them.
     generated_before: int = 0
-    # New tokens for which the context must have room, at least 1; otherwise the request is refused. A larger
-    # `max_tokens` is cut to the free room. Pooling needs none.
+    # The number of new tokens for which the context must have room, at least 1. Without this room, the request is
+    # refused. A larger `max_tokens` is cut to the free room. 0 for pooling.
     room: int = 1
-    want_tokens: bool = False  # Deltas carry `tokens`, not text alone.
-    want_logprobs: bool = False  # Tokens carry their log probability.
-    want_ranks: bool = False  # Tokens carry their rank as well; only together with `want_logprobs`.
-    want_prompt_tokens: bool = False  # The first delta carries the prompt's tokens with their log probabilities.
-    top_tokens: int = 0  # How many of the most probable alternatives each token carries.
+    want_tokens: bool = False  # Deltas have `tokens` in addition to their text.
+    want_logprobs: bool = False  # Tokens have their log probability.
+    want_ranks: bool = False  # Tokens also have their rank. Allowed only with `want_logprobs`.
+    want_prompt_tokens: bool = False  # The first delta has the prompt's tokens with their log probabilities.
+    top_tokens: int = 0  # The number of most probable alternatives that each token has.
     # A token's text does not depend on its neighbours, and tokens do not wait for text that is held back. So each step
-    # has a delta, which may have no text.
+    # has a delta, possibly without text.
     tokens_apart: bool = False
     adapter: str | None = None
     trace_context: Mapping[str, str] | None = None  # `traceparent` and `tracestate` of the client's trace.
-    # Only requests with the same salt share cached prompts. Empty: the requests without a salt do.
+    # Requests share cached prompts only if their salts are equal.
     cache_salt: str = ""
-    # Decoded images, in the order of their marks in the prompt (`ModelTexts.image_mark`). They are gone when the engine
+    # Decoded images, in the order of their marks in the prompt (`ModelTexts.image_mark`). They are freed once the engine
     # has the prompt.
     images: Sequence[Any] = ()
     priority: int = 0  # With vLLM's scheduling policy `priority`, lower numbers run first.
-    # Shared by requests that differ only in the prompt, the adapter, the images, and the fields of a call: its id, its
-    # trace, its salt and its priority. None: the engine checks this request alone.
+    # Shared by requests with equal parameters. They may differ in the prompt, adapter, images, id, trace, salt and
+    # priority. None: the engine checks this request alone.
     memo: EngineMemo | None = None
 
     @property
     def sequences_in_engine(self) -> int:
-        """Number of its sequences that the engine runs at a time."""
+        """The number of the request's sequences that the engine runs at a time."""
         return self.beam_search.width if self.beam_search is not None else self.candidates
 
 
 def pooling_request(prompt: str | tuple[int, ...], pooling: Pooling, **fields: Any) -> GenerationRequest:
-    """Return a request for numbers. The context needs no room for new tokens. `fields`: its further fields."""
+    """Return a request for numbers. It needs no room for new tokens. `fields`: other fields of the request."""
     return GenerationRequest(prompt=prompt, pooling=pooling, room=0, **fields)
 
 
-# A loaded model shows with this request that it works. A model that only transcribes hears silence instead.
+# A loaded model answers this request to prove that it works. A model that only transcribes gets silence instead.
 WARM_UP = GenerationRequest(
     request_id="warm-up", prompt="Hello", sampling=SamplingParameters(max_tokens=2, ignore_eos=True)
 )
@@ -185,17 +187,17 @@ class Token(msgspec.Struct, gc=False):
     """One token of the prompt or of the answer."""
 
     id: int
-    # The text that this token adds. Concatenated over all tokens, it is the whole answer. Empty while a character is
+    # The text that this token adds. The joined texts of all tokens are the whole answer. Empty while a character is
     # incomplete, and for special tokens that are not shown.
     text: str
     logprob: float | None = None
     special: bool = False
-    top: tuple[Token, ...] = ()  # The most probable tokens at this place, best first.
-    rank: int | None = None  # Rank among all tokens by probability, from 1; set if the request wants ranks.
+    top: tuple[Token, ...] = ()  # The most probable tokens at this position, best first.
+    rank: int | None = None  # The token's rank by probability, from 1. Set if the request wants ranks.
 
 
 class TokenDelta(msgspec.Struct, gc=False):
-    """The addition of one or more engine steps to one sequence of the answer."""
+    """The text and tokens that one or more engine steps add to one sequence of the answer."""
 
     text: str
     tokens: list[Token] = []  # Empty unless the request wants tokens.
@@ -203,18 +205,18 @@ class TokenDelta(msgspec.Struct, gc=False):
     finish_reason: FinishReason | None = None
     prompt_token_count: int = 0  # Set on every delta.
     token_count: int = 0  # Tokens generated so far in this sequence.
-    # Log probability of the sequence so far; set if log probabilities were computed.
+    # Log probability of the sequence so far. Set if log probabilities were computed.
     cumulative_logprob: float | None = None
-    prompt_tokens: list[Token] | None = None  # On the first delta, if the request wants them.
+    prompt_tokens: list[Token] | None = None  # Set on the first delta, if the request wants them.
     last: bool = False  # No further delta of this request follows.
-    # With the finish reason: the stop string or the stop token that ended the sequence, or `DEADLINE`. The model's end
-    # tokens beyond its first count as stop tokens here.
+    # Set with the finish reason: the stop string or the stop token that ended the sequence, or `DEADLINE`. If a model
+    # has several end tokens, all but the first count as stop tokens here.
     stop_reason: int | str | None = None
-    # The numbers of a request with `pooling`: an array of float32, with a row for each token if the task is one of
-    # tokens. Such a request has one delta.
+    # The numbers of a request with `pooling`, as an array of float32. `token_embed` and `token_classify` give a row for
+    # each token. Such a request has one delta.
     numbers: Any = None
-    # On the last delta of a sequence: when its prompt went to the engine, by the monotonic clock, and its time in the
-    # queue. Beam search has 0 for both.
+    # Set on the last delta of a sequence: the monotonic time at which the prompt went to the engine, and its seconds in
+    # the queue. Both are 0 for a beam search.
     submitted_at: float = 0.0
     queued_seconds: float = 0.0
 
