@@ -1,6 +1,6 @@
 """The errors of requests.
 
-Messages are for clients: they name the field, the value and the allowed values, and have no traceback or path.
+Clients get the messages: they name the field, the value and the allowed values, and have no traceback or path.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-SHOWN = 200  # Characters of a client's name or value that a message repeats.
+SHOWN = 200  # The most characters of a client's name or value that a message repeats.
 _QUOTED = re.compile(r"`(\w+)`")
 
 
 class RequestError(Exception):
-    """A request ends without its answer."""
+    """The base class: a request ends without its answer."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
 
     def __copy__(self) -> RequestError:
-        """Return the error without its traceback. The arguments of a subclass are not known here."""
+        """Return the error without its traceback. `__init__` is skipped, because subclasses have other arguments."""
         error = type(self).__new__(type(self), *self.args)
         error.__dict__ |= self.__dict__
         return error
 
 
 class UnknownModel(RequestError):
-    """The model, or the version of it, that the call names is not served here."""
+    """The server does not serve the model, or the version of the model, that the call names."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class ModelNotNamed(UnknownModel):
 
 
 class NotServed(RequestError):
-    """The model cannot do this, such as a chat on an engine without chats."""
+    """The model cannot answer such a call, for example a chat on an engine without chats."""
 
 
 class NotReady(RequestError):
@@ -52,7 +52,7 @@ class NoWorkers(NotReady):
 
 
 class CrossSite(RequestError):
-    """A browser has sent the request for another site, and the route commands the server or tells about it."""
+    """A browser has sent the request for another site, and the route controls the server or reports its state."""
 
 
 class Unauthorized(RequestError):
@@ -60,7 +60,7 @@ class Unauthorized(RequestError):
 
     def __init__(self, *, in_browser: bool = False) -> None:
         message = "this server asks for a key: send the header `Authorization: Bearer KEY` or `x-api-key: KEY`"
-        if in_browser:  # It sends no such header for a page.
+        if in_browser:  # A browser sends neither header when it opens a page.
             message += ", such as with curl -H 'x-api-key: KEY'; /console has a field for the key"
         super().__init__(message)
 
@@ -74,21 +74,21 @@ class BodyTimeout(RequestError):
 
 
 class InvalidRequest(RequestError):
-    """The client sent something wrong; found before inference."""
+    """The client's request is invalid. The error is found before inference."""
 
 
 class InvalidParameter(InvalidRequest):
-    """A generation parameter has a wrong type or value; found before inference."""
+    """A parameter of the request has a wrong type or value. The error is found before inference."""
 
     def __init__(self, parameter: str, message: str) -> None:
         super().__init__(f"`{parameter}` {message}")
         self.parameter = parameter
 
     def renamed(self, names: Mapping[str, str]) -> InvalidParameter:
-        """Return the error in the words of a client that has other names for parameters.
+        """Return the error with the client's names for parameters.
 
         Args:
-            names: The client's names by the engine's. Others stay.
+            names: The client's name for each of the engine's names. Names that are not listed stay.
         """
         parameter = names.get(self.parameter, self.parameter)
         message = _QUOTED.sub(lambda found: f"`{names.get(found[1], found[1])}`", self.message)
@@ -96,16 +96,16 @@ class InvalidParameter(InvalidRequest):
 
 
 class UnusableImage(InvalidRequest):
-    """An image of the request cannot be used: it cannot be fetched, its base64 is wrong, or it is no allowed image."""
+    """An image cannot be fetched, its base64 is invalid, or its content is not an allowed image."""
 
     def __init__(self, fault: Literal["fetch", "base64", "content"], reason: str) -> None:
-        """Create the error. The reason follows the name of the field."""
+        """Create the error. In the message, `reason` follows the words "an image"."""
         super().__init__(f"an image {reason}")
         self.fault, self.reason = fault, reason
 
 
 class InvalidChat(InvalidRequest):
-    """The model's chat template, or the server, does not take the messages of a chat."""
+    """The model's chat template, or the server, refuses the messages of a chat."""
 
 
 class UnknownAdapter(InvalidRequest):
@@ -117,7 +117,7 @@ class UnknownAdapter(InvalidRequest):
 
 
 class AdapterUnusable(InvalidRequest):
-    """The call names a registered adapter whose files have gone or broken since."""
+    """The call names a registered adapter whose files have since been removed, changed or damaged."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"the adapter {name[:SHOWN]!r} cannot be loaded: {reason}")
@@ -125,11 +125,11 @@ class AdapterUnusable(InvalidRequest):
 
 
 class AdapterError(RequestError):
-    """An adapter cannot be registered, changed or removed; nothing has changed."""
+    """An adapter cannot be registered, updated or removed. Everything stays as it was."""
 
 
 class AdapterConflict(AdapterError):
-    """The name is taken, or the order contradicts itself or the registered adapter."""
+    """The name is invalid or taken, or another change of the adapter is in progress."""
 
 
 class AdapterTaken(AdapterConflict):
@@ -145,11 +145,11 @@ class AdapterFailed(AdapterError):
 
 
 class AdapterMissing(AdapterFailed):
-    """There is nothing where its files should be."""
+    """The adapter's directory does not exist."""
 
 
 class NoRoomForAdapter(AdapterError):
-    """The engine holds as many adapters as it may, and all are in use."""
+    """All of the engine's adapter slots are taken by adapters that are pinned or in use."""
 
 
 class ContextExceeded(InvalidRequest):
@@ -173,7 +173,7 @@ class PromptTooLong(InvalidRequest):
 
 
 class Overloaded(RequestError):
-    """The queue is full. `status`: the status for LMI's clients."""
+    """The server has no room for the request. `status` is the status code for LMI's clients."""
 
     def __init__(self, message: str, status: int = 503) -> None:
         super().__init__(message)
@@ -181,32 +181,32 @@ class Overloaded(RequestError):
 
 
 class GenerationFailed(RequestError):
-    """The engine failed at this request; others are not affected."""
+    """The engine failed to answer this request. Other requests are not affected."""
 
 
 class EngineFault(GenerationFailed):
-    """The engine ended this request with an error, and says no more."""
+    """The engine ended this request with an error, and gave no reason."""
 
     def __init__(self) -> None:
         super().__init__("the engine reported an internal error for this request")
 
 
 class InternalError(GenerationFailed):
-    """A fault in this server; the log has more under the request's id."""
+    """A bug in this server. The log has the details under the request's id."""
 
     def __init__(self) -> None:
         super().__init__("internal error; the log has more under this request's id")
 
 
 class DeadlineExceeded(GenerationFailed):
-    """The call had nothing to answer with at its deadline: no token, or not all vectors or scores."""
+    """At its deadline, the call had no generated token, or not all of its vectors or scores."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the call had no answer at its deadline ({seconds:g} s)")
 
 
 class EngineDead(RequestError):
-    """The engine has died, and all its requests with it."""
+    """The engine has died, and its requests have failed."""
 
     def __init__(self, message: str = "the engine has died; the request was not completed") -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""A loaded model as contracts see it: its tokenizer and its figures. Every engine is one."""
+"""A loaded model as contracts see it: its tokenizer, limits and status. Every engine is a loaded model."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ from engines.statistics import EngineStatistics
 from engines.tokenized_segments import by_segments, encode_all, special_tokens_around
 
 _LONG_IDS = 4096
-_CHARACTERS_PER_TOKEN = 256  # The assumed length of the longest token, if the tokenizer does not tell it.
+_CHARACTERS_PER_TOKEN = 256  # The assumed length of the longest token, if the tokenizer does not give it.
 
 
 def fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
-    """Return the tokenizer of the library `tokenizers` that a wrapper holds; None for one of another library."""
+    """Return the tokenizer of the library `tokenizers` inside a Hugging Face tokenizer; None if it has none."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     return fast if isinstance(fast, Tokenizer) else None
 
 
 def copied(tokenizer: Any) -> Any:
-    """Return a copy, whose truncation and padding are its own; a tokenizer without such state is returned unchanged."""
+    """Return a copy with separate truncation and padding. A tokenizer without such state is returned unchanged."""
     return tokenizer if fast_tokenizer(tokenizer) is None else copy.deepcopy(tokenizer)
 
 
 class ModelTexts:
-    """A model's texts to token ids, and back."""
+    """Converts texts to a model's token ids, and back."""
 
     def __init__(self, tokenizer: Any, image_mark: Callable[[int], str] | None = None) -> None:
         """Create the texts.
 
         Args:
-            tokenizer: One that no other code changes.
-            image_mark: Returns the mark of an image in a prompt, by its number from 1. None: the model takes text only.
+            tokenizer: A tokenizer that no other code changes.
+            image_mark: Returns the mark that stands for an image in a prompt, by the image's number from 1. None: the
+                model takes text only.
         """
         self.tokenizer, self.image_mark = tokenizer, image_mark
         self._fast = fast = fast_tokenizer(tokenizer)
         if fast is not None:
-            # A tokenizer file may have kept them from training; the wrapper would switch them off as well.
+            # A tokenizer's file may still have them from training. The Hugging Face class switches them off as well.
             fast.no_truncation()
             fast.no_padding()
         segments = by_segments(fast) if fast is not None else None
-        # Returns the token ids of a text; `special=False` leaves out the special tokens that the model wants around it.
+        # Returns the token ids of a text. With `special=False`, the model's special tokens around the text are omitted.
         self.encode: Callable[..., list[int]] = segments.encode if segments is not None else self._encode_whole
         self.special_ids = frozenset(tokenizer.all_special_ids)
 
@@ -62,12 +63,12 @@ class ModelTexts:
 
     @cached_property
     def joins_bytes(self) -> bool:
-        """True if the text of tokens is the text of their joined bytes. The tokens before them do not matter."""
+        """True if the text of tokens depends only on their joined bytes, and not on the tokens before them."""
         return self._fast is not None and isinstance(self._fast.decoder, decoders.ByteLevel)
 
     @property
     def truncation_side(self) -> str:
-        """The side on which prompts are truncated, with every engine and every model."""
+        """The side at which every engine truncates the prompts of every model."""
         return "left"
 
     @property
@@ -76,7 +77,7 @@ class ModelTexts:
 
     def _encode_whole(self, text: str, *, special: bool = True) -> list[int]:
         if (fast := self._fast) is not None:
-            # The wrapper around `tokenizers` costs more than the tokenizing of a short text.
+            # The Hugging Face class around it takes longer than the tokenizing of a short text.
             return encode_all(fast, [text], special=special)[0]
         tokenizer = self.tokenizer
         return list(tokenizer.encode(text) if special else tokenizer.encode(text, add_special_tokens=False))
@@ -86,21 +87,22 @@ class ModelTexts:
     ) -> tuple[list[int], int]:
         """Return the token ids of a text or of a pair of texts, at most `most` of them.
 
-        A text that is too long is cut at `side`, between the special tokens. Of a pair the longer text is cut.
+        A text that is too long is cut at `side`, and keeps its special tokens. If a pair is too long, the longer text
+        is cut first.
 
         Args:
             text: The text.
             second: The second text of a pair.
             most: The largest number of tokens, at least the number of special tokens.
             side: The side at which texts are cut.
-            special: With the special tokens that the model wants around a text.
+            special: Include the special tokens that the model wants around a text.
 
         Returns:
             The ids, and the position of the first id that belongs to the second text.
         """
         if self._fast is None:
             return self._encode_cut_slowly(text, second, most, side, special)
-        # The truncation of `tokenizers` would also make all parts that were cut off, and each pair of these.
+        # The truncation of `tokenizers` would also encode all parts that it cuts off, and all pairs of these parts.
         around = _Surroundings() if not special else self._around_pair if second is not None else self._around_text
         room = max(most - around.length, 0)
         ids = self.encode(text, special=False)
@@ -136,7 +138,7 @@ class ModelTexts:
         return list(found["input_ids"]), _first_of_second(types if types is not None else [0] * len(found["input_ids"]))
 
     def places(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]] | None]:
-        """Return token ids, and the characters of the text that each spans; None if the tokenizer does not know."""
+        """Return the token ids, and the range of characters of each token; None if the tokenizer has no ranges."""
         if self._fast is None:
             return self.encode(text, special=special), None
         encoding = self._fast.encode_batch([text], add_special_tokens=special)[0]
@@ -147,7 +149,8 @@ class ModelTexts:
         fast, ids = self._fast, list(token_ids)
         if fast is None or len(ids) <= _LONG_IDS or getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
             return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special))
-        return str(fast.decode_batch([ids], skip_special_tokens=skip_special)[0])  # `decode` would hold the lock, too
+        # `decode_batch` releases the interpreter's lock. `decode` does not.
+        return str(fast.decode_batch([ids], skip_special_tokens=skip_special)[0])
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         return list(self.tokenizer.convert_ids_to_tokens(list(token_ids)))
@@ -164,7 +167,7 @@ class _Surroundings:
     before: tuple[int, ...] = ()
     between: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
-    # The number of tokens of `between` that belong to the first text. None: no token has the type of a second text.
+    # How many tokens of `between` have the first text's token type. None: no token has the second text's type.
     of_second: int | None = 0
 
     @property
@@ -192,7 +195,7 @@ def _cut(ids: list[int], most: int, side: Side) -> list[int]:
 
 
 def _shares(first: int, second: int, most: int) -> tuple[int, int]:
-    """Return the numbers of tokens that two texts of these lengths keep, if the longer one is cut first."""
+    """Return how many tokens each of two texts keeps, if the longer one is cut first."""
     if first + second <= most:
         return first, second
     half = most // 2
@@ -200,7 +203,7 @@ def _shares(first: int, second: int, most: int) -> tuple[int, int]:
         return first, most - first
     if second <= half:
         return most - second, second
-    # As in `tokenizers`, the rest of an odd number goes to the longer text.
+    # As in `tokenizers`, the longer text gets the extra token of an odd number.
     return (half, most - half) if first <= second else (most - half, half)
 
 
@@ -211,33 +214,33 @@ def _first_of_second(types: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """The engine's own account of itself, from its scheduler."""
+    """The load of an engine, from its scheduler."""
 
     running_requests: int
     waiting_requests: int
-    kv_cache_usage: float  # Share of the KV cache in use, 0 to 1.
+    kv_cache_usage: float  # The share of the KV cache that is in use, from 0 to 1.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningSequence:
-    """A sequence that an engine has, running or waiting. It says nothing of the prompt but its length."""
+    """A running or waiting sequence of an engine. It has no part of the prompt or of the answer."""
 
     request_id: str
-    seconds: float  # Since it came.
-    quiet_seconds: float | None  # Since its last token. None: it has no token.
+    seconds: float  # Seconds since the request arrived.
+    quiet_seconds: float | None  # Seconds since the last token. None: there is no token yet.
     prompt_tokens: int
-    tokens: int  # Of the answer.
+    tokens: int  # The number of tokens of the answer so far.
     adapter: str | None = None
-    constraint: str | None = None  # The kind, such as "json".
-    copy: int | None = None  # The number of the copy that has it.
+    constraint: str | None = None  # The kind of constraint, such as "json".
+    copy: int | None = None  # The number of the copy that has the sequence.
 
 
 class LoadedModel(Protocol):
     """A model, loaded."""
 
     statistics: EngineStatistics
-    max_model_len: int  # Tokens of prompt and answer together.
-    max_top_tokens: int  # The most alternatives that a token may carry.
+    max_model_len: int  # The limit on the tokens of prompt and answer together.
+    max_top_tokens: int  # The limit on the alternatives of a token.
     eos_token_ids: frozenset[int]
     pooling: PoolingModel | None  # None if the model generates text.
     takes_images: bool  # Messages may have images.
@@ -248,9 +251,9 @@ class LoadedModel(Protocol):
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
     ) -> list[Token]:
-        """Return tokens whose joined texts are the text of `token_ids` after the text of `prompt_ids`."""
+        """Return the tokens with their texts. The joined texts continue the text of `prompt_ids`."""
 
     def status(self) -> EngineStatus: ...
 
     def sequences(self) -> Sequence[RunningSequence]:
-        """Return the sequences that run or wait. Other threads may call it."""
+        """Return the running and waiting sequences. Other threads may call this."""

@@ -61,7 +61,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool | None = None  # As in `SchemaPart`.
 
     def for_vllm(self) -> dict[str, Any]:
-        """Return the constraint as the field of vLLM's `structured_outputs` that has it."""
+        """Return the constraint as a field of vLLM's `structured_outputs`."""
         forms = {
             "json": self.json_schema,
             "regex": self.regex,
@@ -122,7 +122,7 @@ class EngineMemo(msgspec.Struct):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt, how the engine continues it, and what the answer contains.
+    """A prompt, how to continue it, and the data that the answer needs.
 
     The `want_*` fields and `top_tokens` ask the engine only for data that the answer shows, because log probabilities
     double the cost of a streamed token.
@@ -158,8 +158,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace_context: Mapping[str, str] | None = None  # `traceparent` and `tracestate` of the client's trace.
     # Requests share cached prompts only if their salts are equal.
     cache_salt: str = ""
-    # Decoded images, in the order of their marks in the prompt (`ModelTexts.image_mark`). They are freed once the engine
-    # has the prompt.
+    # Decoded images, in the order of their marks in the prompt (`ModelTexts.image_mark`). They are freed when the
+    # engine has the prompt.
     images: Sequence[Any] = ()
     priority: int = 0  # With vLLM's scheduling policy `priority`, lower numbers run first.
     # Shared by requests with equal parameters. They may differ in the prompt, adapter, images, id, trace, salt and
