@@ -1,4 +1,4 @@
-"""The directory for files that can be made or downloaded again."""
+"""The directory for cached files, which can be made or downloaded again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     """Return SLIPWAY_CACHE_DIR, else `slipway` in the user's cache directory, else a directory below /tmp.
 
-    The last is for containers without a home that can be written.
+    The directory below /tmp is for containers without a writable home directory.
     """
     environ = os.environ if environ is None else environ
     if configured := environ.get("SLIPWAY_CACHE_DIR"):
@@ -24,7 +24,7 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def is_writable(directory: Path) -> bool:
-    """Return whether files can be created in `directory`, which is created first if needed."""
+    """Return whether files can be created in `directory`. The directory is created if it does not exist."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -43,5 +43,5 @@ def _temporary() -> Path:
     if status.st_uid != os.getuid() or not directory.is_dir() or directory.is_symlink():
         return Path(
             tempfile.mkdtemp(prefix="slipway-")
-        )  # another user's, who could change the files that are loaded from it
+        )  # The directory belongs to another user, who could change files before they are loaded.
     return directory

@@ -1,4 +1,4 @@
-"""Threads for work that may hang: the process does not wait for them when it ends."""
+"""Threads for work that may hang. The process does not wait for these threads when it ends."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ T = TypeVar("T")
 
 
 def in_daemon_thread(function: Callable[[], T]) -> Awaitable[T]:
-    """Run `function` in a new thread, and return an awaitable of its result.
+    """Run `function` in a new thread, and return an awaitable for its result.
 
-    The awaiting task may be cancelled, and the process may end before the function. The interpreter joins the threads
-    of `asyncio.to_thread` before it exits; it does not join these.
+    The awaiting task may be cancelled, and the process may end before the function. Before it exits, the interpreter
+    joins the threads of `asyncio.to_thread`, but not these threads.
     """
     return _begin(function, "loading")
 
 
 class LastingThreads:
-    """Threads that run one function each, and then stay until they are told to end.
+    """Threads that run one function each, and then stay alive until `end` is called.
 
-    They are for starting processes that ask the kernel to end with the thread that started them (PR_SET_PDEATHSIG).
+    They start processes that the kernel kills together with the thread that started them (PR_SET_PDEATHSIG).
     """
 
     def __init__(self, name: str) -> None:
@@ -35,7 +35,7 @@ class LastingThreads:
         return _begin(function, self._name, self._ended.wait)
 
     def end(self) -> None:
-        """End the threads, and with them the processes that they have started."""
+        """End the threads. The kernel then kills the processes that they have started."""
         self._ended.set()
 
 

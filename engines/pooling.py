@@ -1,6 +1,6 @@
-"""Pooling: a model makes numbers of a prompt, in place of text.
+"""Pooling: a model turns a prompt into numbers instead of text.
 
-An embedding model makes a vector, a reranker one score, a classifier a score for each label.
+An embedding model makes a vector, a reranker makes one score, and a classifier makes a score for each label.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Side = Literal["left", "right"]
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers that a request wants of its prompt."""
+    """The kind of numbers that a request asks for."""
 
     task: PoolingTask
-    # Vectors have the length 1, and scores pass the model's function (a sigmoid, or a softmax). None: as the model's
-    # own files say. False: the raw numbers.
+    # True: vectors are scaled to length 1, and the model's function (a sigmoid, or a softmax) is applied to scores.
+    # False: the numbers are raw. None: the model's files decide.
     activation: bool | None = None
     # The second text of a pair. None: the prompt is a single text.
     second: str | None = None
-    # The side at which a prompt that is too long for the model is cut. None: it is refused.
+    # The side at which a prompt that is too long for the model is cut. None: such a prompt is refused.
     cut: Side | None = None
 
 
@@ -34,27 +34,28 @@ class PoolingModel:
     """A model without text generation, as contracts see it."""
 
     kind: ModelKind
-    task: PoolingTask  # The task of a request that does not say.
+    task: PoolingTask  # The task of a request that names none.
     tasks: frozenset[str]  # All tasks of the model.
-    vector_size: int  # Numbers of a vector. 0 if the model makes none.
+    vector_size: int  # The number of dimensions of a vector. 0 if the model makes no vectors.
     labels: Mapping[int, str] = field(default_factory=dict)  # The names of the classes by their numbers.
-    # The way from the tokens' vectors to one, in vLLM's words: "CLS", "MEAN", "LAST". "SPLADE": the vector has a weight
-    # for each token of the vocabulary.
+    # How the tokens' vectors become one vector, by vLLM's names: "CLS", "MEAN" or "LAST". "SPLADE": the vector has a
+    # weight for each token of the vocabulary.
     pooling: str = ""
     dtype: str = ""  # The type of the weights, such as "float16".
-    # As in transformers' configuration: "regression", "single_label_classification", "multi_label_classification".
-    # Empty if the model's files do not say.
+    # The value of transformers' configuration: "regression", "single_label_classification" or
+    # "multi_label_classification". Empty if the model's files have none.
     problem_type: str = ""
     lower_case: bool = False  # vLLM's front end takes texts in lower case (sentence-transformers' `do_lower_case`).
-    pairs_refusal: str = ""  # The reason if pairs of texts cannot be scored by tokenizing them together, else empty.
-    # Texts that go in front of a prompt, by their names (sentence-transformers' `prompts`).
+    pairs_refusal: str = ""  # Why pairs of texts cannot be scored by tokenizing them together. Empty if they can.
+    # Prefixes for texts, by their names (sentence-transformers' `prompts`).
     prompts: Mapping[str, str] = field(default_factory=dict)
-    # The text that goes in front of texts on TEI's routes, and of texts for vectors on LMI's, if a request names none.
+    # The prefix if a request names none. It is used for texts on TEI's routes, and for texts on LMI's routes that
+    # become vectors.
     default_prompt: str | None = None
 
 
 def kind_of_model(task: PoolingTask, labels: int) -> ModelKind:
-    """Return the kind of a model by its task and its number of labels."""
+    """Return the kind of a model with this task and number of labels."""
     match task:
         case "embed":
             return "embedding"

@@ -1,9 +1,9 @@
-"""The reason why an engine could not start, and whether it was too little memory.
+"""The reason why an engine could not start, and whether the reason is a lack of memory.
 
-SageMaker unloads other models where memory is the reason, so an error counts as that only by its type, or by a whole
-message of vLLM or PyTorch. vLLM's are in `v1/core/kv_cache_utils.py` (in vLLM 0.33 `v1/core/kv_cache_planning.py`),
-`v1/worker/utils.py`, `gpu_model_runner.py` and `cpu_worker.py`; its executor and engine manager pass on only the text
-of a failure in another process.
+If memory is the reason, SageMaker unloads other models. So an error counts as a lack of memory only by its type, or by
+a phrase from a message of vLLM or PyTorch. vLLM's messages are in `v1/core/kv_cache_utils.py` (in vLLM 0.33
+`v1/core/kv_cache_planning.py`), `v1/worker/utils.py`, `gpu_model_runner.py` and `cpu_worker.py`. If another process
+fails, vLLM's executor and engine manager pass on only the text of the error.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _SIGNS = re.compile(
     r"|(CUDA|HIP|XPU) out of memory|CUDA error: out of memory|DefaultCPUAllocator: can't allocate memory"
     r"|Cannot allocate memory \(os error 12\)"
 )
-# vLLM's advice if the KV cache is too small. It names its own flags and asks to read a page.
+# vLLM's advice if the KV cache is too small. It names vLLM's flags and a page of vLLM's documentation.
 _ADVICE = re.compile(
     r"(?:Based on the available memory, the estimated maximum model length is (\d+)\. )?"
     r"Try increasing `gpu_memory_utilization`.*?for more details\.",
     re.DOTALL,
 )
-# vLLM's engine process got SIGKILL: so the kernel ends a process when memory runs out.
+# vLLM's engine process got SIGKILL. The kernel kills a process this way when memory runs out.
 _KILLED = re.compile(r"Engine core initialization failed\..*Failed core proc\(s\): \{[^}]*: -9\b", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """The failure of one process, in its own words."""
+    """The failure of one process, with its own error message."""
 
     reason: str
     out_of_memory: bool
@@ -52,7 +52,7 @@ class StartFailure:
 
 
 def failure_of(error: Exception) -> StartFailure:
-    """Read an exception."""
+    """Return the failure that an exception describes."""
     reason = _reason(error)[:_SHOWN] or type(error).__name__
     if _KILLED.search(reason):
         return StartFailure("its engine process was killed (SIGKILL), as the kernel does when memory runs out", True)
@@ -62,9 +62,9 @@ def failure_of(error: Exception) -> StartFailure:
 
 
 def _reason(error: Exception) -> str:
-    """Return the text of an error; of a pydantic error only the faults, without arguments and links.
+    """Return the text of an error. For a pydantic error, leave out the arguments and links.
 
-    vLLM's advice is replaced by the options that do the same.
+    vLLM's advice is replaced by the options that have the same effect.
     """
     if not isinstance(error, ValidationError):
         return _ADVICE.sub(_remedy, str(error))

@@ -1,7 +1,7 @@
 """Counts and timings of generation, updated in the hot path.
 
-Plain numbers and lists, no locks, no label look-ups: everything happens on one event loop.
-`container.observability.metrics` makes Prometheus metrics of them when it is scraped.
+They are plain numbers and lists, without locks and label look-ups, because everything happens on one event loop.
+`container.observability.metrics` turns them into Prometheus metrics when `/metrics` is scraped.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from prometheus_client.registry import Collector
 
 
 class StartupTimes:
-    """Seconds by phase, in the order in which the phases ended; the log and `/metrics` show them."""
+    """The seconds of each phase of the start, in the order in which the phases ended. For the log and `/metrics`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the duration of the block; a phase that fails is not kept."""
+        """Measure the duration of the `with` block. A phase that fails is not kept."""
         started = time.monotonic()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
@@ -47,16 +47,16 @@ LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit 
 VERDICTS = ("valid", "invalid", "incomplete", "unchecked")
 
 
-# The contents of a call at its deadline: a part of its answer, or nothing.
+# What a client gets at the deadline of its call: a part of the answer, or nothing.
 AT_DEADLINE = ("partial", "nothing")
 
 
 MOST_WAITING = 4096
-"""Values of a `Distribution` that wait until they are counted."""
+"""The number of waiting values at which a `Distribution` counts them."""
 
 
 class Distribution:
-    """A histogram: values, counted by upper bound when they are read."""
+    """A histogram. New values wait in a list, and are sorted into buckets when the histogram is read."""
 
     __slots__ = ("_counts", "_total", "bounds", "waiting")
 
@@ -77,7 +77,7 @@ class Distribution:
             self.count()
 
     def count(self) -> None:
-        """Count the values that wait."""
+        """Sort the waiting values into buckets."""
         for value in self.waiting:
             self._counts[bisect_left(self.bounds, value)] += 1
         self._total += sum(self.waiting)
@@ -94,7 +94,7 @@ class Distribution:
         return self._total
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Upper bounds as text with the number of observations not above them, as Prometheus wants them."""
+        """Return each upper bound, as text, with the number of values up to this bound. This is Prometheus' form."""
         running, pairs = 0, []
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
             running += count
@@ -104,17 +104,17 @@ class Distribution:
 
 @dataclass(slots=True)
 class CallCounts:
-    """Calls of all contracts, answered by an engine: whole HTTP requests of any kind."""
+    """The HTTP requests of all contracts that an engine has answered."""
 
     succeeded: int = 0
     failed: int = 0
     succeeded_seconds: float = 0.0
     failed_seconds: float = 0.0
-    last_at: float = 0.0  # Seconds since the epoch; 0 if none ran.
-    durations: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))  # Of successful requests.
+    last_at: float = 0.0  # When the last call ended, in seconds since the epoch. 0 if there was no call.
+    durations: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))  # Only successful calls.
 
     def count(self, seconds: float, *, failed: bool) -> None:
-        """Count a call that took so long. One whose client went away counts as neither."""
+        """Count a call that took this many seconds. Calls whose clients have left are not counted."""
         self.last_at = time.time()
         if failed:
             self.failed += 1
@@ -125,25 +125,26 @@ class CallCounts:
             self.durations.observe(seconds)
 
 
-# A step of the engine: when its message came, in seconds since the epoch; running and waiting requests; the tokens of
-# prompts and answers that it computed; the used share of the KV cache. No class, because one is made for each step.
+# A step of the engine: the arrival time of its message, in seconds since the epoch; the numbers of running and of
+# waiting requests; the number of prompt and answer tokens that it computed; the used share of the KV cache. It is a
+# tuple, because one is made for each step.
 Step = tuple[float, int, int, int, float]
 MOST_STEPS = 8192
-"""Steps of a copy that are kept: those of a minute, if a step takes 7 ms or longer."""
+"""The number of steps that are kept for each copy. If a step takes at least 7 ms, they cover the last minute."""
 
 
 @dataclass(slots=True)
 class EngineStatistics:
-    """Everything that one engine counts."""
+    """All counts and timings of one engine."""
 
     calls: CallCounts = field(default_factory=CallCounts)
     started_requests: int = 0
     finished_requests: int = 0
     aborted_requests: int = 0
     failed_requests: int = 0
-    continued_requests: int = 0  # Times that a request was continued after the engine had died.
-    down_seconds: float = 0.0  # Time in which requests waited for another engine process.
-    partial_requests: int = 0  # Prompts whose answers follow a part of their JSON schema.
+    continued_requests: int = 0  # How often a request was continued after an engine process had died.
+    down_seconds: float = 0.0  # Seconds in which no engine process accepted requests.
+    partial_requests: int = 0  # Prompts whose JSON schema is enforced only in part.
     partial_answers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(VERDICTS, 0))  # By verdict.
     deadlines: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AT_DEADLINE, 0))  # Calls that reached it.
     prompt_tokens: int = 0
@@ -156,9 +157,9 @@ class EngineStatistics:
     lengths: Distribution = field(default_factory=lambda: Distribution(LENGTH_BUCKETS))
     inference: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))
     mean_times: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))
-    # The latest steps of each copy or data-parallel rank, by its number from 0. Empty if the engine reports none.
+    # The latest steps of each copy or data-parallel rank, by its number from 0. Empty if the engine reports no steps.
     steps: Mapping[int, deque[Step]] = field(default_factory=dict)
-    vllm: Collector | None = None  # vLLM's own metrics, if it is the engine.
+    vllm: Collector | None = None  # vLLM's own metrics, if vLLM is the engine.
 
     def prompt(self, tokens: int) -> None:
         """Count a prompt that was given to the engine."""
@@ -172,23 +173,28 @@ class EngineStatistics:
                 each.count()
 
     def count_verdict(self, verdict: str) -> None:
-        """Count an answer whose schema is held in part, by what its check has found: one of `VERDICTS`."""
+        """Count the check of an answer whose schema is enforced in part. `verdict` is one of `VERDICTS`."""
         self.partial_answers[verdict] += 1
 
     def of_beam_steps(self) -> tuple[EngineStatistics, EngineStatistics]:
         """Return the statistics for the first step of a beam search, and for its later steps."""
         first = EngineStatistics(time_to_first_token=self.time_to_first_token, queue_time=self.queue_time)
-        # The first token of a later step comes after another of its beam, so its time is one between two tokens.
+        # A later step's first token is not the first of its beam. So its delay is a time between two tokens.
         return first, EngineStatistics(time_to_first_token=self.inter_token)
 
     def pooled(self, seconds: float, queued: float) -> None:
-        """Count a prompt whose numbers came after `seconds`, of which it waited `queued` for its first step."""
+        """Count a pooled prompt.
+
+        Args:
+            seconds: The time from the prompt to its numbers.
+            queued: The part of this time in which the prompt waited in the queue.
+        """
         self.finished_requests += 1
         self.inference.observe(max(seconds - queued, 0.0))
         self.queue_time.observe(queued)
 
     def ended(self, tokens: int, seconds: float) -> None:
-        """Keep the length and the time of a sequence that came to its end."""
+        """Record the length and the duration of a finished sequence."""
         self.lengths.waiting.append(tokens)
         self.inference.waiting.append(seconds)
         if tokens:
