@@ -1,6 +1,6 @@
-"""The adapters of one model: registered, updated and unregistered under their names.
+"""The adapters of one model, which are registered, updated and unregistered by their names.
 
-An `AdapterHost`, an engine or the workers of a custom handler, loads them.
+An `AdapterHost` loads them: an engine, or the workers of a custom handler.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from engines.errors import (
 
 logger = logging.getLogger(__name__)
 
-ON_HUB = "hf://"  # `hf://owner/name` or `hf://owner/name@revision`: an adapter that the settings name, on the hub.
-DIRECTORY = "adapters"  # Directory of a model in which its own adapters are, each in a directory.
+ON_HUB = "hf://"  # Settings may name an adapter on the hub: `hf://owner/name` or `hf://owner/name@revision`.
+DIRECTORY = "adapters"  # The subdirectory of a model that has its own adapters, each in a directory.
 
-# Not `.` or `..`: clients resolve them in a path, so that such an adapter could never be removed.
+# `.` and `..` are not allowed: clients resolve them in a path, so such an adapter could never be removed.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[^/\x00-\x1f\x7f]{1,200}")
 _DECLARED_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,200}")  # Of the settings. It may be an id on the hub.
 _SCHEME = re.compile(r"file:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)  # Java writes `file:/directory`.
@@ -42,15 +42,15 @@ _ON_S3 = re.compile(r"s3://", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterOrder:
-    """A client's order to register or to update an adapter. None: not given."""
+    """A client's command to register or to update an adapter. A field is None if the client does not give it."""
 
     name: str
-    # A directory, a relative one below the model's, or `s3://`; any value that the host accepts, if the host interprets
-    # it.
+    # A directory, or an `s3://` URL. A relative directory is below the model's directory. If the host reads `src`, any
+    # value that the host accepts.
     src: str | None = None
-    preload: bool | None = None  # Load it now, not with its first request.
-    pin: bool | None = None  # Keep it in memory.
-    alias: str = ""  # Its name in messages.
+    preload: bool | None = None  # Load the adapter now, and not with its first request.
+    pin: bool | None = None  # Keep the adapter in memory.
+    alias: str = ""  # The adapter's name in messages.
     options: Mapping[str, str] = field(default_factory=dict)  # All other parameters, for a custom handler.
 
 
@@ -60,8 +60,8 @@ class Adapter:
 
     name: str
     src: str  # As the client gave it.
-    path: Path  # Its directory; it need not exist if the host interprets `src`.
-    id: int  # At least 1, and unique among all adapters of the model, former ones included.
+    path: Path  # The adapter's directory. It need not exist if the host reads `src`.
+    id: int  # At least 1, and unique among all present and former adapters of the model.
     preload: bool = True
     pin: bool = False
     alias: str = ""
@@ -71,15 +71,15 @@ class Adapter:
 class AdapterHost(Protocol):
     """Loads the adapters of one model.
 
-    Methods return the message for the client, "" for the usual one. All may raise AdapterError, which leaves everything
-    as it was.
+    Methods return the message for the client. "" stands for the usual message. Every method may raise AdapterError, and
+    then leaves everything as it was.
     """
 
-    # True if the host interprets `src`, which it gets unchanged and may replace; else it needs a directory.
+    # True if the host itself interprets `src`, and may change it with an update. False: the host needs a directory.
     reads_src: bool
 
     async def register(self, adapter: Adapter) -> str:
-        """Make an adapter usable; it replaces a former one of its name."""
+        """Make an adapter usable. It replaces a former adapter of the same name."""
 
     async def update(self, adapter: Adapter) -> str: ...
 
@@ -90,20 +90,21 @@ class AdapterHost(Protocol):
 
 
 class AdapterDownloads(Protocol):
-    """Copies of adapters that are on S3 or on the hub."""
+    """Local copies of adapters from S3 or from the hub."""
 
     async def fetch(self, url: str) -> Path:
         """Download an adapter from `s3://` or `hf://`, and return its directory.
 
         Raises:
-            InvalidParameter: The place does not exist or cannot be read. AdapterFailed: The download has failed.
+            InvalidParameter: `url` does not exist, or cannot be read.
+            AdapterFailed: The download has failed.
         """
 
 
 class AdapterRegistry:
-    """The registered adapters.
+    """The registered adapters. Not thread-safe.
 
-    For the event loop alone. An order that has begun is completed even if its client leaves.
+    A change that has begun is completed even if its client leaves.
     """
 
     def __init__(
@@ -117,15 +118,15 @@ class AdapterRegistry:
         """Create the adapter registry.
 
         Args:
-            reserved: The names of the model itself.
-            faults: Reasons why a directory is not allowed; may block.
-            downloads: None: adapters on S3 are refused.
+            reserved: The model's own names, which no adapter may have.
+            faults: Returns the reasons why a directory is not allowed. It may block.
+            downloads: Downloads adapters. None: adapters on S3 are refused.
         """
         self._host, self._model_dir, self._reserved = host, model_dir, frozenset(reserved)
         self._faults, self._downloads = faults, downloads
         self._adapters: dict[str, Adapter] = {}
         self._ids = itertools.count(1)
-        # The orders that are being carried out, each with the name that is not free until then.
+        # The changes in progress. Each has the adapter name that it reserves until it has ended.
         self._orders: dict[asyncio.Task[str], str] = {}
 
     def __contains__(self, name: object) -> bool:
@@ -138,7 +139,7 @@ class AdapterRegistry:
         """Return the adapter of this name.
 
         Args:
-            alias: Its name in messages.
+            alias: The adapter's name in messages.
 
         Raises:
             UnknownAdapter: No adapter has this name.
@@ -151,11 +152,11 @@ class AdapterRegistry:
         """Register the adapters in `adapters/` below these directories, and the adapters that the settings declare.
 
         Args:
-            model_dirs: The directories. Of two adapters with one name, the adapter in the first directory is
-                registered.
-            declared: Places by names. They take precedence over the directories.
+            model_dirs: The directories. If two of them have adapters of the same name, the first directory counts.
+            declared: The `src` of each adapter in the settings, by the adapter's name. These adapters take precedence
+                over the directories.
 
-        Raises AdapterError, InvalidRequest: one of them, which is named, cannot be used or is not allowed.
+        Raises AdapterError, InvalidRequest: an adapter cannot be used, or is not allowed. The message names it.
         """
         found: dict[str, str] = {}
         for directory in model_dirs:
@@ -176,12 +177,13 @@ class AdapterRegistry:
         Returns the host's message, or "".
 
         Args:
-            replacing: One of the same name is replaced once the new one is loaded; its running requests are completed.
-                The new one keeps what the order does not give.
+            order: The adapter.
+            replacing: An adapter of the same name is replaced when the new one is loaded, and its running requests are
+                completed. The new adapter keeps the former values for fields that the order does not give.
             declared: The settings name the adapter. Its name may have slashes.
 
         Raises:
-            AdapterError: It cannot be registered; everything is as before.
+            AdapterError: The adapter cannot be registered. Everything stays as it was.
             InvalidRequest: `src` does not exist, or its directory is not allowed.
         """
         path = self._path(order.src or "")
@@ -217,14 +219,14 @@ class AdapterRegistry:
         return await self._complete(self._register(adapter), busy=order.name)
 
     async def update(self, order: AdapterOrder) -> str:
-        """Change whether an adapter is preloaded or pinned, its options, and its `src` where its host reads that.
+        """Change an adapter's `preload`, `pin` and options. If its host reads `src`, that can change as well.
 
         Returns the host's message, or "".
 
         Raises:
             UnknownAdapter: No adapter has this name.
-            AdapterError: It cannot be changed; everything is as before.
-            InvalidRequest: Its new directory is not allowed.
+            AdapterError: The adapter cannot be changed. Everything stays as it was.
+            InvalidRequest: The adapter's new directory is not allowed.
         """
         adapter = self.get(order.name, order.alias)
         src = adapter.src if order.src is None else order.src
@@ -249,17 +251,17 @@ class AdapterRegistry:
         return await self._complete(self._update(changed), busy=order.name)
 
     async def unregister(self, name: str, alias: str = "") -> str:
-        """Remove an adapter: new requests for it are refused at once, running ones are completed.
+        """Remove an adapter. New requests for it are refused at once, and its running requests are completed.
 
         Returns the host's message, or "".
 
         Raises:
             UnknownAdapter: No adapter has this name.
-            AdapterError: A custom handler refuses; the adapter stays registered.
+            AdapterError: A custom handler refuses the removal. The adapter stays registered.
         """
         adapter = self.get(name, alias)
         self._check_free(name)
-        del self._adapters[name]  # at once, so that no other order finds it
+        del self._adapters[name]  # at once, so that no other change finds it
         return await self._complete(self._unregister(adapter, alias or adapter.alias))
 
     async def stop(self) -> None:
@@ -301,14 +303,14 @@ class AdapterRegistry:
             raise AdapterConflict(f"another order for the adapter {name!r} is being carried out; try again")
 
     async def _complete(self, work: Coroutine[Any, Any, str], busy: str = "") -> str:
-        """Wait for the work, which is completed even if this is cancelled; until then the name `busy` is not free."""
+        """Wait for a change, which is completed even if the waiting task is cancelled. It reserves the name `busy`."""
         task = asyncio.create_task(work)
         self._orders[task] = busy
 
         def ended(_: object) -> None:
             del self._orders[task]
             if not task.cancelled():
-                task.exception()  # mark it as retrieved: the client may have gone
+                task.exception()  # Mark it as retrieved, because the client may have left.
 
         task.add_done_callback(ended)
         return await asyncio.shield(task)
@@ -320,7 +322,7 @@ class AdapterRegistry:
         """Return the local directory for `src`. The directory may not exist.
 
         Raises:
-            InvalidParameter: The host needs a directory, and `src` is a URL that names none.
+            InvalidParameter: The host needs a directory, and `src` is a URL that does not name one.
         """
         if self._is_remote(src) and self._downloads is not None:
             return Path()  # until it is downloaded
@@ -334,7 +336,7 @@ class AdapterRegistry:
 
 
 def _file_path(text: str) -> str | None:
-    """Return the path of a `file:` URL of this machine; None for any other URL."""
+    """Return the path of a `file:` URL on this machine; None for any other URL."""
     try:
         url = urlsplit(text)
     except ValueError:

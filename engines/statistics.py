@@ -36,23 +36,23 @@ class StartupTimes:
 TIME_TO_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
-# TGI's: up to two minutes and a half.
+# Seconds. TGI's buckets, up to two and a half minutes.
 DURATION_BUCKETS = tuple(float(f"{0.0001 * 1.5**power:.4g}") for power in range(1, 36))
-# Tokens. TGI's are hundredths of the longest.
+# Tokens. TGI instead divides its longest length into a hundred equal buckets.
 LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 
-# The results of a check of an answer whose schema is held in part. "incomplete": a limit of tokens or a stop string has
-# cut the answer. "unchecked": the check takes too long, cannot read the schema, or had too many before it.
+# The results of the check of an answer whose JSON schema is enforced only in part. "incomplete": a token limit or a
+# stop string cut the answer short. "unchecked": the check takes too long, cannot read the schema, or its queue is full.
 VERDICTS = ("valid", "invalid", "incomplete", "unchecked")
 
 
-# What a client gets at the deadline of its call: a part of the answer, or nothing.
+# The possible results of a call that ends at its deadline: a part of the answer, or nothing.
 AT_DEADLINE = ("partial", "nothing")
 
 
 MOST_WAITING = 4096
-"""The number of waiting values at which a `Distribution` counts them."""
+"""A `Distribution` sorts its waiting values into buckets when there are this many."""
 
 
 class Distribution:
@@ -153,7 +153,7 @@ class EngineStatistics:
     inter_token: Distribution = field(default_factory=lambda: Distribution(INTER_TOKEN_BUCKETS))
     queue_time: Distribution = field(default_factory=lambda: Distribution(TIME_TO_FIRST_TOKEN_BUCKETS))
     prompt_lengths: Distribution = field(default_factory=lambda: Distribution(LENGTH_BUCKETS))
-    # Of sequences that came to their end: tokens, and seconds from the engine's first step for it to its last.
+    # Of finished sequences: the tokens, the seconds from the first step to the last token, and the seconds a token.
     lengths: Distribution = field(default_factory=lambda: Distribution(LENGTH_BUCKETS))
     inference: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))
     mean_times: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))
