@@ -35,7 +35,7 @@ DIRECTORY = "adapters"  # The subdirectory of a model that has its own adapters,
 
 # `.` and `..` are not allowed: clients resolve them in a path, so such an adapter could never be removed.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[^/\x00-\x1f\x7f]{1,200}")
-_DECLARED_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,200}")  # Of the settings. It may be an id on the hub.
+_DECLARED_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,200}")  # A name in the settings, which may be an id on the hub.
 _SCHEME = re.compile(r"file:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)  # Java writes `file:/directory`.
 _ON_S3 = re.compile(r"s3://", re.IGNORECASE)
 
@@ -177,7 +177,6 @@ class AdapterRegistry:
         Returns the host's message, or "".
 
         Args:
-            order: The adapter.
             replacing: An adapter of the same name is replaced when the new one is loaded, and its running requests are
                 completed. The new adapter keeps the former values for fields that the order does not give.
             declared: The settings name the adapter. Its name may have slashes.

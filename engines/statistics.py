@@ -110,7 +110,7 @@ class CallCounts:
     failed: int = 0
     succeeded_seconds: float = 0.0
     failed_seconds: float = 0.0
-    last_at: float = 0.0  # When the last call ended, in seconds since the epoch. 0 if there was no call.
+    last_at: float = 0.0  # When the last call ended, in seconds since the epoch. 0 before the first call.
     durations: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))  # Only successful calls.
 
     def count(self, seconds: float, *, failed: bool) -> None:

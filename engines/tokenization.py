@@ -1,4 +1,4 @@
-"""Between texts and token ids, with any Hugging Face tokenizer; bounded in time and memory."""
+"""Converts texts to token ids and back with any Hugging Face tokenizer, within bounds of time and memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from engines.tokenized_segments import LONG_TEXT
 
 
 def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabulary_size: int) -> None:
-    """Refuse too many ids, and ids outside the vocabulary.
+    """Refuse too many ids, and ids beyond the vocabulary.
 
     Raises:
-        InvalidParameter: Naming the parameter.
+        InvalidParameter: The ids of the parameter `name` are not allowed.
     """
     if len(token_ids) > limit:
         raise InvalidParameter(name, f"must hold at most {limit} token ids, got {len(token_ids)}")
-    # An id beyond the vocabulary would be an index beyond the logits in the engine's process.
+    # The engine's process would use an id beyond the vocabulary as an index beyond the end of the logits.
     largest = max(token_ids, default=0)
     if largest >= vocabulary_size:
         raise InvalidParameter(
@@ -34,15 +34,15 @@ def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabular
 
 
 def end_token_ids(configured: int | list[int] | None, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a text: `configured`, by the model's generation config, and its tokenizer's own."""
+    """Return the end tokens: `configured` from the model's generation config, and the tokenizer's end token."""
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(token_id for token_id in (*ids, tokenizer.eos_token_id) if token_id is not None)
 
 
 def check_beams(sampling: SamplingParameters) -> None:
-    """Refuse parameters that a beam search would ignore, since it uses only the model's probabilities.
+    """Refuse parameters that a beam search would ignore, because it uses only the model's probabilities.
 
-    Raises InvalidParameter: naming the parameter.
+    Raises InvalidParameter: such a parameter is given.
     """
     if sampling.constraint is not None:
         raise InvalidParameter(sampling.constraint.parameter, _NOT_WITH_BEAMS)
@@ -52,19 +52,20 @@ def check_beams(sampling: SamplingParameters) -> None:
 
 
 _NOT_WITH_BEAMS = "cannot be used together with beam search"
-_PROMPT_CONTEXT = 16  # Tokens of the prompt in front of the answer; decoding all of a long one would take milliseconds.
-_CONTEXT = 8  # Tokens that a slow tokenizer needs to see in front of the next one.
-_LONGEST_CHARACTER = 4  # Tokens: a byte each.
-_MOST_SILENT = 8  # Tokens without a text in a row, after which a stream may begin anew.
-_MOST_BROKEN = 64  # The same, if they are no whole characters.
-# The beginning of the message of `tokenizers` for a stream that has lost its place.
+# The last tokens of the prompt are decoded with the answer. Decoding all of a long prompt would take milliseconds.
+_PROMPT_CONTEXT = 16
+_CONTEXT = 8  # The number of tokens that a slow tokenizer needs before the next token.
+_LONGEST_CHARACTER = 4  # The most tokens of a character, with one byte each.
+_MOST_SILENT = 8  # After more tokens in a row without text, a new stream may begin.
+_MOST_BROKEN = 64  # After more such tokens, a new stream begins even within a character.
+# The start of the error message of `tokenizers` for a stream that cannot continue.
 _INVALID_PREFIX = "Invalid prefix encountered"
 
 
 class TokenTexts:
-    """The texts that the tokens of an answer add to it: "" while a character is incomplete.
+    """Finds the text that each token adds to an answer. The text is "" while a character is incomplete.
 
-    The joined texts are the text of the answer after the text of `prompt_ids`.
+    The joined texts continue the text of `prompt_ids`.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> None:
@@ -73,8 +74,8 @@ class TokenTexts:
         self._window = _decoding_context(tokenizer, prompt_ids, skip_special)
         self._known = len(self._window)
         self._hidden: frozenset[int] = frozenset()
-        self._recent = deque(self._window, maxlen=_PROMPT_CONTEXT)  # The last tokens with a text.
-        self._silent: list[int] = []  # Tokens since then.
+        self._recent = deque(self._window, maxlen=_PROMPT_CONTEXT)  # The last tokens, up to the last one with a text.
+        self._silent: list[int] = []  # The tokens after these, which have no text yet.
         if self._fast is not None:
             self._stream = DecodeStream(ids=self._window, skip_special_tokens=skip_special)
         if skip_special:
@@ -82,7 +83,7 @@ class TokenTexts:
 
     def add(self, token_id: int) -> str:
         if token_id in self._hidden:
-            return ""  # It has no text, and a row of such tokens would be decoded again at each step.
+            return ""  # It has no text. Otherwise a row of such tokens would be decoded again at each step.
         if self._fast is None:
             return self._step_slow(token_id)
         text = self._step_fast(token_id)
@@ -97,12 +98,13 @@ class TokenTexts:
     def _without_stream(self) -> str:
         """Return the text of a row of U+FFFD, which a stream takes for an incomplete character.
 
-        It would decode the whole row again at each step. The last tokens stay silent: they may be of such a character.
+        The stream would decode the whole row again at each step. The last tokens stay silent, because they may belong
+        to an incomplete character.
         """
         silent, whole = self._silent, self._decode(self._silent)
         if whole.strip("\ufffd"):
             return ""
-        # Between the bytes of a character, both parts would have U+FFFD for it.
+        # A cut within a character would give both parts a U+FFFD for it. So the joined texts would differ.
         cuts = (len(silent) - rest for rest in range(_LONGEST_CHARACTER, 2 * _LONGEST_CHARACTER))
         texts = ((cut, self._decode(silent[:cut])) for cut in cuts)
         found = next((each for each in texts if each[1] + self._decode(silent[each[0] :]) == whole), None)
@@ -116,7 +118,7 @@ class TokenTexts:
         return text + "".join(map(self._step_fast, self._silent))
 
     def _beginning(self) -> list[int]:
-        """Return the last tokens with a text, from the beginning of a character."""
+        """Return the recent tokens, from the start of a character."""
         recent = list(self._recent)
         starts = range(min(_LONGEST_CHARACTER, len(recent)))
         return next((recent[start:] for start in starts if not self._decode(recent[start:]).endswith("\ufffd")), [])
@@ -125,14 +127,14 @@ class TokenTexts:
         try:
             return self._stream.step(self._fast, token_id) or ""
         except Exception as error:
-            # Some tokenizers can write invalid UTF-8, on which the stream gives up; vLLM begins a new one, too.
+            # The stream fails if a tokenizer writes invalid UTF-8. vLLM begins a new stream as well.
             if not str(error).startswith(_INVALID_PREFIX):
                 raise
             self._stream = DecodeStream(skip_special_tokens=self._skip_special)
             return self._stream.step(self._fast, token_id) or ""
 
     def _step_slow(self, token_id: int) -> str:
-        """Decode with the tokens before, since a token's text may depend on them."""
+        """Decode the token together with the tokens before it, because its text may depend on them."""
         self._window.append(token_id)
         before, whole = self._decode(self._window[: self._known]), self._decode(self._window)
         if whole.endswith("\ufffd") or len(whole) <= len(before):
@@ -146,10 +148,10 @@ class TokenTexts:
 
 
 def _decoding_context(tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> list[int]:
-    """Return the end of a prompt that a decoder needs in front of the answer, because token texts may depend on it.
+    """Return the last tokens of a prompt, on which the texts of the answer's tokens may depend.
 
-    Empty if the prompt ends within a character, or in U+FFFD, which looks the same: a decoder would wait for the
-    character's rest, and then give the prompt as if it were part of the answer.
+    Return nothing if the prompt ends within a character, or with U+FFFD, which looks the same. A decoder would wait for
+    the rest of this character, and then return the end of the prompt as part of the answer.
     """
     end = list(prompt_ids[-_PROMPT_CONTEXT:])
     text: str = tokenizer.decode(end, skip_special_tokens=skip_special) if end else ""
@@ -157,22 +159,23 @@ def _decoding_context(tokenizer: Any, prompt_ids: Sequence[int], skip_special: b
 
 
 class HeldTokens:
-    """Tokens of an answer that wait until their text may be shown: its end may be the beginning of a stop string."""
+    """Tokens of an answer that are held back, because their text may be the beginning of a stop string."""
 
     __slots__ = ("_free", "_tokens")
 
     def __init__(self) -> None:
         self._tokens: list[Token] = []
-        self._free = 0  # characters that may be shown and that no token has taken yet
+        self._free = 0  # The number of characters that may be shown and belong to no released token.
 
     def add(self, token: Token) -> None:
         self._tokens.append(token)
 
     def release(self, characters: int, finished: bool) -> list[Token]:
-        """Return the tokens whose text may be shown, now that this number of further characters may be shown.
+        """Return the tokens whose text may be shown.
 
         Args:
-            finished: Return all, without the text that belongs to a stop string.
+            characters: The number of further characters of the answer that may be shown.
+            finished: Return all tokens, without the text that belongs to a stop string.
         """
         tokens = self._tokens
         self._free += characters
@@ -189,7 +192,7 @@ class HeldTokens:
 
 
 def _near(text: str, most: int, side: Side) -> str:
-    """Cut characters that no truncated prompt can have: tokenizing megabytes would cost seconds and gigabytes."""
+    """Cut a text to the characters that can remain after truncation. Tokenizing megabytes would cost gigabytes."""
     return text[:most] if side == "right" else text[-most:]
 
 
@@ -200,9 +203,9 @@ def split_text(
     skip_special_tokens: bool,
     prompt_ids: Sequence[int] = (),
 ) -> list[Token]:
-    """Return tokens whose joined texts are the text of `token_ids` after the text of `prompt_ids`.
+    """Return the tokens with their texts. The joined texts continue the text of `prompt_ids`.
 
-    A character that takes several tokens comes whole with the last of them.
+    If a character takes several tokens, the last of them has the whole character.
     """
     texts = TokenTexts(tokenizer, prompt_ids, skip_special_tokens)
     return [Token(i, texts.add(i), None, i in special_ids) for i in token_ids]
@@ -215,7 +218,7 @@ def prompt_tokens(
     logprobs: Iterable[float],
     ranks: Iterable[int] = (),
 ) -> list[Token]:
-    """Return a prompt's tokens. `logprobs` and `ranks` begin with the second token, or are empty."""
+    """Return a prompt's tokens. `logprobs` and `ranks` are empty, or begin with the second token."""
     tokens = split_text(tokenizer, prompt_ids, special_ids, skip_special_tokens=False)
     for token, value in zip(tokens[1:], logprobs, strict=False):
         token.logprob = value
@@ -231,7 +234,7 @@ class PromptTokenizer:
         """Create the prompt tokenizer.
 
         Args:
-            max_prompt_tokens: Longer prompts are refused, however much the context holds.
+            max_prompt_tokens: Longer prompts are refused even if the context has room for them.
         """
         self._texts, self._most = texts, max_prompt_tokens
         self._max_model_len = max_model_len
@@ -242,8 +245,8 @@ class PromptTokenizer:
 
         Args:
             text: The text, or the first one.
-            pooling: Has the second text, and the side at which texts that are too long are cut.
-            special: With the special tokens that the model wants around a text.
+            pooling: Gives the second text, and the side at which texts that are too long are cut.
+            special: Include the special tokens that the model wants around a text.
 
         Returns:
             The ids, and the position of the first id that belongs to the second text.
@@ -254,7 +257,7 @@ class PromptTokenizer:
         second, most = pooling.second, self._most_characters
         if pooling.cut is None and len(text) + len(second or "") > most:
             raise self._too_long(len(text) + len(second or ""))
-        # A longer limit shows how long a text is that has to be refused.
+        # If the text is not cut, the higher limit lets the error message give its true length.
         limit = min(self._max_model_len, self._most or self._max_model_len) if pooling.cut is not None else most
         side = pooling.cut or "right"
         text, second = _near(text, most, side), None if second is None else _near(second, most, side)
@@ -268,17 +271,17 @@ class PromptTokenizer:
         return ids, boundary
 
     async def token_ids(self, request: GenerationRequest) -> list[int]:
-        """Return the request's prompt as token ids, truncated as it asks.
+        """Return the request's prompt as token ids. They are truncated if the request asks for that.
 
         Raises:
-            InvalidRequest: It is empty, or too long for the model.
+            InvalidRequest: The prompt is empty, or too long for the model.
         """
         prompt, most = request.prompt, request.truncate_prompt_tokens
         if isinstance(prompt, tuple):
             ids = list(prompt)
         else:
             if len(prompt) > self._most_characters:
-                # Too long with any tokens; tokenizing megabytes would cost seconds and gigabytes.
+                # No tokens can make it fit, and tokenizing megabytes would cost seconds and gigabytes.
                 if most is None:
                     raise self._too_long(len(prompt))
                 prompt = prompt[-self._most_characters :]
@@ -304,7 +307,7 @@ class PromptTokenizer:
             room: `GenerationRequest.room`.
 
         Raises:
-            InvalidRequest: It is empty, or too long for the model.
+            InvalidRequest: The prompt is empty, or too long for the model.
         """
         if not ids:
             raise InvalidRequest("the prompt has no tokens")
@@ -320,14 +323,14 @@ class PromptTokenizer:
         )
 
     def _truncate(self, ids: list[int], limit: int) -> list[int]:
-        """Keep the last `limit` tokens, and the special tokens that the tokenizer puts in front."""
+        """Keep `limit` tokens: the special tokens at the beginning, and the end of the prompt."""
         lead = next((i for i, token_id in enumerate(ids) if token_id not in self._texts.special_ids), 0)
         lead = min(lead, limit - 1)
         return ids[:lead] + ids[len(ids) - (limit - lead) :]
 
 
 class StopStrings:
-    """Finds the first stop string in a growing text, and says how much of the text is safe to show."""
+    """Finds the first stop string in a growing text, and counts the characters that must be held back."""
 
     def __init__(self, stop: Sequence[str], include: bool) -> None:
         self._stop, self._include = tuple(stop), include
@@ -337,7 +340,7 @@ class StopStrings:
     def add(self, text: str, count: bool) -> int | None:
         """Add text. If a stop string ends in it, return the number of characters to remove.
 
-        Without `count` the text is taken note of, but a stop string that ends in it does not.
+        If `count` is False, stop strings that end in this text are ignored.
         """
         old, whole = len(self._tail), self._tail + text
         self._tail = whole[-self._reach :] if self._reach else ""
@@ -345,7 +348,7 @@ class StopStrings:
         ends = [(start + length, start) for start, length in found if start >= 0]
         if not ends:
             return None
-        # If several stop strings end at the same place, the first one of the request counts, as in vLLM.
+        # If several stop strings end at the same place, the request's first one counts, as in vLLM.
         end, start = min(ends, key=lambda place: place[0])
         return len(whole) - (end if self._include else start)
 

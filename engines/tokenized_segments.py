@@ -1,8 +1,8 @@
-"""Tokenizes the segments of a prompt between its added tokens separately, and caches the results.
+"""Tokenizes the segments between a prompt's added tokens separately, and caches the results.
 
-A conversation is sent whole with each of its turns, and many begin with the same system prompt. A tokenizer of the
-library `tokenizers` cuts a text at its added tokens (`<|im_end|>`) before it does anything else, so that the token ids
-of a segment do not depend on the other segments.
+Clients send the whole conversation with each turn, and many conversations begin with the same system prompt. A
+tokenizer of the library `tokenizers` first cuts a text at its added tokens, such as `<|im_end|>`. So the token ids of a
+segment do not depend on the other segments.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-# Characters above which a text is tokenized in a thread: below it the event loop waits for less than a step.
+# A text with more characters is tokenized in a thread. A shorter text blocks the event loop for less than a step.
 LONG_TEXT = 4096
-_MOST_CHARACTERS = 16 * 1024 * 1024  # Of all segments that are kept; their ids take about as many bytes.
-_END = ""  # In a tree of characters: a text ends here.
+# The most characters of all cached segments together. Their ids take about as many bytes.
+_MOST_CHARACTERS = 16 * 1024 * 1024
+_END = ""  # Marks the end of a text in a tree of characters.
 _TRIALS = ("a b", " a\n", "\n\na ", "\u4f60 1")
 
 
@@ -27,31 +28,31 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool) -> 
     """Return the token ids of each text.
 
     Args:
-        special: With the special tokens that the model wants around it.
+        special: Include the special tokens that the model wants around each text.
     """
-    if sum(map(len, texts)) > LONG_TEXT:  # `encode` would hold the interpreter's lock, and every other thread with it
+    if sum(map(len, texts)) > LONG_TEXT:  # `encode` would hold the interpreter's lock, and so block all other threads.
         return [each.ids for each in tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
     return [tokenizer.encode(text, add_special_tokens=special).ids for text in texts]
 
 
 class SegmentTokenizer:
-    """Token ids of texts, as the tokenizer itself finds them. Thread-safe."""
+    """Encodes texts to the same token ids as the tokenizer itself. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """The tokenizer must not be changed afterwards, and must be one that `by_segments` accepts."""
+        """Create the segment tokenizer. `tokenizer` must pass the checks of `by_segments`, and must never change."""
         self._tokenizer = tokenizer
         self._before, self._after = special_tokens_around(tokenizer)
         cut = _cutting_tokens(tokenizer)
-        # By text. There are empty segments between added tokens.
+        # The ids of added tokens, by their texts. Segments between two added tokens can be empty.
         self._added = {"": array("I"), **{text: array("I", [token_id]) for text, token_id in cut.items()}}
-        # At each place the longest, as the tokenizer does.
+        # Like the tokenizer, this matches the longest added token at each place.
         self._cut = re.compile(f"({longest_of(cut)})").split
         self._known: OrderedDict[str, array[int]] = OrderedDict()
         self._characters = 0
         self._lock = Lock()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return token ids. `special`: with the special tokens that the model wants around a text."""
+        """Return the token ids. `special`: include the special tokens that the model wants around a text."""
         segments, added, known = self._cut(text), self._added, self._known
         found: dict[str, array[int]] = {}
         unknown: list[str] = []
@@ -71,7 +72,7 @@ class SegmentTokenizer:
         return token_ids + self._after if special else token_ids
 
     def _tokenize(self, segments: list[str], found: dict[str, array[int]]) -> None:
-        """Tokenize segments, keep their ids, and put these into `found`."""
+        """Tokenize segments, cache their ids, and put the ids into `found`."""
         tokenized = encode_all(self._tokenizer, segments, special=False)
         with self._lock:
             for segment, ids in zip(segments, tokenized, strict=True):
@@ -83,9 +84,9 @@ class SegmentTokenizer:
 
 
 def longest_of(texts: Iterable[str]) -> str:
-    """Return a regular expression for the longest of some texts.
+    """Return a regular expression that matches the longest of these texts at a place.
 
-    Common beginnings are factored out. A list of alternatives would be tried one by one at each place.
+    It shares common beginnings, because a plain list of alternatives would be tried one by one at each place.
     """
     tree: dict[str, Any] = {}
     for text in texts:
@@ -98,7 +99,7 @@ def longest_of(texts: Iterable[str]) -> str:
 
 def _expression(node: Mapping[str, Any]) -> str:
     chain = ""
-    while len(node) == 1 and _END not in node:  # A recursion for each character could be too deep.
+    while len(node) == 1 and _END not in node:  # Recursion at each character could be too deep.
         ((character, node),) = node.items()
         chain += re.escape(character)
     return chain + _alternatives(node)
@@ -113,7 +114,7 @@ def _alternatives(node: Mapping[str, Any]) -> str:
 
 
 def by_segments(tokenizer: Tokenizer) -> SegmentTokenizer | None:
-    """Return what tokenizes by segments; None if a segment's tokens could depend on other segments."""
+    """Return a segment tokenizer; None if a segment's tokens could depend on other segments."""
     cut = _cutting_tokens(tokenizer)
     if not cut or any(
         token.lstrip or token.rstrip or token.single_word for token in tokenizer.get_added_tokens_decoder().values()
@@ -128,13 +129,16 @@ def by_segments(tokenizer: Tokenizer) -> SegmentTokenizer | None:
 
 
 def special_tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the tokens before and after a text with special tokens."""
+    """Return the special tokens that the tokenizer puts before and after a text."""
     plain, whole = [tokenizer.encode(_TRIALS[0], add_special_tokens=special).ids for special in (False, True)]
     start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
     return whole[:start], whole[start + len(plain) :]
 
 
 def _cutting_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Ids by texts. Tokens that are looked for in the normalized text are found within a segment."""
+    """Return the ids of added tokens by their texts.
+
+    Added tokens that the tokenizer looks for in normalized text are left out, because it finds them within segments.
+    """
     added = tokenizer.get_added_tokens_decoder().items()
     return {token.content: token_id for token_id, token in added if not token.normalized and token.content}
