@@ -1,1 +1,1 @@
-"""The memory of the machine and of its GPUs, and what a model needs of it."""
+"""The memory of the machine and of its GPUs, and the memory that a model needs."""

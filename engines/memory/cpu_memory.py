@@ -1,8 +1,8 @@
-"""Main memory: the available part, and the part for the KV cache of vLLM's CPU backend.
+"""Main memory: the available memory, and the share of it for the KV cache of vLLM's CPU backend.
 
-vLLM would take nearly all memory for its cache, and refuse to start where another limit allows less: each of its
-workers binds its memory to one NUMA node, which may report far less than the machine has, and a control group (a
-container's limit) may allow less still. Nothing here imports vLLM.
+By default, vLLM would use nearly all memory for its cache. It would refuse to start if another limit allows less. Each
+worker binds its memory to one NUMA node, which may have far less memory than the machine. A control group (a
+container's limit) may allow even less. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 _ROOT = Path("/")
 _GIB = 1 << 30
-# The memory of a vLLM engine process, and of a worker without its model and KV cache.
+# The memory of vLLM's engine process, and of a worker without its model and KV cache.
 _PROCESS_BYTES, _WORKER_BYTES = 500 << 20, 700 << 20
-_LEAST_BYTES = 64 << 20  # The smallest KV cache worth a try.
-# The share of the rest that the KV cache gets; activations, files that are read again and other programs need memory
-# too.
+_LEAST_BYTES = 64 << 20  # The smallest useful KV cache.
+# The share of the free memory that the KV cache gets. Activations, cached files and other programs need the rest.
 _SHARE = 0.5
-_LARGEST_SHARE = 0.9  # The same where one sequence would not fit otherwise.
-# A step of the engine reads all weights once, and the cache of every sequence. With a cache of this size it gets four
-# fifths of the throughput that any cache could give it; a larger one takes longer to start, as vLLM writes all of it.
+_LARGEST_SHARE = 0.9  # The share if one sequence would not fit otherwise.
+# The largest KV cache, as a multiple of the weights. Each step of the engine reads all weights once, and the cache of
+# every sequence. With this cache, the engine has four fifths of the throughput that it has with an unlimited cache. A
+# larger cache would delay the start, because vLLM writes the whole cache.
 _TIMES_WEIGHTS = 4
-# Files of a control group: its limit and its use.
+# The files of a control group with its limit and its use.
 _VERSION_1, _VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
 # The memory that vLLM counts as available on a NUMA node (`utils/cpu_resource_utils.py`).
 _NODE_PARTS = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
@@ -43,10 +43,10 @@ _REFUSED = re.compile(r"Available memory on node \S+ \(([\d.]+)/[\d.]+ GiB\) on 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit on the memory that processes get. Bytes."""
+    """A limit on the memory of processes, in bytes."""
 
     name: str
-    available: int  # Memory for new allocations, with the files that the kernel can drop from memory.
+    available: int  # Memory for new allocations. It includes cached files, which the kernel can drop.
     total: int
 
     def __str__(self) -> str:
@@ -55,21 +55,21 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The memory that vLLM needs. In bytes, unless noted otherwise."""
+    """The memory that vLLM needs. Sizes are in bytes."""
 
     model: str
-    weights: int  # Of each worker; 0 where they are not known.
-    sequence: int  # KV cache of the longest sequence, of each worker; 0 if it is not known.
-    workers: int = 1  # Number of workers.
+    weights: int  # The weights in each worker. 0 if the size is unknown.
+    sequence: int  # The KV cache of the longest sequence in each worker. 0 if the size is unknown.
+    workers: int = 1  # The number of workers.
 
 
 def kv_cache_size(demand: Demand, limits: Collection[Limit]) -> int:
-    """Choose the size of each worker's KV cache by the limit that leaves the least, and log it.
+    """Choose the size of each worker's KV cache, and log it. The strictest limit decides.
 
-    It is not less than one sequence needs, as long as there is that much; vLLM refuses a smaller one.
+    If memory allows, the cache holds at least one sequence of the longest context, because vLLM refuses a smaller one.
 
     Raises:
-        EngineOutOfMemory: There is too little memory for the model; the message has the figures.
+        EngineOutOfMemory: The memory is too small for the model. The message has the figures.
     """
     processes = _PROCESS_BYTES + demand.workers * _WORKER_BYTES
     limit = min(limits, key=lambda limit: limit.available)
@@ -91,7 +91,12 @@ def kv_cache_size(demand: Demand, limits: Collection[Limit]) -> int:
 
 
 def smaller_size(demand: Demand, message: str) -> int | None:
-    """Choose a size below the figure that vLLM names when it refuses one; None if no smaller size is possible."""
+    """Choose a smaller KV cache after vLLM has refused one. None if no smaller size is possible.
+
+    Args:
+        demand: The memory that vLLM needs.
+        message: vLLM's message, which names the available memory.
+    """
     found = _REFUSED.search(message)
     offered = int(float(found[1]) * _GIB) if found is not None else 0
     size = max(int(offered * _SHARE), demand.sequence, _LEAST_BYTES)
@@ -103,10 +108,10 @@ def _gib(size: float) -> str:
 
 
 def memory_limits(workers: int, root: Path = _ROOT) -> list[Limit]:
-    """Read the limits of `machine_limits`, and the memory that NUMA nodes have for an engine with `workers` workers.
+    """Return the limits of `machine_limits`, and the memory of the NUMA nodes for an engine with `workers` workers.
 
-    vLLM binds each worker to a node. Here the workers get the nodes with the most memory. If vLLM binds to other nodes,
-    it refuses the size and names their memory.
+    vLLM binds each worker to a node. This function assumes the nodes with the most memory. If vLLM uses other nodes, it
+    may refuse the size, and its message then names their memory.
     """
     nodes = []
     for path in root.glob("sys/devices/system/node/node[0-9]*/meminfo"):
@@ -123,7 +128,7 @@ def memory_limits(workers: int, root: Path = _ROOT) -> list[Limit]:
 
 
 def machine_limits(root: Path = _ROOT) -> list[Limit]:
-    """Read the memory of the machine, and the rest that each control group of this process allows (v1 and v2)."""
+    """Return the memory of the machine, and the limits of this process's control groups (versions 1 and 2)."""
     memory = psutil.virtual_memory()
     limits = [Limit("the machine", int(memory.available), int(memory.total))]
     for name, group in _control_groups(root):
@@ -138,7 +143,7 @@ def machine_limits(root: Path = _ROOT) -> list[Limit]:
 def killed_for_memory(root: Path = _ROOT) -> int:
     """Return the number of processes that the kernel has killed because this process's control group was full.
 
-    Groups above it count the processes of other containers as well.
+    The nearest group that has this number is used, because parent groups also count the processes of other containers.
     """
     for _, group in _control_groups(root):
         for file in ("memory.events", "memory.oom_control"):  # Version 2, version 1.
@@ -149,9 +154,9 @@ def killed_for_memory(root: Path = _ROOT) -> int:
 
 
 def page_cache(group: Path) -> int:
-    """Return the bytes of a control group that are pages of files, such as weights that were read or downloaded.
+    """Return the size of the files that a control group has in the page cache, such as weights.
 
-    They count as used, but the kernel drops them where memory is needed.
+    These pages count as used memory, but the kernel drops them if memory is needed.
     """
     stat = dict(line.partition(" ")[::2] for line in _lines(group / "memory.stat"))
     # In version 1, `inactive_file` counts a group's own pages, and `total_` includes the groups below it.
@@ -161,13 +166,13 @@ def page_cache(group: Path) -> int:
 def _number(path: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int(path.read_text())
-    return None  # no such version of control groups, or no limit ("max")
+    return None  # The file does not exist in this version of control groups, or the limit is "max".
 
 
 def _control_groups(root: Path) -> Iterator[tuple[str, Path]]:
-    """Find this process's memory control groups, each from its own up to the outermost in sight.
+    """Yield this process's memory control group and its visible parent groups, with their names.
 
-    In a container only its own group may be in sight, mounted as if it were the outermost.
+    In a container, only the container's own group may be visible, and it looks like the root group.
     """
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)

@@ -1,8 +1,8 @@
-"""The one place that rules the garbage collector: around imports, after a model is loaded, and after one is gone.
+"""Controls the garbage collector: during imports, after a model is loaded, and after a model is unloaded.
 
-A whole collection holds up all threads, the event loop with every stream among them. With vLLM imported it would look
-through a million objects, for half a second on an idle machine and for several on a busy one; a loaded model is about
-15,000 of them. Objects made by imports live as long as the process. They are exempt from collection (`gc.freeze`).
+A full collection stops all threads, including the event loop with every stream. After the import of vLLM, it would scan
+a million objects. That takes half a second on an idle machine, and several seconds on a busy machine. A loaded model is
+about 15,000 objects. Imported objects live as long as the process, so they are exempt from collection (`gc.freeze`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
-# Requests leave no reference cycles behind, except for small ones of chats, so there is little to look for.
+# Requests leave no reference cycles behind, except for small ones of chats, so collections find little.
 _THRESHOLDS = (20_000, 50, 50)
 
 _collecting = threading.Lock()
-_loaded = False  # Objects of a model were loaded into this process.
-_models_exempt = False  # Some of them are exempt as well, because something was imported after that.
+_loaded = False  # A model was loaded into this process.
+_models_exempt = False  # Some of the model's objects are exempt as well, because of an import after the load.
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Switch automatic collections off during imports, in which they find nothing, and exempt the new objects.
+    """Switch automatic collections off during imports, and then exempt the new objects from collection.
 
-    Collections take a quarter of the import of vLLM.
+    Otherwise collections, which find nothing, take a quarter of the time in which vLLM is imported.
     """
     global _models_exempt
     known = len(sys.modules)
@@ -41,14 +41,14 @@ def importing() -> Iterator[None]:
             with _collecting:
                 gc.freeze()
                 _models_exempt |= _loaded
-        gc.enable()  # last: it may collect at once
+        gc.enable()  # Called last, because a collection may follow at once.
 
 
 def collect_after_load(*, model_is_here: bool) -> None:
-    """Collect what loading has left behind; further automatic collections are rare.
+    """Collect the garbage of loading, and make automatic collections rare.
 
     Args:
-        model_is_here: Its objects are in this process.
+        model_is_here: The model's objects are in this process.
     """
     global _loaded
     with _collecting:
@@ -60,7 +60,7 @@ def collect_after_load(*, model_is_here: bool) -> None:
 def release_memory() -> None:
     """Collect garbage, including unloaded models, and return the memory to the system and the GPUs.
 
-    The free memory decides which models still fit.
+    The amount of free memory decides which further models fit.
     """
     with _collecting:
         if _models_exempt:
@@ -72,9 +72,9 @@ def release_memory() -> None:
     is_initialized = getattr(cuda, "is_initialized", None)  # Missing while another thread imports PyTorch.
     if cuda is not None and is_initialized is not None and is_initialized():
         try:
-            cuda.empty_cache()  # PyTorch keeps the memory of GPUs for its next model.
+            cuda.empty_cache()  # PyTorch keeps freed GPU memory for its own use.
         except RuntimeError as error:  # The GPU is lost.
             logger.warning("the free memory of the GPUs cannot be given back: %s", error)
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep less
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # Only in glibc. Other libraries keep less memory.
     if malloc_trim is not None:
         malloc_trim(0)

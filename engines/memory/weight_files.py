@@ -1,7 +1,7 @@
 """The weight files that an engine loads from a model directory.
 
 A directory may hold the same weights in several formats (`.safetensors`, `.bin`, a consolidated file, folders such as
-`original/`). vLLM and transformers load one of them; so only that one counts where memory is estimated.
+`original/`). vLLM and transformers load only one format, so estimates of memory count only that format.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ logger = logging.getLogger(__name__)
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_HEADER_LENGTH = 8  # Bytes of a safetensors file's first number, the length of its header.
-_MOST_HEADER = 100_000_000  # Bytes, as the safetensors library has it.
-_EXPERT = re.compile(r"(^|\.)experts\.")  # In a tensor's name. Experts that all tokens use are `shared_experts`.
-# Files of trainers beside the weights; vLLM skips the same names.
+_HEADER_LENGTH = 8  # A safetensors file begins with the length of its header, a number of 8 bytes.
+_MOST_HEADER = 100_000_000  # The limit of the safetensors library on the header, in bytes.
+# Matches the names of tensors of experts that only some tokens use. The others are called `shared_experts`.
+_EXPERT = re.compile(r"(^|\.)experts\.")
+# Files that training writes next to the weights. vLLM skips the same names.
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"})
 
 
 def weight_files(model: Path | str) -> tuple[Path, ...]:
-    """Return the files in the order of their names; none where `model` is no directory or file, such as a hub id.
+    """Return the weight files, sorted by name; none if `model` is not a path, such as a hub id.
 
-    The files of an index come first, then the files of one format: safetensors before pickles. Subdirectories do not
-    count.
+    If an index lists files, they are returned. Otherwise the files of one format are returned: safetensors if there are
+    any, else another format. Subdirectories are ignored.
     """
     path = Path(model)
     if path.is_file():
@@ -49,17 +50,17 @@ def weight_files(model: Path | str) -> tuple[Path, ...]:
 
 
 def weight_bytes(model: Path | str) -> int:
-    """Return the total size of `weight_files`; 0 if none exist."""
+    """Return the total size of the weight files; 0 if there are none."""
     return sum(file.stat().st_size for file in weight_files(model))
 
 
 def is_expert(tensor: str) -> bool:
-    """Tell by its name whether a tensor belongs to experts of which each token uses some."""
+    """Return True if a tensor, by its name, belongs to experts that only some tokens use."""
     return _EXPERT.search(tensor) is not None
 
 
 def expert_bytes(model: Path | str) -> int:
-    """Return the size of the experts in the safetensors among `weight_files`, by their headers; 0 without any."""
+    """Return the size of the experts in the safetensors files, from their headers; 0 if there are none."""
     size = 0
     for path in weight_files(model):
         if path.suffix == ".safetensors":
@@ -77,30 +78,33 @@ def _header(path: Path) -> dict[str, Any]:
             header = json.loads(file.read(length)) if length <= _MOST_HEADER else None
         except (ValueError, RecursionError):
             header = None
-    return header if isinstance(header, dict) else {}  # a broken file: the engine says so when it loads the model
+    return header if isinstance(header, dict) else {}  # If the file is broken, the engine reports that.
 
 
 def draft_model(speculative_config: object) -> str:
-    """Return the draft model that vLLM's `speculative_config` names, an object or its JSON; "" if it names none."""
+    """Return the draft model in vLLM's `speculative_config`, which may be JSON text; "" if it has none."""
     if isinstance(speculative_config, str):
         try:
             speculative_config = json.loads(speculative_config)
         except (ValueError, RecursionError):
-            return ""  # the engine reports the fault
+            return ""  # The engine reports the error.
     model = speculative_config.get("model") if isinstance(speculative_config, dict) else None
     return model if isinstance(model, str) else ""
 
 
 def hub_weight_bytes(repository: str, revision: str | None, counts: Callable[[str], bool] = lambda tensor: True) -> int:
-    """Return the size of the tensors in a repository's safetensors on the Hugging Face hub.
+    """Return the size of the tensors in a repository's safetensors files on the Hugging Face hub.
 
-    `counts` tells by a name whether a tensor counts. 0 where they cannot be looked up.
+    The result is 0 if the hub cannot be asked.
+
+    Args:
+        counts: Returns True if a tensor of this name is included.
     """
     from huggingface_hub import get_safetensors_metadata
 
     try:
         files = get_safetensors_metadata(repository, revision=revision).files_metadata.values()
-    except Exception as error:  # the hub's, of its HTTP client, of the network: loading reports what matters of it
+    except Exception as error:  # Of the hub, the HTTP client or the network. Loading reports it if it matters.
         logger.info("the size of the weights of %s is not known before they are downloaded: %s", repository, error)
         return 0
     spans = (tensor.data_offsets for file in files for name, tensor in file.tensors.items() if counts(name))
@@ -108,9 +112,9 @@ def hub_weight_bytes(repository: str, revision: str | None, counts: Callable[[st
 
 
 def hub_file(repository: str, name: str, revision: str | None) -> Path | None:
-    """Return a small file of a repository on the Hugging Face hub; None where it cannot be looked up.
+    """Return a small file of a repository on the Hugging Face hub; None if it cannot be downloaded.
 
-    A copy in the cache counts without a look at the hub.
+    If the cache has a copy, the hub is not asked.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import RemoteEntryNotFoundError
@@ -118,7 +122,7 @@ def hub_file(repository: str, name: str, revision: str | None) -> Path | None:
     try:
         cached = try_to_load_from_cache(repository, name, revision=revision)
         if cached is not None and not isinstance(cached, str):
-            return None  # the cache knows that the repository does not have it
+            return None  # The cache records that the repository does not have the file.
         return Path(cached if isinstance(cached, str) else hf_hub_download(repository, name, revision=revision))
     except RemoteEntryNotFoundError:
         return None
@@ -128,12 +132,12 @@ def hub_file(repository: str, name: str, revision: str | None) -> Path | None:
 
 
 def weights_of(model: str, revision: str | None, speculative: Any, layout: Layout) -> Weights:
-    """Return the sizes of a model's weights and of its draft model's; the hub is asked where they are not here."""
+    """Return the sizes of the weights of a model and its draft model, from local files or from the hub."""
     total = weight_bytes(model) or hub_weight_bytes(model, revision)
-    shared = layout.expert_ranks > 1  # otherwise the size is not needed
+    shared = layout.expert_ranks > 1  # Otherwise the size of the experts is not needed.
     experts = (expert_bytes(model) or hub_weight_bytes(model, revision, is_expert)) if shared else 0
     draft = draft_model(speculative)
-    if not draft or draft == model:  # some models have layers that draft
+    if not draft or draft == model:  # Some models draft with layers of their own.
         return Weights(total, experts)
     return Weights(total, experts, weight_bytes(draft) or hub_weight_bytes(draft, None))
 
@@ -143,5 +147,5 @@ def _indexed(index: Path) -> tuple[Path, ...]:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
         files = tuple(sorted(index.parent / name for name in names))
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        return ()  # no index, or not a usable one: the engine says so when it loads the model
+        return ()  # The index does not exist, or cannot be read. Then the engine reports that.
     return files if all(file.is_file() for file in files) else ()

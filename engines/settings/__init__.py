@@ -1,1 +1,1 @@
-"""How a setting is declared and parsed, and the settings of an engine."""
+"""The declaration and parsing of settings, and the settings of an engine."""

@@ -1,8 +1,8 @@
 """The declaration of a setting: its names, parser, default and meaning, in one place.
 
-A field of a configuration class carries its declaration: `max_best_of: int = setting("option.max_best_of", ...)`. The
-owner of a setting declares it: an engine, a contract, or the server. `container.settings` reads the values from their
-sources. docs/configuration.md has tables that are made from the declarations.
+The default of a field declares a setting: `max_best_of: int = setting("option.max_best_of", ...)`. The part of Slipway
+that uses a setting declares it: an engine, a contract, or the server. `container.settings` reads the values from their
+sources. The tables in docs/configuration.md are made from the declarations.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _SETTING = "setting"
 class Setting(Generic[T]):
     """A setting of a model, or of the server."""
 
-    key: str  # The key in serving.properties, including a prefix `option.`.
+    key: str  # The key in serving.properties, including the prefix `option.` if it has one.
     parser: Parser[T]
     default: str | None = None  # The default value as text, which the parser reads. None: no default.
     _: KW_ONLY
-    doc: str = ""  # Its meaning, in Markdown, for the table of the documentation.
+    doc: str = ""  # The setting's meaning, in Markdown, for a table of the documentation.
     # Other keys for this setting. Two of them with different values are an error, unless `first_counts` is set.
     aliases: tuple[str, ...] = ()
     # If the key and its aliases have different values, the first one counts, and a warning names the others.
     first_counts: bool = False
-    variables: tuple[str, ...] = ()  # Environment variables that count if neither the key nor an alias is given.
+    variables: tuple[str, ...] = ()  # Environment variables that are read if neither the key nor an alias is given.
     shows_default: bool = True  # Reports show the setting even if it is not given.
-    # The values that the server accepts. It does not start with other values of the parser. None: all values.
+    # The values that the server supports. It does not start with any other value of the parser. None: all values.
     serves: frozenset[Scalar] | None = None
-    advice: str = ""  # The remedy for values that are not served.
+    advice: str = ""  # The advice for values that the server does not support.
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -83,5 +83,5 @@ def setting(key: str, parser: Parser[Any], default: str | None = None, *, unset:
 
 
 def declared(group: type) -> dict[str, Setting[Any]]:
-    """Return the settings of a dataclass by their fields."""
+    """Return the settings of a dataclass by the names of its fields."""
     return {each.name: each.metadata[_SETTING] for each in fields(group) if _SETTING in each.metadata}

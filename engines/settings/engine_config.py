@@ -1,4 +1,4 @@
-"""The settings of an engine: which model it loads, and how it runs the model. Names and defaults are LMI's."""
+"""The settings of an engine: which model it loads, and how it runs the model. Names and defaults are as in LMI."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ RollingBatch = Literal["auto", "vllm", "lmi-dist", "scheduler", "trtllm", "disab
 Streaming = Literal["false", "true", "huggingface"]
 Task = Literal["auto", "generate", "embed", "classify"]
 
-# Images, videos and sounds of a request, unless `option.limit_mm_per_prompt` says otherwise; vLLM takes 999 of each.
-# `vision_chunk`: vLLM's name for images and videos of models that do not tell them apart.
+# The most images, videos and audio clips of a request, unless `option.limit_mm_per_prompt` is set. vLLM's default is
+# 999 of each. `vision_chunk` is vLLM's name for images and videos, for models that treat both alike.
 DEFAULT_MEDIA_COUNTS = {"image": 100, "vision_chunk": 100, "video": 4, "audio": 4}
 
-DEFAULT_MAX_LORAS = 4  # LMI's default of `option.max_loras`. vLLM's is 1.
+DEFAULT_MAX_LORAS = 4  # LMI's default for `option.max_loras`. vLLM's default is 1.
 
-LMI_ROLLING_BATCH_SIZE = 256  # LMI's default of `option.max_rolling_batch_size`.
+LMI_ROLLING_BATCH_SIZE = 256  # LMI's default for `option.max_rolling_batch_size`.
 
-# Tasks that are answered by generated text.
+# Tasks that are answered with generated text.
 _GENERATION = ("generate", "text-generation", "text2text-generation", "conversational", "image-text-to-text")
 _TASKS: Mapping[str, Any] = {
     "auto": "auto",
@@ -94,7 +94,7 @@ class EngineConfig:
         doc="`auto`: vLLM, or [dynamic batch](dynamic_batch.md) if vLLM is not installed; `disable`: dynamic batch; "
         "others: vLLM, with [that backend's parameters](lmi.md)",
     )
-    # Prompts, or calls of a custom handler, that are run together as one dynamic batch.
+    # The number of prompts, or of calls to a custom handler, that run together as one dynamic batch.
     batch_size: int = setting(
         "batch_size",
         integer(1, 100_000),
@@ -112,18 +112,18 @@ class EngineConfig:
         "false",
         doc="Stream answers of the dynamic batch",
     )
-    # Sequences that run together; None: the engine's default.
+    # The number of sequences that run together. None: the engine's default.
     max_rolling_batch_size: int | None = setting(
         "option.max_rolling_batch_size",
         integer(1, 1_000_000),
         aliases=("option.max_num_seqs",),
         doc="Sequences that run together; default: [vLLM's default](operations.md#overload)",
     )
-    # Names of the model for OpenAI's clients, besides `name`; the first is the one in answers.
+    # The model's names for OpenAI's clients, in addition to `name`. Answers carry the first name.
     served_model_names: tuple[str, ...] = setting(
         "option.served_model_name", NAMES, unset=(), doc="Names for OpenAI's clients; default: the model's name"
     )
-    # The answer follows the part of a JSON schema that the engine can hold, unless a request says `strict`. Otherwise
+    # If the engine cannot enforce a whole JSON schema, enforce the rest of it, unless the request is `strict`. False:
     # only OpenAI's forms without `strict` allow that.
     partial_schemas: bool = setting(
         "option.partial_schemas",
@@ -131,13 +131,13 @@ class EngineConfig:
         "false",
         doc="Follow [JSON schemas](constraints.md#schemas-that-cannot-be-held-whole) in part",
     )
-    # Longer prompts are refused; None: only the model's context limits them.
+    # Longer prompts are refused. None: only the model's context limits prompts.
     max_prompt_tokens: int | None = setting(
         "option.max_prompt_tokens", integer(1), doc="Tokens of the longest prompt; default: the context"
     )
-    # LoRA adapters can be registered; requests name the one they want.
+    # LoRA adapters can be registered, and requests can name one.
     enable_lora: bool = setting("option.enable_lora", BOOLEAN, "false", doc="Serve [LoRA adapters](adapters.md)")
-    # Adapters to register at the start: directories, `s3://` or `hf://`, by names.
+    # The adapters to register at the start, by their names: a directory, an `s3://` URL or an `hf://` URL.
     adapters: Mapping[str, str] = field(default_factory=dict, metadata=LORA_MODULES.metadata)
     dtype: str = setting(
         "option.dtype",
@@ -146,11 +146,11 @@ class EngineConfig:
         aliases=("option.data_type",),
         doc="Type of weights; for int8 use `option.quantize`",
     )
-    # GPUs that share each layer. None: the fewest that hold the model, or with `tensor_parallel_max` the most.
+    # The number of GPUs that share each layer. None: the fewest that hold the model, unless `tensor_parallel_max`.
     tensor_parallel_degree: int | None = field(default=None, metadata=TENSOR_PARALLEL_DEGREE.metadata)
-    tensor_parallel_max: bool = False  # "max" was asked for: as many GPUs as the model allows.
-    # The numbers that CUDA gives to the GPUs that the engine may use. The engine uses as many as it needs, from the
-    # first. None: all. Empty: the CPU.
+    tensor_parallel_max: bool = False  # The setting is "max": use as many GPUs as the model allows.
+    # The CUDA indices of the GPUs that the engine may use. It takes as many as it needs, beginning with the first.
+    # None: all GPUs. Empty: the CPU.
     devices: tuple[int, ...] | None = field(default=None, metadata=DEVICES.metadata)
     pipeline_parallel_degree: int = setting(
         "option.pipeline_parallel_degree",
@@ -160,14 +160,15 @@ class EngineConfig:
         variables=("PIPELINE_PARALLEL_DEGREE",),
         doc="Groups of GPUs, each with some layers",
     )
-    # Copies of the model on vLLM, each with its own GPUs or share of the processors. None: as many as `devices` hold.
+    # The number of copies of the model on vLLM. Each has its own GPUs, or its share of the processors. None: as many as
+    # fit on `devices`.
     max_copies: int | None = 1
-    min_copies: int | None = None  # The copies that serve before the model is ready. None: all.
-    # The copies after the first are loaded at the same time, and not one by one.
+    min_copies: int | None = None  # The number of copies that must serve before the model is ready. None: all.
+    # All copies after the first are loaded at the same time. False: they are loaded one by one.
     parallel_loading: bool = setting(
         "option.parallel_loading", BOOLEAN, "false", doc="Load [copies](#how-many-copies-run) together"
     )
-    # Seconds without a new token after which a request fails.
+    # A request fails after this many seconds without a new token.
     predict_timeout: float = setting(
         "option.predict_timeout",
         SECONDS,
@@ -178,7 +179,7 @@ class EngineConfig:
     model_loading_timeout: float = setting(
         "option.model_loading_timeout", SECONDS, "1800", variables=("MODEL_LOADING_TIMEOUT",), doc="Time for loading"
     )
-    # The task that the model is loaded for. "auto": that of its files.
+    # The task for which the model is loaded. "auto": the model's files decide.
     task: Task = setting(
         "option.task",
         one_of(_TASKS),
@@ -190,7 +191,7 @@ class EngineConfig:
         "transformers' pipelines",
         doc="`auto`: by the model's files. Also names of LMI and transformers (`text-embedding`, ...)",
     )
-    # The way to one vector, in vLLM's words. None: that of the model's files.
+    # How the tokens' vectors become one vector, by vLLM's names. None: the model's files decide.
     pooling: str | None = setting(
         "option.pooling",
         choice({"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST", "last-token": "LAST"}),
@@ -198,7 +199,7 @@ class EngineConfig:
         shows_default=False,
         doc="The way to one vector; default: that of the model's files",
     )
-    # The text that goes in front of texts for vectors and scores, if a request names none; or its name.
+    # The prefix for texts if a request names none (`PoolingModel.default_prompt`).
     default_prompt: str | None = setting(
         "option.default_prompt",
         PROMPT,
@@ -209,23 +210,23 @@ class EngineConfig:
         "option.default_prompt_name", TEXT, shows_default=False, doc="Its name among the model's prompts"
     )
     djl_engine: bool = False  # `engine` is Rust, OnnxRuntime or PyTorch.
-    # Deaths of the engine after which a request continues; 0: none. After one more, requests continue one by one.
+    # How many engine deaths a request may survive. After one more, it is retried alone. 0: requests survive no death.
     continue_calls: int = 0
     # Environment variables of the process that runs the engine.
     environment: Mapping[str, str] = field(default_factory=dict, metadata=ENVIRONMENT.metadata)
-    # Further `option.<name>` values, for the engine to interpret.
+    # All other `option.<name>` values, which the engine interprets.
     engine_arguments: Mapping[str, str] = field(default_factory=dict)
-    # The origin of each engine argument, for error messages.
+    # Where each engine argument was set, for error messages.
     engine_argument_sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def engine_options(self) -> str:
-        """The names of the engine's options that are set, for error messages; empty if none is."""
+        """The names of the given engine arguments, for error messages. Empty if none is given."""
         return ", ".join(f"option.{name}" for name in self.engine_arguments)
 
     @property
     def rolling_batch_size(self) -> int:
-        """Sequences that run together, by LMI's default if the settings do not say; vLLM has another default."""
+        """The number of sequences that run together. If it is not set: LMI's default, which is not vLLM's."""
         return self.max_rolling_batch_size or LMI_ROLLING_BATCH_SIZE
 
     @property
@@ -250,7 +251,7 @@ DRAFT_LENGTH = Setting(
     aliases=("option.num_speculative_tokens",),
     doc="Tokens that it proposes; default: 5",
 )
-# LMI's settings that are engine arguments of another name.
+# LMI's settings that are engine arguments with a different name.
 ENGINE_ARGUMENTS: Mapping[str, Setting[Any]] = {
     "quantization": Setting(
         "option.quantize",

@@ -1,4 +1,4 @@
-"""Parsers of the texts of settings."""
+"""Parsers for the values of settings."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Scalar = str | int | float | bool
 TRUE = frozenset({"true", "1", "yes", "on"})
 FALSE = frozenset({"false", "0", "no", "off"})
 TRUE_OR_FALSE = "true or false (also 1/0, yes/no, on/off)"
-# vLLM takes decimals of 1000, 1000², ... only.
+# Like vLLM, this allows decimals only with the units of 1000: `1.5k`, but not `1.5K`.
 SIZE_WITH_UNIT = r"\d+(?:\.\d+)?[kmgt]|\d+[KMGT]"
-_LONGEST = 10**9  # Seconds. Clocks and waits of Python fail with far larger numbers.
+_LONGEST = 10**9  # Seconds. Python's clocks and timeouts fail with far larger numbers.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _SIZE = re.compile(SIZE_WITH_UNIT)
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
@@ -34,9 +34,9 @@ class Parser(Generic[T]):
     # Takes text without blanks at its ends. Raises ValueError for a value that is not allowed.
     convert: Callable[[str], T]
     allowed: str
-    keeps_blanks: bool = False  # Blanks at the ends of a text belong to the value.
-    words: tuple[str, ...] = ()  # The allowed words, if there are some.
-    writes_json: bool = False  # Reports show the value as JSON, and not the text.
+    keeps_blanks: bool = False  # Blanks at the ends of the text belong to the value.
+    words: tuple[str, ...] = ()  # The allowed words, if the value must be one of a few words.
+    writes_json: bool = False  # Reports show the value as JSON instead of the given text.
 
     def __call__(self, text: str) -> T:
         """Convert `text`.
@@ -62,7 +62,7 @@ class Parser(Generic[T]):
 
 
 def integer(minimum: int, maximum: int | None = None) -> Parser[int]:
-    """Return a parser of integers within a range. The range includes both ends."""
+    """Return a parser for integers from `minimum` to `maximum`, both included."""
 
     def convert(text: str) -> int:
         if not _INTEGER.fullmatch(text):
@@ -77,7 +77,7 @@ def integer(minimum: int, maximum: int | None = None) -> Parser[int]:
 
 
 def size(minimum: int) -> Parser[int]:
-    """Return a parser of integers that may have one of vLLM's units: `8k` is 8000, `8K` is 8192."""
+    """Return a parser for integers, with or without one of vLLM's units: `8k` is 8000, `8K` is 8192."""
     number = integer(minimum)
 
     def convert(text: str) -> int:
@@ -90,13 +90,13 @@ def size(minimum: int) -> Parser[int]:
 
 
 def integer_or(word: str, minimum: int) -> Parser[int | str]:
-    """Return a parser that takes an integer, or one word in any case."""
+    """Return a parser for an integer or one word. The word's case does not matter."""
     number = integer(minimum)
     return Parser(lambda text: word if text.lower() == word else number.convert(text), f"{number.allowed}, or {word}")
 
 
 def choice(words: Mapping[str, T]) -> Parser[T]:
-    """Return a parser of some words in any case, each with its value."""
+    """Return a parser that maps words to values. The case of a word does not matter."""
     folded = {word.lower(): value for word, value in words.items()}
 
     def convert(text: str) -> T:
@@ -108,15 +108,15 @@ def choice(words: Mapping[str, T]) -> Parser[T]:
 
 
 def one_of(words: Mapping[str, T]) -> Parser[Any]:
-    """Return a parser of words in any case.
+    """Return a parser that maps words to values, and returns any other text unchanged.
 
-    It returns other text unchanged. `Setting.serves` then refuses the text, and the message has the setting's advice.
+    The case of a word does not matter. `Setting.serves` refuses other text, and the message has the setting's advice.
     """
     return Parser(lambda text: words.get(text.lower(), text), ", ".join(dict.fromkeys(map(str, words.values()))))
 
 
 def matching(pattern: str, allowed: str, flags: re.RegexFlag = re.NOFLAG) -> Parser[str]:
-    """Return a parser of text. The whole text has to match a regular expression."""
+    """Return a parser for text that fully matches a regular expression."""
     compiled = re.compile(pattern, flags)
     return checked(lambda text: compiled.fullmatch(text) is not None, allowed)
 
@@ -125,7 +125,7 @@ def json_value(text: str) -> Any:
     """Return the value of JSON text.
 
     Raises:
-        ValueError: The text is not JSON, has a key twice or NaN, or is nested too deeply.
+        ValueError: The text is not JSON, is nested too deeply, or has NaN, an infinite number or a duplicate key.
     """
     try:
         return _JSON.decode(text)
@@ -157,9 +157,9 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def _assignments(text: str) -> dict[str, str]:
-    """Return the variables in `K=V,K=V`. If no name and `=` follow a comma, the comma belongs to the value before it.
+    """Return the variables in `K=V,K=V`. A comma that no `K=` follows belongs to the value before it.
 
-    Blanks around names and values are dropped, as in LMI, and so is a comma at the end.
+    Blanks around names and values, and a comma at the end, are dropped as in LMI.
 
     Raises:
         ValueError: The text does not begin with a name and `=`.
@@ -177,7 +177,7 @@ def _assignments(text: str) -> dict[str, str]:
 
 
 def checked(check: Callable[[str], object], allowed: str) -> Parser[str]:
-    """Return a parser that returns the text unchanged.
+    """Return a parser that checks the text and returns it unchanged.
 
     Args:
         check: Returns False or raises ValueError for text that is not allowed.
@@ -200,7 +200,7 @@ def _positive(text: str) -> float:
 
 
 def _strings(text: str) -> tuple[str, ...]:
-    """Return the strings of a JSON array. The quotes may be Python's, as in LMI's examples."""
+    """Return the strings of a JSON array, or of a Python list, as in LMI's examples."""
     try:
         values = json_value(text)
     except ValueError:
@@ -218,10 +218,10 @@ _ADAPTER_WORD = re.compile(r"[^\s,{][^\s,]*")
 
 
 def _adapters(text: str) -> tuple[dict[str, str], ...]:
-    """Return LoRA adapters, each with `name`, `path` and perhaps `revision`.
+    """Return LoRA adapters, each with `name` and `path`, and optionally `revision`.
 
-    The forms are those of `vllm serve --lora-modules`: `name=path` or a JSON object, several with blanks or commas
-    between, or all of them in a JSON array.
+    The text has the form of `vllm serve --lora-modules`. Each adapter is `name=path` or a JSON object. Adapters are
+    separated by blanks or commas, or are the items of a JSON array.
     """
     given = json_value(text) if text.startswith("[") else list(_adapter_parts(text))
     adapters = [_adapter(each) for each in given]

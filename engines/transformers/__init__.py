@@ -1,1 +1,1 @@
-"""transformers as an engine, for dynamic batches."""
+"""The engine for dynamic batches, on transformers."""

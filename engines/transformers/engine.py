@@ -1,8 +1,8 @@
-"""Dynamic batching on transformers: requests are gathered, and each batch is one call of `model.generate`.
+"""Dynamic batching on transformers: requests are collected, and each batch is one call of `model.generate`.
 
-The event loop takes requests, lets `BatchQueue` say which run together, and hands deltas to the sinks; the model runs
-in a daemon thread (`generate.BatchRunner`), on a GPU or on the CPU. One batch runs at a time. LMI documents its
-contract as "Dynamic Batch/Static Batch Schema".
+The event loop accepts requests, and passes deltas to the sinks. `BatchQueue` decides which requests run together. The
+model runs in a daemon thread (`generate.BatchRunner`), on a GPU or on the CPU. One batch runs at a time. LMI documents
+the contract as "Dynamic Batch/Static Batch Schema".
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Hashable)
 
-# Prompts of one batch if answers are streamed, with any `batch_size`: a client's list is one stream.
+# The minimum batch size if answers are streamed, because a client's list of prompts must be one stream.
 STREAMED_TOGETHER = 32
-_STUCK_SECONDS = 30.0  # How long a batch that was given up may take to end; then the engine's thread counts as lost.
+_STUCK_SECONDS = 30.0  # If an abandoned batch does not end within this time, the engine counts as dead.
 _STOP_SECONDS = 1.0
 # Fields in which the requests of one batch may differ.
 _NOT_SHARED = {
@@ -66,19 +66,19 @@ _NOT_SHARED = {
 class _Waiting(NamedTuple):
     key: Hashable
     weight: int
-    deadline: float  # Until then it waits for others.
+    deadline: float  # The item waits for others until this time.
 
 
 class BatchQueue(Generic[T]):
-    """Items that wait to be run in batches. All items of a batch have the same key. For one event loop.
+    """A queue of items that run in batches. All items of a batch have the same key. Not thread-safe.
 
-    The item that came first is in the next batch, which is due when it is full, or when that item has waited for
-    `delay` seconds. `size`: the weight of a full batch; a heavier item is a separate batch.
+    The next batch contains the oldest item. It is due when it is full, or when this item has waited for `delay`
+    seconds. `size` is the weight of a full batch. A heavier item has a batch of its own.
     """
 
     def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._size, self._delay, self._clock = size, delay, clock
-        self._waiting: OrderedDict[T, _Waiting] = OrderedDict()  # In order of arrival, and so of their deadlines.
+        self._waiting: OrderedDict[T, _Waiting] = OrderedDict()  # In order of arrival and deadline.
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
@@ -88,12 +88,12 @@ class BatchQueue(Generic[T]):
         return iter(list(self._waiting))
 
     def put(self, item: T, key: Hashable, weight: int = 1) -> None:
-        """Let an item wait; `weight`: its share of a batch."""
+        """Add an item. `weight` is its share of a batch."""
         self._waiting[item] = _Waiting(key, weight, self._clock() + self._delay)
         self._changed.set()
 
     def discard(self, item: T) -> bool:
-        """Drop a waiting item; returns False if it does not wait."""
+        """Remove an item. Return False if it was not in the queue."""
         return self._waiting.pop(item, None) is not None
 
     def drain(self) -> list[T]:
@@ -102,7 +102,7 @@ class BatchQueue(Generic[T]):
         return items
 
     async def take(self) -> list[T]:
-        """Return the next batch, when it is due. One caller at a time."""
+        """Wait until the next batch is due, and return it. Only one caller may wait at a time."""
         while not (batch := self.take_due()):
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -110,7 +110,7 @@ class BatchQueue(Generic[T]):
         return batch
 
     def take_due(self) -> list[T]:
-        """Return the batch that is due now; [] if none is."""
+        """Return the batch that is due now; [] if none is due."""
         if not self._waiting:
             return []
         batch: list[T] = []
@@ -130,14 +130,14 @@ class BatchQueue(Generic[T]):
         return batch
 
     def due_in(self) -> float | None:
-        """Return the seconds until a batch is due at the latest; None if nothing waits."""
+        """Return the seconds until the next batch is due, even if it is not full; None if the queue is empty."""
         if not self._waiting:
             return None
         return max(0.0, next(iter(self._waiting.values())).deadline - self._clock())
 
 
 class BatchEngine:
-    """One model on transformers, run batch by batch."""
+    """One model on transformers, which runs batch by batch."""
 
     adapters = None
 
@@ -152,7 +152,7 @@ class BatchEngine:
         self._progress = Progress()
         self._given_up_at: float | None = None
         self._dead: str | None = None
-        self._abandoned = False  # Nothing waits for the model that a thread still loads.
+        self._abandoned = False  # A thread still loads the model, but nothing waits for it.
         self._stopped = False
         self._watchdog = Watchdog(self._look)
         self._dispatcher: asyncio.Task[None] | None = None
@@ -196,7 +196,7 @@ class BatchEngine:
         self.max_model_len, self.eos_token_ids = model.max_model_len, model.eos_token_ids
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        """Check all that can be wrong with a request, before it shares a batch, and queue it."""
+        """Queue a request. It is fully checked first, because its batch has other requests."""
         self._check_alive()
         check_request(request, self._model)
         job = self._job(request, await self.prompt_token_ids(request), sink)
@@ -234,15 +234,15 @@ class BatchEngine:
     def _key(self, job: Job) -> bytes:
         """Return the parameters that all jobs of a batch share.
 
-        The prompt, the seed and the limit are each sequence's own. The other fields that are left out have no effect
-        here, or have had it: prompts are already cut.
+        Each sequence has its own prompt, seed and limit. The other omitted fields have no effect here. Prompts, for
+        example, are already truncated.
         """
         sampling = msgspec.structs.replace(job.request.sampling, seed=None, max_tokens=None)
         request = msgspec.structs.replace(job.request, sampling=sampling, **_NOT_SHARED)
         return msgspec.msgpack.encode((request, None if self._runner.pads else len(job.prompt_ids)))
 
     async def _dispatch(self) -> None:
-        """Hand one batch after the other to the engine's thread."""
+        """Pass one batch after the other to the engine's thread."""
         while not self._stopped:
             batch = self._running = Batch(await self._waiting.take())
             for job in batch.jobs:
@@ -255,9 +255,9 @@ class BatchEngine:
             self._running = self._given_up_at = None
 
     def _serve(self) -> None:
-        """Run batches in the engine's thread, until there is None instead of one.
+        """Run batches in the engine's thread, until the queue returns None.
 
-        In one thread, since PyTorch starts threads for each thread that calls it.
+        There is only one such thread, because PyTorch starts further threads for each thread that calls it.
         """
         while (batch := self._batches.get()) is not None:
             try:
@@ -269,7 +269,7 @@ class BatchEngine:
             self._call(self._free.set)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits for it
+        with contextlib.suppress(RuntimeError):  # The loop is closed, so nothing waits for the call.
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _deliver(
@@ -310,7 +310,7 @@ class BatchEngine:
             job.sink.on_delta(delta)
         except Exception:
             logger.exception("request %s: internal error while handling a token", job.request.request_id)
-            job.ended = False  # it may have been set just before the last delta failed
+            job.ended = False  # It was already set if the last delta failed.
             job.open_sequences = max(job.open_sequences, 1)
             self.fail(job, GenerationFailed("internal error while handling a token"))
 
@@ -324,17 +324,17 @@ class BatchEngine:
                 logger.exception("request %s: internal error while handling an error", job.request.request_id)
 
     def cancel(self, job: Job) -> None:
-        """Drop an abandoned request from the queue, or from its batch before the next step."""
+        """Remove a cancelled request from the queue, or from its batch before the next step."""
         if not job.ended:
             job.ended = True
             self.statistics.aborted_requests += job.open_sequences
             self._waiting.discard(job)
 
     def abort(self, job: Job, *, at_deadline: bool = False) -> None:
-        """End a request with its text so far: at once if it waits, otherwise in its batch, before the next step."""
+        """End a request with its text so far: at once if it is queued, otherwise before its batch's next step."""
         if job.ended:
             return
-        job.at_deadline = at_deadline  # Set first: the engine's thread reads it when it sees `aborted`.
+        job.at_deadline = at_deadline  # Set before `aborted`, because the engine's thread reads it after `aborted`.
         job.aborted = True
         if not self._waiting.discard(job):
             return
@@ -346,7 +346,7 @@ class BatchEngine:
             self._push(job, delta)
 
     async def _look(self) -> bool:
-        """Fail the requests of a batch that makes no progress, and all requests if the engine no longer serves."""
+        """Fail the requests of a batch that makes no progress. Fail all requests if the engine has died."""
         if self._dead is not None:
             return False
         batch, now, limit = self._running, time.monotonic(), self._settings.predict_timeout
@@ -378,7 +378,7 @@ class BatchEngine:
         token_ids = await self._prompts.token_ids(request)
         size = self._model.vocabulary_size
         wrong = next((token_id for token_id in token_ids if not 0 <= token_id < size), None)
-        if wrong is not None:  # a tokenizer may have more tokens than its model
+        if wrong is not None:  # A tokenizer may have more tokens than its model.
             raise InvalidRequest(
                 f"the prompt has the token id {wrong}, which is not below the vocabulary's size of the model ({size})"
             )
@@ -440,7 +440,7 @@ class BatchEngine:
         self._fail_all(EngineDead(f"{why}; the request was not completed"))
         self._batches.put(None)
         if self._dispatcher is not None:
-            if self._running is not None:  # it ends before its next step
+            if self._running is not None:  # The batch ends before its next step.
                 await asyncio.wait([self._dispatcher], timeout=_STOP_SECONDS)
             self._dispatcher.cancel()
 

@@ -1,9 +1,9 @@
 """Runs one batch of requests with transformers' `model.generate`, in the engine's thread.
 
-`generate` gives padding, KV cache, the steps and the beams. Without beams each step's tokens are chosen by the batch's
-`Sampler`, and each sequence ends by its own rules (`BatchSequence`): a logits processor and a stopping criterion do
-both. The generated tokens stay with the sequence, so that a batch that fails half-way continues from there: in halves
-where memory ran out, each sequence alone where something else broke.
+`generate` manages padding, the KV cache, the steps and the beams. Without beams, the batch's `Sampler` chooses the
+tokens of each step, and each sequence ends by its own rules (`BatchSequence`). A logits processor and a stopping
+criterion call them. Each sequence keeps its generated tokens, so a batch that fails continues from these tokens. If
+memory ran out, it continues in halves. After any other error, each sequence continues alone.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One sequence on its way, or all beams of a search. Belongs to the engine's thread."""
+    """One running sequence, or all beams of a search. Only the engine's thread uses it."""
 
     job: Job
     sequence: BatchSequence
-    generator: torch.Generator  # The source of its random numbers.
-    finished: bool = False  # It has failed, or its search has ended.
-    last_at: float = 0.0  # When its last token came; belongs to the event loop.
+    generator: torch.Generator  # The source of the sequence's random numbers.
+    finished: bool = False  # The sequence has failed, or the search has ended.
+    last_at: float = 0.0  # The time of the last token. Only the event loop uses it.
 
     @property
     def done(self) -> bool:
@@ -49,41 +49,41 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request with all its sequences. Belongs to the event loop, except `rows`."""
+    """A request with all its sequences. Only the event loop uses it, except `rows`."""
 
     request: GenerationRequest
     prompt_ids: list[int]
     sink: Sink
-    open_sequences: int  # Sequences, or beams, that have not finished; belongs to the event loop.
+    open_sequences: int  # The number of sequences, or beams, that have not finished.
     arrived_at: float = field(default_factory=time.monotonic)
     rows: list[Row] = field(default_factory=list)
     ended: bool = False  # Nothing more reaches the sink. The engine's thread reads it before each step.
-    aborted: bool = False  # It is to end with its text so far. The engine's thread reads it before each step.
-    at_deadline: bool = False  # It was aborted at the deadline of its call.
-    searched: bool = False  # Its beams have a token. The engine's thread sets it.
+    aborted: bool = False  # The request must end with its text so far. The engine's thread reads it before each step.
+    at_deadline: bool = False  # The request was aborted at the deadline of its call.
+    searched: bool = False  # The beams have a token. The engine's thread sets it.
 
 
-# Takes the result of a step: when it was, the sequences that got a token, and the deltas.
+# Receives the result of a step: its time, the sequences that got a token, and the deltas.
 Post = Callable[[float, Sequence[Row], Sequence[tuple[Job, TokenDelta | RequestError]]], None]
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Jobs that run together; all have the same parameters."""
+    """Jobs that run together. All have the same parameters."""
 
     jobs: list[Job]
     began_at: float = field(default_factory=time.monotonic)
-    moved_at: float = field(default_factory=time.monotonic)  # When it began, and then when its last step was.
+    moved_at: float = field(default_factory=time.monotonic)  # The time of the last step, or of the start.
 
 
 class BatchRunner:
-    """Runs batches on one model; `post` hands each step to the event loop."""
+    """Runs batches on one model. `post` passes the result of each step to the event loop."""
 
     def __init__(self, model: TransformersModel, post: Post) -> None:
         self._model, self._post = model, post
-        # Prompts of different lengths can run together. A model without a mask would take padding for text.
+        # True if prompts of different lengths can run together. A model without a mask would treat padding as text.
         self.pads = "attention_mask" in inspect.signature(model.model.forward).parameters
-        # The request alone says how to generate; the values of the model's configuration would be added.
+        # Only the request sets parameters. transformers would add the parameters of the model's own configuration.
         model.model.generation_config = GenerationConfig(pad_token_id=model.pad_token_id)
 
     def try_out(self) -> None:
@@ -93,15 +93,15 @@ class BatchRunner:
         )
 
     def run(self, batch: Batch) -> None:
-        """Run a batch to its end; every job of it ends with its last delta or an error.
+        """Run a batch to its end. Each job ends with its last delta or with an error.
 
         Raises:
-            DeviceLost: Nothing can run after that.
+            DeviceLost: The device no longer works.
         """
         self._attempt(batch, [row for job in batch.jobs for row in job.rows])
 
     def _attempt(self, batch: Batch, rows: Sequence[Row]) -> None:
-        """Run `rows` together; if that fails, in parts, so that only the guilty fail."""
+        """Run `rows` together. If that fails, run them in parts, so that only the rows that cause the failure fail."""
         rows = [row for row in rows if not row.done]
         if not rows:
             return
@@ -115,7 +115,7 @@ class BatchRunner:
             no_memory = failure_of(caught).out_of_memory
             if not no_memory:
                 logger.exception("a batch of %d has failed", len(rows))
-        # Here the exception is gone, and with it the tensors that its traceback held.
+        # The exception has been freed here, together with the tensors that its traceback referenced.
         check_device(self._model.device)
         if len(rows) == 1:
             no_room = "the request needs more memory than there is, even alone"
@@ -138,13 +138,13 @@ class BatchRunner:
                 known = row.job.rows[0].sequence.prompt_logprobs
                 row.sequence.prompt_logprobs = known or read_prompt(self._model, row.job.prompt_ids)
                 batch.moved_at = time.monotonic()
-        # Rows that have finished are padded along with the others, and must not leave the model's context either.
+        # Each call also pads the rows that have finished, and even these must not exceed the model's context.
         while rows:
             self._generate_within(batch, rows)
             rows = [row for row in rows if not row.done]
 
     def _generate_within(self, batch: Batch, rows: list[Row]) -> None:
-        """Generate until all rows have ended, or the longest has come to the end of the context."""
+        """Generate until all rows have ended, or until the longest row fills the context."""
         texts = [row.job.prompt_ids + row.sequence.token_ids for row in rows]
         room = self._model.max_model_len - max(map(len, texts))
         wanted = max(row.sequence.limit - len(row.sequence.token_ids) for row in rows)
@@ -163,7 +163,7 @@ class BatchRunner:
                 self._fail(row, "generation ended before the sequence did")
 
     def _search(self, batch: Batch, rows: list[Row]) -> None:
-        """Beam search; jobs that have less room than others run apart, since `generate` has one limit for all."""
+        """Run a beam search. Jobs with different limits run separately, because `generate` has one limit for all."""
         for limit in sorted({row.sequence.limit for row in rows}):
             some = [row for row in rows if row.sequence.limit == limit and not row.done]
             if some:
@@ -175,11 +175,11 @@ class BatchRunner:
         assert options is not None
         inputs = padded([job.prompt_ids for job in jobs], model)
         start = inputs["input_ids"].shape[1]
-        reach = 4 * max(map(len, sampling.stop), default=0) + 1  # a character takes four tokens at most
+        reach = 4 * max(map(len, sampling.stop), default=0) + 1  # A character takes at most four tokens.
         decode = partial(model.tokenizer.batch_decode, skip_special_tokens=sampling.skip_special_tokens)
 
         def stopped(input_ids: Any, scores: Any, **_: Any) -> Any:
-            """Tell which beams have ended or were abandoned. Each job has the same number of beams."""
+            """Return which beams have ended or were cancelled. Each job has the same number of beams."""
             batch.moved_at = time.monotonic()
             each = len(input_ids) // len(jobs)
             for job in jobs:
@@ -189,7 +189,7 @@ class BatchRunner:
                 tails = input_ids[:, max(start, input_ids.shape[1] - reach) :].tolist()
                 found = []
                 for before, text in zip(decode([tail[:-1] for tail in tails]), decode(tails), strict=True):
-                    known = before.rstrip("\ufffd")  # An incomplete character is shown so.
+                    known = before.rstrip("\ufffd")  # U+FFFD stands for an incomplete character.
                     found.append(ends_in_stop_string(sampling.stop, known, text[len(known) :]))
                 ended = [gone or here for gone, here in zip(ended, found, strict=True)]
             return torch.tensor(ended, device=input_ids.device)
@@ -211,7 +211,7 @@ class BatchRunner:
             ),
             stopping_criteria=StoppingCriteriaList([stopped]),
         )
-        # Padding follows a beam's tokens, and may look like tokens.
+        # The padding after a beam's tokens can have the same ids as tokens.
         lengths = (found.beam_indices >= 0).sum(dim=1).tolist()
         beams = [ids[:length] for ids, length in zip(found.sequences[:, start:].tolist(), lengths, strict=True)]
         outcomes = []
@@ -223,7 +223,7 @@ class BatchRunner:
 
 
 class _Steps:
-    """The logits processor (`choose`) and stopping criterion (`stopped`) of one call of `generate`."""
+    """The logits processor (`choose`) and the stopping criterion (`stopped`) for one call of `generate`."""
 
     def __init__(self, batch: Batch, rows: list[Row], model: TransformersModel, post: Post) -> None:
         self._batch, self._rows, self._model, self._post = batch, rows, model, post
@@ -234,10 +234,10 @@ class _Steps:
             [row.sequence.token_ids for row in rows],
             [row.generator for row in rows],
         )
-        self.count = 0  # Steps so far.
+        self.count = 0  # The number of steps so far.
 
     def choose(self, input_ids: Any, scores: Any) -> Any:
-        """Give each unfinished sequence its next token, and leave `generate` nothing else to choose."""
+        """Choose the next token of each unfinished sequence, and return scores that allow only this token."""
         self.count += 1
         chosen = [self._model.pad_token_id] * len(self._rows)
         got: list[Row] = []
@@ -261,12 +261,12 @@ class _Steps:
         return scores.fill_(-torch.inf).scatter_(1, torch.tensor(chosen, device=scores.device)[:, None], 0.0)
 
     def stopped(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """Return the rows that have ended or were abandoned."""
+        """Return which rows have ended or were cancelled."""
         return torch.tensor([row.done for row in self._rows], device=input_ids.device)
 
 
 def _advance(row: Row, choice: Choice | RequestError) -> TokenDelta | RequestError | None:
-    """Add a choice to its sequence, or end that if it was aborted. An error affects only this request."""
+    """Add a choice to its sequence, or end the sequence if its job was aborted. An error fails only this request."""
     if isinstance(choice, RequestError):
         return choice
     try:
@@ -277,9 +277,12 @@ def _advance(row: Row, choice: Choice | RequestError) -> TokenDelta | RequestErr
 
 
 def beam_deltas(job: Job, beams: Sequence[Sequence[int]], model: TransformersModel) -> list[TokenDelta]:
-    """Return one delta for each beam of a search; `beams`: their tokens, best first, none before the first step.
+    """Return one delta for each beam of a search.
 
-    A beam of an aborted job that has not come to its own end is aborted, or ends for its length at a deadline.
+    If the job was aborted, unfinished beams end with `ABORT`, or with `LENGTH` at a deadline.
+
+    Args:
+        beams: The tokens of the beams, best first. Empty before the first step.
     """
     assert job.request.beam_search is not None
     whole = msgspec.structs.replace(job.request, stream=False)
@@ -290,7 +293,7 @@ def beam_deltas(job: Job, beams: Sequence[Sequence[int]], model: TransformersMod
         token_ids = beams[rank] if rank < len(beams) else ()
         if not job.aborted:
             sequence.limit = len(token_ids)
-        # Not always the last token: the scores that decide the end of a beam and of a sequence differ slightly.
+        # The sequence may end before the beam's last token, because their rules for the end differ slightly.
         added = (sequence.add(Choice(token_id)) for token_id in token_ids)
         delta = next((delta for delta in added if delta is not None), None) or sequence.abort(job.at_deadline)
         assert delta is not None
@@ -300,7 +303,7 @@ def beam_deltas(job: Job, beams: Sequence[Sequence[int]], model: TransformersMod
 
 
 def padded(prompts: Sequence[Sequence[int]], model: TransformersModel) -> dict[str, Any]:
-    """Return prompts as one batch, padded on the left: generated tokens follow on the right."""
+    """Return prompts as one batch. They are padded on the left, because generated tokens follow on the right."""
     longest = max(map(len, prompts))
     ids = [[model.pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -311,12 +314,12 @@ def padded(prompts: Sequence[Sequence[int]], model: TransformersModel) -> dict[s
 
 
 def check_device(device: Any) -> None:
-    """Free the memory of a failed pass, and compute something.
+    """Free the memory of a failed batch, and check that the device still computes.
 
-    To be called once the pass's exception is gone, whose traceback holds tensors.
+    Call it when the batch's exception has been freed, because the traceback references tensors.
 
     Raises:
-        DeviceLost: The device computes no more.
+        DeviceLost: The device no longer computes.
     """
     release_memory()
     try:
@@ -328,17 +331,17 @@ def check_device(device: Any) -> None:
 
 
 class DeviceLost(Exception):
-    """The device no longer computes; nothing in this process will bring it back."""
+    """The device no longer computes, and this process cannot recover it."""
 
 
-_CHUNK = 256  # Tokens in one pass: the logits of all tokens of a long prompt would take gigabytes.
+_CHUNK = 256  # The number of tokens in one pass. The logits of all tokens of a long prompt would take gigabytes.
 
 
 class BatchSequence:
-    """Makes deltas of chosen tokens; knows when the sequence ends.
+    """Turns the chosen tokens of a sequence into deltas, and decides when the sequence ends.
 
-    It ends with the model's end token, a stop token or stop string of the request, its limit on new tokens, or the end
-    of the model's context. Text that may turn out to be the beginning of a stop string is held back.
+    The sequence ends at the model's end token, at a stop token or stop string of the request, at the limit on new
+    tokens, or at the end of the model's context. Text that may be the beginning of a stop string is held back.
     """
 
     def __init__(
@@ -348,11 +351,11 @@ class BatchSequence:
         self._request, self._model, self._sequence = request, model, sequence
         self._prompt_ids = prompt_ids
         room = model.max_model_len - len(prompt_ids)
-        # Tokens after which it ends for its length.
+        # After this many tokens, the sequence ends with `FinishReason.LENGTH`.
         self.limit = room if s.max_tokens is None else min(s.max_tokens, room)
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        # Set it before the first token if the request wants the prompt's tokens.
+        # The caller sets this before the first token if the request wants the prompt's tokens.
         self.prompt_logprobs: list[float] | None = None
         self._cumulative_logprob: float | None = None
         self._texts = TokenTexts(model.tokenizer, prompt_ids, s.skip_special_tokens)
@@ -362,9 +365,9 @@ class BatchSequence:
         self._prompt_tokens_due = request.want_prompt_tokens
 
     def add(self, choice: Choice) -> TokenDelta | None:
-        """Take the next token; returns the deltas, if any.
+        """Add the next token. Return a delta, or None if the sink gets nothing yet.
 
-        The last delta has a `finish_reason`, and `last` set as for a request of a single sequence.
+        The final delta has a `finish_reason`. Its `last` is True, as if the request had only this sequence.
         """
         self.token_ids.append(choice.token_id)
         if choice.logprob is not None:
@@ -383,7 +386,7 @@ class BatchSequence:
         return self._delta()
 
     def abort(self, at_deadline: bool = False) -> TokenDelta | None:
-        """End it here; returns the last delta, or None if it has ended already."""
+        """End the sequence. Return its last delta, or None if it had already ended."""
         if self.finish_reason is not None:
             return None
         self.finish_reason = FinishReason.LENGTH if at_deadline else FinishReason.ABORT
@@ -394,7 +397,7 @@ class BatchSequence:
     def _reason(self, token_id: int) -> FinishReason | None:
         s, eos = self._request.sampling, self._model.eos_token_ids
         ends = token_id in eos and not s.ignore_eos
-        # Of several end tokens, one that the request lists is reported as its stop token; the tokenizer's own is not.
+        # An end token that the request lists counts as its stop token, except for the tokenizer's own end token.
         if ends and (token_id not in s.stop_token_ids or token_id == self._model.tokenizer.eos_token_id):
             return FinishReason.EOS
         if token_id in s.stop_token_ids:
@@ -438,7 +441,7 @@ class BatchSequence:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def read_prompt(model: TransformersModel, prompt_ids: Sequence[int]) -> list[float]:
-    """Return the log probabilities of a prompt's tokens, from the second on, each given the tokens before it."""
+    """Return the log probability of each token of a prompt, beginning with the second token."""
     values: list[float] = []
     cache = None
     ids = torch.tensor([list(prompt_ids)], device=model.device)

@@ -1,8 +1,8 @@
-"""Loads a causal language model with transformers, for the dynamic batch, which runs it in this process.
+"""Loads a causal language model with transformers, for the dynamic batch, which runs the model in this process.
 
-Of transformers this package uses what its documentation describes: `from_pretrained`, `generate` with a logits
-processor and a stopping criterion, the processors themselves, and configs. `beam_indices` of a beam search's result has
--1 behind a beam's own tokens, which tests/unit/engines/transformers/test_engine.py holds.
+This package uses only documented parts of transformers: `from_pretrained`, `generate` with a logits processor and a
+stopping criterion, the processors themselves, and configurations. One exception: in the result of a beam search,
+`beam_indices` is -1 after a beam's last token. tests/unit/engines/transformers/test_engine.py checks that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engines.tokenization import end_token_ids
 logger = logging.getLogger(__name__)
 
 _BITS = {"bitsandbytes": "load_in_4bit", "bitsandbytes4": "load_in_4bit", "bitsandbytes8": "load_in_8bit"}
-# Kinds of RoPE scaling whose factor stretches the context beyond the trained one.
+# Kinds of RoPE scaling whose factor extends the context beyond the length that the model was trained on.
 _STRETCHED_ROPE = frozenset({"linear", "dynamic", "yarn"})
 
 
@@ -46,7 +46,7 @@ def loading_arguments(settings: EngineConfig) -> LoadingArguments:
     """Read the engine arguments.
 
     Raises:
-        EngineStartError: It names one that has a wrong value.
+        EngineStartError: An argument has a wrong value. The message names it.
     """
     given = {name: text.strip() for name, text in settings.engine_arguments.items() if text.strip()}
     try:
@@ -58,30 +58,30 @@ def loading_arguments(settings: EngineConfig) -> LoadingArguments:
 
 @dataclass(frozen=True, slots=True)
 class TransformersModel:
-    """A model on its device, with the values that the sampler and the detokenizer need often."""
+    """A model on its device, with values that the sampler and the detokenizer often need."""
 
     model: Any
     tokenizer: Any
-    device: Any  # The `torch.device` that takes the token ids and gives the logits.
-    max_model_len: int  # Tokens of prompt and answer together.
-    vocabulary_size: int  # Width of the logits; it may be more than the tokenizer has tokens.
+    device: Any  # The `torch.device` of the token ids and the logits.
+    max_model_len: int  # The limit on the tokens of prompt and answer together.
+    vocabulary_size: int  # The width of the logits. The tokenizer may have fewer tokens.
     eos_token_ids: frozenset[int]
     special_ids: frozenset[int]
     pad_token_id: int
 
 
 def load_model(settings: EngineConfig) -> TransformersModel:
-    """Load model and tokenizer; blocks for as long as that takes.
+    """Load the model and its tokenizer. It blocks until both are loaded.
 
     Raises:
-        EngineStartError: It cannot be loaded, or a setting has a value that does not fit; the message says why.
+        EngineStartError: The model cannot be loaded, or a setting does not fit. The message gives the reason.
     """
     arguments = model_arguments(settings)
     device = _device(settings)
-    disable_progress_bar()  # in a log each of its steps is a line
+    disable_progress_bar()  # In a log, each of its steps would be a line.
     try:
         if settings.devices and device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread; transformers sizes the KV cache by the current device
+            torch.cuda.set_device(device)  # For this thread. transformers sizes the KV cache by the current device.
         name = loading_arguments(settings).tokenizer
         tokenizer = AutoTokenizer.from_pretrained(
             name or settings.model_id,
@@ -116,7 +116,7 @@ def load_model(settings: EngineConfig) -> TransformersModel:
 
 
 def warn_of_arguments_without_effect(settings: EngineConfig) -> None:
-    """Name in one warning the engine arguments that nothing here reads."""
+    """Log one warning that names the engine arguments that this engine does not read."""
     unknown = [name for name in settings.engine_arguments if name not in LoadingArguments.__struct_fields__]
     if unknown:
         sources = ", ".join(source(settings, name) for name in unknown)
@@ -135,7 +135,7 @@ def model_arguments(settings: EngineConfig) -> dict[str, Any]:
         arguments["attn_implementation"] = given.attn_implementation
     if given.device_map:
         arguments["device_map"] = _device_map(settings, given.device_map)
-    # Models that were quantized beforehand say so in their own configuration; `quantization` only has to agree.
+    # The configuration of a quantized model names its quantization, and `quantization` must agree with it.
     bits = _BITS.get(given.quantization.lower())
     bits = "load_in_8bit" if given.load_in_8bit else "load_in_4bit" if given.load_in_4bit else bits
     if bits:
@@ -181,9 +181,9 @@ def source(settings: EngineConfig, name: str) -> str:
 
 
 def check_kind(settings: EngineConfig, config: Any) -> None:
-    """Refuse a model that is no causal language model, though transformers would load a part of it as one.
+    """Refuse a model that is not a causal language model, even if transformers would load a part of it as such.
 
-    Raises EngineStartError: it is an encoder-decoder model, or an encoder.
+    Raises EngineStartError: the model is an encoder-decoder model, or an encoder.
     """
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder model"
@@ -197,13 +197,13 @@ def check_kind(settings: EngineConfig, config: Any) -> None:
 
 
 def check_weights(settings: EngineConfig, loading: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that lacks weights: transformers fills them with random numbers.
+    """Refuse a checkpoint that lacks weights, because transformers would fill them with random numbers.
 
     Args:
-        loading: The result of `from_pretrained` with `output_loading_info`; it counts tied weights as loaded.
+        loading: The second result of `from_pretrained` with `output_loading_info`. It counts tied weights as loaded.
 
     Raises:
-        EngineStartError: It names some of the weights.
+        EngineStartError: Weights are missing, or have a wrong shape. The message names some of them.
     """
     mismatched = [key if isinstance(key, str) else key[0] for key in loading.get("mismatched_keys") or ()]
     for what, names in (
@@ -217,7 +217,7 @@ def check_weights(settings: EngineConfig, loading: Mapping[str, Any]) -> None:
 
 
 def check_quantization(settings: EngineConfig, config: Any) -> None:
-    """Refuse to quantize while loading, unless bitsandbytes does it."""
+    """Refuse to quantize weights while they are loaded, unless bitsandbytes quantizes them."""
     wanted = loading_arguments(settings).quantization.lower()
     if not wanted or wanted in _BITS or getattr(config, "quantization_config", None) is not None:
         return
@@ -228,7 +228,7 @@ def check_quantization(settings: EngineConfig, config: Any) -> None:
 
 
 def max_model_len(settings: EngineConfig, config: Any) -> int:
-    """Return the tokens of prompt and answer together; `config`: the part of the model's about text."""
+    """Return the limit on the tokens of prompt and answer together. `config`: the model's text configuration."""
     longest = longest_context(config)
     wanted = loading_arguments(settings).max_model_len
     if wanted is None:
@@ -245,7 +245,7 @@ def max_model_len(settings: EngineConfig, config: Any) -> int:
 
 
 def longest_context(config: Any) -> int | None:
-    """Return the model's context in tokens; None if its config does not say."""
+    """Return the length of the model's context in tokens; None if the configuration does not have it."""
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len"):
         if isinstance(length := getattr(config, name, None), int):
             break
@@ -259,7 +259,7 @@ def longest_context(config: Any) -> int | None:
 
 
 def pad_token_id(tokenizer: Any, vocabulary_size: int) -> int:
-    """Return a token that the model can embed. A token that was added only to the tokenizer has no embedding."""
+    """Return a padding token that has an embedding. A token that was added only to the tokenizer has none."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None and 0 <= token_id < vocabulary_size:
             return int(token_id)

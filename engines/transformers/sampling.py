@@ -1,8 +1,8 @@
-"""From logits to tokens, for a batch whose sequences have the same parameters.
+"""Chooses tokens from logits, for a batch whose sequences have the same parameters.
 
-transformers' processors, in the order of the sampler of vLLM: allowed tokens and bias, bad words, minimum length,
-penalties, then temperature, min_p, typical_p, top_k, top_p. Log probabilities are computed from the model's original
-logits.
+The steps are in the same order as in vLLM's sampler: allowed tokens and bias, bad words, minimum length, penalties,
+temperature, min_p, typical_p, top_k, top_p. Most steps are transformers' processors. Log probabilities are computed
+from the model's original logits.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from engines.transformers.model import TransformersModel
 
 MAX_TOP_TOKENS = 20
 _MAX_STOP_TOKEN_IDS_OF_BEAMS = 64
-MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 16384  # Of all bad words together: each is looked for at each token.
-_LOWEST_TEMPERATURE = 0.01  # Below it vLLM takes 0.01, since the quotients would overflow.
+# The number of bad words, and their total length. The limits bound the time of a step, which looks for every word.
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 16384
+_LOWEST_TEMPERATURE = 0.01  # vLLM raises lower temperatures to 0.01 as well, because the quotients would overflow.
 _NEVER = -math.inf
-# Of a random number whose logarithm is taken: neither infinite nor 0.
+# The range of the random numbers, so that their logarithms are neither infinite nor 0.
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
 
 
 def check_request(request: GenerationRequest, model: TransformersModel) -> None:
-    """Refuse parameters that this engine lacks, and token ids beyond the model's vocabulary.
+    """Refuse parameters that this engine does not support, and token ids beyond the model's vocabulary.
 
     Raises:
-        InvalidParameter: It names the parameter.
+        InvalidParameter: A parameter is not allowed.
     """
     s, size = request.sampling, model.vocabulary_size
     if s.constraint is not None:
@@ -46,7 +47,7 @@ def check_request(request: GenerationRequest, model: TransformersModel) -> None:
         raise InvalidParameter("top_n_tokens", f"must be at most {MAX_TOP_TOKENS}, got {request.top_tokens}")
     if s.allowed_token_ids is not None and not s.allowed_token_ids:
         raise InvalidParameter("allowed_token_ids", "must not be empty")
-    # transformers keeps a row of all tokens for each of them and each beam.
+    # For each stop token of each beam, transformers keeps a row as long as the vocabulary.
     most = size if request.beam_search is None else _MAX_STOP_TOKEN_IDS_OF_BEAMS
     check_token_ids("stop_token_ids", s.stop_token_ids, most, size)
     check_token_ids("allowed_token_ids", s.allowed_token_ids or (), size, size)
@@ -67,7 +68,7 @@ class Choice(msgspec.Struct, gc=False):
     token_id: int
     logprob: float | None = None  # None unless the request needs it.
     top: tuple[tuple[int, float], ...] = ()  # Ids and log probabilities of the most probable tokens, best first.
-    rank: int | None = None  # Place among all tokens by probability, from 1; set together with `logprob`.
+    rank: int | None = None  # The token's rank by probability, from 1. Set together with `logprob`.
 
 
 class Sampler:
@@ -84,9 +85,10 @@ class Sampler:
         """Create the sampler.
 
         Args:
-            request: Any of the batch, as they differ in prompt, seed and limit alone.
+            request: Any request of the batch. They differ only in prompt, seed and limit.
             generated: The tokens of each sequence so far. The caller adds the chosen tokens.
-            generators: The sources of their random numbers. A seeded sequence draws the same numbers in any batch.
+            generators: The source of random numbers of each sequence. With a seed, a sequence draws the same numbers in
+                every batch.
         """
         s = request.sampling
         self._request, self._sampling, self._model = request, s, model
@@ -94,7 +96,7 @@ class Sampler:
         self._bias = _bias(s, model)
         words = _bad_word_ids(s.bad_words, model)
         self._bad_words = transformers.NoBadWordsLogitsProcessor(words) if words else None
-        # No such token before `min_tokens`.
+        # These tokens are forbidden before `min_tokens`.
         self._ending = sorted({*s.stop_token_ids, *(i for i in model.eos_token_ids if i < model.vocabulary_size)})
         self._in_prompt = self._counts(prompts) > 0 if s.repetition_penalty != 1.0 else None
         self._warpers = [] if s.greedy else _warpers(s)
@@ -102,9 +104,9 @@ class Sampler:
         self._wants_logprobs = request.want_logprobs or request.top_tokens > 0 or ranked
 
     def choose(self, input_ids: Any, logits: Any) -> list[Choice | RequestError]:
-        """Choose for each sequence from its row of `logits`; both tensors have a row for each.
+        """Choose the next token of each sequence. Both tensors have a row for each sequence.
 
-        An error replaces a choice if the logits are no numbers, or the parameters forbid every token.
+        If the logits are not numbers, or the parameters forbid every token, the result is an error instead of a choice.
         """
         scores = self._adjusted(input_ids, logits)
         for warper in self._warpers:
@@ -157,7 +159,7 @@ class Sampler:
 def random_numbers(seed: int | None, sequence: int, device: Any) -> torch.Generator:
     """Return the random generator of one sequence. Each sequence of a request has its own."""
     generator = torch.Generator(device)
-    if seed is None or seed == -1:  # vLLM takes -1 as none
+    if seed is None or seed == -1:  # For vLLM, -1 also means no seed.
         generator.seed()
     else:
         generator.manual_seed((seed + sequence) % 2**64)
@@ -178,7 +180,7 @@ def _bias(s: SamplingParameters, model: TransformersModel) -> Any:
 
 
 def _bad_word_ids(bad_words: Sequence[str], model: TransformersModel) -> list[list[int]]:
-    """Return each word's token ids as vLLM finds them: at the beginning of a text, and after a blank."""
+    """Return the token ids of each word as vLLM does: with and without a blank before the word."""
     words: list[list[int]] = []
     for word in bad_words:
         first, later = (
@@ -204,13 +206,13 @@ def _warpers(s: SamplingParameters) -> list[transformers.LogitsProcessor]:
 
 
 def _draw(scores: Any, generators: Sequence[torch.Generator]) -> Any:
-    """Draw tokens as vLLM does, in a race of exponentially distributed times, whose rates are the probabilities.
+    """Draw tokens as vLLM does: as the winner of a race of exponential clocks, whose rates are the probabilities.
 
-    Every token has a separate random number, so that rounding, which differs between batches, matters only where it
-    changes the order of the first two; in a walk over the summed probabilities it would move all.
+    Every token has its own random number. Rounding differs between batches, but it changes the result only if it swaps
+    the first two tokens. If the token were drawn from cumulative probabilities, rounding could affect every token.
     """
     weights = scores.softmax(dim=-1)
-    # Several times as fast on a CPU as `exponential_`.
+    # On a CPU, this is several times as fast as `exponential_`.
     numbers = torch.empty_like(weights)
     for row, generator in zip(numbers, generators, strict=True):
         row.uniform_(generator=generator)
