@@ -1,1 +1,1 @@
-"""Constraints on an answer's text, as vLLM's structured outputs."""
+"""Constraints on the text of an answer, as vLLM's structured outputs."""

@@ -1,8 +1,8 @@
-"""Automata of the texts in which a pattern is found, and expressions for these texts or for all others.
+"""Automata that accept the texts in which a pattern is found, and expressions for these texts or for all other texts.
 
-An automaton follows all ways through a tree at once. Its states are formulas: the places of which one has to lead on,
-together with those that must lead on (look-ahead) and must not (negative look-ahead). An expression is left when one
-state after another has been removed.
+An automaton follows all paths through a pattern's tree at once. Each state is a formula over places in the tree. One
+alternative of the formula must match the rest of the text: all its places must match (look-ahead), except the negative
+places, which must not match (negative look-ahead). Removing the states one by one leaves an expression.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ from engines.vllm.constraints.pattern_trees import (
     class_text,
 )
 
-# The bounds of one call: about a second at most, and what llguidance compiles in no time.
+# The limits of one call. It takes at most about a second, and llguidance compiles the result quickly.
 _MOST_READ, _MOST_WRITTEN, _MOST_NESTED = 4_096, 16_384, 55
 _MOST_STATES, _MOST_STEPS, _MOST_EDGES = 512, 200_000, 512
 
-_Formula = frozenset[frozenset[int]]  # An "or" of "and"s of places that lead on. A negative place must not.
+_Formula = frozenset[frozenset[int]]  # An "or" of "and"s of places that must match. A negated place must not match.
 _NEVER: _Formula = frozenset()
 _ALWAYS: _Formula = frozenset([frozenset()])
 
 
 class Neighbour(IntEnum):
-    """The neighbour of a place, before it or behind it."""
+    """The character before or after a place in the text."""
 
     UNKNOWN = auto()
-    OUTSIDE = auto()  # Of the text.
+    OUTSIDE = auto()  # The place is at the beginning or the end of the text.
     IN_WORD = auto()
     NOT_IN_WORD = auto()
 
 
 class _Step(NamedTuple):
-    """Leads on after one of these characters."""
+    """Continues at a place after one of these characters."""
 
     characters: int
     place: int
 
 
 class _Fork(NamedTuple):
-    """Leads on at any of these places."""
+    """Continues at any of these places."""
 
     places: tuple[int, ...]
 
 
 class _Condition(NamedTuple):
-    """Leads on where this edge is."""
+    """Continues at a place if this edge is here."""
 
     edge: str
     place: int
 
 
 class _Ahead(NamedTuple):
-    """Leads on where what follows leads on at another place, too, or does not."""
+    """Continues at `place` if the rest of the text also matches at `sought`; if `negated`, if it does not match."""
 
     sought: int
     negated: bool
@@ -76,7 +76,7 @@ class _Ahead(NamedTuple):
 
 
 class Work:
-    """The steps that a call may still take."""
+    """Counts the steps that a call may still take."""
 
     def __init__(self, characters: int) -> None:
         if characters > _MOST_READ:
@@ -90,7 +90,7 @@ class Work:
 
 
 class _Alphabet:
-    """Classes of characters that a pattern does not tell apart. A set of classes is an integer, a bit for each."""
+    """Classes of characters that a pattern does not distinguish. A set of classes is an integer with a bit for each."""
 
     def __init__(self, tree: Node) -> None:
         sets = {WORD, *_sets(tree)}
@@ -130,11 +130,11 @@ def _sets(node: Node) -> Iterator[Characters]:
 
 
 class Automaton:
-    """A deterministic automaton of the texts that begin with a part. It reads on after the part.
+    """A deterministic automaton that accepts the texts that begin with a match of a pattern.
 
     Args:
-        tree: The part.
-        before: The neighbour before the text.
+        tree: The pattern.
+        before: The character before the text.
         work: Counts the steps.
     """
 
@@ -142,7 +142,7 @@ class Automaton:
         self.alphabet = _Alphabet(tree)
         self._word = self.alphabet.bits[WORD]
         self._work = work
-        self._program: list[_Step | _Fork | _Condition | _Ahead] = [_Fork(())]  # The place 0 is the end of the part.
+        self._program: list[_Step | _Fork | _Condition | _Ahead] = [_Fork(())]  # Place 0 is the end of the pattern.
         self._ways: dict[tuple[int, Neighbour, Neighbour], list[tuple[int, frozenset[_Ahead]]]] = {}
         self._derivatives: dict[tuple[int, Neighbour, int], _Formula] = {}
         self.rows: list[list[int]] = []  # The next state of each state, for each class of characters.
@@ -154,7 +154,7 @@ class Automaton:
         states = {first: 0}
         waiting = [first]
         minds_words = any(isinstance(part, _Condition) and part.edge in "bB" for part in self._program)
-        for formula, before in waiting:  # It grows.
+        for formula, before in waiting:  # The loop appends to `waiting`.
             row = []
             for at in range(self.alphabet.size):
                 after = Neighbour.IN_WORD if minds_words and self._word >> at & 1 else Neighbour.NOT_IN_WORD
@@ -169,7 +169,7 @@ class Automaton:
             self.accepting.append(self._ends(formula, before))
 
     def _place(self, node: Node, place: int) -> int:
-        """Return the place from which a part leads on to another place."""
+        """Compile a part of the tree that continues at `place`. Return the place at which the part begins."""
         self._work.spend(1)
         if isinstance(node, Chain):
             for part in reversed(node.parts):
@@ -202,14 +202,14 @@ class Automaton:
         return len(self._program) - 1
 
     def _from(self, place: int, before: Neighbour, behind: Neighbour) -> list[tuple[int, frozenset[_Ahead]]]:
-        """Return the steps and ends to which a place leads without a character, each with what must hold ahead."""
+        """Return the steps and ends that are reachable without a character, each with its look-aheads."""
         key = (place, before, behind)
         if key in self._ways:
             return self._ways[key]
         seen = {(place, frozenset[_Ahead]())}
         waiting = list(seen)
         ways = []
-        for at, ahead in waiting:  # It grows.
+        for at, ahead in waiting:  # The loop appends to `waiting`.
             self._work.spend(1)
             part = self._program[at]
             if not at or isinstance(part, _Step):
@@ -232,7 +232,7 @@ class Automaton:
         return ways
 
     def _derivative(self, formula: _Formula, before: Neighbour, at: int) -> _Formula:
-        """Return what must lead on after a character of the class `at`."""
+        """Return the formula that must match after a character of the class `at`."""
         return self._any(
             [
                 self._all([self._after(abs(place), before, at, negated=place < 0) for place in places])
@@ -263,7 +263,7 @@ class Automaton:
         return found
 
     def _ends(self, formula: _Formula, before: Neighbour) -> bool:
-        """Whether a text can end in a state."""
+        """Return True if a text can end in a state."""
         return any(all(self._leads_to_end(abs(place), before) == (place > 0) for place in places) for places in formula)
 
     def _leads_to_end(self, place: int, before: Neighbour) -> bool:
@@ -274,7 +274,7 @@ class Automaton:
         )
 
     def _any(self, formulas: Sequence[_Formula]) -> _Formula:
-        """Return the disjunction. A set that has all of another set's places says nothing more."""
+        """Return the disjunction. Sets of places that are supersets of another set are dropped."""
         united = frozenset().union(*formulas)
         self._work.spend(len(united))
         if len(united) < 2 or all(len(places) == 1 for places in united):
@@ -314,12 +314,12 @@ def _is_at(edge: str, before: Neighbour, behind: Neighbour) -> bool:
 
 
 def expression(automaton: Automaton, work: Work, *, complemented: bool = False, backwards: bool = False) -> str:
-    """Return an expression for the texts that an automaton accepts, or for all others.
+    """Return an expression for the texts that an automaton accepts, or for all other texts.
 
     Args:
         automaton: The automaton.
         work: Counts the steps.
-        complemented: It is for all others.
+        complemented: The expression is for all other texts.
         backwards: The automaton reads texts from their ends.
     """
     states = _merged(automaton)
@@ -357,7 +357,7 @@ def expression(automaton: Automaton, work: Work, *, complemented: bool = False, 
 
 
 class _Graph:
-    """States, and the expressions that lead from one to another: one or more texts, any of which does."""
+    """States, and the alternative expressions that lead from one state to another."""
 
     BEGIN, END = -1, -2
 
@@ -365,7 +365,7 @@ class _Graph:
         self._work, self._backwards = work, backwards
         self._onward: defaultdict[int, dict[int, tuple[str, ...]]] = defaultdict(dict)
         self._back: defaultdict[int, set[int]] = defaultdict(set)
-        self._single = set[str]()  # Texts to which a sign can be added without a group.
+        self._single = set[str]()  # Expressions that a sign of repetition can follow without a group.
 
     def connect(self, before: int, after: int, text: str) -> None:
         self._work.spend(1 + len(text) // 8)
@@ -381,7 +381,7 @@ class _Graph:
         self.connect(before, after, characters)
 
     def reduced(self, states: Iterable[int]) -> str | None:
-        """Remove these states. Returns what leads from the beginning to the end. None if nothing does."""
+        """Remove these states. Return the expression from the beginning to the end; None if there is no path."""
         costs = {state: self._cost(state) for state in states}
         while costs:
             cheapest = min(costs, key=costs.__getitem__)
@@ -392,7 +392,7 @@ class _Graph:
         return None if texts is None else "|".join(texts)
 
     def _cost(self, state: int) -> int:
-        """Return how many characters are written once more when a state is removed."""
+        """Return how many more characters the expressions have if a state is removed."""
         before = [self._onward[other][state] for other in self._back[state] if other != state]
         after = [texts for other, texts in self._onward[state].items() if other != state]
         loop = self._onward[state].get(state, ())
@@ -402,7 +402,7 @@ class _Graph:
         return inward * (len(after) - 1) + outward * (len(before) - 1) + around * (len(before) * len(after) - 1)
 
     def _remove(self, state: int) -> set[int]:
-        """Connect the states before and after one past it. Returns them."""
+        """Remove a state, and connect the states before it with the states after it. Return all these states."""
         loop = self._grouped(self._onward[state].pop(state, ()), "*")
         onward, back = self._onward.pop(state), self._back.pop(state) - {state}
         for before in back:
@@ -416,7 +416,7 @@ class _Graph:
         return back.union(onward)
 
     def _grouped(self, choices: Sequence[str], sign: str = "") -> str:
-        """Return choices as a part of a text, with a sign of repetition."""
+        """Return alternatives as one part of an expression, with a sign of repetition."""
         texts = [text for text in choices if text]
         if not texts:
             return ""
@@ -427,7 +427,7 @@ class _Graph:
 
 
 def _merged(automaton: Automaton) -> list[int]:
-    """Return a number for each state, the same for states from which the same texts are accepted. The first has 0."""
+    """Return a number for each state. States that accept the same texts get the same number. The first state gets 0."""
     groups = [int(accepting != automaton.accepting[0]) for accepting in automaton.accepting]
     while True:
         numbers: dict[tuple[int, ...], int] = {}

@@ -1,11 +1,11 @@
-r"""Regular expressions and grammars, as llguidance has to get them.
+r"""Rewrites regular expressions and grammars for llguidance.
 
-llguidance reads expressions in Rust's syntax, where `\d`, `\w` and `\s` are classes of Unicode. Clients mean the
-classes of ECMA-262, which are ASCII and which vLLM's default back end has: they read the text with `Number(...)` or
-`^\d+$`. So the classes are replaced by their characters. `\p{Nd}` and the like stay.
+llguidance reads expressions in Rust's syntax, in which `\d`, `\w` and `\s` are Unicode classes. Clients mean the ASCII
+classes of ECMA-262, which vLLM's default back end also uses. For example, they read the answer with `Number(...)` or
+`^\d+$`. So these classes are replaced by their ASCII characters. Classes such as `\p{Nd}` stay.
 
-Under the flag `i`, ASCII letters match ASCII letters alone, as in ECMA-262 and in that back end. By Unicode `k` matches
-the Kelvin sign and `s` the long s, too.
+With the flag `i`, ASCII letters match only ASCII letters, as in ECMA-262 and in vLLM's default back end. In Unicode,
+`k` also matches the Kelvin sign, and `s` also matches the long s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 
-_Ranges = tuple[tuple[int, int], ...]  # Of code points; both ends belong to a range.
+_Ranges = tuple[tuple[int, int], ...]  # Ranges of code points. Both ends belong to a range.
 
 _ASCII, _LAST = 0x7F, 0x10FFFF
 _NOT_ASCII = (_ASCII + 1, _LAST)
@@ -39,10 +39,10 @@ _SETS: dict[str, _Ranges] = {
 }
 _PERL = {"d": "digit", "s": "space", "w": "word"}
 _CONTROLS = dict(zip("afnrtv", "\a\f\n\r\t\v", strict=True))
-_BRIDGES = (0x17F, 0x212A)  # The long s and the Kelvin sign: Unicode's other forms of ASCII letters.
+_BRIDGES = (0x17F, 0x212A)  # The long s and the Kelvin sign, which Unicode case folding maps to ASCII letters.
 _FOLDED = frozenset("kKsS").union(map(chr, _BRIDGES))
 _HYPHEN: _Ranges = ((0x2D, 0x2D),)
-_DEEPEST = 250  # Classes within classes. regex-syntax has the same limit.
+_DEEPEST = 250  # The deepest nesting of classes, as in regex-syntax.
 
 _ESCAPE = re.compile(
     r"\\(?:[pP]\s*(?:\{[^}]{0,99}\}|.)|[xuU]\{[^}]{0,9}\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)", re.DOTALL
@@ -50,28 +50,28 @@ _ESCAPE = re.compile(
 _HEX = re.compile(r"\\[xuU]\{?([0-9A-Fa-f]{1,8})\}?").fullmatch
 _GROUP = re.compile(r"\?(?:P?<(?![=!])[^>]{0,99}>|(?P<flags>[A-Za-z-]*)(?P<end>[:)])|<?[=!])")
 _POSIX = re.compile(rf"\[:(\^?)({'|'.join(_SETS)}):\]")
-_SPACE = re.compile(r"(?:[^\S\x1c-\x1f]|#[^\n]*)+")  # Nothing, under the flag `x`.
+_SPACE = re.compile(r"(?:[^\S\x1c-\x1f]|#[^\n]*)+")  # Ignored under the flag `x`.
 _PLAIN = re.compile(r"[^\\\[()#\skKsS\u017f\u212a]+")
 _OPERATOR = re.compile("&&|--|~~")
 
 
 def ascii_expression(expression: str, flags: str = "") -> str:
-    r"""Return an expression whose `\d`, `\w` and `\s` are ASCII.
+    r"""Return an expression with ASCII characters instead of `\d`, `\w` and `\s`.
 
-    A wrong expression stays wrong, so that the back end says why.
+    An invalid expression stays invalid, so that the back end reports the reason.
 
     Args:
-        expression: In Rust's syntax.
-        flags: The flags that are on at its start.
+        expression: The expression, in Rust's syntax.
+        flags: The flags that are set at its start.
 
     Raises:
-        ValueError: It is nested too deeply.
+        ValueError: The expression is nested too deeply.
     """
     return _Expression(expression, flags).rewritten()
 
 
 class _Expression:
-    """An expression that is read from left to right, in the steps of regex-syntax."""
+    """Reads an expression from left to right, in the same steps as regex-syntax."""
 
     def __init__(self, text: str, flags: str) -> None:
         self._text, self._at = text, 0
@@ -98,10 +98,10 @@ class _Expression:
             return self._written([ranges])
         if "i" in self._flags and (code := _code(character)) is not None and chr(code) in _FOLDED:
             return self._written([((code, code),)])
-        return r"\z" if character == r"\Z" else character  # Python's name, and Rust's.
+        return r"\z" if character == r"\Z" else character  # Python's `\Z` is `\z` in Rust.
 
     def _group(self) -> str:
-        """Read the kind of a group, and the flags in it or after it. The `(` has been read."""
+        """Read the kind and the flags of a group. The `(` has been read."""
         self._skip()
         kind = self._next(_GROUP)
         flags = self._flags
@@ -138,7 +138,7 @@ class _Expression:
         return self._written(parts, negated=negated, nested=depth > 1)
 
     def _item(self) -> list[_Ranges | str]:
-        """Read a character, a range or an escape in a class. A hyphen beside an escape's class is a hyphen."""
+        """Read a character, a range or an escape in a class. A hyphen next to an escaped class is literal."""
         first = self._character()
         begun = self._skip()
         if not self._next_is("-") or self._text[self._skip() : self._at + 1] in ("", "]", "-"):
@@ -152,7 +152,7 @@ class _Expression:
         return [_single(first), _HYPHEN]
 
     def _written(self, parts: Sequence[_Ranges | str], *, negated: bool = False, nested: bool = False) -> str:
-        """Return a class of these parts: characters, and texts that stay."""
+        """Return a class of these parts. A part is a set of ranges, or text that stays unchanged."""
         folds = "i" in self._flags
         if folds and not nested and not any(isinstance(part, str) and part[0] in "[&-~" for part in parts):
             return _folded(parts, negated=negated)
@@ -178,7 +178,7 @@ class _Expression:
         return found
 
     def _skip(self) -> int:
-        """Drop white space and comments under the flag `x`. Returns the place of what follows."""
+        """Skip white space and comments if the flag `x` is set. Return the next position."""
         if "x" in self._flags:
             self._next(_SPACE)
         return self._at
@@ -191,7 +191,7 @@ def _named(escape: str) -> _Ranges | None:
 
 
 def _code(character: str) -> int | None:
-    """Return the code point that a character or an escape stands for. None if it is another escape."""
+    """Return the code point of a character or an escape. None if an escape does not stand for one character."""
     if len(character) == 1:
         return ord(character)
     if found := _HEX(character):
@@ -223,7 +223,7 @@ def _without_bridges(ranges: _Ranges) -> _Ranges:
 
 
 def _folded(parts: Sequence[_Ranges | str], *, negated: bool) -> str:
-    """Return a class under the flag `i`. Letters of ASCII are folded here, all others by the back end."""
+    """Return a class for the flag `i`. This function folds the case of ASCII letters. The back end folds all others."""
     exact: list[tuple[int, int]] = []
     others: list[str] = []
     for part in parts:
@@ -252,7 +252,7 @@ def _folded(parts: Sequence[_Ranges | str], *, negated: bool) -> str:
 
 
 def _text(ranges: Iterable[tuple[int, int]]) -> str:
-    """Return ranges as a class has them between its brackets."""
+    """Return ranges in the form that they have between the brackets of a class."""
     written = [[_shown(edge) for edge in dict.fromkeys(pair)] for pair in ranges]
     return "".join(["-".join(edges) for edges in written])
 
@@ -262,7 +262,7 @@ def _shown(code: int) -> str:
     return character if character.isascii() and character.isalnum() else f"\\x{{{code:x}}}"
 
 
-# The parts of a Lark grammar in which other characters have another meaning, by llguidance's lexer.
+# The parts of a Lark grammar that llguidance's lexer reads by their own rules.
 _OF_LARK = re.compile(
     r"""(?P<string>"(?:\\.|[^"\\\n])*"i?)
     | /(?P<expression>(?:\\.|[^/\\])+)/(?P<flags>[imslux]*)
@@ -270,8 +270,8 @@ _OF_LARK = re.compile(
     | <[^<>\s]+>""",
     re.VERBOSE,
 )
-_MARK = "%llguidance {}"  # llguidance takes a grammar with it for Lark.
-# GBNF: the first definition, and the parts.
+_MARK = "%llguidance {}"  # It tells llguidance that a grammar is in Lark.
+# The first definition of a GBNF grammar, and the parts of such a grammar.
 _IS_GBNF = re.compile(r"(?:\s|(?:#|//)[^\r\n]*+)*+[\w-]++\s*+::=").match
 _OF_GBNF = re.compile(
     r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\r\n]*|(?P<name>[\w-]+)(?P<defined>\s*::=)?', re.DOTALL
@@ -279,17 +279,17 @@ _OF_GBNF = re.compile(
 
 
 def grammar_for_guidance(grammar: str) -> str:
-    """Return a grammar that llguidance reads in the dialect that it has, with ASCII classes.
+    """Return a grammar with ASCII classes, for which llguidance finds the right dialect: Lark or GBNF.
 
-    By itself llguidance takes a grammar for Lark if a line begins with `start:`. So does GBNF with a rule `start`, and
-    a grammar in Lark may begin with `?start:`.
+    llguidance reads a grammar as Lark if a line begins with `start:`. But a GBNF grammar with a rule `start` may have
+    such a line, and a Lark grammar may begin with `?start:`.
 
     Raises:
-        ValueError: An expression is nested too deeply.
+        ValueError: An expression in the grammar is nested too deeply.
     """
     if _IS_GBNF(grammar):
         names = {found["name"] for found in _OF_GBNF.finditer(grammar)}
-        unused = "0" * max(map(len, filter(None, names)))  # The beginning of a name.
+        unused = "0" * max(map(len, filter(None, names)))  # No name contains so many digits.
         return _OF_GBNF.sub(lambda part: _gbnf_part(part, unused), grammar)
     return f"{_OF_LARK.sub(_lark_part, grammar)}\n{_MARK}\n"
 

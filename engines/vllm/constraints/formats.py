@@ -1,7 +1,7 @@
-"""The standard formats of strings in JSON schemas, as expressions.
+"""The standard string formats of JSON schemas, as regular expressions.
 
-llguidance has some of them. Names that are not here are annotations by the standard and say nothing, and so do `regex`
-and the formats of international e-mail addresses and host names, for which no expression is exact.
+llguidance has some formats itself. By the standard, all other names are annotations, and they are ignored. `regex` and
+the formats of international e-mail addresses and host names are ignored as well, because no exact expression exists.
 
 Source: RFC 3339, 3986, 3987, 4122, 6570, 6901; relative JSON pointers: draft-bhutton-relative-json-pointer.
 """
@@ -16,7 +16,7 @@ _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[1357
 _DAY = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
 _DATE = f"(?:[0-9]{{4}}-(?:{_DAY})|{_LEAP_YEAR}-02-29)"
 _HOUR, _FRACTION = "(?:[01][0-9]|2[0-3])", r"(?:\.[0-9]+)?"
-# A leap second ends a day of UTC.
+# A leap second comes at the end of a UTC day.
 _TIME = f"(?:{_HOUR}:[0-5][0-9]:[0-5][0-9]{_FRACTION}(?:[zZ]|[+-]{_HOUR}:[0-5][0-9])|23:59:60{_FRACTION}[zZ])"
 _OCTET = "%[0-9A-Fa-f]{2}"
 _POINTER = "(?:/(?:[^~/]|~[01])*)*"
@@ -25,7 +25,7 @@ _NOT_ASCII = r"\u{A0}-\u{D7FF}\u{F900}-\u{FDCF}\u{FDF0}-\u{FFEF}\u{10000}-\u{1FF
 
 
 def _identifier(letters: str, *, relative: bool) -> str:
-    """Return the expression of URIs, or of IRIs with further letters; `relative`: a reference may have no scheme."""
+    """Return the expression for URIs, or with further letters for IRIs. `relative`: the scheme is optional."""
     plain = rf"A-Za-z0-9\-._~!$&'()*+,;={letters}"
     character, segments = rf"(?:[{plain}:@]|{_OCTET})", rf"(?:/(?:[{plain}:@]|{_OCTET})*)*"
     host = rf"(?:\[(?:[0-9A-Fa-f]{{1,4}}:){{7}}[0-9A-Fa-f]{{1,4}}\]|(?:[{plain}]|{_OCTET})*)"
@@ -36,7 +36,7 @@ def _identifier(letters: str, *, relative: bool) -> str:
     return (rf"(?:{with_scheme}|{without_scheme})" if relative else with_scheme) + rest
 
 
-# Of the whole text.
+# Each expression matches the whole text.
 EXPRESSIONS: Mapping[str, str] = {
     "date": _DATE,
     "time": _TIME,
@@ -52,5 +52,5 @@ EXPRESSIONS: Mapping[str, str] = {
 
 
 def is_known(name: str) -> bool:
-    """Return True if a format is held."""
+    """Return True if a format is enforced."""
     return name in EXPRESSIONS or name in _OF_LLGUIDANCE

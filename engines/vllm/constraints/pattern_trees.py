@@ -1,9 +1,10 @@
-r"""Patterns of JSON schemas as trees.
+r"""Reads the patterns of JSON schemas into trees.
 
-A pattern is an expression of ECMA-262, of the flag `u` or of browsers. What could mean another thing in the syntax of
-Rust or Python is not read, if it is not certain that the standard's meaning is the client's.
+A pattern is an ECMA-262 expression, with the flag `u` or without it as browsers read it. A pattern that has another
+meaning in Rust or Python is refused, unless the client certainly means the standard's meaning.
 
-The classes are as llguidance reads them: `\d` and `\w` are ASCII, `\s` is Unicode's, `.` is all but the newline.
+The classes are the same as in llguidance: `\d` and `\w` are ASCII, `\s` is Unicode, and `.` is any character except the
+newline.
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_Ranges = tuple[tuple[int, int], ...]  # Of code points, in order; both ends belong to a range.
+_Ranges = tuple[tuple[int, int], ...]  # Sorted ranges of code points. Both ends belong to a range.
 
 LAST, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
 
 
 class BeyondError(Exception):
-    """The pattern cannot be read for certain, or is too large to rewrite."""
+    """The meaning of the pattern is uncertain, or the pattern is too large to rewrite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """One of these characters."""
+    """Matches one of these characters."""
 
     ranges: _Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Property:
-    r"""A class with `\p{...}`, whose characters are not known here."""
+    r"""A class with `\p{...}`, whose characters this module does not know."""
 
     text: str
 
@@ -44,14 +45,14 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One part after the other."""
+    """Parts that follow one another."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """One of these parts."""
+    """Alternative parts."""
 
     parts: tuple[Node, ...]
 
@@ -67,7 +68,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A part that looks ahead or behind."""
+    """A look-ahead or a look-behind."""
 
     part: Node
     behind: bool
@@ -78,7 +79,7 @@ Node = Characters | Property | Edge | Chain | Either | Repeat | Look
 
 
 def characters_of(ranges: Iterable[tuple[int, int]]) -> Characters:
-    """Return a set of characters. Surrogates are none."""
+    """Return the set of the characters in these ranges, without surrogates."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         for begin, end in ((low, min(high, _SURROGATES[0] - 1)), (max(low, _SURROGATES[1] + 1), high)):
@@ -137,11 +138,11 @@ _ESCAPE = re.compile(
 
 
 class Parser:
-    """Reads a pattern, from left to right."""
+    """Reads a pattern from left to right."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
-        self.differs = False  # llguidance refuses the text of a part that it could hold, or reads it otherwise.
+        self.differs = False  # llguidance would refuse or misread the text of a part, but can enforce the part.
 
     def read(self) -> Node:
         tree = self._either()
@@ -197,7 +198,7 @@ class Parser:
             return Edge(character)
         if character == ".":
             return _NOT_NEWLINE
-        if character == "]":  # Perhaps the end of a class in another syntax.
+        if character == "]":  # In another syntax, this may be the end of a class.
             raise BeyondError
         self.differs |= character == "{"
         return _known(ord(character))
@@ -207,7 +208,7 @@ class Parser:
         kind = _GROUP.match(self._text, self._at)
         if kind is not None:
             self._at = kind.end()
-            self.differs |= kind["name"] is not None  # Names can mean something to llguidance.
+            self.differs |= kind["name"] is not None  # Names can have a meaning for llguidance.
         part = self._either()
         if not self._next_is(")"):
             raise BeyondError
@@ -220,7 +221,7 @@ class Parser:
         begun, differed = self._at - 1, self.differs
         negated = self._next_is("^")
         if self._next_is("]"):
-            if "]" in self._text[self._at :]:  # In other syntaxes the first bracket is a character.
+            if "]" in self._text[self._at :]:  # In other syntaxes, the first bracket is a literal.
                 raise BeyondError
             self.differs = True
             return _ANY if negated else NOTHING
@@ -247,11 +248,11 @@ class Parser:
         return _others(characters_of(ranges)) if negated else characters_of(ranges)
 
     def _range(self, low: Characters, high: Characters) -> _Ranges:
-        """Return the characters that two items of a class with a hyphen between them match."""
+        """Return the characters that match two items of a class with a hyphen between them."""
         if low is high:
             return low.ranges
         begin, end = low.ranges[0][0], high.ranges[0][0]
-        if not (_is_one(low) and _is_one(high)):  # A hyphen beside an escape's class is a hyphen.
+        if not (_is_one(low) and _is_one(high)):  # A hyphen next to an escaped class is literal.
             self.differs |= _is_one(low)
             return (*low.ranges, (0x2D, 0x2D), *high.ranges)
         if begin > end:
@@ -261,7 +262,7 @@ class Parser:
     def _item(self) -> Node:
         """Read a character or an escape in a class."""
         character = self._text[self._at : self._at + 1]
-        if character in ("", "["):  # `[` begins a class within the class in other syntaxes.
+        if character in ("", "["):  # In other syntaxes, `[` begins a nested class.
             if not character or self._text.startswith(("[:", "[.", "[="), self._at):
                 raise BeyondError
             self.differs = True
@@ -309,7 +310,7 @@ class Parser:
 
 
 def _known(code: int) -> Characters:
-    """Return a character of a pattern. A surrogate means another thing without the flag `u`."""
+    """Return the set of one character of a pattern. Surrogates are refused: their meaning depends on the flag `u`."""
     if code > LAST or _SURROGATES[0] <= code <= _SURROGATES[1]:
         raise BeyondError
     return one(code)
@@ -320,7 +321,7 @@ def _is_one(characters: Characters) -> bool:
 
 
 def is_plain(node: Node, *, first: bool = True, last: bool = True) -> bool:
-    """Whether llguidance takes a part that is the first or last of its pattern."""
+    """Return True if llguidance supports a part. `first`, `last`: the part is the first or last one of its pattern."""
     if isinstance(node, Edge):
         return (first and node.kind == "^") or (last and node.kind == "$")
     if isinstance(node, Chain):
@@ -360,10 +361,10 @@ def rust_text(node: Node) -> str:
 
 
 def quotable(characters: Characters) -> Characters:
-    r"""Return a set that llguidance keeps in JSON: without NUL if the quotation mark or backslash is missing.
+    r"""Return a set that keeps its meaning in JSON. NUL is removed if the quotation mark or the backslash is missing.
 
-    In JSON these two are written as `\"` and `\\`. llguidance takes both for characters of every set that has all
-    control characters, even of `[^"]`.
+    JSON writes these two characters as `\"` and `\\`. llguidance allows both in every set that has all control
+    characters, even in `[^"]`.
     """
     if not _has(characters, 0) or (_has(characters, ord('"')) and _has(characters, ord("\\"))):
         return characters
@@ -393,17 +394,17 @@ def _shown(code: int) -> str:
 
 
 def parts_of(node: Node) -> tuple[Node, ...]:
-    """Return the parts that follow each other in a tree."""
+    """Return the parts of a chain. Any other node is a single part."""
     return node.parts if isinstance(node, Chain) else (node,)
 
 
 def is_look(node: Node, *, behind: bool) -> bool:
-    """Whether a part looks in this direction."""
+    """Return True for a look-behind or, if `behind` is False, for a look-ahead."""
     return isinstance(node, Look) and node.behind == behind
 
 
 def looks_behind(node: Node) -> bool:
-    """Whether a part of a tree looks behind."""
+    """Return True if a tree has a look-behind."""
     if isinstance(node, Chain | Either):
         return any(map(looks_behind, node.parts))
     if isinstance(node, Look | Repeat):

@@ -1,10 +1,11 @@
-"""Patterns of JSON schemas that llguidance does not take, as others that it takes.
+"""Rewrites patterns of JSON schemas that llguidance does not support as patterns that it supports.
 
-A pattern is an expression that is found somewhere in a text. llguidance has no look-around, no word boundary, no `^`
-and `$` inside an expression, and no complement. All of these are regular: an automaton holds them, and an automaton can
-be written as an expression.
+A pattern is an expression that is found somewhere in a text. llguidance does not support look-around, word boundaries,
+`^` and `$` inside an expression, and complements. All of these are regular: an automaton can express them, and the
+automaton can be written as an expression.
 
-"Exactly" leaves out texts with the character NUL: some classes lose it, see `pattern_trees.quotable`.
+In this module, "exactly" does not include texts with NUL, because some classes lose this character
+(`pattern_trees.quotable`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from engines.vllm.constraints.pattern_trees import (
 
 
 def complement(pattern: str) -> str | None:
-    """Return a pattern that is found in exactly the texts in which this one is not. None if it exceeds the bounds."""
+    """Return a pattern that is found in exactly the texts in which this one is not; None if it would be too large."""
     try:
         return _one_pattern(Parser(pattern).read(), Work(len(pattern)), complemented=True)
     except (BeyondError, RecursionError):
@@ -41,7 +42,7 @@ def complement(pattern: str) -> str | None:
 
 
 def none_of(words: Collection[str]) -> str | None:
-    """Return a pattern that is found in all texts but these. None if it exceeds the bounds."""
+    """Return a pattern that is found in all texts except these words; None if it would be too large."""
     length = sum(map(len, words))
     literals = [Chain(tuple([one(ord(character)) for character in word])) for word in words]
     try:
@@ -51,7 +52,7 @@ def none_of(words: Collection[str]) -> str | None:
 
 
 def all_but(words: Iterable[str], others: Iterable[str]) -> str | None:
-    """Return a pattern that is found in all texts, except these words and texts in which another pattern is found."""
+    """Return a pattern for all texts, except these words and the texts in which one of the other patterns is found."""
     excluded = [rf"[\s\S]*(?:{other})" for other in others]
     excluded += ["".join([f"\\u{{{ord(character):x}}}" for character in word]) + "$" for word in words]
     found = without_look_around(f"^{''.join([f'(?!{each})' for each in excluded])}[\\s\\S]*$", single=True)
@@ -59,17 +60,17 @@ def all_but(words: Iterable[str], others: Iterable[str]) -> str | None:
 
 
 def without_look_around(pattern: str, *, single: bool = False) -> tuple[str, ...] | None:
-    """Return patterns, all of which are found in exactly the texts in which this one is.
+    """Return patterns that together are equivalent: exactly the same texts match all of them.
 
-    llguidance takes them and reads them as ECMA-262 does. A pattern that it takes and reads so is returned unchanged.
+    llguidance supports these patterns, and reads them as ECMA-262 does. If this is true of the given pattern, it is
+    returned unchanged.
 
     Args:
         pattern: The pattern.
-        single: Return one pattern.
+        single: Return only one pattern.
 
     Returns:
-        None if this module cannot read the pattern, or finds none within bounds. If it has no look-around, llguidance
-        may still take it.
+        The patterns. None if this module cannot read the pattern, or if the result would be too large.
     """
     try:
         parser = Parser(pattern)
@@ -83,7 +84,7 @@ def without_look_around(pattern: str, *, single: bool = False) -> tuple[str, ...
 
 
 def _patterns(tree: Node, work: Work) -> list[str]:
-    """Return plain patterns that together mean a tree. What looks ahead at the beginning is a pattern of its own."""
+    """Return plain patterns that together are equivalent to a tree. Look-aheads at the start become separate ones."""
     parts = list(parts_of(tree))
     found: list[str] = []
     while parts[:1] == [BEGIN] and len(parts) > 1 and is_look(parts[1], behind=False):
@@ -105,7 +106,7 @@ def _patterns(tree: Node, work: Work) -> list[str]:
 
 
 def _look_patterns(look: Node, work: Work) -> list[str]:
-    """Return the patterns of a part that looks from an end of the text."""
+    """Return the patterns for a look-around at the beginning or the end of the text."""
     assert isinstance(look, Look)
     sought = Chain((*parts_of(look.part), END) if look.behind else (BEGIN, *parts_of(look.part)))
     return [_one_pattern(sought, work, complemented=True)] if look.negated else _patterns(sought, work)
