@@ -1,10 +1,11 @@
-"""JSON schemas, rewritten for llguidance.
+"""Rewrites JSON schemas for llguidance.
 
-llguidance refuses a whole schema for one keyword that it does not know. So a schema is rewritten first: keywords
-without effect are removed, and keywords that other keywords can express are replaced. The rest is not held: the caller
-gets its places and decides. `KEYWORDS` has the treatment of each keyword, with the reason.
+llguidance refuses a whole schema if it does not know one of its keywords. So a schema is rewritten first: keywords
+without effect are removed, and keywords that other keywords can express are replaced. The remaining unknown keywords
+are not enforced. The caller gets their places, and decides. `KEYWORDS` has the treatment of each keyword, and the
+reason.
 
-A rewritten schema never allows more than the schema does, apart from the places that are named.
+Except at these places, a rewritten schema never allows more than the original schema.
 
 Source: JSON Schema, drafts 4 to 2020-12; llguidance, `docs/json_schema.md` and `parser/src/json`.
 """
@@ -46,19 +47,19 @@ from engines.vllm.constraints.schema_values import (
     with_integers,
 )
 
-_MAX_CHARACTERS = 1 << 17  # The limit of a schema without keywords that have no effect.
-WHOLE = "#"  # The place of a schema of which nothing is held but its type.
-# The most schemas that rewriting may add, and the most that may replace one keyword.
+_MAX_CHARACTERS = 1 << 17  # The limit on a rewritten schema, which has no keywords without effect.
+WHOLE = "#"  # The place of the whole schema. It is returned if only the type of the schema is enforced.
+# The most schemas that rewriting may add, and the most schemas that may replace one keyword.
 _MOST_ADDED, _MOST_ALTERNATIVES, _CHARACTERS_OF_A_SCHEMA = 2048, 128, 64
-_MOST_BRANCHES = 48  # Of a `oneOf`. Each pair is compared.
-_MOST_PLACES, _MOST_PLACE_CHARACTERS = 64, 8192  # Of the places that are named.
+_MOST_BRANCHES = 48  # The most branches of a `oneOf`, because each pair of branches is compared.
+_MOST_PLACES, _MOST_PLACE_CHARACTERS = 64, 8192  # The most places that are returned, and their total length.
 _NO_SCHEMA, _TOO_DEEP = "it must be a JSON schema, which is a JSON object", "it is nested too deeply"
 _SURROGATE = "it must not hold half of a surrogate pair"
 
-# llguidance's options for writing JSON. In the schema they replace the client's options.
+# llguidance's options for the white space of JSON. In the schema, they replace the client's options.
 _FLEXIBLE = {"whitespace_flexible": True}
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-# Keywords beside which an object is not closed: they say what further members it may have.
+# An object with one of these keywords is not closed, because they define its further members.
 _COMBINED = ("anyOf", "oneOf", "$ref", "if", "unevaluatedProperties", "additionalProperties", "dependentSchemas")
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef", "not")
 
@@ -68,15 +69,15 @@ def for_guidance(text: str, fault: Callable[[str], str], *, compact: bool) -> tu
 
     Args:
         text: The schema.
-        fault: Returns llguidance's complaint about a schema; "" if llguidance takes it.
+        fault: Returns llguidance's error for a schema; "" if llguidance accepts the schema.
         compact: The JSON has no white space.
 
     Returns:
-        The schema for llguidance; the places of its parts that are not held, as URI fragments; and llguidance's
-        complaint, if none but the place `WHOLE` is named, or if no text is allowed by the schema with these parts.
+        The schema for llguidance; the places of the parts that are not enforced, as URI fragments; and llguidance's
+        error. The error is empty, unless the only place is `WHOLE`, or no text satisfies the whole schema.
 
     Raises:
-        ValueError: It is no JSON schema, nested too deeply, or too long.
+        ValueError: The text is not a JSON schema, is nested too deeply, or is too long.
     """
     root = _read(text)
     options = {"x-guidance": _COMPACT if compact else _FLEXIBLE}
@@ -101,19 +102,19 @@ def for_guidance(text: str, fault: Callable[[str], str], *, compact: bool) -> tu
 
 
 def _read(text: str) -> dict[str, Any]:
-    """Return a schema.
+    """Parse a schema.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is not a JSON schema.
     """
     try:
         root = json.loads(text, parse_constant=_refused)
-        json.dumps(root, ensure_ascii=False).encode()  # half of a surrogate pair may have been escaped
+        json.dumps(root, ensure_ascii=False).encode()  # An escape may stand for half of a surrogate pair.
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except UnicodeEncodeError:
         raise ValueError(_SURROGATE) from None
-    except ValueError:  # also for a number with thousands of digits
+    except ValueError:  # Also raised for a number with thousands of digits.
         raise ValueError(_NO_SCHEMA) from None
     if not isinstance(root, dict):
         raise ValueError(_NO_SCHEMA)
@@ -125,7 +126,7 @@ def _refused(_: str) -> None:
 
 
 def _shown(places: Iterable[str]) -> tuple[str, ...]:
-    """Return the places to name. If they are too many or too long, `WHOLE` stands for the rest."""
+    """Return the places to show to the client. If they are too many or too long, `WHOLE` stands for the rest."""
     shown: list[str] = []
     room = _MOST_PLACE_CHARACTERS
     for place in places:
@@ -137,12 +138,12 @@ def _shown(places: Iterable[str]) -> tuple[str, ...]:
 
 
 class _Way(NamedTuple):
-    """A way to rewrite a schema. The next way is taken if llguidance refuses the result of the last one."""
+    """A way to rewrite a schema. If llguidance refuses the result, the next way is tried."""
 
-    careful: bool = True  # Parts are tried out alone.
-    loose: bool = False  # Keywords that other keywords have to express are not held.
+    careful: bool = True  # Parts are first tested separately.
+    loose: bool = False  # Keywords that only other keywords can express are not enforced.
     closed: bool = True  # Objects are closed.
-    sealed: bool = True  # The names of further members have one spelling.
+    sealed: bool = True  # The names of unnamed members can be spelled in only one way.
 
 
 _WAYS = (
@@ -153,8 +154,8 @@ _WAYS = (
     _Way(loose=True),
     _Way(loose=True, closed=False, sealed=False),
 )
-# Work, in characters that llguidance reads. Beyond this limit nothing more is compared, and only the loose forms are
-# used. A limit of time would let two servers hold different parts of a schema.
+# Work is measured in characters that llguidance reads. Beyond this limit, schemas are no longer compared, and only the
+# loose ways are tried. With a time limit instead, two servers might enforce different parts of a schema.
 _MOST_WORK, _WORK_OF_A_SCHEMA, _WORK_OF_COMPILING = 1_000_000, 20, 8
 
 
@@ -165,16 +166,16 @@ class _Node:
     given: dict[str, Any]
     place: str
     types: frozenset[str]
-    closed: bool  # An object has only the members that are named.
-    exact: bool  # It is a condition: no text is excluded that the standard allows.
+    closed: bool  # An object has only the members that the schema names.
+    exact: bool  # The schema is a condition. It must not exclude any text that the standard allows.
     out: dict[str, Any] = field(default_factory=dict)
-    # Further schemas that have to hold, with the keywords that they come from.
+    # Further schemas that must also hold, each with the keyword from which it comes.
     also: list[tuple[str, Schema]] = field(default_factory=list)
     keyword: str = ""  # The keyword that is being rewritten.
-    also_at: int = 0  # The place of these schemas among the keywords. It decides on the order of members.
+    also_at: int = 0  # The position of the further schemas among the keywords, which decides the order of members.
 
     def add(self, *schemas: Schema) -> None:
-        """Add schemas that have to hold as well."""
+        """Add schemas that must also hold."""
         if not self.also:
             self.also_at = len(self.out)
         self.also += [(self.keyword, schema) for schema in schemas]
@@ -187,15 +188,16 @@ class _Rewriter:
         self._root, self._fault, self._way, self._closed = root, fault, way, closed
         self.work = 0
         self._references = References(root)
-        self._definitions: dict[str, Schema] = {}  # By name. While one is being rewritten: its type.
-        self._open: set[str] = set()  # The names of those.
-        self._left_of: dict[str, dict[str, None]] = {}  # The places that are not held of each definition.
-        self._foreign = 0  # The number of schemas around this one whose `$id` changes the meaning of references.
+        # The definitions by name. A definition that is still being rewritten has only its type.
+        self._definitions: dict[str, Schema] = {}
+        self._open: set[str] = set()  # The names of the definitions that are being rewritten.
+        self._left_of: dict[str, dict[str, None]] = {}  # The places of each definition that are not enforced.
+        self._foreign = 0  # The number of enclosing schemas whose `$id` changes the meaning of references.
         self._names: dict[tuple[str, bool, bool], str] = {}
         self._left = _MOST_ADDED
         self._negated: list[str] = []  # References that are being negated.
-        self._sound: dict[str, bool] = {}  # Fragments that llguidance takes.
-        self.not_held: dict[str, None] = {}  # Places, in order.
+        self._sound: dict[str, bool] = {}  # Whether llguidance accepts a fragment.
+        self.not_held: dict[str, None] = {}  # The places that are not enforced, in order.
 
     def document(self) -> dict[str, Any]:
         """Return the rewritten document."""
@@ -219,7 +221,7 @@ class _Rewriter:
         return self._fault(text)
 
     def schema(self, given: Any, place: str, closed: bool, *, exact: bool = False) -> Schema:
-        """Rewrite a schema. Apart from the parts that are not held, the result allows no other texts."""
+        """Rewrite a schema. Except for parts that are not enforced, the result allows no further texts."""
         if isinstance(given, bool):
             return given
         if not isinstance(given, dict):
@@ -238,14 +240,14 @@ class _Rewriter:
             given = {"$ref": given["$ref"]}
         node = _Node(given, place, named_types(given) or EVERY, closed, exact)
         if isinstance(given.get("properties"), dict) and "type" not in given and not exact:
-            # By the standard `{"properties": ...}` allows any number or text as well. Users expect an object.
+            # By the standard, `{"properties": ...}` also allows any number or text. Users expect an object.
             node.types = frozenset({"object"})
         if node.types != EVERY:
             node.out["type"] = type_value(node.types)
         for keyword, value in given.items():
             rule = KEYWORDS.get(keyword)
             if rule is None or not rule.types & node.types:
-                continue  # says nothing
+                continue  # The keyword has no effect.
             node.keyword = keyword
             before = dict(node.out), list(node.also)
             held = rule.rewrite(self, node, keyword, value)
@@ -260,10 +262,10 @@ class _Rewriter:
         return self._joined(node)
 
     def _seal(self, node: _Node) -> None:
-        """Let the names of further members have one spelling.
+        """Allow only one spelling of the names of unnamed members.
 
-        llguidance tells them from the members that are named by their bytes, and allows any escapes in them: in
-        `{"\\u0061": 1}` it does not find the member `a`. In names that match a pattern it allows no such escapes.
+        llguidance compares member names by their bytes, and allows any escapes in the names of unnamed members. So it
+        does not recognize the member `a` in `{"\\u0061": 1}`. In names that match a pattern, it allows no such escapes.
         """
         out, further = node.out, node.out.get("additionalProperties", True)
         if further is False or not (node.also or out.keys() & _OF_OBJECTS):
@@ -288,16 +290,16 @@ class _Rewriter:
         out["additionalProperties"] = False
 
     def _leave(self, node: _Node, keyword: str) -> None:
-        """Note that a keyword is not held."""
+        """Record that a keyword is not enforced."""
         self.not_held[below(node.place, keyword)] = None
 
     @staticmethod
     def _is_closed(node: _Node) -> bool:
-        """Return True if an object that names its members has no others.
+        """Return True if an object may have only the members that its schema names.
 
-        By the standard an object may have any further members. A model that may add members seldom stops, and vLLM's
-        usual back end does not allow them either. Schemas that are combined with other schemas stay open. So do schemas
-        that require unnamed members.
+        By the standard, an object may have any further members. But a model that may add members seldom stops, and
+        vLLM's usual back end does not allow them either. A schema stays open if it is combined with other schemas, or
+        if it requires unnamed members.
         """
         given, named = node.given, node.given.get("properties")
         if not node.closed or node.exact or not isinstance(named, dict) or any(word in given for word in _COMBINED):
@@ -308,13 +310,13 @@ class _Rewriter:
         return named.keys() >= set(strings(given.get("required"))) and not (is_number(least) and least > len(named))
 
     def _joined(self, node: _Node) -> Schema:
-        """Return a node's schema with the further schemas that have to hold."""
+        """Return a node's schema, joined with the further schemas that must also hold."""
         also = [(keyword, part) for keyword, part in node.also if part is not True and part != {}]
         parts = [part for _, part in also]
         if False in parts or not node.types:
             return False
         if self._way.careful and (len(also) > 1 or node.out):
-            # llguidance does not combine a schema that refers to itself with others.
+            # llguidance cannot combine a schema that refers to itself with other schemas.
             for origin, part in also:
                 if self._leads_back(part):
                     for keyword in [word for word in node.given if word in KEYWORDS and word != origin]:
@@ -326,7 +328,7 @@ class _Rewriter:
         before: dict[str, Any] = {}
         after: dict[str, Any] = {}
         for keyword, value in node.out.items():
-            # llguidance reads the keywords of members together only if no combination is between them.
+            # llguidance reads the keywords of members together only if no combining keyword is between them.
             if keyword == first_of_members:
                 (before if keyword in first else after).update(members)
             elif keyword not in members:
@@ -336,11 +338,11 @@ class _Rewriter:
         return {**before, **({"allOf": parts} if parts else {}), **after} or True
 
     def _is_sealed(self, schema: Schema, around: frozenset[str] = frozenset()) -> bool:
-        """Return True if no object that a schema allows has names of several spellings.
+        """Return True if a schema allows only one spelling of each member name.
 
         Args:
             schema: The schema.
-            around: The names of the definitions that have led to it.
+            around: The names of the definitions that were followed to reach the schema.
         """
         if isinstance(schema, bool):
             return not schema
@@ -354,7 +356,7 @@ class _Rewriter:
         return "anyOf" in schema and all(self._is_sealed(part, around) for part in schema["anyOf"])
 
     def _leads_back(self, schema: Schema) -> bool:
-        """Return True if a schema refers to one of which it is a part."""
+        """Return True if a schema refers to a definition that contains it."""
         if isinstance(schema, bool):
             return False
         if str(schema.get("$ref")).rpartition("/")[2] in self._open:
@@ -374,7 +376,7 @@ class _Rewriter:
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[dict[str, None]]:
-        """Record no places in the block. Yields the places that would have been recorded."""
+        """Do not record places in the `with` block. Yields the places that would have been recorded."""
         kept, self.not_held = self.not_held, {}
         try:
             yield self.not_held
@@ -382,7 +384,7 @@ class _Rewriter:
             self.not_held = kept
 
     def _takes(self, fragment: dict[str, Any]) -> bool:
-        """Return True if llguidance takes a part alone. It is asked if it has refused the whole."""
+        """Return True if llguidance accepts a fragment. Fragments are tested only if it refused the whole schema."""
         if not self._way.careful:
             return True
         text = json.dumps(fragment)
@@ -391,7 +393,7 @@ class _Rewriter:
             self._sound[text] = not complaint or complaint.startswith("Unsatisfiable")
         return self._sound[text]
 
-    # Keywords. Each returns False if it is not held.
+    # Keywords. Each function returns False if the keyword is not enforced.
 
     def _type(self, _node: _Node, _: str, value: Any) -> bool:
         names = value if isinstance(value, list) else [value]
@@ -411,13 +413,13 @@ class _Rewriter:
         return True
 
     def _number(self, node: _Node, keyword: str, value: Any) -> bool:
-        if keyword.startswith("exclusive") and isinstance(value, bool):  # of draft 4, beside `minimum` or `maximum`
+        if keyword.startswith("exclusive") and isinstance(value, bool):  # Draft 4: it modifies `minimum` or `maximum`.
             return True
         if not is_number(value):
             return False
         least = keyword in ("minimum", "exclusiveMinimum")
         if abs(value) >= sys.float_info.max and (value < 0) is least:
-            return True  # a number cannot be beyond it
+            return True  # No number exceeds this bound.
         if abs(value) > LARGEST_BOUND and (value < 0) is not least:
             return False
         exclusive = keyword.startswith("exclusive") or node.given.get(f"exclusive{keyword.title()}") is True
@@ -454,7 +456,7 @@ class _Rewriter:
         return True
 
     def _patterns(self, value: Any, *, single: bool = False) -> tuple[str, ...] | None:
-        """Return expressions that mean the same together, or a `single` one. None if llguidance has none."""
+        """Return expressions that together mean the same, or one if `single`. None if llguidance cannot express it."""
         if not isinstance(value, str):
             return None
         return patterns.without_look_around(value, single=single)
@@ -520,7 +522,7 @@ class _Rewriter:
         return True
 
     def _part(self, node: _Node, given: Any, place: str) -> Schema:
-        """Return a schema below a node, of a member or an item."""
+        """Rewrite the schema of a member or of an item."""
         return self.schema(given, place, node.closed, exact=node.exact)
 
     def _properties(self, node: _Node, keyword: str, value: Any) -> bool:
@@ -552,7 +554,7 @@ class _Rewriter:
         if len(held) == len(members) and self._takes({"patternProperties": dict.fromkeys(held, True)}):
             node.out[keyword] = held
             return True
-        # Any member whose name matches may have any value.
+        # Members whose names match may then have any value.
         if None in names.values():
             node.out["additionalProperties"] = True
         else:
@@ -565,7 +567,7 @@ class _Rewriter:
         return True
 
     def _names_of_members(self, node: _Node, _: str, value: Any) -> bool:
-        """`propertyNames`: its expression becomes a member of `patternProperties`, and no other members are allowed."""
+        """`propertyNames`: allow only members whose names match its expression, with `patternProperties`."""
         if self._late:
             return False
         with self._silent() as left:
@@ -590,7 +592,7 @@ class _Rewriter:
         return True
 
     def _name_expression(self, names: dict[str, Any]) -> str | None:
-        """Return one expression of the texts that a rewritten schema allows. None if that is not expressed."""
+        """Return one expression for the texts that a rewritten schema allows. None if that is not possible."""
         parts = [{word: each for word, each in names.items() if word != "allOf"}, *names.get("allOf", ())]
         expressions: list[str] = []
         for part in parts:
@@ -607,7 +609,7 @@ class _Rewriter:
         return None if found is None else found[0]
 
     def _member_count(self, node: _Node, keyword: str, value: Any) -> bool:
-        """`minProperties` and `maxProperties`, which llguidance counts only if no member is optional."""
+        """`minProperties` and `maxProperties`, which llguidance supports only if no member is optional."""
         if not is_size(value):
             return False
         given, count = node.given, int(value)
@@ -619,7 +621,7 @@ class _Rewriter:
         closed = given.get("additionalProperties") is False or self._is_closed(node)
         further, rest = not closed or bool(given.get("patternProperties")), count - len(required)
         if keyword == "minProperties" and rest > 1 and further:
-            return False  # llguidance counts a name twice if it comes twice
+            return False  # llguidance counts a repeated name twice.
         if not optional:
             node.out[keyword] = count
             return True
@@ -640,15 +642,15 @@ class _Rewriter:
         return True
 
     def _dependent(self, node: _Node, keyword: str, value: Any) -> bool:
-        """`dependentRequired`, `dependentSchemas`, `dependencies`: a member is missing, or something holds."""
+        """`dependentRequired`, `dependentSchemas`, `dependencies`: a member is missing, or a condition holds."""
         if not isinstance(value, dict):
             return False
-        if not self._spend(1 << min(len(value), 30)):  # they multiply
+        if not self._spend(1 << min(len(value), 30)):  # The choices multiply.
             return False
         place = below(node.place, keyword)
         for name, needed in value.items():
             held: Schema
-            if isinstance(needed, str):  # of draft 3
+            if isinstance(needed, str):  # Draft 3.
                 needed = [needed]
             if isinstance(needed, list):
                 held = {"type": type_value(node.types), "required": strings(needed)} if needed else True
@@ -705,13 +707,13 @@ class _Rewriter:
     def _exclusive(
         self, given: Sequence[Any], held: Sequence[Schema], types: frozenset[str], needed: frozenset[str]
     ) -> Sequence[Schema] | None:
-        """Return the branches of a `oneOf`, each without what another allows as well. None if that is not expressed.
+        """Return the branches of a `oneOf`, made mutually exclusive. None if that is not possible.
 
         Args:
             given: The branches, as the client wrote them.
-            held: The same, rewritten.
-            types: The types of which the value can be.
-            needed: The members that an object has in any case.
+            held: The same branches, rewritten.
+            types: The possible types of the value.
+            needed: The members that an object always has.
         """
         if len(given) > _MOST_BRANCHES or self._late:
             return None
@@ -731,7 +733,7 @@ class _Rewriter:
         return branches
 
     def _apart(self, one: Schema, other: Schema, needed: frozenset[str]) -> bool:
-        """Return True if no text is allowed by both."""
+        """Return True if no text satisfies both schemas."""
         if isinstance(one, bool) or isinstance(other, bool):
             return one is False or other is False
         if self._differ(one, other, needed):
@@ -741,7 +743,7 @@ class _Rewriter:
         return _is_empty(self._complaint({"allOf": [one, other]}))
 
     def _differ(self, one: Schema, other: Schema, needed: frozenset[str] = frozenset(), depth: int = 4) -> bool:
-        """Return True if a look at types, values and required members shows that no text is allowed by both."""
+        """Return True if types, values and required members alone show that no text satisfies both schemas."""
         one, other = self._referred(one), self._referred(other)
         if isinstance(one, bool) or isinstance(other, bool):
             return one is False or other is False
@@ -757,7 +759,7 @@ class _Rewriter:
         return None not in values and not [value for value in values[0] or () if value in (values[1] or ())]
 
     def _referred(self, schema: Schema) -> Schema:
-        """Return the schema to which one refers that has nothing but a reference."""
+        """Return the definition that a schema stands for, if the schema is only a reference."""
         for _ in range(8):
             if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
                 break
@@ -765,7 +767,7 @@ class _Rewriter:
         return schema
 
     def _evaluated(self, node: _Node, keyword: str, value: Any) -> bool:
-        """`unevaluatedProperties` and `unevaluatedItems`: like the additional ones, if nothing is combined."""
+        """`unevaluatedProperties` and `unevaluatedItems`: like `additional...` if no schemas are combined."""
         further = "additionalProperties" if keyword == "unevaluatedProperties" else "items"
         if value is True or value == {} or (further in node.given and not isinstance(node.given[further], list)):
             return True
@@ -777,7 +779,7 @@ class _Rewriter:
         return True
 
     def _evaluated_members(self, node: _Node, value: Any) -> bool:
-        """`unevaluatedProperties` beside `allOf` and `$ref`: all that these name is evaluated."""
+        """`unevaluatedProperties` next to `allOf` and `$ref`, which evaluate all members that they name."""
         names: dict[str, Schema] = {}
         expressions: dict[str, Schema] = {}
         waiting: list[Any] = [{key: each for key, each in node.given.items() if key != "unevaluatedProperties"}]
@@ -832,23 +834,23 @@ class _Rewriter:
         return True
 
     def _possible(self, schema: Schema) -> Schema:
-        """Return a definition; False if no text is allowed by it, which llguidance refuses even if it is not needed."""
+        """Return a definition; False if no text satisfies it. llguidance refuses such a definition even if unused."""
         if not self._way.careful or isinstance(schema, bool) or self._late:
             return schema
         return not _is_empty(self._complaint({"allOf": [schema]})) and schema
 
     def _target(self, reference: Any) -> tuple[str, Any] | None:
-        """Return the place to which a reference leads, and the part there. None if it is in another document."""
+        """Return the place to which a reference points, and its schema. None if it points to another document."""
         return None if self._foreign or not isinstance(reference, str) else self._references.target(reference)
 
     # Negation.
 
     def negation(self, given: Any, types: frozenset[str] = EVERY) -> Schema | None:
-        """Return a schema that allows exactly the values that the given one refuses. None if it is not expressed.
+        """Return a schema that allows exactly the values that the given schema refuses. None if that is not possible.
 
         Args:
             given: The schema, as the client wrote it.
-            types: The types of which the value can be.
+            types: The possible types of the value.
         """
         if isinstance(given, bool):
             return not given
@@ -862,7 +864,7 @@ class _Rewriter:
         if kept is not None:
             rest = with_integers(types) - with_integers(kept)
             if "integer" in kept and "number" in rest and "number" not in kept:
-                return None  # numbers that are no integers
+                return None  # It would have to allow all numbers except integers.
             alternatives += [{"type": kind} for kind in type_names(rest)]
             types = types & with_integers(kept) or types
         for keyword, value in given.items():
@@ -878,7 +880,7 @@ class _Rewriter:
     def _against(
         self, keyword: str, value: Any, given: Mapping[str, Any], types: frozenset[str]
     ) -> Sequence[Schema] | None:
-        """Return schemas of which one allows each value that a keyword refuses. None if that is not expressed."""
+        """Return schemas that together allow exactly the values that a keyword refuses. None if that is impossible."""
         match keyword:
             case "enum" | "const":
                 return _none_of(value if keyword == "enum" else [value], types)
@@ -940,32 +942,33 @@ class _Rewriter:
 
 
 _SIZED = {"Length": "string", "Items": "array", "Properties": "object"}
-# Keywords whose meaning depends on each other.
+# The meaning of each of these keywords depends on the others.
 _NEIGHBOURS = frozenset({"properties", "patternProperties", "additionalProperties", "prefixItems", "items"})
 _SHAPES = (("properties", dict), ("patternProperties", dict), ("allOf", list))
 _MEMBERS = ("properties", "patternProperties", "additionalProperties")
 _OF_OBJECTS = frozenset({*_MEMBERS, "required", "minProperties", "maxProperties"})
 _ANY_NAME = r"^[\s\S]*$"
-_EVERY_NAME = frozenset({"", "^", ".*", "^.*", ".*$"})  # Patterns.
-_NEARLY_EVERY_NAME = frozenset({"^.*$", ".", ".+", "^.+$", "^.+"})  # All but the empty one and such with line breaks.
+_EVERY_NAME = frozenset({"", "^", ".*", "^.*", ".*$"})  # Patterns for all names.
+# Patterns for all names except the empty name or names with line breaks.
+_NEARLY_EVERY_NAME = frozenset({"^.*$", ".", ".+", "^.+$", "^.+"})
 _OF_NAMES = frozenset({"type", "pattern", "minLength", "maxLength"})
-_CERTAIN = frozenset({"$ref", "allOf"})  # Applicators that hold in any case.
+_CERTAIN = frozenset({"$ref", "allOf"})  # Applicators whose schemas always hold.
 
 
 def _other_size(keyword: str, value: Any) -> Sequence[Schema] | None:
-    """Return schemas of which one allows each value beyond a limit on its size. None if that is not expressed."""
+    """Return schemas that together allow exactly the values that violate a size limit. None if that is impossible."""
     if not is_size(value):
         return None
     kind = _SIZED[keyword[3:]]
     if keyword == "maxProperties" and value > 0:
-        return None  # llguidance counts a name twice if it comes twice
+        return None  # llguidance counts a repeated name twice.
     if keyword.startswith("max"):
         return [{"type": kind, f"min{keyword[3:]}": int(value) + 1}]
     return [{"type": kind, f"max{keyword[3:]}": int(value) - 1}] if value > 0 else []
 
 
 def _none_of(values: Any, types: frozenset[str]) -> Sequence[Schema] | None:
-    """Return schemas of which one allows each value that is not among some. None if that is not expressed."""
+    """Return schemas that together allow exactly the values other than these. None if that is impossible."""
     if not isinstance(values, list) or not all(map(is_exact, values)):
         return None
     by_type: dict[str, list[Any]] = {}
@@ -1013,28 +1016,28 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _can_be_merged(part: Schema, out: Mapping[str, Any]) -> TypeGuard[dict[str, Any]]:
-    """Return True if the keywords of two schemas mean the same in one."""
+    """Return True if the keywords of two schemas can be joined in one schema without a change of their meaning."""
     if isinstance(part, bool) or part.keys() & out.keys():
         return False
     return not (part.keys() & _NEIGHBOURS and out.keys() & _NEIGHBOURS)
 
 
 def _is_empty(complaint: str) -> bool:
-    """Return True if llguidance says that no text is allowed by the root of a schema."""
+    """Return True if llguidance reports that no text satisfies the root of a schema."""
     return complaint.startswith("Unsatisfiable") and "while processing" not in complaint
 
 
 def _others(node: _Node, kind: str) -> list[Schema]:
-    """Return schemas of the other types that a node may have."""
+    """Return a schema for each other type that a node may have."""
     return [{"type": name} for name in type_names(node.types - {kind})]
 
 
 class Keyword(NamedTuple):
     """The treatment of a keyword."""
 
-    rewrite: Callable[[_Rewriter, _Node, str, Any], bool]  # Returns False if the keyword is not held.
+    rewrite: Callable[[_Rewriter, _Node, str, Any], bool]  # Returns False if the keyword is not enforced.
     what: str  # The treatment in words, with the reason for its limits.
-    types: frozenset[str] = EVERY  # The types of values about which it says something.
+    types: frozenset[str] = EVERY  # The types of values that the keyword restricts.
 
 
 _STRING, _ARRAY, _OBJECT = frozenset({"string"}), frozenset({"array"}), frozenset({"object"})
@@ -1044,7 +1047,7 @@ _VALUES = "held, except for integers that no double has"
 _BOUND = "rounded inward to a double within 64 bits, if exclusive by 1e-9"
 _COUNTED = "the choices of named members, up to 128; not at least two further ones"
 _DEPENDS = "`anyOf` of the member's absence and the rest, up to 7: they multiply"
-# All others are annotations, or belong to one of these (`then`, `else`, `minContains`, `$defs`, `$anchor`).
+# All other keywords are annotations, or belong to a keyword here (`then`, `else`, `minContains`, `$defs`, `$anchor`).
 KEYWORDS: Mapping[str, Keyword] = {
     "type": Keyword(_Rewriter._type, _HELD),
     "enum": Keyword(_Rewriter._enum, _VALUES),
@@ -1092,7 +1095,7 @@ KEYWORDS: Mapping[str, Keyword] = {
     "$dynamicRef": Keyword(_Rewriter._reference, "`$ref`, if the anchor is there once"),
     "$recursiveRef": Keyword(_Rewriter._reference, "`$ref`, if the anchor is there once"),
 }
-# Keywords that other keywords have to express.
+# Keywords that only other keywords can express.
 _EXPRESSED = frozenset(
     {
         *("uniqueItems", "contains", "propertyNames", "minProperties", "maxProperties", "if", "not"),

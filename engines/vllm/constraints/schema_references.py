@@ -1,4 +1,4 @@
-"""References within a JSON schema, and the names of its places."""
+"""References within a JSON schema, and the notation for its places."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 _OLD = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
-DATA = ("enum", "const", "default", "examples")  # Keywords whose values are no schemas.
+DATA = ("enum", "const", "default", "examples")  # Keywords whose values are not schemas.
 
 
 class References:
-    """The references within one document. Nothing is fetched."""
+    """Resolves references within one document. It fetches no other documents."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        # A `$ref` replaces the keywords beside it.
+        # In old drafts, a `$ref` replaces the keywords next to it.
         self.are_old = any(name in str(root.get("$schema")) for name in _OLD)
 
     def has_base(self, schema: dict[str, Any]) -> bool:
-        """Return True if references within a schema are relative to its own `$id`, and not to the document's."""
+        """Return True if references within a schema are relative to the schema's `$id` instead of the document's."""
         base = schema.get("$id", schema.get("id") if self.are_old else None)
         return schema is not self._root and isinstance(base, str) and not base.startswith("#")
 
     def target(self, reference: str) -> tuple[str, Any] | None:
-        """Return the place to which a reference leads, and the part there. None if it is in another document."""
+        """Return the place to which a reference points, and its schema. None if it points to another document."""
         base, _, fragment = reference.partition("#")
         if base and base != str(self._root.get("$id") or self._root.get("id") or "").partition("#")[0]:
             return None
         pointer = unquote(fragment)
         if pointer and not pointer.startswith("/"):
             pointers = [pointer for name, pointer in self._anchors if name == unquote(fragment)]
-            if len(pointers) != 1:  # none, or it is not known which one is meant
+            if len(pointers) != 1:  # The anchor does not exist, or is ambiguous.
                 return None
             (pointer,) = pointers
         found: Any = self._root
@@ -53,7 +53,7 @@ class References:
         return list(self._anchors_below(self._root, ""))
 
     def _anchors_below(self, part: Any, pointer: str) -> Iterator[tuple[str, str]]:
-        """Yield the names of places, each with its pointer."""
+        """Yield each anchor with its pointer."""
         if isinstance(part, list):
             for i, each in enumerate(part):
                 yield from self._anchors_below(each, f"{pointer}/{i}")

@@ -1,4 +1,4 @@
-"""The types and values in JSON schemas, as the rewriter reads and writes them."""
+"""Reads and writes the types, values and bounds of JSON schemas."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 Schema = bool | dict[str, Any]
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 EVERY = frozenset(TYPES)
-# llguidance reads bounds as doubles, and bounds of integers as 64 bits.
+# llguidance reads bounds as doubles, and the bounds of integers as 64-bit integers.
 LARGEST_BOUND = math.nextafter(2.0**63, 0.0)
 _LARGEST_INTEGER = (1 << 63) - 1
-_STEP = 1e-9  # Between an exclusive bound and the nearest number that is allowed.
+_STEP = 1e-9  # The distance between an exclusive bound and the nearest allowed number.
 
 
 def named_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the types that a schema names; None if it names none."""
+    """Return the types that a schema names; None if it names no types."""
     given = schema.get("type")
     names = given if isinstance(given, list) else [given]
     if given is None or not all(isinstance(name, str) and name in EVERY for name in names):
@@ -26,17 +26,17 @@ def named_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def with_integers(types: frozenset[str]) -> frozenset[str]:
-    """Return types, with integers if they have all numbers."""
+    """Return these types, and `integer` if `number` is one of them."""
     return types | {"integer"} if "number" in types else types
 
 
 def type_names(types: frozenset[str]) -> list[str]:
-    """Return types in a fixed order. A number may be an integer."""
+    """Return these types in a fixed order. `integer` is left out if `number` includes it."""
     return [name for name in TYPES if name in types and not (name == "integer" and "number" in types)]
 
 
 def type_value(types: frozenset[str]) -> str | list[str]:
-    """Return the value of `type` for types."""
+    """Return the value of the keyword `type` for these types."""
     names = type_names(types)
     return names[0] if len(names) == 1 else names
 
@@ -48,7 +48,7 @@ def allowed_types(schema: dict[str, Any]) -> frozenset[str]:
 
 
 def allowed_values(schema: Schema, most: int) -> Sequence[Any] | None:
-    """Return all values that a rewritten schema allows; None if it may allow others, or more than that."""
+    """Return all values that a rewritten schema allows; None if they are unknown, or more than `most`."""
     if not isinstance(schema, dict):
         return None
     values: list[Any]
@@ -80,7 +80,7 @@ def type_of(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a finite number, which a boolean is not."""
+    """Return True for a finite number. A boolean is not a number."""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, int) and not isinstance(value, bool)
@@ -92,7 +92,7 @@ def is_size(value: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """Return True for an integer, which 2.0 is too."""
+    """Return True for an integer, including values such as 2.0."""
     return is_number(value) and value == int(value)
 
 
@@ -108,16 +108,16 @@ def is_exact(value: Any) -> bool:
 
 
 def bound_of(value: float, *, least: bool, exclusive: bool, whole: bool) -> dict[str, Any]:
-    """Return the keyword for a bound of numbers that llguidance can hold, and that allows no more.
+    """Return the keyword for a bound that llguidance can enforce, and that never allows more than the given bound.
 
     Args:
         value: The bound.
-        least: It is the least number.
+        least: It is a lower bound.
         exclusive: The bound itself is not allowed.
         whole: The numbers are integers.
     """
     if whole and not least and value >= _LARGEST_INTEGER:
-        # No double has this bound, but llguidance reads it correctly.
+        # This bound is not a double, but llguidance reads it correctly.
         return {"exclusiveMaximum": _LARGEST_INTEGER + 1} if exclusive else {"maximum": _LARGEST_INTEGER}
     value = min(max(value, -LARGEST_BOUND), LARGEST_BOUND)
     near, inward = float(value), math.inf if least else -math.inf
@@ -132,7 +132,7 @@ def bound_of(value: float, *, least: bool, exclusive: bool, whole: bool) -> dict
 
 
 def plain(value: Any) -> Any:
-    """Return a value whose whole numbers are integers."""
+    """Return a value with integers instead of floats such as 2.0."""
     if isinstance(value, list):
         return [plain(each) for each in value]
     if isinstance(value, dict):
@@ -141,17 +141,17 @@ def plain(value: Any) -> Any:
 
 
 def distinct(values: list[Any]) -> list[Any]:
-    """Return values, each once. 1 is not True here."""
+    """Return the values without duplicates. Here, 1 and True are different."""
     return list({json.dumps(value, sort_keys=True): value for value in values}.values())
 
 
 def strings(value: Any) -> list[str]:
-    """Return the texts of a list, each once."""
+    """Return the strings of a list without duplicates."""
     return list(dict.fromkeys(each for each in value if isinstance(each, str))) if isinstance(value, list) else []
 
 
 def any_of(schemas: Sequence[Schema]) -> Schema:
-    """Return a schema that holds where one of some does."""
+    """Return a schema that holds if at least one of these schemas holds."""
     kept = [each for each in schemas if each is not False]
     if True in kept or any(each == {} for each in kept):
         return True
@@ -159,7 +159,7 @@ def any_of(schemas: Sequence[Schema]) -> Schema:
 
 
 def all_of(schemas: Sequence[Schema]) -> Schema:
-    """Return a schema that holds where all of some do."""
+    """Return a schema that holds if all of these schemas hold."""
     kept = [each for each in schemas if each is not True and each != {}]
     if False in kept:
         return False
