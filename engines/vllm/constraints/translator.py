@@ -1,12 +1,12 @@
-"""From a request's constraint to vLLM's structured outputs.
+"""Translates a request's constraint to vLLM's structured outputs.
 
-vLLM has several back ends for constraints, but uses only one in an engine. With its setting `auto`, each request is
-checked against the back end that suits it best, but enforced by the back end of the first request. So one is chosen
-when the model is loaded: `guidance` (llguidance), which refuses constraints that it cannot enforce, and bounds their
-cost.
+vLLM has several back ends for constraints, but an engine uses only one. With vLLM's setting `auto`, each request is
+checked against the back end that suits it best, but the back end of the first request enforces it. So Slipway chooses
+the back end when the model is loaded. It chooses `guidance` (llguidance), which refuses constraints that it cannot
+enforce, and limits their cost.
 
-A constraint is a program that a client has sent, so it is rewritten and compiled once in a separate process (`trials`)
-before the engine gets it.
+A constraint is a program that a client has sent. So a separate process (`trials`) rewrites and compiles it before the
+engine gets it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from engines.vllm.constraints.trial_process import Trial
 from engines.vllm.constraints.trials import GrammarTrials
 from engines.vllm.patches.grammars import tried
 
-_MAX_CHARACTERS = 1 << 17  # Of an expression or a grammar: what people write has a hundredth of it.
+# The limit on an expression or a grammar. People write at most a hundredth of that.
+_MAX_CHARACTERS = 1 << 17
 # The most characters of each kind of constraint, by vLLM's names.
 _MOST_CHARACTERS = {
-    "json": 1 << 20,  # As it comes. The rewritten schema has another limit.
-    "choice": 1 << 21,  # All together. They cost the engine less, since each is a plain text.
+    "json": 1 << 20,  # The client's schema. The rewritten schema has another limit.
+    "choice": 1 << 21,  # All choices together. They cost the engine less, because each is plain text.
     "regex": _MAX_CHARACTERS,
     "grammar": _MAX_CHARACTERS,
 }
 _ERROR_CHARACTERS = 200
-_SHOWN_PLACES, _PLACE_CHARACTERS = 5, 100  # In the error of a schema that is not held whole.
+_SHOWN_PLACES, _PLACE_CHARACTERS = 5, 100  # Limits for the error message of a schema that is not fully enforced.
 _NO_TAGS = (
     'is not enforced by this model\'s back end: it needs option.structured_outputs_config={"backend": "xgrammar"}'
 )
@@ -48,13 +49,13 @@ _WHITE_SPACE = "disable_any_whitespace"
 
 
 def choose_backend(config: VllmConfig, option: str) -> None:
-    """Set what `structured_outputs_config` leaves open: the back end, and that JSON is compact.
+    """Choose the back end, and make JSON compact, unless `structured_outputs_config` sets them.
 
     A model that may write any white space sometimes writes nothing else.
 
     Args:
-        config: of an engine that is not made yet.
-        option: the text of `structured_outputs_config`, which vLLM has read.
+        config: The configuration of an engine that has not started.
+        option: The text of `structured_outputs_config`, which vLLM has read.
     """
     structured = config.structured_outputs_config
     if structured.backend == "auto":
@@ -68,8 +69,8 @@ class CheckedConstraint(NamedTuple):
     """A constraint as the engine enforces it."""
 
     outputs: StructuredOutputsParams
-    text: str = ""  # As the client wrote it. Empty if the back end is not `guidance`.
-    not_held: tuple[str, ...] = ()  # The parts of the JSON schema that are not held, as the client names them.
+    text: str = ""  # The client's text of the constraint. Empty if the back end is not `guidance`.
+    not_held: tuple[str, ...] = ()  # The parts of the JSON schema that are not enforced, by the client's names.
 
 
 class ConstraintTranslator:
@@ -87,24 +88,25 @@ class ConstraintTranslator:
         """Create the translator.
 
         Args:
-            drafts: The engine takes back tokens that a draft has proposed.
-            partial_schemas: A JSON schema may be held in part if its contract does not say otherwise.
+            drafts: The engine uses speculative decoding, so it may reject tokens of a draft.
+            partial_schemas: A JSON schema may be enforced in part, unless its contract requires otherwise.
         """
         self._partial = partial_schemas
         self._guidance = config.backend == "guidance"
         self._compact = config.disable_any_whitespace
         self._trials: GrammarTrials | None = None
         if self._guidance and (fast := fast_tokenizer(tokenizer)) is not None:
-            # As vLLM's back end makes its own.
+            # vLLM's back end makes its tokenizer with the same size.
             size = max(vocabulary_size, len(tokenizer))
             self._trials = GrammarTrials(fast, size, tokenizer.eos_token_id, drafts=drafts)
 
     async def structured_outputs(self, sampling: SamplingParameters) -> CheckedConstraint | None:
-        """Return the constraint for vLLM; None without a constraint.
+        """Return the constraint for vLLM; None if the request has no constraint.
 
         Raises:
-            InvalidParameter: It cannot be compiled, not held whole, or not together with another parameter;
-                GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.trial`.
+            InvalidParameter: The constraint cannot be compiled, cannot be fully enforced, or conflicts with another
+                parameter.
+            GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.trial`.
         """
         constraint = sampling.constraint
         if constraint is None:
@@ -115,15 +117,15 @@ class ConstraintTranslator:
         return await self._checked(constraint.parameter, outputs, sampling, [SchemaPart(strict=constraint.strict)])
 
     async def checked(self, parameter: str, params: SamplingParams, parts: Sequence[SchemaPart]) -> CheckedConstraint:
-        """Return the structured outputs that vLLM's front end has read, as the engine will follow them.
+        """Return the structured outputs of a request that vLLM's front end has parsed, as the engine enforces them.
 
         Args:
-            parameter: The client's name for them.
+            parameter: The client's name for the structured outputs.
             params: vLLM's sampling parameters, with structured outputs.
-            parts: The parts of their JSON schema.
+            parts: The parts of the JSON schema.
 
         Raises:
-            InvalidParameter: They would harm the engine, or would not be enforced.
+            InvalidParameter: The structured outputs would harm the engine, or would not be enforced.
             GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.trial`.
         """
         assert params.structured_outputs is not None
@@ -137,25 +139,25 @@ class ConstraintTranslator:
         parts: Sequence[SchemaPart],
     ) -> CheckedConstraint:
         _check_company(parameter, sampling)
-        # The text between its tags may be anything, tags without their schema too.
+        # The text between the tags may be anything, even tags without their schema.
         if self._guidance and outputs.structural_tag is not None:
             raise InvalidParameter(f"{parameter}.structural_tag", _NO_TAGS)
         compact = self._compact or outputs.disable_any_whitespace
         if self._guidance and outputs.json_object:
-            # The back end follows the option of the whole engine alone, except within a schema.
+            # Outside of a schema, the back end uses only the white-space option of the whole engine.
             outputs = dataclasses.replace(outputs, json={"type": "object"}, json_object=None)
-        for kind, most in _MOST_CHARACTERS.items():  # it has one of them at most
+        for kind, most in _MOST_CHARACTERS.items():  # At most one of them is set.
             if (value := getattr(outputs, kind)) is None:
                 continue
             if not value and kind == "choice":
                 raise InvalidParameter(parameter, "must have at least one choice")
             text = value if isinstance(value, str) else _written(parameter, value)
-            # Without a trial, the descriptions stay in a schema.
+            # Only a trial removes the descriptions from a schema. So without it, the lower limit counts.
             _check_size(parameter, text, _MAX_CHARACTERS if kind == "json" and self._trials is None else most)
             if self._trials is None:
                 continue
             trial = await self._trials.trial(kind, text, compact=compact)
-            # vLLM reads no call of a tool from just any array.
+            # If only the type is enforced, vLLM cannot parse tool calls from the answer.
             has_no_calls = trial.not_held == (WHOLE,) and [part.place for part in parts] != [WHOLE]
             if trial.error and (has_no_calls or not trial.text):
                 raise InvalidParameter(parameter, f"cannot be used as a constraint: {_shortened(trial.error)}")
@@ -165,10 +167,10 @@ class ConstraintTranslator:
         return CheckedConstraint(outputs)
 
     def _allowed(self, parameter: str, trial: Trial, parts: Sequence[SchemaPart]) -> tuple[str, ...]:
-        """Return the places of a schema's parts that are not held, as the client names them.
+        """Return the places of a schema that are not enforced, by the client's names.
 
         Raises:
-            InvalidParameter: One of them must be held.
+            InvalidParameter: One of these places must be enforced.
         """
         found = _named(trial.not_held, parts)
         refused = [(part, place) for part, place in found if part.strict or (part.strict is None and not self._partial)]
@@ -181,11 +183,11 @@ class ConstraintTranslator:
         raise InvalidParameter(name or parameter, f"cannot be held whole: {why}; {advice}")
 
     def check_answer(self, constraint: CheckedConstraint, statistics: EngineStatistics, answer: str | None) -> None:
-        """Check a finished answer against its whole schema, later, and count the verdict.
+        """Queue the check of a finished answer against its whole schema. The verdict is counted.
 
         Args:
-            constraint: The constraint of the request. A part of its schema is not held.
-            statistics: They count the verdict.
+            constraint: The constraint of the request. A part of its schema is not enforced.
+            statistics: Counts the verdict.
             answer: The text of the answer. None if it is unknown.
         """
         assert self._trials is not None
@@ -200,10 +202,10 @@ class ConstraintTranslator:
 
 
 def _named(places: Sequence[str], parts: Sequence[SchemaPart]) -> list[tuple[SchemaPart, str]]:
-    """Return places of a schema as the client names them, each with its part of the schema.
+    """Return places of a schema by the client's names, each with the part of the schema that contains it.
 
-    A place above several parts counts for all of them. A place outside all parts keeps its name. The time grows with
-    the places and the parts, and not with their product: clients choose both numbers.
+    A place that contains several parts is returned once for each of them. A place outside of all parts keeps its name.
+    Clients choose the number of places and of parts. So the time is linear in both numbers, and not in their product.
     """
     at = {part.place: part for part in parts}
     above: dict[str, list[SchemaPart]] = {}
@@ -224,7 +226,7 @@ def _named(places: Sequence[str], parts: Sequence[SchemaPart]) -> list[tuple[Sch
 
 
 def _listed(places: Sequence[str]) -> str:
-    """Return the keywords at places, as far as an error shows them."""
+    """Return the keywords at these places, shortened for an error message."""
     shown = [
         place[:_PLACE_CHARACTERS]
         if place.endswith("#")
@@ -236,7 +238,7 @@ def _listed(places: Sequence[str]) -> str:
 
 
 def _check_company(parameter: str, sampling: SamplingParameters | SamplingParams) -> None:
-    """Refuse parameters that forbid the end of the text, if the constraint may leave no other token to choose."""
+    """Refuse parameters that forbid the end of the text, because the constraint may allow only the end."""
     if sampling.min_tokens > 0:
         raise InvalidParameter(parameter, "cannot be used together with a minimum of new tokens")
     if sampling.ignore_eos:
@@ -244,7 +246,7 @@ def _check_company(parameter: str, sampling: SamplingParameters | SamplingParams
 
 
 def no_token_left(sampling: SamplingParameters | SamplingParams) -> InvalidParameter | None:
-    """Return the error of a request that the engine has ended if it may have forbidden all tokens of its constraint."""
+    """Return the error for a failed request whose parameters may forbid every token that the constraint allows."""
     name = "allowed_token_ids" if sampling.allowed_token_ids is not None else "bad_words"
     if not getattr(sampling, name):
         return None

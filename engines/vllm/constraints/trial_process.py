@@ -1,8 +1,8 @@
-"""A script that compiles constraints before the engine does, in a separate process, and checks finished answers.
+"""A script that compiles constraints before the engine does, in a separate process. It also checks finished answers.
 
-A constraint is a program that a client has sent. One that takes too long, takes too much memory or crashes the
-compiler ends this process, and neither the server nor the engine. Imports little except llguidance, so that it starts
-at once and stays small. `trials.GrammarTrials` writes to its standard input and reads its standard output.
+A constraint is a program that a client has sent. If a constraint takes too long, takes too much memory or crashes the
+compiler, only this process ends: the server and the engine continue. The script imports little except llguidance, so
+that it starts fast and stays small. `trials.GrammarTrials` writes to its standard input and reads its standard output.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import llguidance
 from engines.vllm.constraints import json_schema
 from engines.vllm.constraints.expressions import ascii_expression, grammar_for_guidance
 
-CPU_SECONDS = 2.0  # Limit for one constraint; ordinary constraints take a hundredth of it.
-# Limit for one token's mask, which the engine makes between two steps of all requests; ordinary ones take 0.001.
+CPU_SECONDS = 2.0  # The limit for one constraint. Ordinary constraints take a hundredth of it.
+# The limit for one token's mask, which the engine makes between two steps of all requests. Ordinary masks take 0.001 s.
 STEP_CPU_SECONDS = 0.1
-STEPS = 64  # Tokens that are tried out.
-CHECK_CPU_SECONDS = 0.1  # Limit for the check of one answer, for which a trial may have to wait.
+STEPS = 64  # The number of tokens in a trial.
+CHECK_CPU_SECONDS = 0.1  # The limit for the check of one answer. A trial may have to wait for one check.
 _MEMORY_BYTES = 1 << 30
-_STACK_BYTES = 4 << 20  # Half of the stack of the engine's threads.
+_STACK_BYTES = 4 << 20  # Half of the stack that the engine's threads have.
 _PR_SET_PDEATHSIG = 1
 TOO_MUCH = "it takes too much time or memory to compile"
 _WRITTEN: Mapping[str, Callable[[str], str]] = {"regex": ascii_expression, "grammar": grammar_for_guidance}
@@ -39,21 +39,21 @@ _WRITTEN: Mapping[str, Callable[[str], str]] = {"regex": ascii_expression, "gram
 class Trial(NamedTuple):
     """The result of a trial."""
 
-    error: str = ""  # The fault of the constraint, as the end of a sentence. "" if it can be used.
-    text: str = ""  # The constraint as the back end gets it.
-    # The parts of a JSON schema that the text does not hold: their places, as JSON pointers.
+    error: str = ""  # Why the constraint cannot be used, as the end of a sentence. "" if it can be used.
+    text: str = ""  # The constraint for the back end.
+    # The places of a JSON schema that the text does not enforce, as URI fragments.
     not_held: tuple[str, ...] = ()
 
 
 def trial(tokenizer: Any, kind: str, text: str, *, compact: bool = True, drafts: bool = False) -> Trial:
-    """Rewrite a constraint for the back end, and look for its faults.
+    """Rewrite a constraint for the back end, and test it.
 
     Args:
-        tokenizer: llguidance's.
-        kind: Its name in vLLM's `structured_outputs`.
+        tokenizer: llguidance's tokenizer.
+        kind: The kind of constraint, by its name in vLLM's `structured_outputs`.
         text: The constraint.
         compact: JSON has no white space.
-        drafts: The engine takes back tokens that a draft has proposed.
+        drafts: The engine uses speculative decoding, so it may reject tokens of a draft.
     """
     matcher: Any = None
 
@@ -61,7 +61,7 @@ def trial(tokenizer: Any, kind: str, text: str, *, compact: bool = True, drafts:
         nonlocal matcher
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": True})
-        except ValueError as error:  # it is nested too deeply
+        except ValueError as error:  # The schema is nested too deeply.
             return str(error)
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
         return str(matcher.get_error())
@@ -85,7 +85,7 @@ def trial(tokenizer: Any, kind: str, text: str, *, compact: bool = True, drafts:
 
 
 def _walk(first: Any, end_token: int, drafts: bool) -> str:
-    """Step the grammar for some tokens. A grammar that compiles may match no text, or be slow to step."""
+    """Generate some tokens with the grammar. A grammar that compiles may still match no text, or be slow at a token."""
     chance = random.Random(0)
     matcher = first.deep_copy()  # Some constraints cannot be reset.
     for _ in range(STEPS):
@@ -108,12 +108,12 @@ def _walk(first: Any, end_token: int, drafts: bool) -> str:
 
 
 def _goes_on(matcher: Any, end_token: int) -> bool:
-    """Return True if a text is not complete after the end token."""
+    """Return True if the grammar requires more text after the end token."""
     return not matcher.is_accepting() and matcher.consume_token(end_token) and not matcher.is_accepting()
 
 
 def _one_of(mask: int, chance: random.Random) -> int:
-    """Return one of the bits that are set: the first after a random place."""
+    """Return the position of a set bit: the first one at or after a random position."""
     rest = mask >> (place := chance.randrange(mask.bit_length()))
     return place + (rest & -rest).bit_length() - 1
 
@@ -125,22 +125,22 @@ def _complaint(error: str) -> str:
 
 
 class _TooSlow(BaseException):
-    """A check has taken its time. No handler of other exceptions stops it."""
+    """A check has exceeded its time limit. `except Exception` does not catch this error."""
 
 
 def verdict(schema: str, answer: str) -> str:
     """Check an answer against its schema. Returns one of `engines.statistics.VERDICTS`.
 
-    Patterns are searched by Python's `re`, which stops for signals.
+    Python's `re` searches for patterns. A signal interrupts it.
     """
     from jsonschema.validators import Draft202012Validator, validator_for
-    from jsonschema_specifications import REGISTRY  # It fetches nothing, so that no other schema is found.
+    from jsonschema_specifications import REGISTRY  # Its registry fetches no schemas.
 
     try:
         document = json.loads(answer)
     except json.JSONDecodeError:
         return "incomplete"
-    except (ValueError, RecursionError):  # a number with thousands of digits; thousands of brackets
+    except (ValueError, RecursionError):  # Such as a number with thousands of digits, or thousands of brackets.
         return "unchecked"
     checking = True
 
@@ -160,7 +160,7 @@ def verdict(schema: str, answer: str) -> str:
             checking = False
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException:  # The parts that the back end does not hold may be wrong. rpds may panic.
+    except BaseException:  # The parts that are not enforced may be invalid, and rpds may panic.
         found = "unchecked"
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     signal.signal(signal.SIGPROF, before)
@@ -176,13 +176,13 @@ def _limit() -> None:
 
 
 def main() -> None:
-    """Answer each line until the standard input or the server ends, also in the middle of a constraint.
+    """Answer each line of the standard input. The process ends at once if the server ends.
 
-    The timer's signal is not handled, so it ends the process.
+    There is no handler for the timer's signal, so the signal ends the process.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries must not come between the answers
+    os.dup2(2, 1)  # Libraries must not write between the answers.
     first = json.loads(sys.stdin.readline())
     tokenizer = llguidance.LLTokenizer(first["tokenizer"], n_vocab=first["vocabulary_size"], eos_token=first["eos"])
     _limit()
@@ -197,7 +197,7 @@ def main() -> None:
             result = trial(tokenizer, **message, drafts=first["drafts"])
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # There is no more memory, or the compiler has panicked. The next process is sound.
+        except BaseException:  # The memory is exhausted, or the compiler has panicked. A new process takes over.
             print(json.dumps(Trial(TOO_MUCH)), file=answers, flush=True)
             return
         signal.setitimer(signal.ITIMER_PROF, 0.0)

@@ -1,7 +1,7 @@
-"""The process that tries constraints out and checks answers, and the cache of its results.
+"""Runs the process that tests constraints and checks answers, and caches its results.
 
-A constraint is a program that a client has sent. It is rewritten and compiled once in a separate process
-(`trial_process`) before the engine gets it.
+A constraint is a program that a client has sent. So a separate process (`trial_process`) rewrites and compiles it
+before the engine gets it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from engines.vllm.constraints.trial_process import TOO_MUCH, Trial
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# A request is refused if the trial of its constraint has not ended after this time, with the trials before it.
+# A request is refused if the trial of its constraint has not ended after this time. It includes the trials before it.
 WAIT_SECONDS = 60.0
-# How long the process may take for its start, and for one constraint, by the clock. Longer than its own limit, which
-# counts processor time: a busy machine may give it little, and a process that is stopped gets none.
+# The limits of elapsed time for the start of the process, and for one constraint. The process itself limits processor
+# time. The limits here are longer, because a process gets little processor time on a busy machine.
 START_SECONDS, CLOCK_SECONDS = 60.0, 20.0
 _REMEMBERED, _REMEMBERED_CHARACTERS = 1024, 1 << 24
-# Answers that wait for their check, and the most characters of one. Others are not checked.
+# The most answers that wait for their check, and the most characters of an answer. Other answers are not checked.
 _WAITING_ANSWERS, _ANSWER_CHARACTERS = 64, 1 << 18
 NO_VERDICT = "the constraint could not be compiled; try again later"
-# Signals by which a constraint ends the process: its limit of processor time, no more memory, no more stack.
+# The signals that end the process because of a constraint: it exceeded the processor time, the memory or the stack.
 _VERDICTS = {-number for number in (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)}
 _STOPPING = "the server is stopping; the request was not completed"
 
@@ -53,15 +53,15 @@ class _Answer(NamedTuple):
 
 
 class GrammarTrials:
-    """Tries constraints out, each once and one after another, in a process that is started with the first.
+    """Tests constraints one after another in a separate process, which the first constraint starts.
 
-    The process checks answers as well. A trial waits for one check at most.
+    Results are cached. The process also checks answers. A trial waits for at most one check.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, vocabulary_size: int, eos_token_id: int | None, *, drafts: bool = False
     ) -> None:
-        plain = json.loads(tokenizer.to_str()) | {"padding": None, "truncation": None}  # as llguidance wants it
+        plain = json.loads(tokenizer.to_str()) | {"padding": None, "truncation": None}  # llguidance supports neither.
         self._first = {
             "tokenizer": json.dumps(plain),
             "vocabulary_size": vocabulary_size,
@@ -69,24 +69,24 @@ class GrammarTrials:
             "drafts": drafts,
         }
         self._process: Popen[str] | None = None
-        # Starts the process and waits for its answers; the kernel ends the process with it.
+        # Starts the process and waits for its answers. The kernel kills the process when this thread ends.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
         self._known: dict[bytes, Trial] = {}
         self._known_characters = 0
-        self._answers: deque[_Answer] = deque()  # The first of them is being checked.
+        self._answers: deque[_Answer] = deque()  # The first answer is being checked.
         self._stopped = False
 
     async def trial(self, kind: str, text: str, *, compact: bool = True) -> Trial:
         """Return the result of a constraint's trial, from the cache or from the process.
 
         Args:
-            kind: Its name in vLLM's `structured_outputs`.
+            kind: The kind of constraint, by its name in vLLM's `structured_outputs`.
             text: The constraint.
             compact: JSON has no white space.
 
         Raises:
             GenerationFailed: No process can be started.
-            Overloaded: Too many constraints are tried out before it, or it was not its fault that the process ended.
+            Overloaded: Too many constraints are ahead of this one, or the process ended for another reason.
             EngineDead: The server is stopping.
         """
         key = hashlib.sha256(f"{kind}\0{compact}\0{text}".encode()).digest()
@@ -107,9 +107,9 @@ class GrammarTrials:
             raise
 
     def _try(self, key: bytes, message: dict[str, Any]) -> Trial:
-        if (known := self._known.get(key)) is not None:  # another request had the same
+        if (known := self._known.get(key)) is not None:  # Another request had the same constraint.
             return known
-        # A process that has already ended says nothing about the constraint, so another process gets the constraint.
+        # If the process had already ended before it read the constraint, a new process gets the constraint.
         if (result := self._tried(message) or self._tried(message)) is None:
             raise Overloaded(NO_VERDICT)
         if result.error == TOO_MUCH:
@@ -121,8 +121,7 @@ class GrammarTrials:
         return result
 
     def _tried(self, message: dict[str, Any]) -> Trial | None:
-        """Return the result from the process. None if the process ended for a reason other than the
-        constraint.
+        """Return the result from the process. None if the process ended for another reason than the constraint.
 
         Raises:
             GenerationFailed, Overloaded, EngineDead: as `trial`.
@@ -145,12 +144,12 @@ class GrammarTrials:
         return None
 
     def check(self, schema: str, answer: str, tell: Callable[[str], None]) -> None:
-        """Check an answer against its schema, later. For the event loop.
+        """Queue the check of an answer against its schema. Call it on the event loop.
 
         Args:
             schema: The whole schema.
             answer: The text of the finished answer.
-            tell: Gets the verdict, one of `engines.statistics.VERDICTS`, on the event loop.
+            tell: Receives the verdict on the event loop. It is one of `engines.statistics.VERDICTS`.
         """
         if self._stopped or len(self._answers) >= _WAITING_ANSWERS or len(answer) > _ANSWER_CHARACTERS:
             tell("unchecked")
@@ -180,7 +179,7 @@ class GrammarTrials:
                 except (OSError, ValueError):
                     logger.warning("the process that checks answers has ended (%d)", process.wait())
                     return "unchecked"
-        except GenerationFailed:  # It cannot be started.
+        except GenerationFailed:  # The process cannot be started.
             return "unchecked"
         except Exception:
             logger.exception("an answer cannot be checked against its schema")
@@ -208,7 +207,7 @@ class GrammarTrials:
         return process
 
     async def stop(self) -> None:
-        """End the process. Whoever waits for an answer is told that the engine is gone."""
+        """End the process. Waiting requests get `EngineDead`."""
         self._stopped = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._process is not None:
@@ -224,14 +223,14 @@ def _characters(trial: Trial) -> int:
 def _close_pipes(process: Popen[str]) -> None:
     """Close the pipes of a process that has ended."""
     for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # What was written last cannot be sent any more.
+        with contextlib.suppress(OSError):  # Buffered data can no longer be sent.
             if pipe is not None:
                 pipe.close()
 
 
 @contextlib.contextmanager
 def _ended_after(seconds: float, process: Popen[str]) -> Iterator[None]:
-    """Kill a process that takes longer. A stopped process reads nothing from its pipe, so it would block the writer."""
+    """Kill a process that takes longer. A suspended process would block the writer, because it reads nothing."""
     timer = threading.Timer(seconds, process.kill)
     timer.daemon = True
     timer.start()
@@ -242,7 +241,7 @@ def _ended_after(seconds: float, process: Popen[str]) -> Iterator[None]:
 
 
 def _exchange(process: Popen[str], message: object, kind: type[_T]) -> _T:
-    """Send a message and return the answer, which is of this type.
+    """Send a message, and return the answer as a value of type `kind`.
 
     Raises:
         OSError: The process has ended.
