@@ -1,6 +1,6 @@
-"""Functions and methods of vLLM that Slipway replaces, in modules named by what they patch.
+"""Replaces functions and methods of vLLM. Each module is named after the part of vLLM that it patches.
 
-Each patch says why it is there. By its sources, vLLM 0.33 needs all of them as well. It does two other things itself:
-`async_llm.begin_output` need not keep a variable of the environment, and `arguments.from_settings.EMPTY_SLOTS_ON_CPU`
-can go.
+The docstring of each patch gives its reason. According to its source code, vLLM 0.33 still needs all of these patches.
+But it makes two other workarounds unnecessary: the environment variable that `async_llm.begin_output` caches, and
+`arguments.from_settings.EMPTY_SLOTS_ON_CPU`.
 """

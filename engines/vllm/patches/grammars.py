@@ -1,4 +1,4 @@
-"""Patches of vLLM's compilers of constraints."""
+"""Patches of the functions with which vLLM compiles constraints."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class TriedOutputs(StructuredOutputsParams):
 
 
 def tried(outputs: StructuredOutputsParams, **changes: Any) -> TriedOutputs:
-    """Return structured outputs that vLLM does not compile for a check (`patch_checks`), with these changes."""
+    """Return changed structured outputs that vLLM does not check by compiling them (`patch_checks`)."""
     fields = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs) if field.init}
     return TriedOutputs(**fields | changes)
 
 
 def patch_checks() -> None:
-    """Patch the server's process: vLLM does not check a constraint that a trial has compiled.
+    """Patch the server's process, so that vLLM does not check a constraint that a trial has compiled.
 
-    It would compile the constraint once more for each request, on the event loop.
+    For the check, vLLM would compile the constraint again for each request, on the event loop.
     """
 
     def validate(params: SamplingParams, tokenizer: Any = None) -> None:
@@ -36,9 +36,9 @@ def patch_checks() -> None:
 
 
 def patch_grammars(advance: Callable[[Any, Any], None]) -> None:
-    """Patch the engine process: `advance` gets each grammar when it is compiled, and vLLM's request.
+    """Patch the engine process, so that it calls `advance` with each compiled grammar and its request.
 
-    The grammar of a request that continues after a death of its engine has to accept the tokens that were sent before.
+    If a request continues after the death of its engine, its grammar must first accept the tokens that were sent.
     """
     create = StructuredOutputManager._create_grammar
 

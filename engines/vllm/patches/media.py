@@ -1,4 +1,4 @@
-"""Patches of how vLLM loads the images, sounds and videos of prompts."""
+"""Patches of the functions with which vLLM loads the images, audio and videos of prompts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engines.vllm.internals import module_of
 
 
 def patch_sounds() -> None:
-    """Have sounds resampled by soxr, and read without torchcodec, of which PyPI has no CPU build.
+    """Resample audio with soxr, and silence vLLM's warnings about torchcodec, which has no CPU build on PyPI.
 
-    torchaudio, vLLM's choice, takes gigabytes of memory for a rate such as 44101 Hz. soundfile and PyAV decode sounds;
-    vLLM would log a warning for each.
+    vLLM would resample with torchaudio, which uses gigabytes of memory for a rate such as 44101 Hz. Without torchcodec,
+    soundfile and PyAV decode audio, and vLLM would log a warning for each file.
     """
     from vllm.multimodal.parse import MultiModalDataParser
 
@@ -35,10 +35,10 @@ _load_media = AsyncMultiModalItemTracker.resolve_items
 
 
 def patch_media_ids(rename: Callable[[str], str]) -> None:
-    """Replace the ids that clients give their media. vLLM's caches find media by them, and have no salt.
+    """Replace the ids that clients give their media, because vLLM's caches find media by these ids without a salt.
 
     Args:
-        rename: Takes an id, and returns the one that takes its place. It runs in the task of the call.
+        rename: Returns the new id for a client's id. It runs in the task of the call.
     """
 
     def resolve(items: dict[str, list[tuple[Any, str | None]]], *others: Any) -> Any:
@@ -52,18 +52,19 @@ def patch_media_ids(rename: Callable[[str], str]) -> None:
 
 
 def drop_two_frames(error: BaseException) -> None:
-    """Drop the frames of the caller and of the function of vLLM that it called from an error's traceback.
+    """Drop two frames from an error's traceback: the caller's frame, and that of the vLLM function that it called.
 
-    That function has a variable that holds the error: a reference cycle, with the variables of both frames.
+    A variable of this vLLM function holds the error. With the traceback, that is a reference cycle, which keeps the
+    variables of both frames in memory.
     """
     if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
         error.__traceback__ = error.__traceback__.tb_next.tb_next
 
 
 def free_loaded_media() -> None:
-    """Have vLLM forget the sources of a prompt's media when they are loaded, or one of them cannot be loaded.
+    """Make vLLM forget the sources of a prompt's media when the media are loaded, or when loading fails.
 
-    Its tracker of a prompt's media would stay in a reference cycle, with the media in the body of the request.
+    Otherwise a reference cycle would keep vLLM's tracker in memory, together with the media in the request's body.
     """
 
     async def resolve(self: AsyncMultiModalItemTracker) -> Any:
@@ -79,8 +80,8 @@ def free_loaded_media() -> None:
 
 
 def send_whole_media(engine_args: Any) -> None:
-    """Send media with each request, so that any copy can take it.
+    """Send the media with each request, so that any copy can answer it.
 
-    By default vLLM leaves media out that it sent before. It sends all where several front ends share an engine.
+    By default, vLLM omits media that it has sent before. It sends them again if several front ends share an engine.
     """
     engine_args._api_process_count = 2

@@ -1,4 +1,4 @@
-"""Patches of how vLLM chooses parsers of tool calls, and makes the schema of required calls."""
+"""Patches of the functions with which vLLM chooses tool-call parsers, and makes the schema of required calls."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def patch_parsers(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have the server choose how tools are called for each model; vLLM chooses when the class of a parser is made.
+    """Let the server choose for each model how tools are called. vLLM chooses when a parser's class is created.
 
     Args:
-        wrap: Takes the function that finds the class of a model's parser, and returns the one that takes its place.
+        wrap: Takes the function that finds the class of a model's parser, and returns its replacement.
     """
     from vllm.parser.parser_manager import ParserManager
     from vllm.tool_parsers import ToolParser
@@ -20,13 +20,12 @@ def patch_parsers(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> N
 
 
 def patch_call_schemas(finish: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Have the server finish the JSON schema of required calls.
+    """Let the server complete the JSON schema of required calls.
 
-    vLLM would merge the `$defs` of the tools, and refuse tools with different ones of the same name.
+    vLLM would merge the `$defs` of all tools, and refuse tools that have different definitions of the same name.
 
     Args:
-        finish: Takes vLLM's schema, in which each tool's schema stands as it came, and returns the one that takes its
-            place.
+        finish: Takes vLLM's schema, which has each tool's schema unchanged, and returns its replacement.
     """
     from vllm.tool_parsers import utils
 

@@ -1,7 +1,7 @@
-"""Patches of how vLLM's processes start, wait for messages and end.
+"""Patches of the start, the message polling and the end of vLLM's processes.
 
-`engines.vllm.processes` has the replacements. The names at the top are vLLM's own functions. The modules are imported
-here, also in the server, whose `check_names` compares them before it starts a process.
+`engines.vllm.processes` has the replacements. The names at the top of the module are vLLM's own functions. The server
+imports these modules of vLLM as well, so that `check_names` can compare them before a process starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm.v1.engine import utils as engine_utils
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
-if current_platform.is_cpu():  # Its name is checked in the server as well. On a GPU nothing patches it.
+if current_platform.is_cpu():  # On a GPU, nothing patches the sampler.
     from vllm.v1.sample import sampler
 
 default_context: Callable[[], BaseContext] = engine_utils.get_mp_context
@@ -32,11 +32,11 @@ cgroup_usage: Callable[[], int | None] = cpu_resource_utils.get_cgroup_memory_us
 
 
 def patch_server(context: Callable[[], BaseContext], run: Callable[[Callable[[], Any]], Any]) -> None:
-    """Patch the server's process, so that the fork server forks vLLM's processes, which would import vLLM anew.
+    """Patch the server's process, so that the fork server forks vLLM's processes. They need not import vLLM again.
 
     Args:
         context: Returns the context that starts the engine process, and the coordinator of data-parallel ranks.
-        run: Calls a function in another process. vLLM looks at model classes there.
+        run: Calls a function in another process. vLLM inspects model classes there.
     """
     for module in (engine_utils, coordinator):
         module.get_mp_context = context
@@ -50,13 +50,13 @@ def patch_engine_process(
 ) -> None:
     """Patch the engine process.
 
-    Its workers are forked as well. vLLM waits 8 seconds for workers if one of them has died. It leaves the file in
-    which they find each other in /tmp.
+    After the patch, the workers are forked as well. vLLM itself would wait 8 seconds for the other workers if one of
+    them has died, and would leave the file through which workers find each other in /tmp.
 
     Args:
         context: Returns the context that starts workers.
         end_workers: Waits for the end of the workers.
-        meeting_place: Returns the URL of the file in which workers find each other.
+        meeting_place: Returns the URL of the file through which workers find each other.
     """
     multiproc_executor.get_mp_context = context
     MultiprocExecutor._ensure_worker_termination = staticmethod(end_workers)
@@ -67,34 +67,34 @@ def patch_engine_process(
 def patch_worker(wrap_start: Callable[[Callable[..., None]], Callable[..., None]], memory_used: Any) -> None:
     """Patch a worker process.
 
-    vLLM keeps the error of a worker that cannot start to its log, and counts cached pages of files as used memory.
+    vLLM only logs the error of a worker that cannot start. It also counts cached pages of files as used memory.
 
     Args:
-        wrap_start: Takes the method that starts the worker, and returns the one that takes its place.
-        memory_used: Returns the bytes of memory that the container uses, None without a limit.
+        wrap_start: Takes the method that starts the worker, and returns its replacement.
+        memory_used: Returns the bytes of memory that the container uses; None if there is no limit.
     """
     cpu_resource_utils.get_cgroup_memory_usage = memory_used
     WorkerProc.__init__ = wrap_start(WorkerProc.__init__)
 
 
 def patch_waiting(pause: Callable[[], None]) -> None:
-    """Replace the pause between two looks of the engine process, or of a worker, for messages from the other.
+    """Replace the pause between two polls in which the engine process or a worker looks for messages.
 
-    vLLM only yields there, so both keep a processor busy.
+    vLLM's pause only yields the processor, so each of these processes keeps a processor busy.
     """
     shm_broadcast.sched_yield = pause
 
 
 def patch_token_ranks(token_ranks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """Replace the sampler's function that ranks the chosen tokens. vLLM compiles it, for up to 90 seconds."""
+    """Replace the sampler's function that ranks the chosen tokens. vLLM takes up to 90 seconds to compile it."""
     sampler.batched_count_greater_than = token_ranks
 
 
 def use_processors(processors: Collection[int]) -> None:
-    """Let vLLM bind the threads of its workers to these processors, and use their memory. For the engine process.
+    """In the engine process, make vLLM bind its workers' threads to these processors, and use the memory near them.
 
-    vLLM binds the threads of a worker to processors of the first memory node that it sees. Its other threads run on any
-    processor: the front end would have none left if each copy kept to its own.
+    vLLM binds the threads of a worker to processors of the first visible memory node. All other threads may run on any
+    processor. If each copy used only its own processors, none would be left for the front end.
     """
     find = cpu_resource_utils.get_allowed_cpu_list
     allowed = [one for one in find() if one.id in processors]

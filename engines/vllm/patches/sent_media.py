@@ -1,15 +1,15 @@
-"""Media that the engine process has, as vLLM's renderer knows them.
+"""Corrects the record that vLLM's renderer keeps of the media in the engine process.
 
-The renderer leaves the data of an image out of a prompt if it was in an earlier prompt. But the earlier prompt may have
-been refused, its client may have left, or it may go to the engine later. Here every prompt contains the data until the
-engine has received one of these prompts.
+The renderer omits the data of an image from a prompt if an earlier prompt had the image. But the earlier prompt may
+have been refused, its client may have left, or it may reach the engine later. With this module, every prompt contains
+the data until the engine has received one of these prompts.
 
-`engines.vllm.internals` has the names of vLLM on which the module relies. They mean:
+The module relies on these private names of vLLM, which are in the table of `engines.vllm.internals`:
 
-- `renderer.mm_processor_cache` is a `LruKeyReplicatedSenderCache`, unless options choose another cache. It has records
-  of the items in earlier prompts, in the order of the engine's own cache. `get_and_update_item(item, hash)` returns the
-  part of a prompt for an item. One thread calls it.
-- A prompt has its hashes in `mm_hashes`.
+- `renderer.mm_processor_cache` is a `LruKeyReplicatedSenderCache`, unless options choose another cache. It has a record
+  of each item in earlier prompts, in the order of the engine's cache. `get_and_update_item(item, hash)` returns the
+  part of a prompt for an item. Only one thread calls it.
+- `mm_hashes` of a prompt has the hashes of its media.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from vllm.multimodal.cache.base import MultiModalProcessorCacheItemMetadata
 from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
 from vllm.v1.engine.async_llm import AsyncLLM
 
-_MOST_BYTES = 512 << 20  # Of data that wait. Prompts that were refused leave theirs here.
+_MOST_BYTES = 512 << 20  # The limit on data that the engine does not have. Refused prompts leave their data here.
 
 
 class SentMedia:
-    """Tells one engine's renderer which media the engine has, in place of the renderer's own record."""
+    """Tells one engine's renderer which media the engine has. It replaces the renderer's own record."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         cache = llm.renderer.mm_processor_cache
         self._cache = cache if isinstance(cache, LruKeyReplicatedSenderCache) else None
-        # Data and their size, by their hashes. The renderer's thread adds to it, and the event loop takes away.
+        # Data and their sizes, by their hashes. The renderer's thread adds entries, and the event loop removes them.
         self._unsent: OrderedDict[str, tuple[Any, int]] = OrderedDict()
         if self._cache is not None:
             self._cache.get_and_update_item = self._item
 
     def engine_got(self, prompt: Any) -> None:
-        """Note that the engine has got a prompt, and the media in it."""
+        """Record that the engine has received a prompt and its media."""
         if self._cache is not None:
             for media_hash in itertools.chain.from_iterable((prompt.get("mm_hashes") or {}).values()):
                 self._unsent.pop(media_hash, None)
@@ -57,5 +57,5 @@ class SentMedia:
     def _drop_oldest(self) -> None:
         """Keep the data below the limit. Media whose data are dropped count as sent, as in vLLM."""
         while sum(size for _, size in tuple(self._unsent.values())) > _MOST_BYTES:
-            with contextlib.suppress(KeyError):  # The event loop has taken the last one.
+            with contextlib.suppress(KeyError):  # The event loop has just removed the last entry.
                 self._unsent.popitem(last=False)

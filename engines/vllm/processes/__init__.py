@@ -1,1 +1,1 @@
-"""vLLM's processes."""
+"""The start and the end of vLLM's processes."""

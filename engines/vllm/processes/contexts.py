@@ -1,27 +1,27 @@
 """vLLM's processes: their start, their end with the server, and their errors at the start.
 
-vLLM starts its processes with the multiprocessing context that its `get_mp_context` returns: the server starts the
-engine process (and, for several data-parallel ranks, the coordinator), and the engine process starts its workers.
-Slipway's contexts make each of them run a function first (`_Tied`).
+vLLM starts its processes with the multiprocessing context that `get_mp_context` returns. The server starts the engine
+process, and the coordinator if there are several data-parallel ranks. The engine process starts its workers. Slipway's
+contexts make each process run a function first (`_Tied`).
 
-Start: they are forked from a process that has imported vLLM (`fork_server`), if that is possible. A forked process has
-its parent's environment from long ago, so the environment is handed over, and its effects on libraries at their load
-are repeated (`fork_server.apply_environment`).
+Start: if possible, the processes are forked from a process that has imported vLLM (`fork_server`). A forked process
+inherits the fork server's old environment. So it gets the current environment, and repeats the effects that variables
+have when libraries are loaded (`fork_server.apply_environment`).
 
-End: however the server ends, the kernel kills the fork server with the server's main thread, and the fork server's
-processes with the fork server. A spawned process ends with the thread that started it. vLLM's own workers notice the
-end of the engine process only between two steps, and a process that is stopped notices nothing. Workers that wait for
-one that has died are killed, so that the engine process reports its death at once. tests/live/test_health_live.py kills
-a server and finds nothing left.
+End: however the server ends, the kernel kills the fork server with the server's main thread, and the forked processes
+with the fork server. A spawned process ends with the thread that started it. vLLM's own mechanism is not enough: its
+workers notice the end of the engine process only between two steps, and a suspended process notices nothing. If a
+worker has died, the workers that wait for it are killed, so that the engine process reports the death at once.
+tests/live/test_health_live.py kills a server and checks that no process is left.
 
-Failures: vLLM writes the errors of its processes to the log alone. Here the engine process reports an error of the
+Failures: vLLM only logs the errors of its processes. With this module, the engine process reports an error of the
 function that vLLM runs in it, and each worker reports an error of `WorkerProc()`. tests/live/test_management_live.py
-lets an engine fail because memory is short.
+makes an engine fail by lack of memory.
 
-Each engine process is a separate process group: Ctrl-C in a terminal goes to a whole group, and would end the engine
-while the server lets its requests finish. tests/live/test_process_live.py does that. They stay in the server's session:
-Linux divides the processors between sessions first (sched(7), autogroup). With a separate session for the engine, the
-throughput of one-token requests on two cores fell to a fifth (`python -m benchmarks`).
+Each engine process has its own process group. Ctrl-C in a terminal goes to a whole group, and would otherwise end the
+engine while the server finishes its requests. tests/live/test_process_live.py checks that. All groups stay in the
+server's session, because Linux first divides processor time between sessions (sched(7), autogroup). With a separate
+session for the engine, the throughput of one-token requests on two cores fell to a fifth (`python -m benchmarks`).
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ERRORS = 2  # The descriptor of the standard error.
-_WORKER = "VLLM::Worker"  # Begins the title of a worker.
-_SEMAPHORE = "sem."  # Begins the file name of a semaphore.
-_EXIT_SECONDS = 10.0  # A killed process frees the memory of its GPU first, which may take seconds.
+_WORKER = "VLLM::Worker"  # The beginning of a worker's title.
+_SEMAPHORE = "sem."  # The beginning of a semaphore's file name.
+_EXIT_SECONDS = 10.0  # A killed process first frees its GPU memory, which may take seconds.
 
 
 class _Tied:
-    """The function of a process: `prepare`, and vLLM's function in the environment of the moment when it is started."""
+    """The main function of a process: it sets the server's current environment, and runs `prepare` and `function`."""
 
     def __init__(
         self, function: Callable[..., None], prepare: Callable[[Connection], None], report: Connection
@@ -80,14 +80,14 @@ class _Tied:
         self._environment: Mapping[str, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickled by `Process.start`, around which vLLM sets variables for one process alone.
+        # `Process.start` pickles this object. vLLM sets variables for a single process just before that.
         return vars(self) | {"_environment": dict(os.environ)}
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
         if fork_server.is_forked():
             fork_server.apply_environment(self._environment)
         _end_with_parent()
-        faulthandler.enable(_ERRORS)  # the log gets the stacks of a process that crashes
+        faulthandler.enable(_ERRORS)  # If the process crashes, its stacks go to the log.
         stacks.register()
         self._prepare(self._report)
         _name_shared_memory()
@@ -96,7 +96,7 @@ class _Tied:
 
 
 def tied(context: BaseContext, prepare: Callable[[Connection], None], report: Connection) -> BaseContext:
-    """Return a context whose processes run `prepare` first, end with their parent, and report their failures."""
+    """Return a context whose processes run `prepare` first, end with their parent, and report failures."""
 
     def process(*, target: Callable[..., None], **options: Any) -> BaseProcess:
         made: BaseProcess = context.Process(target=_Tied(target, prepare, report), **options)  # type: ignore[attr-defined]
@@ -112,18 +112,16 @@ _this_thread = threading.local()
 
 @contextlib.contextmanager
 def tied_to_this_thread(processors: Collection[int] = (), *, spawned: bool = False) -> Iterator[Connection]:
-    """Start vLLM's processes as the module says.
+    """Start vLLM's processes in the `with` block as the module describes. Yields the connection for `first_failure`.
 
-    The calling thread has to outlive them where they are spawned.
-
-    Several threads may start engines at a time, one for each model or copy. Gives the connection that `first_failure`
-    reads.
+    Several threads may start engines at the same time, one for each model or copy. If processes are spawned, the
+    calling thread must outlive them.
 
     Args:
-        processors: The processors that the threads of workers are bound to. Empty: vLLM chooses among all.
-        spawned: Do not fork them, even with a fork server: vLLM binds a process to a NUMA node when it is spawned.
+        processors: The processors to which the threads of workers are bound. Empty: vLLM chooses.
+        spawned: Spawn the processes even if there is a fork server, because vLLM binds them to NUMA nodes only then.
     """
-    _remove_shared_memory(())  # A start that failed may have left some.
+    _remove_shared_memory(())  # A failed start may have left shared memory.
     reader, writer = multiprocessing.Pipe(duplex=False)
     with reader, writer:
         _this_thread.report, _this_thread.processors, _this_thread.spawned = writer, processors, spawned
@@ -134,17 +132,17 @@ def tied_to_this_thread(processors: Collection[int] = (), *, spawned: bool = Fal
 
 
 def first_failure(reports: Connection) -> StartFailure | None:
-    """Return the first failure that was reported, which is the cause of the others; None if none has come by now."""
+    """Return the first reported failure, which is the cause of the others; None if nothing was reported yet."""
     failure: StartFailure | None = reports.recv() if reports.poll() else None
     return failure
 
 
 def end_processes(client: EngineCoreClient, seconds: float) -> None:
-    """End the processes of a client of vLLM, and wait until they are gone and with them their memory on GPUs.
+    """End the processes of vLLM's client, and wait until they have ended and have freed their GPU memory.
 
     Args:
         client: The client.
-        seconds: The time until those that have not ended are killed.
+        seconds: The time after which processes that still run are killed.
     """
     engines = core_client.engine_process_ids(client)
     with contextlib.ExitStack() as stack:
@@ -163,12 +161,12 @@ def end_processes(client: EngineCoreClient, seconds: float) -> None:
 
 
 def _server_name() -> str:
-    """Return a name that no other server has. It begins the names of the shared memory of vLLM's processes."""
+    """Return a name that is unique to this server. The names of vLLM's shared memory begin with it."""
     return Path(envs.VLLM_RPC_BASE_PATH).name
 
 
 def _name_shared_memory() -> None:
-    """Name the shared memory and the semaphores that this process makes after its group (`_remove_shared_memory`)."""
+    """Name this process's shared memory and semaphores after its process group, for `_remove_shared_memory`."""
     prefix = f"/{_server_name()}-{os.getpgrp()}-"
     own: Any = shared_memory
     own._SHM_NAME_PREFIX, own._SHM_SAFE_NAME_LENGTH = prefix, len(prefix) + 8
@@ -177,10 +175,10 @@ def _name_shared_memory() -> None:
 
 
 def _remove_shared_memory(ended: Collection[int]) -> None:
-    """Remove the shared memory of process groups that have ended. A process that is killed leaves its own.
+    """Remove the shared memory of process groups that have ended. A killed process does not remove it.
 
     Args:
-        ended: Groups that are known to have ended. The others are looked for.
+        ended: Groups that have ended. Other groups are removed if they no longer exist.
     """
     for kind, prefix in (("shared_memory", ""), ("semaphore", _SEMAPHORE)):
         begin = f"{prefix}{_server_name()}-"
@@ -188,7 +186,7 @@ def _remove_shared_memory(ended: Collection[int]) -> None:
             group = file.name.removeprefix(begin).partition("-")[0]
             if group.isdecimal() and (int(group) in ended or not _exists(int(group))):
                 file.unlink(missing_ok=True)
-                # multiprocessing would look for it when the server ends.
+                # Otherwise multiprocessing would look for the file when the server ends.
                 resource_tracker.unregister("/" + file.name.removeprefix(prefix), kind)
 
 
@@ -203,37 +201,37 @@ def _exists(group: int) -> bool:
 
 
 def _ends_of_groups(groups: Collection[int]) -> list[int]:
-    """Return a descriptor for each process of these process groups. It is readable when the process has ended."""
+    """Return a descriptor for each process in these process groups. It becomes readable when the process ends."""
     found: list[int] = []
     for process in _of_groups(groups):
-        with contextlib.suppress(OSError):  # It has ended, or all descriptors are taken.
+        with contextlib.suppress(OSError):  # The process has ended, or no descriptor is free.
             found.append(os.pidfd_open(process))
     return found
 
 
 def _of_groups(groups: Collection[int]) -> list[int]:
-    """Return the processes of these process groups."""
+    """Return the ids of the processes in these process groups."""
     found: list[int] = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # It has ended.
+        with contextlib.suppress(OSError):  # The process has ended.
             if os.getpgid(int(name)) in groups:
                 found.append(int(name))
     return found
 
 
 def worker_processes(client: EngineCoreClient) -> dict[psutil.Process, str]:
-    """Return the workers of an engine, and their titles. Ray's engine has none here."""
+    """Return the workers of an engine with their titles. If Ray runs the engine, they are not child processes."""
     engines = core_client.engine_process_ids(client)
     found = {}
     for number in _of_groups(engines) if engines else []:
-        with contextlib.suppress(psutil.Error):  # It has ended.
+        with contextlib.suppress(psutil.Error):  # The process has ended.
             if (title := (process := psutil.Process(number)).name()).startswith(_WORKER):
                 found[process] = title
     return found
 
 
 def ended_workers(workers: Mapping[psutil.Process, str]) -> str:
-    """Return which workers have ended, for people. Only the engine's process learns their exit codes."""
+    """Return a text for people that names the workers that have ended. Only the engine process gets exit codes."""
     ended = (f"process {worker.pid} ({title}) has ended" for worker, title in workers.items() if _has_ended(worker))
     return "; ".join(ended)
 
@@ -246,13 +244,13 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 def use_fork_server() -> None:
-    """Have vLLM fork its processes from the fork server, and look at model classes there too."""
+    """Make vLLM fork its processes from the fork server, and inspect model classes in a forked process."""
     processes.patch_server(_server_context, _in_fork_server)
 
 
 def _server_context() -> BaseContext:
     report: Connection | None = getattr(_this_thread, "report", None)
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of the server would share its sockets
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # A fork of the server would share its sockets.
     context = processes.default_context()
     if report is None:
         return context
@@ -262,7 +260,7 @@ def _server_context() -> BaseContext:
 
 
 def prepare_engine(report: Connection, processors: Collection[int] = ()) -> None:
-    """Prepare the engine process, or the coordinator of data-parallel ranks, before vLLM's function runs there."""
+    """Prepare the engine process, or the coordinator of data-parallel ranks, before it runs vLLM's function."""
     os.setpgid(0, 0)
     if processors:
         processes.use_processors(processors)
@@ -280,10 +278,10 @@ def prepare_engine(report: Connection, processors: Collection[int] = ()) -> None
 
 
 def _end_workers(workers: Sequence[BaseProcess]) -> None:
-    """Wait for the workers' end, as vLLM does; if one has died, kill the others first.
+    """Wait for the end of the workers, as vLLM does. If one of them has died, kill the others first.
 
-    They wait for it, and end only after the engine process has waited for them for 8 seconds. It reports nothing until
-    then.
+    The others wait for the dead worker. Without the kill, the engine process would wait 8 seconds for them before it
+    reports the death.
     """
     if any(worker.exitcode for worker in workers):
         for worker in workers:
@@ -292,12 +290,12 @@ def _end_workers(workers: Sequence[BaseProcess]) -> None:
 
 
 def _meeting_place() -> str:
-    """Return the file where workers find each other. vLLM's own stays in /tmp; this one goes with vLLM's sockets."""
+    """Return the URL of the file through which workers find each other. It is deleted together with vLLM's sockets."""
     return f"file://{envs.VLLM_RPC_BASE_PATH}/workers-{uuid.uuid4().hex}"
 
 
 def prepare_worker(report: Connection) -> None:
-    """Prepare a worker of the engine process, whose function keeps failures to the log."""
+    """Prepare a worker of the engine process. vLLM itself would only log its failures."""
     if fork_server.is_forked():
         _end_with_engine()
     if current_platform.is_cpu():
@@ -315,7 +313,7 @@ def prepare_worker(report: Connection) -> None:
 
 
 def _in_fork_server(function: Callable[[], Any]) -> Any:
-    """Call `function` in a new process: vLLM looks at model classes, which may initialize CUDA."""
+    """Call `function` in a new process. vLLM inspects model classes with it, which may initialize CUDA."""
     context = fork_server.context()
     if context is None:
         return processes.run_in_subprocess(function)
@@ -336,7 +334,7 @@ def _reporting_failure(report: Connection) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(OSError):  # it had started before, so nothing reads it
+        with contextlib.suppress(OSError):  # The process had already started, so nobody reads the report.
             report.send(failure_of(error))
         raise
 
@@ -350,16 +348,16 @@ def _end_with_parent() -> None:
     else:
         starter = multiprocessing.parent_process()
         expected = None if starter is None else starter.pid
-    if os.getppid() != expected:  # it had ended before the kernel was asked
+    if os.getppid() != expected:  # The parent ended before the kernel was told to watch it.
         os._exit(1)
 
 
 def _end_with_engine() -> None:
-    """End a worker with the engine process, which is not its parent if the fork server is."""
+    """End a worker together with the engine process. The worker's parent is the fork server."""
     engine = multiprocessing.parent_process()
     assert engine is not None
     assert engine.pid is not None
-    os.setpgid(0, engine.pid)  # as a spawned worker; `end_processes` ends the whole group
+    os.setpgid(0, engine.pid)  # Like a spawned worker. `end_processes` ends the whole group.
 
     def wait() -> None:
         engine.join()

@@ -12,18 +12,18 @@ import torch
 from engines.memory.cpu_memory import page_cache
 from engines.vllm.patches import processes
 
-_SPIN_SECONDS = 0.002  # The pause between two steps is shorter, so it costs nothing there.
+_SPIN_SECONDS = 0.002  # The wait between two steps is shorter, so it has no pauses.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.002  # Seconds.
-_PAUSE_SHARE = 1 / 64  # The largest delay, as a share of the time that the process has waited for the message.
-_NEW_WAIT_SECONDS = 0.0005  # A look takes microseconds, and a step longer than this.
+_PAUSE_SHARE = 1 / 64  # The largest delay of a message, as a share of the time for which the process has waited.
+_NEW_WAIT_SECONDS = 0.0005  # A longer time between two polls is a step. A poll takes only microseconds.
 
 
 class Pause:
     """The pause between two polls for a message, on a CPU.
 
     The engine process polls its workers for answers, and each worker polls for its next step. After a second without
-    messages they block. vLLM only yields between two polls, so both keep a processor busy that the model and the front
-    end need on a CPU. Here the pause grows with the wait.
+    messages, they block. Between two polls, vLLM only yields the processor, so each process keeps a processor busy. On
+    a CPU, the model and the front end need these processors. Here, the pause grows with the wait.
     """
 
     def __init__(self) -> None:
@@ -43,17 +43,17 @@ class Pause:
 def token_ranks(logprobs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """Count the tokens of each row that are at least as likely as the chosen one: [n, vocabulary] and [n, 1] to [n].
 
-    It replaces, on a CPU, the sampler's own function, which vLLM compiles at the first log probability for 15 to 90
-    seconds. Uncompiled, that function takes eleven times as long as this one: a fifth of a step of 128 sequences.
+    On a CPU, it replaces the sampler's function, which vLLM compiles for 15 to 90 seconds at the first log probability.
+    Uncompiled, the sampler's function takes eleven times as long as this one: a fifth of a step of 128 sequences.
     """
     as_likely = (logprobs >= chosen).numpy()
     return torch.tensor([np.count_nonzero(row) for row in as_likely])
 
 
 def usage_without_page_cache() -> int | None:
-    """Return the memory that a container uses, for vLLM's check if its KV cache fits.
+    """Return the memory that a container uses. vLLM checks with it whether its KV cache fits.
 
-    vLLM's function counts pages of files as used, so that no cache fits just after the weights were read.
+    vLLM's own function counts the pages of files as used. So no cache would fit just after the weights were read.
     """
     used = processes.cgroup_usage()
     if used is None:

@@ -1,9 +1,9 @@
-"""A process that has imported vLLM and forks vLLM's processes: each would import it anew otherwise, for 8 seconds.
+"""A process that has imported vLLM and forks vLLM's processes. Otherwise each would take 8 seconds to import vLLM.
 
-It is Python's own fork server (`multiprocessing`), which runs `preload` first. It is started with the server's
-process, so that both import vLLM at the same time, and ends with it.
+It is Python's own fork server (`multiprocessing`), which first imports `preload`. It starts and ends with the server's
+process. So both processes import vLLM at the same time.
 
-`VLLM_WORKER_MULTIPROC_METHOD=spawn` in the environment switches it off: each process of vLLM starts from nothing then.
+`VLLM_WORKER_MULTIPROC_METHOD=spawn` in the environment switches it off. Each process then imports vLLM itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _PR_SET_PDEATHSIG = 1
 _PRELOAD = "engines.vllm.processes.preload"
-MUST_NOT_FORK = 70  # The exit code of the fork server.
+MUST_NOT_FORK = 70  # The exit code of a fork server that must not fork.
 
 
 class _ForkServer:
@@ -34,15 +34,15 @@ class _ForkServer:
         self._started = False
 
     def start(self) -> None:
-        """Start it, or start it again if it was killed; does not wait until it has imported vLLM.
+        """Start the fork server, or restart it if it was killed. Does not wait until it has imported vLLM.
 
-        To be called from the main thread: the kernel ends the fork server with the thread that started it.
+        Call it from the main thread, because the kernel kills the fork server with the thread that started it.
         """
         if self._wanted is None:
-            # Looked at once: vLLM sets the variable itself when it is configured for a CPU.
+            # Read only once, because vLLM itself sets the variable when it is configured for a CPU.
             self._wanted = not os.environ.get(_METHOD) and not _needs_spawn()
         if self._wanted and _must_not_fork():
-            self._wanted = False  # Another one would find the same, after seconds.
+            self._wanted = False  # A new fork server would fail for the same reason, after some seconds.
             if self._started:
                 self._ended()
         if not self._wanted:
@@ -54,9 +54,9 @@ class _ForkServer:
         start_no_other()
 
     def context(self) -> ForkServerContext | None:
-        """Return what starts processes; None where they have to be spawned.
+        """Return the context that forks processes; None if processes have to be spawned.
 
-        Blocks until vLLM is imported. The fork server ends if it must not fork, and logs the reason.
+        Blocks until the fork server has imported vLLM. If the fork server must not fork, it logs the reason and ends.
         """
         if not self._started:
             return None
@@ -80,7 +80,7 @@ start, context = _server.start, _server.context
 
 
 def _must_not_fork() -> bool:
-    """Return True if the fork server has ended because it must not fork (`preload`), and reap it then."""
+    """Return True if the fork server has ended because it must not fork (`preload`). Its process is then reaped."""
     process = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if process is None:
         return False
@@ -92,22 +92,22 @@ def _must_not_fork() -> bool:
 
 
 def start_no_other() -> None:
-    """Have multiprocessing use the fork server there is; it would start another in its children and in any thread."""
+    """Make multiprocessing use the existing fork server. It would start another in child processes and threads."""
     setattr(forkserver._forkserver, "ensure_running", lambda: None)  # noqa: B010
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
+    """Make the kernel kill this process when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def is_forked() -> bool:
-    """Return True if this process is from the fork server; multiprocessing gives a list only to such processes."""
+    """Return True if the fork server forked this process. Only such processes have a list of inherited descriptors."""
     return forkserver.get_inherited_fds() is not None
 
 
 def apply_environment(environment: Mapping[str, str]) -> None:
-    """Give a forked process this environment, also in PyTorch and OpenMP, which have read the fork server's."""
+    """Set the environment of a forked process. Also update PyTorch and OpenMP, which have read the old environment."""
     import torch._dynamo
 
     os.environ.clear()
@@ -120,10 +120,10 @@ def apply_environment(environment: Mapping[str, str]) -> None:
 
 
 def _bind_threads(cpus: Sequence[int]) -> None:
-    """Bind each OpenMP thread to one processor, and this thread to the first.
+    """Bind each OpenMP thread to one processor, and this thread to the first processor.
 
-    As libgomp does for GOMP_CPU_AFFINITY, which vLLM sets for its workers on a CPU. Its threads stay, so that it holds
-    for all that they run later.
+    libgomp does the same for GOMP_CPU_AFFINITY, which vLLM sets for its workers on a CPU. The threads of libgomp stay
+    alive, so the binding also applies to their later work.
     """
     openmp = ctypes.CDLL(None)
     run, thread_number = openmp.GOMP_parallel, openmp.omp_get_thread_num
@@ -136,10 +136,10 @@ def _bind_threads(cpus: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Set the environment that the fork server is to see, for a while.
+    """Set the environment for the fork server during the `with` block.
 
-    It imports from where this process does, and never from the working directory, which may be a model's. OpenBLAS
-    starts no threads, which a fork would lose.
+    The fork server imports from the same places as this process. It never imports from the working directory, which may
+    be a model's. OpenBLAS starts no threads, because a fork would lose them.
     """
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
@@ -156,10 +156,11 @@ def _environment() -> Iterator[None]:
 
 
 def _needs_spawn() -> bool:
-    """Return True if a setting takes effect only in a process that is executed, not forked.
+    """Return True if processes must be spawned, because a setting has no effect in a forked process.
 
-    On WSL the NVIDIA driver's library does not work after a fork; vLLM spawns there as well. CUDA's libraries for older
-    drivers are found through LD_LIBRARY_PATH, which vLLM sets. Intel's OpenMP binds its threads when it is loaded.
+    On WSL, the library of the NVIDIA driver does not work after a fork, and vLLM itself spawns its processes. CUDA's
+    compatibility libraries are found through LD_LIBRARY_PATH, which vLLM sets. Intel's OpenMP binds its threads when it
+    is loaded.
     """
     compatibility = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "0") not in ("", "0")
     intel = any(name in os.environ.get("LD_PRELOAD", "") for name in ("libiomp", "libomp"))

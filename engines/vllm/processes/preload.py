@@ -1,9 +1,9 @@
-"""The fork server's preparation (`fork_server`): it imports vLLM once, for all of vLLM's processes.
+"""Prepares the fork server (`fork_server`): imports vLLM once for all of vLLM's processes.
 
-Importing this module has effects and takes seconds. Only the fork server imports it.
+The import of this module has side effects and takes seconds. Only the fork server imports it.
 
-A fork copies one thread only, and a CUDA context not at all. So nothing here may start a thread or initialize CUDA;
-where something does, the process says so and ends, and vLLM's processes are spawned.
+A fork copies only one thread, and no CUDA context. So nothing here may start a thread or initialize CUDA. If an import
+does so, the fork server logs that and ends, and vLLM's processes are spawned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from engines.vllm.processes.fork_server import MUST_NOT_FORK, end_with_parent
 
-PROCESS = os.getpid()  # The fork server's id, by which its children know their parent.
+PROCESS = os.getpid()  # The fork server's process id. A child compares it with the id of its parent.
 
 _ANY_DEVICE = (
     "vllm.v1.engine.async_llm",
@@ -28,18 +28,18 @@ _ANY_DEVICE = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor",
 )
-# transformers imports scikit-learn and with it pandas and pyarrow, if they are installed. pyarrow's jemalloc starts a
-# thread. It is prepared for forks (pthread_atfork).
+# If scikit-learn is installed, transformers imports it, and with it pandas and pyarrow. pyarrow's jemalloc starts a
+# thread, but it handles forks (pthread_atfork).
 _SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
-# On a GPU the worker's modules are left to the worker: some look at the GPU when they are imported.
+# On a GPU, only the worker imports its modules, because some access the GPU when they are imported.
 _CPU = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.llama")
 
 
 def _share_openmp() -> bool:
-    """Load torch's OpenMP before anything else, for all to see, as vLLM does for its CPU workers with LD_PRELOAD.
+    """Load torch's OpenMP library first and globally, as vLLM does with LD_PRELOAD for its CPU workers.
 
-    With a second OpenMP in the process, threads that are bound to processors share one processor. Returns True if torch
-    has its own copy.
+    With a second OpenMP library in the process, all bound threads would share one processor. Returns True if torch has
+    its own copy of the library.
     """
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
@@ -56,14 +56,14 @@ def _unsafe_threads() -> list[str]:
     """Return the names of the threads that a fork would lose."""
     names = []
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # It has ended.
+        with contextlib.suppress(OSError):  # The thread has ended.
             if int(task.name) != PROCESS:
                 names.append((task / "comm").read_text().strip())
     return [name for name in names if name not in _SAFE_THREADS]
 
 
 def _import_vllm(openmp: bool) -> str:
-    """Import vLLM. Return why this process must not be forked afterwards, "" if it may."""
+    """Import vLLM. Return the reason why this process must not be forked afterwards; "" if it may be forked."""
     try:
         for name in _ANY_DEVICE:
             importlib.import_module(name)
@@ -75,9 +75,9 @@ def _import_vllm(openmp: bool) -> str:
                 return "torch has no copy of libgomp, whose threads could be bound to processors"
             for name in _CPU:
                 importlib.import_module(name)
-        # A process finds the room for its title beside the environment that it was started with, once.
+        # The room for a title is found only once, next to the environment with which the process was started.
         set_process_title("ForkServer")
-    except Exception as error:  # the server's import of vLLM reports the same to the client that asked for the model
+    except Exception as error:  # The server's own import fails as well, and its client gets the error.
         return f"importing vLLM failed: {error}"
     import torch
 
@@ -87,18 +87,18 @@ def _import_vllm(openmp: bool) -> str:
         return f"importing vLLM starts {len(threads)} threads: {', '.join(threads)}"
     child = os.fork()
     if not child:
-        os._exit(torch.cuda._is_in_bad_fork())  # only a fork shows that the driver was called before it
+        os._exit(torch.cuda._is_in_bad_fork())  # Only a fork can show that the driver was called before.
     _, status = os.waitpid(child, 0)
     return "importing vLLM calls the CUDA driver" if status else ""
 
 
-gc.disable()  # collections find nothing in an import, and take a quarter of its time
-os.setpgid(0, 0)  # Ctrl-C is for the server; it ends this process in its own time
+gc.disable()  # Collections find nothing during an import, and take a quarter of its time.
+os.setpgid(0, 0)  # Ctrl-C must reach only the server, which ends this process later.
 end_with_parent()
 if problem := _import_vllm(_share_openmp()):
     print(f"vLLM's processes are not forked, and take longer to start: {problem}", file=sys.stderr, flush=True)
     os._exit(MUST_NOT_FORK)
-sys.stdout.flush()  # each child would write the buffer again
+sys.stdout.flush()  # Otherwise each child would write the buffer again.
 sys.stderr.flush()
-gc.freeze()  # children share the present memory; a collection in one of them would copy it
+gc.freeze()  # Children share this memory. A collection in a child would copy it.
 gc.enable()
