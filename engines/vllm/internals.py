@@ -1,15 +1,15 @@
-"""vLLM's private names: a table of all that Slipway reads, calls, overrides or replaces.
+"""vLLM's private names: a table of all names that Slipway reads, calls, overrides or replaces.
 
-`check_names` compares it with the modules of vLLM that the server has imported, at each start of an engine. `make
-next-vllm VERSION=...` compares all of it, also types and defaults, with the wheel of another release. Nothing of that
-release is installed or imported (`tests.next_vllm`). Names of modules and classes that Slipway replaces for good are in
-`engines.vllm.patches`. Methods of single objects are replaced where the object is made.
+At each start of an engine, `check_names` compares the table with the modules of vLLM that the server has imported.
+`make next-vllm VERSION=...` compares the whole table, including types and defaults, with the wheel of another release.
+It does not install or import that release (`tests.next_vllm`). `engines.vllm.patches` replaces names of modules and
+classes. A method of a single object is replaced where the object is created.
 
-In the product, only `engines.vllm` imports from `vllm.v1`, or uses a name of vLLM's engine with a leading underscore.
-`handlers.openai.vllm` and `handlers.openai.media.connector` use those of vLLM's front end.
+In the product, only `engines.vllm` imports from `vllm.v1`, or uses names of vLLM's engine with a leading underscore.
+`handlers.openai.vllm` and `handlers.openai.media.connector` use such names of vLLM's front end.
 
-The table is for the release `engines.vllm.RELEASE`, and also has what the next one adds. The tests named
-`*_internals.py` hold the meaning of the names.
+The table describes the release `engines.vllm.RELEASE`, and the known changes of the next release. The tests named
+`*_internals.py` check the meaning of the names.
 """
 
 from __future__ import annotations
@@ -559,7 +559,7 @@ tests/live/test_start_failure_internals.py
         _check_enough_kv_cache_memory(available_memory, get_needed_memory, max_model_len, estimate_max_model_len)
 """
 
-# Fields, a function with its parameters, a field with its type and its default, or a name.
+# Matches fields, a function with its parameters, a field with its type and its default, or a name.
 _MEMBER = re.compile(r"\{[^}]*\}|\w+\([^)]*\)|\w+: .*|\w+")
 _NEW = re.compile(r"(, )?[*\w]+=?\?")
 
@@ -576,15 +576,15 @@ def _rows(table: str) -> Mapping[str, Mapping[str, Sequence[str]]]:
 
 
 NAMES = _rows(_TABLE)
-"""The members of modules and of classes of vLLM (`module:class`), by the file of Slipway that uses them.
+"""The members of vLLM's modules and classes (`module:class`), by the file of Slipway that uses them.
 
 - `name` is a variable, a class, a member of an enumeration, or an attribute.
 - `name(self, first, second=)` is a function or a method. A parameter with "=" has a default.
-- `{first, second}` are all fields of a struct or a dataclass, without those of its bases.
-- `name: type = default` is a field whose type and default matter. The start checks only the name.
+- `{first, second}` are all fields of a struct or a dataclass, without the fields of its bases.
+- `name: type = default` is a field whose type and default matter. At the start, only the name is checked.
 
-A parameter or a field with "?" is one that the next release adds. `module | module` are the places of a name in this
-release and in the next one.
+The next release adds parameters and fields that are marked with "?". `module | module` are the places of a name in this
+release and in the next release.
 """
 
 
@@ -595,15 +595,15 @@ def member_name(member: str) -> str:
 
 
 def forms(member: str) -> tuple[str, str]:
-    """Return a member as this release may have it, and as the next one may have it."""
+    """Return the forms that a member may have in this release and in the next release."""
     return _NEW.sub("", member), member.replace("?", "")
 
 
 def module_of(name: str) -> ModuleType:
-    """Import the module of vLLM that has a name. The table has its places.
+    """Import the module of vLLM that contains a name. The table lists the possible modules.
 
     Raises:
-        EngineStartError: None of the modules has it.
+        EngineStartError: None of the modules contains the name.
     """
     places = next(
         owner.split(" | ")
@@ -622,14 +622,14 @@ def check_names() -> None:
     """Compare the table with the modules of vLLM that have been imported.
 
     Raises:
-        EngineStartError: A name has moved. The error says which, and the file of Slipway that uses it.
+        EngineStartError: A name has moved or changed. The message has the name and the file that uses it.
     """
     for file, owners in NAMES.items():
         for owner, members in owners.items():
             module, _, kind = owner.partition(":")
             places = [sys.modules[place] for place in module.split(" | ") if place in sys.modules]
             if not places or any(getattr(place.__spec__, "_initializing", False) for place in places):
-                continue  # Another thread still imports it.
+                continue  # The module was not imported, or another thread is still importing it.
             holder: Any = next(
                 (place for place in places if hasattr(place, kind or member_name(members[0]))), places[0]
             )
@@ -642,7 +642,7 @@ def check_names() -> None:
 
 
 def _now(target: Any, member: str) -> str | None:
-    """Return a member of a module or a class as the table has it. None if it is gone."""
+    """Return a member of a module or a class in the notation of the table. None if it no longer exists."""
     if target is None:
         return None
     if member.startswith("{"):
@@ -656,12 +656,12 @@ def _now(target: Any, member: str) -> str | None:
     function = inspect.getattr_static(target, name)
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not isinstance(function, FunctionType) or not function.__module__.startswith("vllm."):
-        return member  # It is replaced, so its parameters say nothing about vLLM.
+        return member  # Slipway has replaced the function, so its parameters are not vLLM's.
     return name + _signature(inspect.signature(function))
 
 
 def _instance_names(kind: Any) -> Iterator[str]:
-    """Yield the fields of a class, and all names that its methods use. The attributes that they set are among these."""
+    """Yield the fields of a class, and all names that its methods use, including the attributes that they set."""
     for each in kind.mro() if isinstance(kind, type) else ():
         yield from vars(each).get("__annotations__", ())
         for function in vars(each).values():
@@ -677,7 +677,7 @@ class _Default:
 
 
 def _signature(signature: inspect.Signature) -> str:
-    """Return parameters as the table has them."""
+    """Return parameters in the notation of the table."""
     empty = inspect.Parameter.empty
     parameters = [
         each.replace(annotation=empty, default=empty if each.default is empty else _Default())

@@ -1,1 +1,1 @@
-"""The arguments of vLLM's engine and of its front end."""
+"""The arguments of vLLM's engine and of vLLM's front end."""

@@ -28,27 +28,27 @@ logger = logging.getLogger(__name__)
 
 _cli_args = module_of("FrontendArgs")
 
-_LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}  # Values that LMI calls otherwise.
-# LMI v0.31's form of `limit_mm_per_prompt`: image=2,video=1.
+_LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}  # Values that have another name in LMI.
+# The form of `limit_mm_per_prompt` in LMI v0.31: image=2,video=1.
 _COUNTS = re.compile(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*")
 _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
-# vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one. They
-# add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1. The CPU kernels of vLLM
-# 0.33 skip such rows, so this can go there.
+# If only some prompts of a batch have an adapter, vLLM's CPU kernels use the slot -1 for the others. So they add the
+# weights of the last slot, which must stay empty (zeros). vLLM's GPU kernels skip such rows. The CPU kernels of vLLM
+# 0.33 do so as well, so this constant can then be removed.
 EMPTY_SLOTS_ON_CPU = 1
 _PATHS = frozenset({"chat_template", "tool_parser_plugin"})
 
 
 def engine_arguments(settings: EngineConfig, on_cpu: bool) -> dict[str, Any]:
-    """Return keyword arguments of vLLM's `AsyncEngineArgs`; for the rest `serve_defaults` hold.
+    """Return keyword arguments for vLLM's `AsyncEngineArgs`. `serve_defaults` has the values of all other arguments.
 
-    Raises EngineStartError: an option has a value that vLLM's own argument parser refuses; the option is named.
+    Raises EngineStartError: vLLM's argument parser refuses the value of an option. The message names the option.
     """
     given = {name: text for name, text in settings.engine_arguments.items() if name not in FRONT_END}
     passed = _parse(AsyncEngineArgs.add_cli_args, settings, given)
     arguments: dict[str, Any] = {
         "model": settings.model_id,
-        "served_model_name": list(settings.public_names),  # In vLLM's errors; they would name a path.
+        "served_model_name": list(settings.public_names),  # For vLLM's errors, which would show a path.
         "revision": settings.revision,
         "trust_remote_code": settings.trust_remote_code,
         "dtype": settings.dtype,
@@ -59,7 +59,7 @@ def engine_arguments(settings: EngineConfig, on_cpu: bool) -> dict[str, Any]:
     if settings.max_rolling_batch_size is not None:
         arguments["max_num_seqs"] = settings.max_rolling_batch_size
     if on_cpu:
-        # Compiling takes minutes on a CPU and gains little there.
+        # On a CPU, compilation takes minutes and gains little.
         arguments["enforce_eager"] = True
     if settings.rolling_batch == "scheduler":
         arguments["model_impl"] = "transformers"
@@ -68,7 +68,7 @@ def engine_arguments(settings: EngineConfig, on_cpu: bool) -> dict[str, Any]:
     if settings.enable_lora:
         arguments |= _lora_arguments(passed, on_cpu)
     if settings.task in ("embed", "classify"):
-        # They make a pooling model of one that generates text. Others are such models already.
+        # These tasks turn a model that generates text into a pooling model. For a pooling model, they change nothing.
         arguments = {"runner": "pooling", "convert": settings.task, **arguments}
     if settings.pooling is not None:
         arguments.setdefault("pooler_config", PoolerConfig(seq_pooling_type=settings.pooling))
@@ -76,17 +76,17 @@ def engine_arguments(settings: EngineConfig, on_cpu: bool) -> dict[str, Any]:
 
 
 def serve_defaults() -> dict[str, Any]:
-    """Return all engine arguments as `vllm serve` has them by default; those of `AsyncEngineArgs` itself differ."""
+    """Return the defaults of `vllm serve` for all engine arguments. `AsyncEngineArgs` has other defaults."""
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False))
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     return {name: value for name, value in vars(parser.parse_args([])).items() if name in known}
 
 
 def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
-    """Give all adapters in memory a slot on a CPU, and one slot more, which stays empty.
+    """On a CPU, make a slot for each adapter in memory, and one more slot, which stays empty.
 
-    On a GPU the slots are `max_loras`, whose memory vLLM reserves, and more adapters wait in main memory. Its kernels
-    skip the rows of prompts without an adapter, so no slot need be empty.
+    On a GPU, vLLM reserves the memory of `max_loras` slots, and further adapters wait in main memory. The GPU kernels
+    skip the rows of prompts without an adapter, so no slot must be empty.
     """
     arguments = {"enable_lora": True, "max_loras": passed.get("max_loras", DEFAULT_MAX_LORAS)}
     if on_cpu:
@@ -96,10 +96,10 @@ def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
 
 
 def frontend_arguments(settings: EngineConfig) -> dict[str, Any]:
-    """Return all of vLLM's front-end arguments: the model's, and vLLM's defaults for the rest.
+    """Return all arguments of vLLM's front end: the model's options, and vLLM's defaults.
 
     Raises:
-        EngineStartError: An option has a value that vLLM refuses; the option is named.
+        EngineStartError: vLLM refuses the value of an option. The message names the option.
     """
     given = {
         name: _in_model_dir(settings, text) if name in _PATHS else text
@@ -118,7 +118,7 @@ def frontend_arguments(settings: EngineConfig) -> dict[str, Any]:
 
 
 def _in_model_dir(settings: EngineConfig, text: str) -> str:
-    """Return the path of a file in the model directory, LMI's working directory; else the text itself."""
+    """Return the path of a file in the model directory, which is LMI's working directory, or else the text itself."""
     path = os.path.join(settings.model_dir, text)
     return path if os.path.isfile(path) else text
 
@@ -146,10 +146,15 @@ def _check_parsers(arguments: Mapping[str, Any], settings: EngineConfig) -> None
 
 
 def _parse(add_arguments: Callable[[Any], Any], settings: EngineConfig, given: Mapping[str, str]) -> dict[str, Any]:
-    """Read options with the parser of vLLM, to which `add_arguments` adds its arguments.
+    """Parse options with vLLM's argument parser.
+
+    Args:
+        add_arguments: Adds vLLM's arguments to a parser.
+        settings: The settings of the model.
+        given: The options.
 
     Raises:
-        EngineStartError: An option has a value that the parser refuses; the option is named.
+        EngineStartError: The parser refuses the value of an option. The message names the option.
     """
     parser = add_arguments(_Parser(add_help=False, argument_default=argparse.SUPPRESS))
     actions = {action.dest: action for action in parser._actions}
@@ -166,7 +171,7 @@ def _parse(add_arguments: Callable[[Any], Any], settings: EngineConfig, given: M
 
 
 class _Parser(FlexibleArgumentParser):
-    """Raises where argparse would exit the process."""
+    """Raises an error where argparse would exit the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -198,7 +203,7 @@ def _as_vllm_writes(name: str, text: str) -> str:
 
 
 def _switch(flag: str, text: str, action: Any) -> list[str]:
-    """Return the flag, or its negation. A few flags have none; without the flag, they are false."""
+    """Return a flag or its negation. A few flags have no negation. Such a flag is left out if the value is false."""
     value = text.lower()
     if value in TRUE or not value:
         return [flag]

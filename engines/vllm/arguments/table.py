@@ -1,16 +1,16 @@
-"""All arguments of `vllm serve`, and the fields of vLLM's `AsyncEngineArgs`. This module needs no vLLM.
+"""All arguments of `vllm serve`, and the fields of vLLM's `AsyncEngineArgs`. This module does not import vLLM.
 
-`table.json` has them. The row of an argument has
+`table.json` has a row for each argument, with these fields:
 
-- `kind`: the kind of its value, as the parser of `vllm serve` reads it: a key of `KINDS`, or the list of its words.
-  null: `vllm serve` has no such argument.
-- `of`: "engine" for a field of `AsyncEngineArgs`, "front end" for what vLLM's OpenAI front end reads here. Other
-  arguments are those of vLLM's own server.
-- `without_effect`: the reason if it has no effect here. It is shown to the user.
-- `since`: the release of vLLM that adds it, if that is the next one. Such a row holds from this release on.
+- `kind`: the kind of value that `vllm serve` accepts. It is a key of `KINDS`, or the list of allowed words. null: `vllm
+  serve` has no such argument.
+- `of`: "engine" for a field of `AsyncEngineArgs`, or "front end" for an argument that vLLM's OpenAI front end reads in
+  Slipway. Other arguments belong to vLLM's own server.
+- `without_effect`: the reason if the argument has no effect in Slipway. Users see it.
+- `since`: the release of vLLM that adds the argument, if that is the next release. Earlier releases ignore the row.
 
-A test compares the kinds with vLLM's parser, and writes them under `UPDATE_TABLES=1`. vLLM itself checks each value
-once more when a model is loaded.
+A test compares the kinds with vLLM's parser. With `UPDATE_TABLES=1`, it writes them. vLLM itself checks each value
+again when a model is loaded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _matches(pattern: str) -> Callable[[str], bool]:
     return lambda text: compiled.fullmatch(text) is not None
 
 
-# By the kind: checks a value without blanks at its ends, and describes the allowed values.
+# For each kind: a check of a value without blanks at its ends, and a description of the allowed values.
 KINDS: Mapping[str, tuple[Callable[[str], bool], str]] = {
     "boolean": (lambda text: text.lower() in TRUE | FALSE | {""}, TRUE_OR_FALSE),
     "integer": (_matches(r"[+-]?\d+|none"), "an integer"),
@@ -56,7 +56,7 @@ def _folded(word: str) -> str:
 
 
 def allowed_instead(name: str, text: str) -> str:
-    """Return the allowed values of an argument that has a wrong one; "" if the value may be right."""
+    """Return the allowed values if an argument has a wrong value; "" if the value may be right."""
     kind = ARGUMENTS.get(name, "text")
     if isinstance(kind, list):
         return "" if _folded(text.strip()) in map(_folded, kind) else ", ".join(kind)

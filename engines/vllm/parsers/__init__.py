@@ -1,1 +1,1 @@
-"""vLLM's parsers of tool calls and reasoning."""
+"""The tool-call parsers and reasoning parsers of vLLM."""

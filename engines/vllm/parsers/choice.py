@@ -1,7 +1,8 @@
-"""The choice of a model's parsers of tool calls and reasoning, from its architecture and its chat template.
+"""Chooses a model's tool-call parser and reasoning parser by its architecture and its chat template.
 
-A chat template teaches a model the syntax of its calls, so the template's marks say which parser reads them. The
-documentation of vLLM names the parsers of most families. This module needs no vLLM: `slipway config` shows the choice.
+A chat template teaches a model the syntax of its calls. So markers in the template show which parser reads the calls.
+vLLM's documentation names the parsers of most families. This module does not import vLLM, because `slipway config`
+shows the choice as well.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ granite_thinking_parser hf holo2 hunyuan_a13b hy_v3 hy_v4 inkling k2_horizon kim
 minimax_m2 minimax_m2_append_think minimax_m3 mistral muse_glimmer nemotron_v3 olmo3 openai_gptoss plamo3 poolside_v1
 qwen3 seed_oss step3 step3p5
 """
-# The parsers of vLLM's registries.
+# The parsers in vLLM's registries.
 NAMES: Mapping[str, tuple[str, ...]] = {
     TOOLS: tuple(_TOOL_PARSERS.split()),
     REASONING: tuple(_REASONING_PARSERS.split()),
@@ -52,14 +53,14 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models that write their calls and their reasoning in one way."""
+    """Models that write their calls and their reasoning in the same syntax."""
 
     name: str
-    tools: str = ""  # The parser of tool calls; "": vLLM has none.
-    reasoning: str = ""  # The parser of reasoning; "": none, or its marks do not tell which.
-    markers: tuple[str, ...] = ()  # Texts that a template of the family has, all of them.
-    architectures: tuple[str, ...] = ()  # Of config.json, one of them; empty: any.
-    thinks: str = "<think>"  # A template with this text has the model reason.
+    tools: str = ""  # The tool-call parser. "": vLLM has none.
+    reasoning: str = ""  # The reasoning parser. "": there is none, or the markers do not show which.
+    markers: tuple[str, ...] = ()  # A template of the family has all of these texts.
+    architectures: tuple[str, ...] = ()  # The model has one of these architectures in config.json. Empty: any.
+    thinks: str = "<think>"  # If a template has this text, the model reasons.
 
 
 _JSON, _XML, _KEYS = ("<tool_call>", '"arguments"'), ("<tool_call>", "<function=", "<parameter="), ("<arg_key>",)
@@ -75,7 +76,7 @@ _QWEN35 = (
 _COMMAND_THINKS = "<|START_THINKING|>"
 _LFM2 = ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration")
 _DEEPSEEK = ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581sep\uff5c>")
-# vLLM itself writes the prompts of a family without markers, whatever the template says.
+# For a family without markers, vLLM itself writes the prompts, and ignores the template.
 FAMILIES: tuple[Family, ...] = (
     Family("Hermes", "hermes", "", _JSON),
     Family("Qwen 2.5 and QwQ", "hermes", "deepseek_r1", _JSON, ("Qwen2ForCausalLM",)),
@@ -153,10 +154,10 @@ FAMILIES: tuple[Family, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The parser of a model, and why it is this one."""
+    """The parser of a model, and the reason for the choice."""
 
-    parser: str  # "": none.
-    reason: str = ""  # "": an option says so, or the default.
+    parser: str  # "": no parser.
+    reason: str = ""  # "": an option, or its default, makes the choice.
 
 
 def choose(kind: str, template: str | None, architectures: Collection[str]) -> Choice:
@@ -164,10 +165,10 @@ def choose(kind: str, template: str | None, architectures: Collection[str]) -> C
 
     Args:
         kind: TOOLS or REASONING.
-        template: The chat template for chats with tools; None: there is none.
-        architectures: Those of config.json.
+        template: The chat template for chats with tools. None: the model has no template.
+        architectures: The architectures in config.json.
     """
-    text = (template or "").replace('\\"', '"')  # a template may hold its texts in quotes
+    text = (template or "").replace('\\"', '"')  # A template may have its texts in quotes.
     fitting = [family for family in FAMILIES if _fits(family, text, architectures)]
     rendered = [family for family in fitting if not family.markers]
     if kind == TOOLS and template and not rendered and not _READS_TOOLS.search(text):
@@ -195,7 +196,7 @@ def _fits(family: Family, template: str, architectures: Collection[str]) -> bool
 
 
 def _most_specific(families: Sequence[Family]) -> list[Family]:
-    """Leave out each family if another family has all its markers, and further markers or an architecture."""
+    """Drop each family if another one has all its markers, and also has further markers or an architecture."""
 
     def marks(family: Family) -> set[str]:
         return {*family.markers, *(["an architecture"] if family.architectures else [])}
@@ -204,9 +205,9 @@ def _most_specific(families: Sequence[Family]) -> list[Family]:
 
 
 def parser_of(kind: str, settings: EngineConfig) -> Choice:
-    """Return the parser of a model: the one that an option names, or the one that the model's files ask for.
+    """Return the parser of a model. An option names it, or the model's files decide.
 
-    A model that is not here is looked up on the hub.
+    If the files are not on this machine, they are read from the hub.
     """
     arguments = settings.engine_arguments
     given = arguments.get(kind, "").strip() or _DEFAULTS[kind]
@@ -232,12 +233,12 @@ def parser_of(kind: str, settings: EngineConfig) -> Choice:
 
 
 def is_named(settings: EngineConfig) -> bool:
-    """Return True if an option names the parser of tool calls."""
+    """Return True if an option names the tool-call parser."""
     return settings.engine_arguments.get(TOOLS, "").strip().lower() not in ("", AUTO)
 
 
 def with_parsers(settings: EngineConfig) -> EngineConfig:
-    """Return the settings with the names of the parsers. With a parser of tool calls, the model may call tools."""
+    """Return the settings with the names of the parsers. A tool-call parser also enables automatic tool calls."""
     arguments = dict(settings.engine_arguments)
     for kind in NAMES:
         given, choice = arguments.pop(kind, None), parser_of(kind, settings)
@@ -252,9 +253,9 @@ def with_parsers(settings: EngineConfig) -> EngineConfig:
 
 
 def name_fault(kind: str, arguments: Mapping[str, str]) -> str:
-    """Return the fault of a parser's name in engine arguments. Empty if there is no fault.
+    """Return an error for the name of a parser in engine arguments; "" if the name may be right.
 
-    Packages may add names when vLLM starts, so only a name close to one of vLLM's is wrong here.
+    Packages may add names when vLLM starts. So an unknown name is an error only if it resembles one of vLLM's names.
     """
     name = arguments.get(kind, "").strip()
     if not name or name.lower() in (AUTO, NONE) or name in NAMES[kind] or arguments.get(_PLUGINS[kind]):
@@ -271,21 +272,21 @@ def allowed_names(kind: str) -> str:
 
 
 def _given_template(settings: EngineConfig) -> str:
-    """Return the text of `option.chat_template`; "" without it."""
+    """Return the template that `option.chat_template` gives; "" if the option is not set."""
     given = settings.engine_arguments.get("chat_template", "")
     path = os.path.join(settings.model_dir, given.strip())
     return (_text(Path(path)) or "") if given and os.path.isfile(path) else given
 
 
 class _Files:
-    """The small files of a model, here or on the hub."""
+    """The small files of a model, on this machine or on the hub."""
 
     def __init__(self, model: str, revision: str | None) -> None:
         self._model, self._revision = model, revision
 
     @property
     def are_known(self) -> bool:
-        """False for a model on the hub if the hub does not answer. Each further look-up would take as long."""
+        """False for a model on the hub if the hub does not answer. Each further request would time out as well."""
         return os.path.isdir(self._model) or self.path("config.json") is not None
 
     def path(self, name: str) -> Path | None:
@@ -300,7 +301,7 @@ class _Files:
         return None if path is None else _text(path)
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return the object that a file holds. Empty if it holds none: vLLM reports the fault."""
+        """Return the JSON object in a file; {} if the file has none. vLLM then reports the error."""
         try:
             content = json.loads(self.text(name) or "{}")
         except (ValueError, RecursionError):
@@ -308,7 +309,7 @@ class _Files:
         return content if isinstance(content, dict) else {}
 
     def template(self) -> str | None:
-        """Return the chat template for chats with tools, as transformers finds it; None if there is none."""
+        """Return the chat template for chats with tools, as transformers finds it; None if the model has none."""
         if (template := self.text("chat_template.jinja")) is not None:
             return self.text("additional_chat_templates/tool_use.jinja") or template
         for name in ("tokenizer_config.json", "chat_template.json"):
@@ -325,4 +326,4 @@ def _text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None  # vLLM reports the fault
+        return None  # vLLM reports the error.

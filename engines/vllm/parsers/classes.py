@@ -1,21 +1,22 @@
-"""vLLM's parsers of tool calls and reasoning, as the model's grammars need them.
+"""Adapts vLLM's tool-call parsers and reasoning parsers to the grammars of a model.
 
-A tool that is named or required is called by one of two grammars: that of the model's own syntax, by vLLM's structural
-tags, which xgrammar alone enforces; or the JSON schema of the calls, which every back end can. A parser has to read the
-syntax that the grammar makes. vLLM chooses once for a process, when the class of a parser is made; here it is chosen
-for each model, so that it depends neither on the order of imports nor on other models.
+If a request forces a tool call, one of two grammars enforces it. The first is the model's own syntax, through vLLM's
+structural tags, which only xgrammar supports. The second is the JSON schema of the calls, which every back end
+supports. The parser must read the syntax that the grammar produces. vLLM chooses the grammar once in a process, when
+the class of a parser is created. This module chooses it for each model, so that it does not depend on the order of
+imports or on other models.
 
-With a parser of reasoning, vLLM constrains an answer from the end of its reasoning. A parser that cannot tell the end
-(`granite`) would leave all answers unconstrained: they are constrained from the start, and have no reasoning.
+With a reasoning parser, vLLM constrains an answer after the end of its reasoning. A parser that cannot find the end
+(`granite`) would leave all answers unconstrained. So they are constrained from the start, and have no reasoning.
 
-`engines.vllm.internals` has the names of vLLM on which it relies. They mean:
-- `ToolParser.__init_subclass__` does nothing but set `supports_required_and_named` to False;
-- `ParserManager.get_parser` is where every serving object gets the class of its parser, a `DelegatingParser`, whose
-  `_stream_state` says whether reasoning has ended;
-- a parser of reasoning that cannot tell its end has `ReasoningParser.is_reasoning_end`, which tells nothing;
-- the JSON schema of required calls has the schema of each tool in `items.anyOf`;
-- `Hermes2ProToolParser` reads a streamed call by the three methods that `_Hermes` replaces, and finds the calls of a
-  whole answer by `tool_call_regex`.
+The module relies on these private names of vLLM, which are in the table of `engines.vllm.internals`:
+- `ToolParser.__init_subclass__` only sets `supports_required_and_named` to False.
+- `ParserManager.get_parser` returns the class of the parser, a `DelegatingParser`, to every serving object. The
+  parser's `_stream_state` has a flag that reasoning has ended.
+- A reasoning parser that cannot find the end of reasoning inherits `ReasoningParser.is_reasoning_end`.
+- The JSON schema of required calls has the schema of each tool in `items.anyOf`.
+- `Hermes2ProToolParser` reads a streamed call with the three methods that `_Hermes` replaces. In a complete answer, it
+  finds the calls with `tool_call_regex`.
 """
 
 from __future__ import annotations
@@ -57,35 +58,35 @@ _VALUE = regex.compile(
 
 
 class _Enforcing:
-    """Makes the call of a forced tool follow the tool's schema, or refuses the request if neither the parser nor the
-    back end has a grammar of the call. vLLM would leave both to the model.
+    """Enforces the schema of a forced tool call. If neither the parser nor the back end has a grammar for the call, the
+    request is refused. vLLM would let the model decide in both cases.
     """
 
     tool_strict_level: ToolStrictLevel | None  # vLLM 0.33 has None for the level of the model's parser.
     extract_reasoning: Callable[[str, Any], tuple[str | None, str | None]]
 
     def adjust_request(self, request: Any) -> Any:
-        """Give a request its grammar.
+        """Add the grammar to a request.
 
         Raises:
-            VLLMValidationError: There is none.
+            VLLMValidationError: No grammar exists for a forced call.
         """
         if _forces(request):
-            self.tool_strict_level = ToolStrictLevel.PARAMETER  # this parser is the request's own
+            self.tool_strict_level = ToolStrictLevel.PARAMETER  # Only this request uses the parser.
         adjusted = super().adjust_request(request)  # type: ignore[misc]
         if _forces(request) and adjusted.extract_structured_outputs() is None:
             raise VLLMValidationError(_NOT_ENFORCED, parameter="tool_choice")
         return adjusted
 
     def parse(self, model_output: str, request: Any, *rest: Any, **options: Any) -> Any:
-        """Part a whole answer into reasoning, text and calls; a call that `max_tokens` has cut off is text."""
+        """Split a complete answer into reasoning, text and calls. A call that `max_tokens` has cut off is text."""
         reasoning, content, calls = super().parse(model_output, request, *rest, **options)  # type: ignore[misc]
         if content is None and not calls and _forces(request):
             content = self.extract_reasoning(model_output, request)[1]
         return reasoning, content, calls
 
     def parse_delta(self, *arguments: Any, **options: Any) -> Any:
-        """Parse a part of a streamed answer. A call's null fields are left out, as they are for other back ends."""
+        """Parse a part of a streamed answer. The null fields of a call are omitted, as with other back ends."""
         delta = super().parse_delta(*arguments, **options)  # type: ignore[misc]
         for call in delta.tool_calls if delta is not None else ():
             for part in (call, call.function):
@@ -97,12 +98,12 @@ class _Enforcing:
 
 
 class _WithoutReasoning:
-    """For a parser of reasoning that cannot tell its end: an answer that has to call a tool is the call alone."""
+    """For a reasoning parser that cannot find the end of reasoning: the answer with a forced call is only the call."""
 
     _stream_state: Any
 
     def extract_reasoning(self, model_output: str, request: Any) -> Any:
-        """Part a whole answer into reasoning and the rest."""
+        """Split a complete answer into reasoning and the rest."""
         if _forces(request):
             return None, model_output
         return super().extract_reasoning(model_output, request)  # type: ignore[misc]
@@ -115,10 +116,10 @@ class _WithoutReasoning:
 
 
 class _Hermes:
-    """Reads the JSON of a streamed call as a whole answer is read.
+    """Reads the JSON of a streamed call in the same way as that of a complete answer.
 
-    vLLM takes the first `"name"` and all text after the first `"arguments"`. It ends a call at the mark of its end,
-    also within a string. Its clients then get arguments that are no JSON.
+    vLLM itself would use the first `"name"`, and all text after the first `"arguments"`. It would end a call at the end
+    marker even within a string. Clients would then get arguments that are not JSON.
     """
 
     tool_call_start_token: str
@@ -131,7 +132,7 @@ class _Hermes:
         self.tool_call_regex = regex.compile(call, regex.DOTALL)
 
     def _extract_tool_call_jsons(self, text: str) -> list[tuple[str, bool]]:
-        """Return the JSON of each call, as far as it has come, and whether the mark of its end has come."""
+        """Return the JSON of each call as received so far, and whether its end marker was received."""
         calls: list[tuple[str, bool]] = []
         for whole, begun in self.tool_call_regex.findall(text):
             rest = len(begun) - partial_tag_overlap(begun, self.tool_call_end_token)
@@ -149,12 +150,12 @@ class _Hermes:
 
 
 def _member(call: str, name: str) -> tuple[str, bool]:
-    """Return the JSON of an object's member, as far as it has come, and whether it is whole."""
+    """Return the JSON of an object's member as received so far, and whether it is complete."""
     end = 0
     while found := _MEMBER.match(call, end):
         value = _VALUE.match(call, found.end())
         end = value.end() if value is not None else len(call)
-        whole = call[end:].lstrip()[:1] in (",", "}")  # nothing more of a number can come
+        whole = call[end:].lstrip()[:1] in (",", "}")  # Without these, a number might continue.
         if found["name"] == name:
             return call[found.end() : end if whole else None], whole
     return "", False
@@ -165,8 +166,8 @@ def _forces(request: Any) -> bool:
 
 
 def _fitting(parser: type[ToolParser], backend: str) -> type[ToolParser]:
-    """Return the class of a parser that reads the output of a back end's grammar."""
-    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser  # made after `patch_parsers`
+    """Return a parser class that reads the output of the back end's grammar."""
+    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser  # The import must come after `patch_parsers`.
 
     if parser.structural_tag_model is None:
         return parser
@@ -181,22 +182,22 @@ def _tells_end(parser: type[ReasoningParser]) -> bool:
 
 
 def tells_end_of_reasoning(config: VllmConfig) -> bool:
-    """Return True if a model has a parser of reasoning that knows where reasoning ends."""
+    """Return True if the model has a reasoning parser that can find the end of reasoning."""
     name = config.structured_outputs_config.reasoning_parser
     return bool(name) and _tells_end(ReasoningParserManager.get_reasoning_parser(name))
 
 
 def constrained_text(config: VllmConfig, tokenizer: Any, state: Any, options: Mapping[str, Any]) -> str | None:
-    """Return the text of a finished answer that its constraint holds for.
+    """Return the part of a finished answer to which its constraint applies.
 
     Args:
-        config: vLLM's.
-        tokenizer: The model's.
-        state: The state of its sequence in vLLM.
-        options: Of its request. They say whether the prompt has ended the reasoning, and have options of the parser.
+        config: vLLM's configuration.
+        tokenizer: The model's tokenizer.
+        state: vLLM's state of the sequence.
+        options: Options of the request: whether the prompt ends the reasoning, and the options of the parser.
 
     Returns:
-        The text. None if the parser of reasoning cannot split the answer.
+        The text. None if the reasoning parser cannot split the answer.
     """
     settings = config.structured_outputs_config
     ended = options.get("reasoning_ended")
@@ -217,7 +218,7 @@ def constrained_text(config: VllmConfig, tokenizer: Any, state: Any, options: Ma
 
 @contextmanager
 def parsers_for(backend: str) -> Iterator[None]:
-    """Give parsers that fit a back end to the serving objects that are made in the block."""
+    """Give parsers that fit the back end to all serving objects that are created in the `with` block."""
     token = _backend.set(backend)
     try:
         yield
@@ -226,16 +227,16 @@ def parsers_for(backend: str) -> Iterator[None]:
 
 
 def import_plugin(path: str) -> None:
-    """Import a file that registers parsers of tool calls.
+    """Import a file that registers tool-call parsers.
 
     Raises:
-        Exception: The file does.
+        Exception: The file raises it.
     """
     ToolParserManager.import_tool_parser(path)
 
 
 def _choosing(find: Callable[..., type[Parser] | None]) -> Callable[..., type[Parser] | None]:
-    """Return vLLM's `get_parser` with the choice for the model that gets the parser."""
+    """Return a wrapper of vLLM's `get_parser` that chooses the parser class for each model."""
 
     def get_parser(*arguments: Any, **options: Any) -> type[Parser] | None:
         parser = find(*arguments, **options)
@@ -254,10 +255,10 @@ def _choosing(find: Callable[..., type[Parser] | None]) -> Callable[..., type[Pa
 
 
 def _with_references(schema: dict[str, Any]) -> dict[str, Any]:
-    """Let the references of a tool's schema to itself hold in the schema of the calls of all tools.
+    """Keep the references within each tool's schema valid in the schema of all calls.
 
     Args:
-        schema: As vLLM has made it. A tool that has references becomes one of its `$defs`.
+        schema: vLLM's schema. The schema of a tool that has references becomes one of its `$defs`.
     """
     definitions: dict[str, Any] = {}
     for index, call in enumerate(schema["items"]["anyOf"]):
@@ -269,10 +270,10 @@ def _with_references(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _moved(part: Any, place: str, *, is_map: bool = False) -> Any:
-    """Return a part of a schema, changed for the place that the schema has in another schema.
+    """Return a part of a schema, with references that fit the schema's place in another schema.
 
     Args:
-        is_map: Its keys are names and no keywords.
+        is_map: The keys of the part are names, not keywords.
     """
     if isinstance(part, list):
         return [_moved(each, place) for each in part]
