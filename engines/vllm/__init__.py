@@ -1,7 +1,7 @@
 """vLLM as an engine.
 
 Attributes:
-    RELEASE: The release of vLLM that this package is written for. `engines.engine_choice` refuses to start another one.
+    RELEASE: The release of vLLM for which this package is written. `engines.engine_choice` refuses any other release.
 """
 
 RELEASE = "0.32"

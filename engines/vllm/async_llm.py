@@ -1,4 +1,4 @@
-"""vLLM's front end `AsyncLLM`: its loop that handles messages, and the sequences that its engine has."""
+"""vLLM's front end `AsyncLLM`: the loop that handles the engine's messages, and the sequences of the engine."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def begin_output(
     """Begin to handle the messages of the copies.
 
     Args:
-        client: The client of all copies, which replaces the client that vLLM has made.
-        reports: The logger of statistics that replaces those of vLLM.
+        client: The client of all copies, which replaces vLLM's client.
+        reports: The logger of statistics, which replaces vLLM's loggers.
         statistics: Counts the tokens.
     """
-    # The output loop reads this variable for each request, and vLLM asks the environment each time. vLLM 0.33 reads it
-    # once a step, so this line can go there.
+    # The output loop reads this variable for each request, and vLLM looks it up in the environment each time. vLLM 0.33
+    # reads it once a step, so this line can then be removed.
     envs.VLLM_COMPUTE_NANS_IN_LOGITS = envs.VLLM_COMPUTE_NANS_IN_LOGITS
     llm.logger_manager = reports
     llm.output_processor.__class__ = LeanOutputProcessor
@@ -43,43 +43,43 @@ def begin_output(
 
 
 def run_output(llm: AsyncLLM) -> None:
-    """Begin vLLM's loop that handles the messages of the copies."""
+    """Start vLLM's loop that handles the messages of the copies."""
     llm.output_handler = None
     llm._run_output_handler()
 
 
 def output_has_failed(llm: AsyncLLM) -> bool:
-    """Return True if vLLM's loop that handles messages has ended, with an error."""
+    """Return True if vLLM's loop that handles messages has failed."""
     return llm.output_handler is not None and llm.output_handler.done()
 
 
 async def end_output(llm: AsyncLLM) -> None:
-    """Stop handling messages: the loop would take the engine's end for a crash, and log it as one."""
+    """Stop handling messages. Otherwise the loop would log the engine's end as a crash."""
     if (loop := llm.output_handler) is not None:
         loop.cancel()
         await asyncio.wait([loop])
 
 
 def stat_loggers(llm: AsyncLLM) -> Sequence[Any]:
-    """Return the loggers of statistics that vLLM has made."""
+    """Return vLLM's loggers of statistics."""
     loggers: Sequence[Any] = llm.logger_manager.stat_loggers
     return loggers
 
 
 def keep_eos_token_id(llm: AsyncLLM) -> None:
-    """Keep the id of the end token. vLLM asks for it with each request, and the tokenizer searches its vocabulary."""
+    """Cache the id of the end token. vLLM asks for it with each request, and the tokenizer searches its vocabulary."""
     eos_token_id = llm.renderer.get_eos_token_id()
     llm.renderer.get_eos_token_id = lambda: eos_token_id
 
 
 def request_states(llm: AsyncLLM) -> dict[str, RequestState]:
-    """Return the sequences that the engine has, by their ids. vLLM's front end has some of them."""
+    """Return the engine's sequences by their ids, including sequences of vLLM's front end."""
     states: dict[str, RequestState] = llm.output_processor.request_states
     return states
 
 
 def request_ids(llm: AsyncLLM) -> Collection[str]:
-    """Return the ids of the requests that the engine has, as their callers named them."""
+    """Return the ids of the engine's requests, as their callers gave them."""
     ids: Collection[str] = llm.output_processor.external_req_ids
     return ids
 
@@ -91,14 +91,14 @@ def sequence_ids(llm: AsyncLLM, request_id: str) -> Sequence[str]:
 
 
 def seconds_in_queue(state: RequestState) -> float:
-    """Return the time between a sequence's arrival in the engine and its first step."""
+    """Return the seconds between a sequence's arrival in the engine and its first step."""
     assert state.stats is not None  # The states of Slipway and of `AsyncLLM` have `log_stats`.
     seconds: float = state.stats.scheduled_ts - state.stats.queued_ts
     return max(seconds, 0.0)
 
 
 def seconds_in_engine(state: RequestState) -> float:
-    """Return the time between a sequence's first step and its last token."""
+    """Return the seconds between a sequence's first step and its last token."""
     assert state.stats is not None
     seconds: float = state.stats.last_token_ts - state.stats.scheduled_ts
     return max(seconds, 0.0)
@@ -108,7 +108,7 @@ _CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural
 
 
 def running_sequence(state: RequestState, copy: int | None) -> RunningSequence:
-    """Describe a sequence that the engine has. `copy` is the number of the copy that has it."""
+    """Return the description of a sequence. `copy` is the number of the copy that has the sequence."""
     stats, request = state.stats, getattr(state, "core_request", None)
     assert stats is not None
     outputs = getattr(getattr(request, "sampling_params", None), "structured_outputs", None)
@@ -125,33 +125,34 @@ def running_sequence(state: RequestState, copy: int | None) -> RunningSequence:
 
 
 def register(llm: AsyncLLM, state: RequestState) -> None:
-    """Register a sequence. It has to be done before the engine gets the request, so that no output comes earlier."""
+    """Register a sequence. Call it before the engine gets the request, so that no output comes first."""
     llm.output_processor.request_states[state.request_id] = state
     llm.output_processor.external_req_ids[state.external_req_id].append(state.request_id)
 
 
 async def abort(llm: AsyncLLM, ids: Iterable[str], *, internal: bool = True) -> None:
-    """End sequences. Those of an engine that has died are forgotten.
+    """End sequences. If the engine has died, they are only forgotten.
 
     Args:
-        ids: The ids of the sequences, or of their requests if they are not `internal`.
+        ids: The ids of the sequences.
+        internal: False if `ids` are ids of requests instead.
     """
     with contextlib.suppress(EngineDeadError):
         await llm.abort(ids, internal=internal)
 
 
 def fail(state: RequestState, message: str) -> None:
-    """Give an error to a sequence that vLLM's front end has."""
+    """Give an error to a sequence of vLLM's front end."""
     state.queue.put(GenerationError(message))
 
 
 def fail_all(llm: AsyncLLM, message: str) -> None:
-    """Give an error to each sequence that the engine has."""
+    """Give an error to each sequence of the engine."""
     OutputProcessor.propagate_error(llm.output_processor, GenerationError(message))
 
 
 def forget_tokenizers() -> None:
-    """Clear vLLM's caches, which hold tokenizers of models that are gone."""
+    """Clear vLLM's caches, which keep the tokenizers of unloaded models."""
     from vllm.tokenizers import registry as tokenizer_registry
     from vllm.transformers_utils import processor
     from vllm.utils import func_utils

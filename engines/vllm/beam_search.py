@@ -1,12 +1,12 @@
-"""Beam search, which vLLM's core does not have.
+"""Beam search, which vLLM's engine does not support.
 
-Each step asks the engine for one token after each beam, with the `2 * width` most probable
-alternatives, and keeps the best beams; the engine's prefix cache makes a step cost about one token for each beam.
-Scores are sums of the model's own log probabilities, over length to the power of `length_penalty` (as in
-transformers); sampling parameters and penalties do not apply.
+Each step asks the engine for the next token of each beam, with the `2 * width` most probable alternatives, and keeps
+the best beams. With the engine's prefix cache, a step costs about one token for each beam. The score of a beam is the
+sum of the model's log probabilities, divided by `length ** length_penalty` (as in transformers). Sampling parameters
+and penalties have no effect.
 
-The metrics count one prompt, the sequences that are returned, and each token that the engine makes, as vLLM counts the
-tokens of its candidates.
+The metrics count one prompt, the returned sequences, and every token that the engine generates. vLLM counts the tokens
+of its candidates in the same way.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _Submit = Callable[[GenerationRequest, Sink, EngineStatistics], Awaitable[Genera
 
 
 def most_new_tokens(request: GenerationRequest, room: int) -> int:
-    """Return the most tokens of a beam. `room`: the rest of the context after the prompt."""
+    """Return the largest number of tokens of a beam. `room`: the rest of the context after the prompt."""
     return min(request.sampling.max_tokens or room, room)
 
 
 class BeamSearchTask:
-    """A running search, which begins when it is made; the beams reach `sink` when it ends, best first."""
+    """A beam search. It starts when it is created. When it ends, the sink gets the beams, best first."""
 
     def __init__(
         self, engine: Engine, request: GenerationRequest, sink: Sink, prompt_ids: Sequence[int], submit: _Submit
@@ -112,7 +112,7 @@ class BeamSearchTask:
             self._fail(GenerationFailed("internal error in beam search"))
 
     def _fail(self, error: RequestError) -> None:
-        self._failed = True  # Set first: the sink may cancel its generations, of which this is one.
+        self._failed = True  # Set first, because the sink may cancel this generation.
         self._statistics.failed_requests += self._options.width
         self._sink.on_error(error)
 
@@ -147,7 +147,7 @@ class BeamSearchTask:
             return True
         penalty = self._options.length_penalty
         worst = self._ranked(self._finished)[-1].score(penalty)
-        # As transformers does: a beam is judged by its present length.
+        # As in transformers, a running beam is compared at its present length.
         return self._running[0].score(penalty) <= worst
 
     def _ranked(self, beams: list[_Beam]) -> list[_Beam]:
@@ -193,14 +193,14 @@ class BeamSearchTask:
         stop = self._request.sampling.stop
         if not stop:
             return False
-        # A stop string that ends in the last token has its beginning in as many tokens as it has bytes, at most.
+        # If a stop string ends in the last token, it spans at most as many tokens as it has bytes.
         reach = 4 * max(map(len, stop)) + 1
         ids = [token.id for token in beam.tokens]
         tail = self._engine.detokenize(ids[-reach:], self._request.sampling.skip_special_tokens, ids[:-reach][-8:])
         return ends_in_stop_string(stop, "".join(token.text for token in tail[:-1]), tail[-1].text)
 
     def _hide_stop(self, beam: _Beam, tokens: list[Token]) -> None:
-        """Remove the text that has ended the beam from its tokens' texts."""
+        """Remove the end token or the stop string from the texts of a beam's tokens."""
         if beam.finish_reason not in (FinishReason.EOS, FinishReason.STOP):
             return
         if tokens[-1].id in self._ending:
@@ -238,7 +238,7 @@ class BeamSearchTask:
 
 
 def _cut(tokens: list[Token], stop: Sequence[str]) -> None:
-    """Take the stop string that ends in the last token from the tokens' texts."""
+    """Remove the stop string that ends in the last token from the texts of the tokens."""
     strings = StopStrings(stop, include=False)
     for token in tokens[:-1]:
         strings.add(token.text, count=False)

@@ -1,4 +1,4 @@
-"""vLLM as an engine, on CPU and CUDA alike: `AsyncLLM`, with Slipway's states for the requests (`output`)."""
+"""The vLLM engine, for CPU and CUDA: vLLM's `AsyncLLM`, with Slipway's states of requests (`output`)."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ _ONLY_SPEECH = "this model only writes down sounds: send them to /v1/audio/trans
 
 
 class _Prepared(msgspec.Struct, frozen=True):
-    """A request as vLLM gets it, apart from the ids of its sequences."""
+    """A request in vLLM's form, without the ids of its sequences."""
 
     token_ids: list[int]
-    checked: EngineCoreRequest | None = None  # None for a beam search, whose steps are requests.
-    params: Any = None  # vLLM's `SamplingParams`; None if the request wants numbers.
+    checked: EngineCoreRequest | None = None  # None for a beam search, whose steps are separate requests.
+    params: Any = None  # vLLM's `SamplingParams`. None if the request wants numbers.
     pooling_params: Any = None
     constraint: CheckedConstraint | None = None
-    prompt: Any = None  # vLLM's form. None: it is not needed.
+    prompt: Any = None  # vLLM's form of the prompt. None if it is not needed.
     arrived_at: float = 0.0
 
 
@@ -85,7 +85,7 @@ class VllmEngine:
         self._watchdog = Watchdog(self._look)
         self._stopped = False
         self.adapters: VllmAdapters | None = None
-        # Requests for numbers that vLLM has checked, without their prompts, by their parameters.
+        # Pooling requests that vLLM has checked, by their parameters. They have no prompts.
         self._known_pooling: dict[tuple[str, bool | None], EngineCoreRequest] = {}
 
     async def start(self) -> None:
@@ -122,7 +122,7 @@ class VllmEngine:
         self._answers_prompts = "generate" in self.tasks or self.pooling is not None
         media = llm.renderer.mm_processor  # None if the model, or its limits, allow texts only.
         self.takes_images = media is not None and media.info.allowed_mm_limits.get("image", 0) > 0
-        self.tokenizer = llm.get_tokenizer()  # vLLM's pool
+        self.tokenizer = llm.get_tokenizer()  # A pool of vLLM's.
         tokenizer, given = own_tokenizer(llm.model_config), loaded.frontend_arguments
         try:
             template = load_chat_template(given.get("chat_template"))
@@ -134,7 +134,7 @@ class VllmEngine:
         self._apart = TokensApart(self.texts.tokenizer)
         generation_config = llm.model_config.try_get_generation_config() or {}
         self.eos_token_ids = end_token_ids(generation_config.get("eos_token_id"), self.tokenizer)
-        # The model's own generation config, as far as it differs from vLLM's defaults.
+        # The part of the model's generation config that differs from vLLM's defaults.
         self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
         self._model_defaults = model_defaults(llm.model_config, self.default_sampling)
         config = llm.vllm_config
@@ -192,15 +192,15 @@ class VllmEngine:
 
         Args:
             request: The request.
-            sink: Takes the answer.
-            statistics: Counts the prompt, and the sequences with their tokens.
+            sink: Receives the answer.
+            statistics: Counts the prompt, the sequences and their tokens.
             adapter: vLLM's form of the request's adapter.
         """
         prepared = await self._prepared(request, adapter)
         if prepared.checked is None:
             return BeamSearchTask(self, request, sink, prepared.token_ids, partial(self._submit, adapter=adapter))
         pooling, constraint, params = request.pooling, prepared.constraint, prepared.params
-        # The copies may have died in the meantime: a long prompt is tokenized in a thread, a constraint is compiled.
+        # Preparation may wait for the tokenizing of a long prompt, or for a constraint. Copies may have died since.
         if not self._copies.client.ready or self._stopped or self._watchdog.failure:
             await self.wait_until_ready()
         target, siblings, check_answer = sink, None, None
@@ -215,7 +215,7 @@ class VllmEngine:
             for index in range(request.candidates):
                 if index:
                     await give_turn(index)
-                    if params.seed is not None:  # Each sequence has a separate one.
+                    if params.seed is not None:  # Each sequence has its own seed.
                         params = copy.copy(params)
                         params.seed = (params.seed + 1 + 2**63) % 2**64 - 2**63
                 core_request = msgspec.structs.replace(
@@ -263,7 +263,7 @@ class VllmEngine:
         return generation
 
     async def _prepared(self, request: GenerationRequest, adapter: LoRARequest | None) -> _Prepared:
-        """Tokenize the prompt, and have the parameters checked unless they are known.
+        """Tokenize the prompt, and let vLLM check the parameters unless it has checked them before.
 
         Args:
             request: The request.
@@ -273,7 +273,7 @@ class VllmEngine:
             InvalidRequest: The request is refused.
         """
         pooling, constraint, boundary = request.pooling, None, None
-        prompt: Any = None  # vLLM's form. None: it is not needed.
+        prompt: Any = None  # vLLM's form of the prompt. None if it is not needed.
         if pooling is not None or self.pooling is not None:
             check_pooling(pooling, self.pooling)
         if not self._answers_prompts:
@@ -290,7 +290,7 @@ class VllmEngine:
         else:
             token_ids = await self._prompts.token_ids(request)
             if request.images:
-                await self.wait_until_ready()  # The renderer knows which images the processes have.
+                await self.wait_until_ready()  # The renderer omits images that the processes already have.
                 prompt = await self._with_images(request, token_ids)
                 token_ids = prompt["prompt_token_ids"]
         arrived_at, memo = time.time(), None if request.images else request.memo
@@ -301,14 +301,15 @@ class VllmEngine:
             and memo.checked is not None
             and (isinstance(request.prompt, str) or self._has_tokens(request.prompt))
         ):
-            # vLLM's checks and additions depend on the parameters and on the model. Of a prompt it checks the length,
-            # as `PromptTokenizer` does, and the tokens. A text has only tokens of the model.
+            # vLLM's checks and additions depend on the parameters and on the model. They also depend on the prompt's
+            # length, which `PromptTokenizer` checks, and on its tokens. A text has only tokens of the model.
             checked = memo.checked
         else:
             prompt = prompt or TokensPrompt(type="token", prompt_token_ids=token_ids)
             checked, constraint = await self._checked(request, prompt, len(token_ids), adapter)
             arrived_at = checked.arrival_time
-            # A constraint is translated for each request, and `min_tokens` depends on the room that the prompt leaves.
+            # Requests with a constraint or with `min_tokens` are checked each time. A constraint is translated for each
+            # request, and `min_tokens` is limited by the room after the prompt.
             if memo is not None and constraint is None and not request.sampling.min_tokens:
                 memo.checked = msgspec.structs.replace(checked, prompt_token_ids=None, lora_request=None)
         params, pooling_params = checked.sampling_params, checked.pooling_params
@@ -323,14 +324,14 @@ class VllmEngine:
         return _Prepared(token_ids, checked, params, pooling_params, constraint, prompt, arrived_at)
 
     def _has_tokens(self, prompt: tuple[int, ...]) -> bool:
-        """Return True if the model has the tokens of a prompt, which is not too long. `PromptTokenizer` may cut it."""
+        """Return True if the model has all tokens of a prompt. False for a long prompt, which may still be cut."""
         return len(prompt) <= self.max_model_len and min(prompt) >= 0 and max(prompt) < self._vocabulary_size
 
     def _checked_pooling(self, request: GenerationRequest, pooling: Pooling, token_ids: list[int]) -> EngineCoreRequest:
-        """Return vLLM's request for a pooled prompt. vLLM checks the first one with such parameters.
+        """Return vLLM's request for a pooled prompt. vLLM checks only the first request with the same parameters.
 
         Raises:
-            InvalidRequest: vLLM refuses it.
+            InvalidRequest: vLLM refuses the request.
         """
         if not isinstance(request.prompt, str) and (largest := max(token_ids)) >= self._vocabulary_size:
             raise InvalidRequest(f"Token id {largest} is out of vocabulary")
@@ -342,17 +343,17 @@ class VllmEngine:
         return known
 
     async def wait_until_ready(self) -> None:
-        """Wait while the engine is started again. It takes requests after that.
+        """Wait until the engine accepts requests, if it is being restarted.
 
         Raises:
-            EngineDead: The engine is gone.
-            GenerationFailed: It was not started again within `predict_timeout`.
+            EngineDead: The engine has died for good, or was stopped.
+            GenerationFailed: The engine was not restarted within `predict_timeout`.
         """
         if not self._up.is_set():
             limit = self._settings.predict_timeout
             try:
                 async with asyncio.timeout(limit):
-                    while not self._up.is_set():  # it may die again before this task has its turn
+                    while not self._up.is_set():  # The engine may die again before this task runs.
                         await self._up.wait()
             except TimeoutError:
                 raise GenerationFailed(
@@ -362,7 +363,7 @@ class VllmEngine:
             raise EngineDead
 
     async def claim(self, adapter: str) -> Claim:
-        """Return a claim on an adapter, as `VllmAdapters.claim`. If the engine dies, the next one loads it."""
+        """Return a claim on an adapter, as `VllmAdapters.claim` does. If the engine dies, wait for its restart."""
         if self.adapters is None:
             raise UnknownAdapter(adapter)
         while True:
@@ -374,7 +375,7 @@ class VllmEngine:
                 await self.wait_until_ready()
 
     async def _with_images(self, request: GenerationRequest, token_ids: list[int]) -> Any:
-        """Return vLLM's prompt of text and images. Each mark in the text becomes the tokens of its image.
+        """Return vLLM's prompt for text with images. The tokens of an image replace its mark in the text.
 
         Raises:
             InvalidRequest: The marks and the images do not match, or the prompt is too long.
@@ -395,16 +396,16 @@ class VllmEngine:
     async def _checked(
         self, request: GenerationRequest, prompt: Any, tokens: int, adapter: LoRARequest | None
     ) -> tuple[EngineCoreRequest, CheckedConstraint | None]:
-        """Return vLLM's request for a prompt, checked by vLLM, and its constraint.
+        """Return vLLM's request for a prompt, which vLLM has checked, and the constraint.
 
         Args:
             request: The request.
             prompt: vLLM's form of the prompt.
-            tokens: The number of its tokens.
+            tokens: The number of tokens in the prompt.
             adapter: vLLM's form of the request's adapter.
 
         Raises:
-            InvalidRequest: vLLM refuses it, or it would harm the engine.
+            InvalidRequest: vLLM refuses the request, or the request would harm the engine.
         """
         constraint = await self.constraints.structured_outputs(request.sampling)
         outputs = constraint.outputs if constraint is not None else None
@@ -415,18 +416,18 @@ class VllmEngine:
         else:  # vLLM compiles the constraint, which may take tenths of a second.
             checked = await asyncio.to_thread(processed)
         check_bad_words(checked.sampling_params)
-        # With a reasoning parser, vLLM constrains an answer once its reasoning has ended. These prompts are no chats of
-        # such a model, so their answers have no reasoning.
+        # With a reasoning parser, vLLM constrains an answer only after its reasoning. These prompts are not chats, so
+        # their answers have no reasoning.
         checked.reasoning_ended = True
         return checked, constraint
 
     def _processed(
         self, request: GenerationRequest, prompt: Any, params: Any, adapter: LoRARequest | None
     ) -> EngineCoreRequest:
-        """Return vLLM's request, checked by vLLM.
+        """Return vLLM's request, which vLLM has checked.
 
         Raises:
-            InvalidRequest: vLLM refuses it.
+            InvalidRequest: vLLM refuses the request.
         """
         try:
             return self.async_llm.input_processor.process_inputs(
@@ -461,16 +462,16 @@ class VllmEngine:
     def explain_prompt(
         self, prompt: Any, params: Any, constraint: CheckedConstraint | None, adapter: LoRARequest | None
     ) -> ExplainedRequest:
-        """Return the explanation of a request of vLLM's front end.
+        """Return the explanation of a request from vLLM's front end.
 
         Args:
             prompt: vLLM's form of the prompt.
             params: vLLM's parameters.
-            constraint: Its constraint.
+            constraint: The request's constraint.
             adapter: vLLM's form of the request's adapter.
 
         Raises:
-            VLLMClientError: vLLM refuses it.
+            VLLMClientError: vLLM refuses the request.
         """
         processed = self.async_llm.input_processor.process_inputs(
             "", prompt, params, supported_tasks=self.tasks, lora_request=adapter
@@ -493,7 +494,7 @@ class VllmEngine:
         return split_text(texts.tokenizer, token_ids, texts.special_ids, skip_special_tokens, prompt_ids)
 
     async def _look(self) -> bool:
-        """End requests that would wait for ever: all when the engine is gone, and each that gets no token."""
+        """End requests that would wait forever: each request without progress, and all if the engine is gone."""
         self._copies.look()
         if self._copies.gave_up:
             self._copies.fail_all(EngineDead())
@@ -564,10 +565,10 @@ class VllmEngine:
 
 
 class VllmGeneration(msgspec.Struct):
-    """The sequences of one request. It has none yet when it is made."""
+    """The sequences of one request. They are added after it is created."""
 
     _llm: AsyncLLM
-    _registered: Container[str]  # The ids of all sequences that vLLM has.
+    _registered: Container[str]  # The ids of all sequences in vLLM.
     states: list[OwnState] = []
     _task: asyncio.Future[None] | None = None  # Ends the sequences.
 
@@ -582,7 +583,7 @@ class VllmGeneration(msgspec.Struct):
         return any(state.token_count for state in self.states)
 
     def _stop(self, end: Callable[[OwnState], None]) -> None:
-        """End the sequences that vLLM still has, once."""
+        """End the sequences that are still in vLLM, once."""
         states, self.states = self.states, []
         running: list[str] = []
         for state in states:

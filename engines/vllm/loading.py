@@ -1,4 +1,4 @@
-"""From a model's settings to vLLM's engine processes with that model in them."""
+"""Starts vLLM's engine processes and loads a model into them, from the model's settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from engines.vllm.sampling import load_typical
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_SECONDS = 1.0  # The time for vLLM's processes to end before they are killed.
+SHUTDOWN_SECONDS = 1.0  # If vLLM's processes do not end within this time, they are killed.
 _T = TypeVar("_T")
 _SWITCH = "TORCH_COMPILE_DISABLE"
 _COMPILER = "g++"
@@ -52,13 +52,13 @@ _INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
-    """vLLM with the first copy of a model, and what its OpenAI front end is to be told."""
+    """vLLM with the first copy of a model, and the arguments of its OpenAI front end."""
 
     llm: AsyncLLM
     reports: EngineReports
     frontend_arguments: dict[str, Any]
-    typical_refusal: str  # Why `typical_p` is refused; "" if it is not.
-    places: Sequence[Place]  # The places of all copies that the machine has room for.
+    typical_refusal: str  # Why `typical_p` is refused. "" if it is allowed.
+    places: Sequence[Place]  # A place for each copy for which the machine has room.
 
 
 class VllmLoader:
@@ -68,26 +68,27 @@ class VllmLoader:
         """Create the vLLM loader.
 
         Args:
-            threads: Start vLLM's processes. The kernel kills spawned processes together with the thread that spawned
-                them.
+            settings: The settings of the model.
+            threads: The threads that start vLLM's processes. The kernel kills spawned processes together with the
+                thread that spawned them.
         """
         self._settings = settings
         self._threads = threads
-        self._abandoned = False  # Nothing waits for it.
-        # vLLM's reasons do not always name the argument that they are about.
+        self._abandoned = False  # Nothing waits for the copy any longer.
+        # vLLM's errors do not always name the argument that causes them.
         given = settings.engine_options
         self._cannot = f"vLLM cannot load {settings.model_id}" + (f" with {given}" if given else "")
 
     async def load(self) -> StartedEngine:
-        """Load the first copy, which takes half a minute and more; other tasks run during that.
+        """Load the first copy. It takes half a minute or more, in a thread.
 
         Raises:
-            EngineStartError: vLLM cannot load the model, or not within `model_loading_timeout`.
+            EngineStartError: vLLM cannot load the model, or loading exceeds `model_loading_timeout`.
         """
         return await self._in_time(self._load)
 
     async def load_copy(self, llm: AsyncLLM, place: Place) -> AsyncMPClient:
-        """Load a further copy, or a copy in place of one that has died or stalled. Returns its client.
+        """Load a further copy, or the replacement of a copy that has died or stalled. Returns the copy's client.
 
         Raises:
             EngineStartError: As in `load`.
@@ -104,7 +105,7 @@ class VllmLoader:
 
     async def _in_time(self, load: Callable[[], _T]) -> _T:
         try:
-            # `wait_for` of Python 3.11 leaves a reference cycle with an error, and with it a client of processes.
+            # In Python 3.11, an error in `wait_for` leaves a reference cycle, which would keep vLLM's client in memory.
             async with asyncio.timeout(self._settings.model_loading_timeout):
                 return await self._threads.run(load)
         except TimeoutError:
@@ -127,14 +128,14 @@ class VllmLoader:
             go_without_compiler(os.environ)
         settings = with_parsers(self._settings)
         arguments = engine_arguments(settings, on_cpu)
-        # Read here, so that faults are reported before the model is loaded.
+        # Parsed here, so that errors are reported before the model is loaded.
         frontend = frontend_arguments(settings)
         engine_args = AsyncEngineArgs(**serve_defaults() | arguments)
         most = self._settings.max_copies
         places = processor_places(most or 1) if on_cpu else gpu_places(engine_args, self._settings)
         if len(places[:most]) > 1:
             send_whole_media(engine_args)
-        # Batch sizes depend on it: these are the defaults of `vllm serve`.
+        # The usage context selects the default batch sizes, here those of `vllm serve`.
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         choose_backend(config, self._settings.engine_arguments.get("structured_outputs_config", ""))
         if self._settings.djl_engine and self._settings.pooling is None:
@@ -162,13 +163,13 @@ class VllmLoader:
         with tied_to_this_thread(place.processors, spawned=is_spawned) as reports, devices_kept(config):
             try:
                 return start()
-            except Exception as error:  # vLLM's own says that a process has failed, and not why
+            except Exception as error:  # vLLM's error says only that a process has failed.
                 if (failure := first_failure(reports)) is None:
                     raise
                 raise failure.error(self._cannot) from error
 
     def _start_on_cpu(self, config: VllmConfig, places: Sequence[Place]) -> AsyncLLM:
-        """Choose the size of the KV cache, and choose once more if vLLM refuses it and names its memory."""
+        """Choose the size of the KV cache. If vLLM refuses it and names the available memory, choose a smaller one."""
         demand = cache_demand(config, len(places))
         limits = memory_limits(config.parallel_config.local_world_size)
         config.cache_config.kv_cache_memory_bytes = kv_cache_size(demand, limits)
@@ -184,13 +185,13 @@ class VllmLoader:
 
 
 async def shut_down(llm: AsyncLLM) -> None:
-    """End vLLM's output loop, and free the model's resources in this process. The copies have ended."""
+    """End vLLM's output loop, and free the model's resources in this process. Call it when all copies have ended."""
     await end_output(llm)
     await asyncio.to_thread(free, llm)
 
 
 def free(llm: AsyncLLM) -> None:
-    """Free the model's resources in this process. It blocks."""
+    """Free the model's resources in this process. Blocks."""
     llm.shutdown()
     forget_tokenizers()
 
@@ -201,24 +202,24 @@ def own_tokenizer(config: ModelConfig) -> Any:
 
 
 def image_mark(llm: AsyncLLM) -> Callable[[int], str] | None:
-    """Return a function that gives the mark of an image in a prompt, by its number; None for a model without images."""
+    """Return a function that returns an image's mark in a prompt, by the image's number; None for a text-only model."""
     config = llm.model_config
     if not config.is_multimodal_model or config.is_encoder_decoder:
         return None
     if "image" not in llm.renderer.get_mm_processor().info.supported_mm_limits:
         return None
-    # Without a mark, vLLM knows where the model's images belong.
+    # If a model has no mark, vLLM itself finds the place of the images.
     return lambda number: get_model_cls(config).get_placeholder_str("image", number) or ""
 
 
 def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
-    """Switch torch's compilation off if no compiler is installed; returns whether that was done.
+    """Switch torch's compilation off if no compiler is installed. Returns True if it was switched off.
 
-    vLLM compiles some of its functions at their first call, also when it runs the model eagerly, and its process dies
-    if that fails. torch reads the variable when it is imported, so it affects only processes that start later. A
-    value that is already set stays.
+    vLLM compiles some of its functions at their first call, even if it runs the model eagerly. If that fails, its
+    process dies. torch reads the variable at its import, so the variable affects only processes that start later. If
+    the variable is already set, it stays.
     """
-    compiler = environ.get("CXX", _COMPILER)  # as torch looks for it
+    compiler = environ.get("CXX", _COMPILER)  # torch looks for the same program.
     if _SWITCH in environ or environ.get(_INSTALLS_ONE) or shutil.which(compiler, path=environ.get("PATH", os.defpath)):
         return False
     environ[_SWITCH] = "1"
@@ -227,7 +228,7 @@ def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
 
 
 def cache_demand(config: VllmConfig, copies: int) -> Demand:
-    """Return the memory that each CPU worker of vLLM will need, with `copies` copies."""
+    """Return the memory that vLLM's workers on a CPU need if there are `copies` copies."""
     model, parallel = config.model_config, config.parallel_config
     item = model.dtype.itemsize
     stored = getattr(getattr(model.hf_config, "dtype", None), "itemsize", item)
