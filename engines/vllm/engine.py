@@ -122,7 +122,7 @@ class VllmEngine:
         self._answers_prompts = "generate" in self.tasks or self.pooling is not None
         media = llm.renderer.mm_processor  # None if the model, or its limits, allow texts only.
         self.takes_images = media is not None and media.info.allowed_mm_limits.get("image", 0) > 0
-        self.tokenizer = llm.get_tokenizer()  # A pool of vLLM's.
+        self.tokenizer = llm.get_tokenizer()  # vLLM's pool of tokenizers.
         tokenizer, given = own_tokenizer(llm.model_config), loaded.frontend_arguments
         try:
             template = load_chat_template(given.get("chat_template"))

@@ -1,9 +1,9 @@
-"""Checks of a LoRA adapter's files, which are read before an engine reads them.
+"""Checks the files of a LoRA adapter before an engine reads them.
 
-Weights are safetensors, or what torch has pickled; of the latter only tensors are ever loaded, never code.
+Weights are safetensors files, or files that torch has pickled. From pickled files, only tensors are loaded, never code.
 
-An engine reads the files once more whenever it has dropped the adapter, or has died. They must be the same then: the
-tokens of a running call, and blocks in the prefix cache, are of the adapter that was loaded first.
+An engine reads the files again after it has dropped the adapter or has died. The files must still be the same, because
+the tokens of running calls and the blocks in the prefix cache come from the adapter that was loaded first.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-Shapes = Mapping[str, tuple[int, ...]]  # Names of tensors to their shapes.
+Shapes = Mapping[str, tuple[int, ...]]  # The shapes of tensors by their names.
 _LARGEST_CONFIG = 10_000_000
-# Types of weights that have the shape of the matrix; packed weights have another shape.
+# In these types, weights have the shape of their matrix. Packed weights have another shape.
 _PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
@@ -38,7 +38,7 @@ CHANGED = "its files have changed since it was loaded; unregister it, and regist
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """The fields of an adapter's configuration that vLLM uses. JSON has no number that makes NaN of every answer."""
+    """The fields of an adapter's configuration that vLLM uses. None of them can be NaN, because JSON has no NaN."""
 
     r: _Rank
     rank_pattern: dict[str, _Rank] | None = None
@@ -48,25 +48,25 @@ class _Config(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """The files of an adapter that an engine reads, as they were found."""
+    """The state and content of the adapter's files that an engine reads."""
 
-    states: tuple[tuple[str | int, ...], ...]  # Of each file: name, inode, size, and the times of its last changes.
-    digest: str  # Of their content.
+    states: tuple[tuple[str | int, ...], ...]  # Each file's name, inode, size, and the times of its last changes.
+    digest: str  # The digest of the content of all files.
 
     def check_same(self, now: AdapterFiles) -> None:
-        """Compare the files with files that were found later. A copy with the same content is the same.
+        """Compare the content of the files with that of files that were read later.
 
         Raises:
-            AdapterFailed: They differ.
+            AdapterFailed: The content differs.
         """
         if self.digest != now.digest:
             raise AdapterFailed(CHANGED)
 
 
 def check_adapter(directory: Path, max_rank: int) -> None:
-    """Refuse a directory that is no adapter, or one of too large a rank.
+    """Refuse a directory that is not an adapter, or whose rank is too large. May block.
 
-    Reads its configuration; may block. Raises AdapterFailed: the file that is missing or broken is named.
+    Raises AdapterFailed: a file is missing or broken, or the rank is too large. The message names the file.
     """
     if not os.path.isdir(directory):
         raise AdapterMissing(f"src: there is no directory {directory}")
@@ -79,9 +79,9 @@ def check_adapter(directory: Path, max_rank: int) -> None:
 
 
 def file_states(directory: Path) -> tuple[tuple[str | int, ...], ...]:
-    """Return the states of the files (`AdapterFiles.states`); may block.
+    """Return the states of the files (`AdapterFiles.states`). May block.
 
-    Raises AdapterFailed: One of them is missing.
+    Raises AdapterFailed: a file is missing.
     """
     found: list[tuple[str | int, ...]] = []
     for path in (directory / CONFIG, _weights(directory)):
@@ -94,17 +94,19 @@ def file_states(directory: Path) -> tuple[tuple[str | int, ...], ...]:
 
 
 def read_ahead(directory: Path, max_rank: int, base: Shapes) -> AdapterFiles:
-    """Do as `check_adapter`, and read and check the weights, which an engine then finds in memory.
+    """Check an adapter as `check_adapter` does. Also read and check its weights, so that they are in the page cache.
 
-    May block for long. The states that it returns are older than what it has read.
-
-    An engine makes no token while it loads an adapter; where files come over a network that may take a minute.
+    May block for a long time. An engine makes no token while it loads an adapter. If the files came over a network at
+    that time, this could take a minute.
 
     Args:
         base: The known shapes of the base model's weights.
 
+    Returns:
+        The files. Their states were read before their content.
+
     Raises:
-        AdapterFailed: As `check_adapter`, or the weights cannot be used; the tensor is named.
+        AdapterFailed: As in `check_adapter`, or the weights cannot be used. The message names the tensor.
     """
     check_adapter(directory, max_rank)
     states = file_states(directory)
@@ -121,13 +123,13 @@ def read_ahead(directory: Path, max_rank: int, base: Shapes) -> AdapterFiles:
 
 
 def base_shapes(model: Path) -> Shapes:
-    """Return shapes of a model's plain weights; {} where `model` holds no safetensors files. May block."""
+    """Return the shapes of a model's plain weights; {} if `model` has no safetensors files. May block."""
     found: dict[str, tuple[int, ...]] = {}
     for path in sorted(model.glob("*.safetensors")) if model.is_dir() else ():
         try:
             found.update(_plain_shapes(path))
         except (OSError, SafetensorError):
-            return {}  # the engine has loaded the model, so the file is of a kind that we do not know
+            return {}  # The engine has loaded the model, so this module does not know the kind of file.
     return found
 
 
@@ -142,7 +144,7 @@ def _config(path: Path) -> _Config:
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], max_rank: int, base: Shapes) -> None:
-    """Compare the two halves of each pair with the weight that they change: vLLM accepts weights that are too small."""
+    """Compare the two halves of each pair with the base weight, because vLLM accepts weights that are too small."""
     for name, tensor in tensors.items():
         half = next((half for half in _HALVES if name.endswith(half)), None)
         if half is None or tensor.ndim != 2:
@@ -163,7 +165,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], max_rank: int, base: Shapes) ->
 
 
 def _check_pairs(names: Collection[str]) -> None:
-    """Refuse half of a pair without the other, and files without tensors: vLLM fails on them without saying why."""
+    """Refuse incomplete pairs, and files without tensors. vLLM fails on both without giving a reason."""
     if not names:
         raise AdapterFailed("the adapter's weights hold no tensor")
     for name in names:
@@ -173,10 +175,10 @@ def _check_pairs(names: Collection[str]) -> None:
 
 
 def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are NaN or infinite, such as a training that diverged leaves.
+    """Refuse weights that are NaN or infinite, such as after a training run that diverged.
 
-    On vLLM's CPU backend one request with such an adapter spoils those after it, of other adapters and of none, even
-    when the adapter is gone: dozens of them answered nothing, presumably because of its entries in the KV cache.
+    On vLLM's CPU backend, one request with such an adapter breaks later requests, with other adapters or without one,
+    even after the adapter is removed. Dozens of requests had empty answers, presumably because of the KV cache.
     """
     import torch
 
@@ -210,9 +212,9 @@ def _tensors(path: Path, data: bytes) -> dict[str, Tensor]:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except SafetensorError as error:
         raise AdapterFailed(f"{path} is not a safetensors file: {error}") from None
-    except pickle.UnpicklingError:  # torch's text continues with a way to run the code in the file
+    except pickle.UnpicklingError:  # torch's message goes on to explain how to run the code in the file.
         raise AdapterFailed(f"{path} is damaged, or holds more than tensors; expected what peft saves") from None
-    except Exception as error:  # a damaged file has torch raise nearly anything
+    except Exception as error:  # For a damaged file, torch may raise almost any error.
         reason = str(error).partition("\n")[0]
         raise AdapterFailed(f"{path} cannot be read: {type(error).__name__}: {reason}") from None
     if not isinstance(content, dict):

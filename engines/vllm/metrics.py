@@ -1,4 +1,4 @@
-"""vLLM's own metrics of a model, and the figures of its schedulers."""
+"""vLLM's own metrics for a model, and the figures of its schedulers."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from vllm.v1.metrics.stats import SchedulerStats
 from engines.loaded_model import EngineStatus
 from engines.statistics import MOST_STEPS, MOST_WAITING, Step
 
-# The attributes of `PrometheusStatLogger` with further classes that make metrics.
+# The attributes of `PrometheusStatLogger` whose values are further classes that create metrics.
 _PARTS = ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls", "_perf_metrics_cls")
 _GAPS = "inter_token_latencies_iter"
 
-# The histogram of each list of `IterationStats`.
+# The histogram for each list of `IterationStats`.
 _STEP_HISTOGRAMS = {
     _GAPS: "histogram_inter_token_latency",
     "max_num_generation_tokens_iter": "histogram_max_num_generation_tokens_request",
     "n_params_iter": "histogram_n_request",
     "time_to_first_tokens_iter": "histogram_time_to_first_token",
 }
-# The value of an ended request in each histogram.
+# The value of a finished request for each histogram.
 _REQUEST_HISTOGRAMS: dict[str, Callable[[Any], float]] = {
     "histogram_e2e_time_request": attrgetter("e2e_latency"),
-    # Negative for a request that was continued: vLLM keeps the time at which it first ran.
+    # The difference is negative for a continued request, because vLLM keeps the time at which it first ran.
     "histogram_queue_time_request": lambda each: max(each.queued_time, 0.0),
     "histogram_prefill_time_request": attrgetter("prefill_time"),
     "histogram_inference_time_request": attrgetter("inference_time"),
@@ -49,33 +49,33 @@ _REQUEST_HISTOGRAMS: dict[str, Callable[[Any], float]] = {
 
 
 class _ReportHistogram(Histogram):
-    """A histogram that can count many values together."""
+    """A histogram that can observe many values at once."""
 
     def observe_all(self, amounts: Sequence[float]) -> None:
-        """Observe several values, which have no exemplars."""
-        counts = np.bincount(np.searchsorted(self._upper_bounds, amounts))[: len(self._buckets)]  # NaN is in no bucket
+        """Observe several values, without exemplars."""
+        counts = np.bincount(np.searchsorted(self._upper_bounds, amounts))[: len(self._buckets)]  # NaN has no bucket.
         for place in counts.nonzero()[0]:
             self._buckets[place].inc(int(counts[place]))
         self._sum.inc(sum(amounts))
 
 
 class _Waiting:
-    """The numbers of one engine that are still to be counted."""
+    """The numbers of one engine that were not counted yet."""
 
     def __init__(self) -> None:
-        self.scheduler: Any = None  # The last report, with the look-ups in the prefix cache of earlier reports.
+        self.scheduler: Any = None  # The last report. It includes the prefix-cache look-ups of earlier reports.
         self.generated = 0
-        self.steps: list[int] = []  # The tokens of each step.
-        self.prompts: list[Any] = []  # The tokens of prompts, for each step with any.
+        self.steps: list[int] = []  # The number of tokens of each step.
+        self.prompts: list[Any] = []  # The prompt tokens of each step that has some.
         self.values: dict[str, list[float]] = {name: [] for name in _STEP_HISTOGRAMS}
         self.finished: list[Any] = []  # Requests that have ended.
 
 
 class EngineReports(PrometheusStatLogger, Collector):
-    """The place to which vLLM's output loop reports each message of the engine's process.
+    """Receives a report from vLLM's output loop for each message of the engine process.
 
-    vLLM would make its metrics in the process's registry, in which each further engine replaces the metrics of the
-    engine before. These are in a registry of the engine, and are gone with it.
+    vLLM would create its metrics in the registry of the process, and each new engine would replace the metrics of the
+    engine before it. These metrics are in a registry of their engine, and are freed together with it.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
@@ -89,19 +89,19 @@ class EngineReports(PrometheusStatLogger, Collector):
             part = getattr(self, name)
             setattr(self, name, type(part.__name__, (part,), {key: staticmethod(make) for key, make in makers.items()}))
         super().__init__(vllm_config, engine_indexes)
-        self._latest: dict[int, Any] = {}  # The last report of each copy or data-parallel replica, by its number.
+        self._latest: dict[int, Any] = {}  # The last report of each copy or data-parallel rank, by its number.
         self._waiting = {engine: _Waiting() for engine in self.engine_indexes}
         self.steps: dict[int, deque[Step]] = {engine: deque(maxlen=MOST_STEPS) for engine in self.engine_indexes}
         self._counts_watermarks = vllm_config.watermark_config is not None
 
     def _metric(self, kind: Callable[..., Any], name: str, documentation: str, **options: Any) -> Any:
-        """Return a metric. It is made once."""
+        """Return a metric. It is created at the first call."""
         if name not in self._metrics:
             self._metrics[name] = kind(name, documentation, registry=self._registry, **options)
         return self._metrics[name]
 
     def add_engine(self, engine: int) -> None:
-        """Begin to take reports of a copy. vLLM's constructor gives each metric a series for each engine."""
+        """Accept reports of a further copy. vLLM's constructor adds a series for each engine to each metric."""
         if engine not in self.engine_indexes:
             super().__init__(self.vllm_config, [*self.engine_indexes, engine])
             self._waiting[engine], self.steps[engine] = _Waiting(), deque(maxlen=MOST_STEPS)
@@ -109,19 +109,19 @@ class EngineReports(PrometheusStatLogger, Collector):
 
     @property
     def status(self) -> EngineStatus:
-        """The figures after the last step: of the scheduler, or the sum over all copies or replicas."""
+        """The scheduler's figures after the last step, summed over all copies or data-parallel ranks."""
         latest = self._latest.values()
         return EngineStatus(
             running_requests=sum(stats.num_running_reqs for stats in latest),
             waiting_requests=sum(stats.num_waiting_reqs + stats.num_skipped_waiting_reqs for stats in latest),
-            # Their caches are equally large, so this is the share of all of them together.
+            # All caches have the same size, so the mean is the used share of all caches together.
             kv_cache_usage=sum(stats.kv_cache_usage for stats in latest) / max(len(latest), 1),
         )
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Keep the numbers of a step. They are counted when they are read, or when many wait."""
+        """Keep the numbers of a step. They are counted when the metrics are read, or when many steps wait."""
         waiting, scheduler, step = self._waiting[engine_idx], scheduler_stats, iteration_stats
         if scheduler is not None:
             self._latest[engine_idx] = scheduler
@@ -165,24 +165,24 @@ class EngineReports(PrometheusStatLogger, Collector):
             super().record(None, None, mm_cache_stats, engine_idx)
 
     def _record_scheduler(self, engine: int) -> None:
-        """Have vLLM's function set the gauges and count the numbers of a scheduler's last report."""
+        """Let vLLM's `record` set the gauges and count the numbers of a scheduler's last report."""
         waiting = self._waiting[engine]
         stats, waiting.scheduler = waiting.scheduler, None
         self._name_adapters(stats)
         super().record(stats, None, engine_idx=engine)
 
     def _name_adapters(self, stats: Any) -> None:
-        """Give the adapters of a report the names that clients know. The gauge of adapters gets one series."""
+        """Replace adapter names in a report by the names that clients use. The gauge of adapters keeps one series."""
         if self.gauge_lora_info is None:
             return
-        self.gauge_lora_info.clear()  # vLLM would keep a series for each set of adapters that was ever seen.
+        self.gauge_lora_info.clear()  # vLLM would keep a series for every set of adapters that has ever occurred.
         for adapters in (stats.waiting_lora_adapters, stats.running_lora_adapters):
             named = {public_name(name): count for name, count in adapters.items()}
             adapters.clear()
             adapters.update(named)
 
     def _count(self, engine: int) -> None:
-        """Count the numbers of an engine that wait."""
+        """Count the waiting numbers of an engine."""
         if self._waiting[engine].scheduler is not None:
             self._record_scheduler(engine)
         waiting, self._waiting[engine] = self._waiting[engine], _Waiting()
@@ -203,7 +203,7 @@ class EngineReports(PrometheusStatLogger, Collector):
             self.counter_request_success[reason][engine].inc(count)
 
     def engine_died(self, engines: Iterable[int]) -> None:
-        """Set the figures of the schedulers of a copy to zero."""
+        """Set the figures of a dead copy's schedulers to zero."""
         for engine in set(engines).intersection(self.engine_indexes):  # A copy may end before it is loaded.
             self.record(SchedulerStats(), None, engine_idx=engine)
             self._latest.pop(engine, None)
@@ -215,5 +215,5 @@ class EngineReports(PrometheusStatLogger, Collector):
 
 
 def public_name(name: str) -> str:
-    """Return the name that clients use for an adapter, without the number that tells it from former adapters."""
+    """Return the name that clients use for an adapter, without the number that makes it unique in vLLM."""
     return name.rpartition("#")[0] or name

@@ -1,15 +1,17 @@
-"""From vLLM's output processing to our sinks.
+"""Passes the outputs of vLLM's engine to our sinks.
 
-vLLM's `OutputProcessor` keeps a `RequestState` for each sequence and calls it for each engine step, in this order:
+vLLM's `OutputProcessor` keeps a `RequestState` for each sequence. For each engine step, it calls in this order:
 `detokenizer.update`, `logprobs_processor.update_from_output`, `make_request_output`. Slipway registers its own state,
-`PushedState`, which gives the step's tokens directly to the request's sink: no queue, no task switch and no
-`RequestOutput` for each token, and log probabilities read from the raw arrays. Stop strings, detokenizing and aborts
-stay vLLM's. A common token, one within an answer without stop strings, skips these calls: `LeanOutputProcessor` gives
-it to `PushedState.take`, which does the same in one go. A whole answer without stop strings, of which no tokens are
-shown, gets its text at its end.
+`PushedState`, which passes the step's tokens directly to the request's sink. So a token needs no queue, no task switch
+and no `RequestOutput`, and log probabilities are read from the raw arrays. vLLM still handles stop strings,
+detokenizing and aborts.
 
-Each row of `EngineCoreOutput.new_logprobs` and `new_prompt_logprobs_tensors` holds the chosen token's log probability
-first and then those of the most probable tokens; the chosen token's rank, from 1, stands beside it.
+A common token of an answer without stop strings skips these calls. `LeanOutputProcessor` passes it to
+`PushedState.take`, which does the same work in one call. If an answer is not streamed, has no stop strings and shows no
+tokens, its text is made at its end.
+
+In each row of `EngineCoreOutput.new_logprobs` and `new_prompt_logprobs_tensors`, the log probability of the chosen
+token comes first, and those of the most probable tokens follow. A separate array has the chosen token's rank, from 1.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Recording:
-    """A detokenizer that keeps the text that each token of the step added."""
+    """A detokenizer that records the text of each token of a step."""
 
     pieces: list[str]
 
@@ -60,11 +62,11 @@ class _Recording:
 
 
 class _RecordingFast(_Recording, FastIncrementalDetokenizer):
-    """For tokenizers of the library `tokenizers`."""
+    """The detokenizer for tokenizers of the library `tokenizers`."""
 
 
 class _RecordingSlow(_Recording, SlowIncrementalDetokenizer):
-    """For other tokenizers."""
+    """The detokenizer for all other tokenizers."""
 
 
 class TokensApart:
@@ -73,11 +75,11 @@ class TokensApart:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
-        # Takes a token and those before it. A token that ends a character has no text alone.
+        # Takes a token and the tokens before it. A token that ends a character has no text by itself.
         self._correct = LogprobsProcessor(tokenizer, None, None, None, None, None)._correct_decoded_token
 
     def text(self, token_id: int, before: Sequence[int]) -> str:
-        """The text of a token that follows `before`: "" within a character, which comes whole with its last token."""
+        """Return the text of a token that follows `before`. The last token of a character has the whole character."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = convert_ids_list_to_tokens(self._tokenizer, [token_id])[0]
@@ -87,13 +89,13 @@ class TokensApart:
         return corrected
 
 
-_CHARACTER_TOKENS = 4  # That vLLM looks at in front of a token to find the character that it ends.
-_END_OF_PROMPT = 16  # Tokens that show if a prompt ends within a character.
-_BLOCK = 1024  # Tokens that are decoded together if a text ends in a row of U+FFFD.
+_CHARACTER_TOKENS = 4  # How many earlier tokens vLLM uses to find the character that a token ends.
+_END_OF_PROMPT = 16  # How many tokens show whether a prompt ends within a character.
+_BLOCK = 1024  # How many tokens are decoded together if a text ends in a row of U+FFFD.
 
 
 class _StepLogprobs:
-    """A state's `logprobs_processor`, which keeps the raw arrays of a step."""
+    """The `logprobs_processor` of a state. It keeps the raw arrays of a step."""
 
     step: Any = None
     prompt: tuple[Any, ...] = ()
@@ -114,10 +116,10 @@ _ENDED = _NoQueue()
 
 
 class Siblings(ParentRequest):
-    """The sequences of one request, for vLLM's statistics of requests: the last that ends counts the request."""
+    """The sequences of one request, for vLLM's request statistics. The request counts when the last sequence ends."""
 
     def __init__(self, sequences: int) -> None:
-        self.request_id = ""  # vLLM looks for it among the parents that it knows.
+        self.request_id = ""  # vLLM looks the id up among its own parents, and finds nothing.
         self.sequences = sequences
         self.child_requests = set(range(sequences))  # Sequences that have not ended.
         self.max_num_generation_tokens = 0
@@ -128,7 +130,7 @@ class Siblings(ParentRequest):
 
 
 def _own_error(error: Exception) -> RequestError:
-    """Return Slipway's error for an error of vLLM. vLLM 0.33 also has errors of single requests."""
+    """Return Slipway's error for an error from vLLM. vLLM 0.33 also raises errors for single requests."""
     match error:
         case VLLMClientError():  # Such as a grammar that cannot be compiled.
             return InvalidRequest(str(error))
@@ -140,37 +142,37 @@ def _own_error(error: Exception) -> RequestError:
 
 
 class OwnState(TokenTaker):
-    """One sequence or one pooled prompt of Slipway. vLLM's output processor keeps it until it has ended."""
+    """One sequence, or one pooled prompt, of Slipway. vLLM's output processor keeps it until it ends."""
 
     takes_tokens = False
-    token_count = 0  # Tokens so far.
+    token_count = 0  # The number of tokens so far.
     sink: Sink
     ended: bool
     submitted_at: float  # By the monotonic clock.
-    core_request: EngineCoreRequest | None  # The engine's request, from which it continues after a death.
+    core_request: EngineCoreRequest | None  # The engine's request. After the engine's death, it is sent again.
 
     @property
     def last_at(self) -> float:
-        """The time of its last token, or of its submission if it has none."""
+        """The time of the last token, or of the submission if there is no token."""
         assert self.stats is not None
         last_token_at: float = self.stats.last_token_ts
         return max(last_token_at, self.submitted_at)
 
     def put(self, output: Any) -> None:
-        """Take the objects that vLLM puts into the state's `queue`: errors alone, since `make_request_output` returns
-        nothing.
+        """Receive an object that vLLM puts into the state's `queue`. It is an error, because `make_request_output`
+        returns nothing.
         """
         if isinstance(output, Exception):
             self.fail(_own_error(output))
 
     def cancel(self) -> None:
-        """End the sequence, whose client has left."""
+        """End the sequence, because its client has left."""
         if not self.ended:
             self.end()
             self.statistics.aborted_requests += 1
 
     def abort(self, *, at_deadline: bool = False) -> None:
-        """End the sequence. Its client gets the answer so far, or an error if it has none."""
+        """End the sequence. The client gets the answer so far, or an error if there is no answer."""
 
     def fail(self, error: RequestError) -> None:
         if self.ended:
@@ -179,24 +181,24 @@ class OwnState(TokenTaker):
         self.statistics.failed_requests += 1
         try:
             self.sink.on_error(error)
-        except Exception:  # the other requests are still to be told
+        except Exception:  # The other requests must still get their errors.
             logger.exception("request %s: internal error while handling an error", self.external_req_id)
 
     def fail_internally(self, part: str) -> None:
-        """Log the exception that is being handled, and fail. `part`: the part of the answer that caused it."""
+        """Log the current exception, and fail. `part`: the part of the answer that caused the exception."""
         logger.exception("request %s: internal error while handling %s", self.external_req_id, part)
-        self.ended = False  # it may have been set just before the last delta failed
+        self.ended = False  # It was already set if the last delta failed.
         self.fail(GenerationFailed(f"internal error while handling {part}"))
 
     def end(self) -> None:
         self.ended = True
-        self.queue = _ENDED  # without the cycle this state is freed at once
+        self.queue = _ENDED  # This breaks a reference cycle, so the state is freed at once.
         if self.parent_req is not None:
             self.parent_req.child_requests.discard(self.request_index)
 
 
 class PooledState(OwnState):
-    """One prompt of which the model makes numbers."""
+    """One prompt that the model turns into numbers."""
 
     def __init__(self, request: EngineCoreRequest, sink: Sink, statistics: EngineStatistics) -> None:
         super().__init__(
@@ -229,7 +231,7 @@ class PooledState(OwnState):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Push the numbers to the sink; vLLM calls this when it has them."""
+        """Push the numbers to the sink. vLLM calls this when it has them."""
         if self.ended or finish_reason is None:
             return
         if finish_reason in (VllmFinishReason.ABORT, VllmFinishReason.ERROR):
@@ -279,11 +281,11 @@ class PushedState(OwnState):
 
         Args:
             siblings: The sequences of the request, if there are several.
-            interval: Tokens in each part of a stream. The first part is sent as soon as there is a token.
-            check_answer: Takes the text when the sequence has ended.
+            interval: The number of tokens in each part of a stream. The first part has only the first token.
+            check_answer: Receives the text when the sequence has ended.
         """
         self.want_tokens = generation.want_tokens
-        # A part is sent when there are `interval` tokens, or at the end.
+        # The number of tokens at which the next part is sent. A last part is sent at the end.
         self.due, self.interval = (1, interval) if generation.stream else (sys.maxsize, 0)
         self.tokenizer = texts.tokenizer
         self.logprobs = _StepLogprobs()
@@ -292,7 +294,7 @@ class PushedState(OwnState):
         params = request.sampling_params
         assert params is not None
         self.core_request = kept(request)
-        # The text is made at the end, of all tokens.
+        # True if the text of all tokens is made at the end.
         self.whole = (
             not (generation.stream or self.want_tokens or params.stop)
             and texts.joins_bytes
@@ -336,14 +338,14 @@ class PushedState(OwnState):
         self.want_ranks = generation.want_ranks
         self.own_stop_ids = generation.sampling.stop_token_ids
         self.dead_end = no_token_left(generation.sampling) if generation.sampling.constraint is not None else None
-        self.tokens: list[Token] = []  # Tokens that still have to be shown.
+        self.tokens: list[Token] = []  # Tokens that the sink has not received yet.
         may_clip = bool(generation.sampling.stop) and self.want_tokens and self.apart is None
         self.held = HeldTokens() if may_clip else None
         self.token_count = 0
         self.prompt_tokens_due = generation.want_prompt_tokens
         self.cumulative_logprob: float | None = None
         self.submitted_at, self.ended = time.monotonic(), False
-        # The engine's output has nothing for this sequence but tokens and their log probabilities.
+        # True if the engine's outputs have only tokens and their log probabilities.
         plain = not (self.top_tokens or self.want_ranks or self.prompt_tokens_due or params.stop)
         self.takes_tokens = plain and (self.whole or isinstance(detokenizer, FastIncrementalDetokenizer))
 
@@ -358,7 +360,7 @@ class PushedState(OwnState):
                 self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprob
             if self.whole:
                 return
-            # Not `_Recording.decode_next`: the piece is at hand.
+            # `_Recording.decode_next` is not needed, because the piece is used at once.
             piece = FastIncrementalDetokenizer.decode_next(detokenizer, token_id)
             detokenizer.output_text += piece
             if self.want_tokens:
@@ -370,7 +372,7 @@ class PushedState(OwnState):
             if self.token_count < self.due:
                 return
             text, tokens = detokenizer.get_next_output_text(False, True), self.tokens
-            # vLLM's contracts have a part for each token, also for one within a character.
+            # In vLLM's contracts, each token has a part, even a token within a character.
             if text or tokens or self.apart is not None:
                 self.tokens = []
                 count = self.token_count
@@ -378,7 +380,7 @@ class PushedState(OwnState):
                 self.sink.on_delta(
                     TokenDelta(text, tokens, self.sequence, None, self.prompt_len, count, self.cumulative_logprob)
                 )
-        except Exception:  # It would end vLLM's output loop and with it every other request.
+        except Exception:  # It would end vLLM's output loop, and with it all other requests.
             self.fail_internally("a token")
 
     def make_request_output(
@@ -390,7 +392,7 @@ class PushedState(OwnState):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Push the step to the sink; vLLM calls this for each step and queues the result: nothing."""
+        """Push the step to the sink. vLLM calls this for each step. It queues nothing, because the result is None."""
         if self.ended:
             return
         # An exception here would end vLLM's output loop and with it every other request.
@@ -406,7 +408,7 @@ class PushedState(OwnState):
             self.fail_internally("a token")
 
     def abort(self, *, at_deadline: bool = False) -> None:
-        """End the sequence with its text so far, like vLLM's abort."""
+        """End the sequence with its text so far, as vLLM's abort does."""
         if at_deadline:
             self.make_request_output([], None, VllmFinishReason.LENGTH, DEADLINE)
         else:
@@ -423,7 +425,7 @@ class PushedState(OwnState):
         assert pieces is not None
         special = self.special_ids
         for i, token_id in enumerate(token_ids):
-            # The token that ended the sequence is not detokenized and so has no piece.
+            # The token that ended the sequence is not detokenized, so it has no piece.
             piece = pieces[i] if i < len(pieces) else ""
             top = self._top(i) if self.top_tokens else ()
             logprob = logprobs[i] if logprobs is not None else None
@@ -491,9 +493,10 @@ class PushedState(OwnState):
             self.check_answer(text if self.whole else detokenizer.output_text)
 
     def _whole_text(self, finish_reason: Any) -> str:
-        """Return the text that vLLM's detokenizer makes of all tokens, one by one.
+        """Return the text of all tokens. It is the same text that vLLM's detokenizer makes of them one by one.
 
-        After a whole character, it is the text of the joined bytes without an incomplete character at the end.
+        If the prompt ends with a whole character, this is the text of the joined bytes, without an incomplete character
+        at the end.
         """
         request, ids = self.core_request, self.detokenizer.token_ids
         params: Any = request and request.sampling_params
@@ -503,7 +506,7 @@ class PushedState(OwnState):
         decode = partial(self.tokenizer.backend_tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         before, begun = decode(prompt[-_END_OF_PROMPT:]), ""
         if before.endswith("\ufffd") or (not before and len(prompt) > _END_OF_PROMPT):
-            # The prompt may end within a character. vLLM's detokenizer decides which token ends it.
+            # The prompt may end within a character. vLLM's detokenizer finds the token that completes the character.
             rest = iter(ids)
             begun = next(filter(None, map(FastIncrementalDetokenizer(self.tokenizer, request).decode_next, rest)), "")
             ids = list(rest)
@@ -515,7 +518,7 @@ class PushedState(OwnState):
             return FinishReason.LENGTH
         if reason == VllmFinishReason.ABORT:
             return FinishReason.ABORT
-        # The model may have several end tokens; vLLM reports all but one of them as stop tokens.
+        # The model may have several end tokens. vLLM reports all except one as stop tokens.
         if stop_reason is None or (isinstance(stop_reason, int) and stop_reason not in self.own_stop_ids):
             return FinishReason.EOS
         return FinishReason.STOP
@@ -528,13 +531,13 @@ class PushedState(OwnState):
 
 
 def _without_incomplete_end(decode: Callable[[list[int]], str], ids: list[int]) -> str:
-    """Return the text of tokens up to the last whole character that a token ends, as a stream has it.
+    """Return the text of tokens up to the last whole character that ends with a token, as in a stream.
 
-    A stream takes U+FFFD at the end for the beginning of a character, however long the row is.
+    A stream treats U+FFFD at the end, or a whole row of them, as the beginning of a character.
     """
     silent = {token_id for token_id in set(ids) if not decode([token_id])}
     ids = [token_id for token_id in ids if token_id not in silent]
-    # Each token has at least a byte, so that the tokens before this many do not matter to the end of a text.
+    # Each token has at least one byte. So only this many tokens can affect the end of a text.
     seen = 2 * _CHARACTER_TOKENS
     end = len(ids)
     while end > _BLOCK and not decode(ids[end - _BLOCK : end]).strip("\ufffd"):

@@ -1,7 +1,7 @@
-"""vLLM's output processor and its decoder of messages, with a short way for common tokens.
+"""vLLM's output processor and message decoder, with a fast path for common tokens.
 
-vLLM's own decoder makes three arrays of the log probabilities of each token, and its processor an object for each
-token. `engines.vllm.output` has the sequences that take common tokens.
+For each token, vLLM's own decoder would make three arrays of log probabilities, and its processor would make an object.
+`engines.vllm.output` has the sequences that handle common tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engines.statistics import EngineStatistics
 class SentLogprobs:
     """The log probabilities of one output, as the engine sent them.
 
-    They are three arrays. A common token shows one number of them, and needs no array.
+    They are three arrays. A common token needs only one number from them, so the arrays are not created.
     """
 
     __slots__ = ("_buffers", "_parts")
@@ -33,7 +33,8 @@ class SentLogprobs:
         """Keep the parts.
 
         Args:
-            parts: The fields of `LogprobsLists`. An array has its data type, its shape, and its data or their index.
+            parts: The fields of `LogprobsLists`. An array consists of its data type, its shape, and its data. For a
+                large array, the index of a buffer replaces the data.
             buffers: The data of large arrays.
         """
         self._parts, self._buffers = parts, buffers
@@ -47,7 +48,7 @@ class SentLogprobs:
         return float(self.arrays().logprobs[0, 0])
 
     def arrays(self) -> LogprobsLists:
-        """Return vLLM's own object."""
+        """Return vLLM's object with the arrays."""
         ids, logprobs, ranks, *rest = self._parts
         arrays = [_array(part, self._buffers) for part in (ids, logprobs, ranks)]
         return LogprobsLists(*arrays, *rest)
@@ -62,19 +63,19 @@ class SentNumbers:
     __slots__ = ("_buffers", "_decoder", "_part")
 
     def __init__(self, part: Sequence[Any], decoder: MsgpackDecoder) -> None:
-        """Keep the parts. Of large data the engine sends the index of a frame."""
+        """Keep the parts. For large data, the part has the index of a frame of the message."""
         self._part, self._decoder, self._buffers = part, decoder, decoder.aux_buffers
 
     def array(self) -> np.ndarray:
-        """Return an array of float32."""
+        """Return the numbers as an array of float32."""
         if self._part[0] != "float32":
             converted: np.ndarray = self.tensor().float().numpy()
             return converted
         array = _array(self._part, self._buffers)
-        return array if array.flags.aligned else array.copy()  # The data may have any address.
+        return array if array.flags.aligned else array.copy()  # The data may be at an unaligned address.
 
     def tensor(self) -> torch.Tensor:
-        """Return vLLM's own object."""
+        """Return the numbers as the tensor that vLLM expects."""
         self._decoder.aux_buffers = self._buffers
         try:
             return self._decoder._decode_tensor(self._part)
@@ -83,13 +84,13 @@ class SentNumbers:
 
 
 def _array(part: Sequence[Any], buffers: Sequence[Any]) -> np.ndarray:
-    """Return an array of a message. Small data are in the message, and large data are one of its frames."""
+    """Return an array from a message. Small data are inline, and large data are in a separate frame of the message."""
     dtype, shape, data = part
     return np.ndarray(shape, dtype, buffers[data] if isinstance(data, int) else data)
 
 
 class SentOutput(EngineCoreOutput, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
-    """An output as the engine sent it."""
+    """The output for one sequence, as the engine sent it."""
 
     new_logprobs: SentLogprobs | None = None
     pooling_output: SentNumbers | None = None
@@ -113,13 +114,16 @@ class LeanDecoder(MsgpackDecoder):
 
 
 class TokenTaker(RequestState):
-    """A sequence that can take a common token itself: a single token within an answer, with nothing beside it."""
+    """A sequence that can handle common tokens itself.
 
-    takes_tokens: bool  # False: vLLM's output processor handles all its tokens.
+    A token is common if it is the only token of its output, is neither first nor last, and comes without other data.
+    """
+
+    takes_tokens: bool  # False: vLLM's output processor handles all tokens of the sequence.
     statistics: EngineStatistics  # Counts the tokens that are not common.
 
     def take(self, token_id: int, logprob: float | None) -> None:
-        """Take a token.
+        """Handle a common token.
 
         Args:
             token_id: The token.
@@ -129,9 +133,9 @@ class TokenTaker(RequestState):
 
 
 class LeanOutputProcessor(OutputProcessor):
-    """vLLM's output processor, with a short way for common tokens (`TokenTaker`).
+    """vLLM's output processor, with a fast path for common tokens (`TokenTaker`).
 
-    Each sequence keeps the request that the engine had, as `core_request`: it is sent again if the engine dies.
+    Each sequence keeps the engine's request as `core_request`. If the engine dies, the request is sent again.
     """
 
     client: Any  # The client of all copies (`copies.client`).
@@ -144,7 +148,7 @@ class LeanOutputProcessor(OutputProcessor):
         iteration_stats: Any = None,
         weight_version: str | None = None,
     ) -> Any:
-        """Give common tokens to their sequences, and leave the other outputs of the step to vLLM."""
+        """Pass common tokens to their sequences, and all other outputs of the step to vLLM's method."""
         states, placed = self.request_states, self.client.placed
         gaps: list[float] = []  # Seconds between each common token and the token before it.
         others: list[SentOutput] = []
@@ -172,7 +176,7 @@ class LeanOutputProcessor(OutputProcessor):
             if output.pooling_output is not None and state is not None and not isinstance(state, TokenTaker):
                 output.pooling_output = output.pooling_output.tensor()  # for vLLM's front end
             others.append(output)
-        if gaps:  # Counted once, for vLLM's series and for Slipway's.
+        if gaps:  # Counted here for vLLM's metrics and for Slipway's.
             iteration_stats.num_generation_tokens += len(gaps)
             iteration_stats.inter_token_latencies_iter += gaps
             self.statistics.tokens += len(gaps)
@@ -189,12 +193,12 @@ class LeanOutputProcessor(OutputProcessor):
             super().propagate_error(error)
 
     def _update_stats_from_output(self, state: Any, output: Any, timestamp: float, iteration: Any) -> None:
-        """Count an output that is not common. Slipway's series are made of the numbers of vLLM."""
+        """Count an output without a common token. Slipway's metrics use the same numbers as vLLM's."""
         gap = timestamp - state.stats.last_token_ts
         super()._update_stats_from_output(state, output, timestamp, iteration)
         if state.detokenizer is None:
-            return  # It is a pooled prompt.
-        statistics = getattr(state, "statistics", self.statistics)  # Steps of beam searches have their own.
+            return  # This is a pooled prompt.
+        statistics = getattr(state, "statistics", self.statistics)  # Steps of a beam search have separate statistics.
         queued_at = None
         for event in output.events or ():
             if event.type == EngineCoreEventType.QUEUED:
@@ -212,5 +216,5 @@ class LeanOutputProcessor(OutputProcessor):
 
 
 def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:
-    """Return the request to keep while it runs; None if it has images or sounds, which take too much memory."""
+    """Return the request if it can be kept while it runs; None if it has media, which take too much memory."""
     return None if request.mm_features else request

@@ -1,4 +1,4 @@
-"""Describes the pooling models of vLLM, and makes vLLM's parameters for their requests."""
+"""Describes vLLM's pooling models, and makes vLLM's parameters for their requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engines.settings.engine_config import EngineConfig
 logger = logging.getLogger(__name__)
 
 _SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
-_SPARSE = "BertSpladeSparseEmbeddingModel"  # vLLM's only model with such vectors.
+_SPARSE = "BertSpladeSparseEmbeddingModel"  # vLLM's only model with sparse vectors.
 
 
 def model_of(
@@ -32,18 +32,18 @@ def model_of(
 
     Args:
         config: vLLM's configuration of the model.
-        tasks: The tasks that vLLM's engine has for it.
+        tasks: The model's tasks in vLLM's engine.
         frontend: The arguments of vLLM's front end.
         settings: Slipway's settings of the model.
 
     Raises:
-        EngineStartError: The model has no prompt of the name `default_prompt_name`, or a text is given as well.
+        EngineStartError: The model has no prompt named `default_prompt_name`, or `default_prompt` is given as well.
     """
     if "generate" in tasks or not frozenset(tasks).intersection(POOLING_TASKS):
         return None
     task: Any = config.get_pooling_task(tuple(tasks))
     hf_config = config.hf_config
-    # A configuration that gives no labels has two, `LABEL_0` and `LABEL_1`.
+    # transformers gives a configuration without labels two labels: `LABEL_0` and `LABEL_1`.
     labels = {int(number): str(name) for number, name in (getattr(hf_config, "id2label", None) or {}).items()}
     pooler = config.pooler_config
     sparse = config.architecture == _SPARSE
@@ -66,7 +66,7 @@ def model_of(
 
 
 def pool_as_djl(config: ModelConfig) -> None:
-    """Take the mean of the tokens' vectors, as DJL's engines do for a model whose files do not say how to pool."""
+    """Use the mean of the tokens' vectors, as DJL's engines do, if the model's files do not define the pooling."""
     pooler = config.pooler_config
     if pooler is None or any("ForSequenceClassification" in name for name in config.architectures):
         return
@@ -80,14 +80,14 @@ def pooling_params(pooling: Pooling) -> PoolingParams:
 
 
 def check_pooling(pooling: Pooling | None, model: PoolingModel | None) -> None:
-    """Refuse a request for something that the model does not make.
+    """Refuse a request for a kind of answer that the model does not make.
 
     Args:
-        pooling: The numbers that the request wants. None: it wants text.
-        model: The model. None: it generates text.
+        pooling: The numbers that the request wants. None: the request wants text.
+        model: The model. None: the model generates text.
 
     Raises:
-        InvalidRequest: The model does not make it.
+        InvalidRequest: The model does not make such answers.
     """
     if model is None:
         if pooling is not None:
@@ -101,9 +101,9 @@ def check_pooling(pooling: Pooling | None, model: PoolingModel | None) -> None:
 
 
 def _pairs_refusal(config: ModelConfig, frontend: Mapping[str, Any]) -> str:
-    """Return why the model's pairs cannot be tokenized together; empty if they can.
+    """Return the reason why the model's pairs cannot be tokenized together; "" if they can.
 
-    Models that generate text otherwise have a template for the pair. vLLM's own routes know it.
+    Rerankers that are made from generative models have a template for pairs. Only vLLM's own routes apply it.
     """
     if frontend.get("chat_template") is not None or supports_score_template(get_model_cls(config)):
         return "the model has a template for pairs; send `query` and `documents` to /rerank"
@@ -125,7 +125,7 @@ def _default_prompt(settings: EngineConfig, prompts: Mapping[str, str]) -> str |
 
 
 def _prompts(config: ModelConfig) -> dict[str, str]:
-    """Return the texts that may go in front of prompts, by the names in sentence-transformers' file."""
+    """Return the prefixes for texts, by their names in sentence-transformers' file."""
     try:
         given = get_hf_file_to_dict(_SENTENCE_TRANSFORMERS, config.model, config.revision) or {}
     except (OSError, ValueError) as error:

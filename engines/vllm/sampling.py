@@ -1,9 +1,9 @@
-"""From our sampling parameters to vLLM's, with the checks that keep its engine process safe; locally typical sampling.
+"""Converts our sampling parameters to vLLM's, with checks that protect the engine process. Locally typical sampling.
 
-vLLM has no `typical_p`, TGI and lmi-dist have: it is a custom logits processor, which runs inside vLLM's engine
-process. vLLM has two interfaces for these, one for each of its model runners; the newer runner is the default on a
-GPU. Both processors cut the same tokens, all rows of a step that ask for it at once, without waiting for the device.
-They differ where `min_p` is given too: the older runner applies it before, the newer one after.
+TGI and lmi-dist have `typical_p`, but vLLM does not. So it is a custom logits processor, which runs inside vLLM's
+engine process. vLLM has two interfaces for such processors, one for each of its model runners. On a GPU, the newer
+runner is the default. Both processors here cut the same tokens. They handle all rows of a step at once, without waiting
+for the device. The results differ only if `min_p` is also given: the older runner applies it first, the newer one last.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from engines.errors import InvalidParameter, InvalidRequest
 from engines.request import BeamSearch, GenerationRequest, SamplingParameters
 from engines.tokenization import check_beams, check_token_ids
 
-# The limits of vLLM's newer model runner. Beyond it, it fails inside the engine and takes all requests with it.
+# The limits of vLLM's newer model runner. If they are exceeded, the engine dies with all its requests.
 _LISTED_TOKENS = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
 MAX_BAD_WORD_TOKENS = 1024
-_CHARACTERS_PER_TOKEN = 64  # Of bad words, at most on average.
+_CHARACTERS_PER_TOKEN = 64  # The highest average length of a token in bad words.
 TYPICAL_P = "typical_p"
 _PROMPT_LOGPROBS = "log probabilities of the prompt (prompt_logprobs, decoder_input_details, echo with logprobs)"
 
@@ -42,9 +42,9 @@ class SamplingTranslator:
     max_model_len: int
     max_top_tokens: int
     vocabulary_size: int
-    typical_refusal: str = ""  # Why `typical_p` is refused, after its name; "" if it is not.
-    prompt_logprobs_refusal: str = ""  # Why log probabilities of the prompt are refused; "" if they are not.
-    prefix_cache: bool = True  # The engine has one; beam search needs it.
+    typical_refusal: str = ""  # Why `typical_p` is refused, as a sentence without its subject. "" if it is allowed.
+    prompt_logprobs_refusal: str = ""  # Why log probabilities of the prompt are refused. "" if they are allowed.
+    prefix_cache: bool = True  # The engine has a prefix cache, which beam search needs.
 
     def sampling_params(
         self, request: GenerationRequest, room: int, structured_outputs: StructuredOutputsParams | None = None
@@ -57,7 +57,7 @@ class SamplingTranslator:
             structured_outputs: The request's constraint.
 
         Raises:
-            InvalidRequest: vLLM would refuse it, or it would harm the engine.
+            InvalidRequest: vLLM would refuse the request, or the request would harm the engine.
         """
         self.check(request)
         s = request.sampling
@@ -96,12 +96,12 @@ class SamplingTranslator:
             raise InvalidRequest(str(error)) from error
 
     def check(self, request: GenerationRequest) -> None:
-        """Check what holds for single sequences and beam searches alike.
+        """Check the parameters that sampling and beam search share.
 
         Raises:
-            InvalidParameter: A token id that the vocabulary does not have, too many of them, too many alternatives, or
-                a beam search without a prefix cache.
-            InvalidRequest: Log probabilities of the prompt if the engine would die of them.
+            InvalidParameter: A token id is not in the vocabulary, there are too many token ids or alternatives, or a
+                beam search has no prefix cache.
+            InvalidRequest: The request wants log probabilities of the prompt, and the engine would not survive that.
         """
         s = request.sampling
         if request.want_prompt_tokens and self.prompt_logprobs_refusal:
@@ -120,7 +120,7 @@ class SamplingTranslator:
         """Check the token ids in parameters of Slipway or of vLLM.
 
         Raises:
-            InvalidParameter: One that the vocabulary does not have, or too many of them.
+            InvalidParameter: A token id is not in the vocabulary, or there are too many.
         """
         for name, most in _LISTED_TOKENS.items():
             token_ids = getattr(params, name) or ()
@@ -130,7 +130,7 @@ class SamplingTranslator:
 
     def _check_beam_search(self, beam_search: BeamSearch, sampling: SamplingParameters) -> None:
         check_beams(sampling)
-        if not self.prefix_cache:  # each step would compute every beam from its beginning
+        if not self.prefix_cache:  # Each step would compute every beam from its beginning.
             raise InvalidParameter(
                 "num_beams", "needs the prefix cache, which is off for this model (option.enable_prefix_caching)"
             )
@@ -148,9 +148,9 @@ class SamplingTranslator:
 
 
 def check_bad_texts(words: Sequence[str]) -> None:
-    """Refuse bad words that take long to tokenize; to be called before vLLM does so, on the event loop.
+    """Refuse bad words that take a long time to tokenize. Call it before vLLM tokenizes them on the event loop.
 
-    Raises InvalidParameter: they are too many, or too long together.
+    Raises InvalidParameter: there are too many bad words, or they are too long together.
     """
     most = MAX_BAD_WORD_TOKENS * _CHARACTERS_PER_TOKEN
     if len(words) > MAX_BAD_WORD_TOKENS or sum(map(len, words)) > most:
@@ -160,9 +160,9 @@ def check_bad_texts(words: Sequence[str]) -> None:
 
 
 def check_bad_words(params: SamplingParams) -> None:
-    """Refuse bad words of more tokens than the engine has room for; to be called once vLLM has tokenized them.
+    """Refuse bad words with more tokens than the engine has room for. Call it after vLLM has tokenized them.
 
-    Raises InvalidParameter: there are too many.
+    Raises InvalidParameter: there are too many tokens.
     """
     count = sum(len(token_ids) for token_ids in params.bad_words_token_ids or ())
     if count > MAX_BAD_WORD_TOKENS:
@@ -170,9 +170,9 @@ def check_bad_words(params: SamplingParams) -> None:
 
 
 def load_typical(config: VllmConfig) -> str:
-    """Have the engine load the processor that fits its model runner.
+    """Make the engine load the processor for `typical_p` that fits its model runner.
 
-    Returns why it cannot, as the rest of a sentence that begins with the parameter's name; "" if it can.
+    Returns the reason if it cannot, as a sentence without its subject, the parameter's name. "" if it can.
     """
     if config.speculative_config is not None:
         return "cannot be used together with speculative decoding"
@@ -185,13 +185,13 @@ def load_typical(config: VllmConfig) -> str:
 
 
 def prompt_logprobs_refusal(config: VllmConfig) -> str:
-    """Return why the engine would not survive requests for log probabilities of the prompt; "" if it does.
+    """Return why the engine would not survive requests for log probabilities of the prompt; "" if it would.
 
-    With adapters, `LogitsProcessorWithLoRA` gives tokens of the prompt to `add_lora_logits`, which has an index for
-    each sequence of the step. On a CPU it fails if the step has several sequences, and the engine process ends. On a
-    GPU it changes the wrong rows, and writes beyond the end of them if there are more sequences than rows.
-    With `kv_sharing_fast_prefill`, vLLM's model runner asserts that nobody asks for them; vLLM itself refuses the
-    request only if it asks for alternatives as well.
+    With adapters, `LogitsProcessorWithLoRA` passes tokens of the prompt to `add_lora_logits`, which has an index for
+    each sequence of the step. On a CPU, it fails if the step has several sequences, and the engine process ends. On a
+    GPU, it changes the wrong rows, and writes beyond their end if there are more sequences than rows.
+    With `kv_sharing_fast_prefill`, vLLM's model runner asserts that no request asks for these log probabilities. vLLM
+    itself refuses such a request only if it also asks for alternatives.
     """
     if config.lora_config is not None:
         return f"{_PROMPT_LOGPROBS} are not served with option.enable_lora=true"
@@ -201,10 +201,10 @@ def prompt_logprobs_refusal(config: VllmConfig) -> str:
 
 
 def is_atypical(logits: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
-    """Tell which tokens locally typical sampling takes away; `masses` has one for each row.
+    """Return which tokens locally typical sampling removes. `masses` has the probability mass to keep in each row.
 
-    It keeps the tokens whose information content is nearest to the distribution's entropy, up to that mass: Meister et
-    al., "Locally Typical Sampling" (2022). The same tokens as transformers' `TypicalLogitsWarper`.
+    It keeps the tokens whose information content is nearest to the distribution's entropy, up to this mass: Meister et
+    al., "Locally Typical Sampling" (2022). transformers' `TypicalLogitsWarper` removes the same tokens.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     probabilities = logprobs.exp()
@@ -217,7 +217,7 @@ def is_atypical(logits: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
 
 
 class TypicalLogitsProcessor(LogitsProcessor):
-    """For the older model runner, which also serves on CPUs."""
+    """The processor for the older model runner, which also runs on CPUs."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         self._device = device
@@ -225,24 +225,24 @@ class TypicalLogitsProcessor(LogitsProcessor):
         self._rows = self._masses = torch.empty(0)
 
     def is_argmax_invariant(self) -> bool:
-        """Greedy requests skip it: it is a way of sampling."""
+        """Return True. So vLLM skips the processor for greedy requests, which do not sample."""
         return True
 
     def update_state(self, batch_update: Any) -> None:
-        """Follow the batch: which row asks for what mass."""
+        """Record which rows of the batch have a `typical_p`."""
         if process_dict_updates(self._wanted, batch_update, lambda params, _, __: _mass(params)):
             self._rows = async_tensor_h2d(list(self._wanted), self._device, torch.int64)
             self._masses = async_tensor_h2d(list(self._wanted.values()), self._device, torch.float32)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Cut the rows that ask for it. The logits have been divided by the temperature."""
+        """Cut the rows that have a `typical_p`. The logits have been divided by the temperature."""
         if self._wanted:
             _cut(logits, self._rows, logits[self._rows], self._masses)
         return logits
 
 
 class TypicalProcessor(NewLogitsProcessor):
-    """For the newer model runner, which hands over logits before they are divided by the temperature."""
+    """The processor for the newer model runner, whose logits have not been divided by the temperature yet."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self._device = req_states.device
@@ -250,14 +250,14 @@ class TypicalProcessor(NewLogitsProcessor):
         self._temperatures = np.ones(req_states.max_num_reqs, np.float32)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Set the parameters of the request in this row. Greedy parameters need nothing."""
+        """Set the parameters of the request in this row. A greedy request needs no processing."""
         mass = _mass(sampling_params) if sampling_params.temperature > 0 else None
         self._masses[req_idx] = 1.0 if mass is None else mass
         self._temperatures[req_idx] = sampling_params.temperature
         return mass is not None
 
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Cut the rows that ask for it; without speculative decoding each request has one row."""
+        """Cut the rows that have a `typical_p`. Without speculative decoding, each request has one row."""
         rows = np.flatnonzero(self._masses[ctx.idx_mapping_np] < 1.0)
         if rows.size:
             places = ctx.idx_mapping_np[rows]

@@ -1,4 +1,4 @@
-"""Models that only write down sounds, such as Whisper, served by vLLM's front end (`handlers.openai.media.speech`)."""
+"""Models that only transcribe audio, such as Whisper. vLLM's front end serves them (`handlers.openai.media.speech`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 
 async def silence(llm: AsyncLLM) -> Any:
-    """Return vLLM's prompt to write down a second of silence."""
+    """Return vLLM's prompt to transcribe one second of silence."""
     config = llm.model_config
     model: Any = get_model_cls(config)
     speech = model.get_speech_to_text_config(config, "transcribe")
