@@ -281,7 +281,7 @@ class PushedState(OwnState):
 
         Args:
             siblings: The sequences of the request, if there are several.
-            interval: The number of tokens in each part of a stream. The first part has only the first token.
+            interval: The number of tokens in each part of a stream. The first part is sent with the first token.
             check_answer: Receives the text when the sequence has ended.
         """
         self.want_tokens = generation.want_tokens

@@ -1,1 +1,1 @@
-"""Copies of the model: several engine processes of vLLM that serve as one engine."""
+"""Copies of the model: several vLLM engines that serve as one engine."""

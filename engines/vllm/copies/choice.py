@@ -1,8 +1,8 @@
-"""Chooses the copy of a request: by the work of the copies, and by what their prefix caches may have.
+"""Chooses the copy for a request by the work of the copies, and by the probable content of their prefix caches.
 
-A prompt goes to a copy that has had the same first blocks of tokens, unless that copy has clearly more work than the
-others. Otherwise it goes to the copy with the least work. The token ids decide, so that a system prompt meets the same
-cache in every contract.
+A prompt goes to a copy that has seen the same first blocks of tokens, unless this copy has clearly more work than the
+others. Otherwise it goes to the copy with the least work. Blocks are compared by token ids, so prompts of different
+contracts can share a cache.
 """
 
 from __future__ import annotations
@@ -11,42 +11,43 @@ from collections import OrderedDict
 from collections.abc import Container, Hashable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-BLOCK = 128  # Tokens of a block. A shorter common beginning saves too little.
-_MOST_BLOCKS = 64  # Of a prompt. The rest of a longer prompt decides nothing.
-# A copy with the prompt's blocks may have this multiple of the mean work of the other copies, and this number of
-# requests more.
+BLOCK = 128  # The number of tokens in a block. A shorter common beginning saves too little.
+_MOST_BLOCKS = 64  # Only this many blocks of a prompt are compared. The rest of the prompt is ignored.
+# A copy with the prompt's blocks is chosen if its work is at most this multiple of the mean work of the other copies,
+# plus the work of this many requests.
 _MORE_THAN_MEAN, _MORE_REQUESTS = 1.25, 3
-MOST_ANSWER_TOKENS = 512  # Of an answer that count as work. Limits are often far above the true length.
+# The most tokens of an answer that count as work. Limits on tokens are often far above the true length.
+MOST_ANSWER_TOKENS = 512
 
 
 class Choosable(Protocol):
-    """A copy that a request may go to."""
+    """A copy that can be chosen for a request."""
 
     number: int
-    cached_tokens: int  # The size of its prefix cache.
-    work: int  # The tokens of its requests.
-    chosen: int  # The larger, the later it was last chosen.
+    cached_tokens: int  # The size of the copy's prefix cache, in tokens.
+    work: int  # The number of tokens that the copy's requests are expected to have.
+    chosen: int  # A counter: the larger it is, the more recently the copy was chosen.
 
 
 AnyCopy = TypeVar("AnyCopy", bound=Choosable)
 
 
 class CopyChoice:
-    """Chooses copies, and keeps a list of the blocks that each prefix cache may have."""
+    """Chooses copies, and tracks the blocks that each prefix cache probably holds."""
 
     def __init__(self) -> None:
-        # For each copy, by its number: the blocks of its prompts, as a hash of all tokens up to the end of each. The
-        # block that was not used for the longest time comes first, and is dropped first, as in the cache.
+        # The blocks of each copy's prompts, by the copy's number. A block is the hash of all tokens up to its end. The
+        # least recently used block comes first, and is dropped first, as in the cache.
         self._had: dict[int, OrderedDict[int, None]] = {}
 
     def choose(self, copies: Sequence[AnyCopy], token_ids: Sequence[int], scope: Hashable, work: int) -> AnyCopy:
-        """Return the copy that a request goes to.
+        """Return the copy for a request.
 
         Args:
             copies: At least one copy.
             token_ids: The prompt.
-            scope: Prompts share blocks only if their scopes are equal: the adapter and the cache's salt.
-            work: The tokens that the request is expected to have.
+            scope: The adapter and the cache salt. Prompts share blocks only if their scopes are equal.
+            work: The number of tokens that the request is expected to have.
         """
         keys, chosen = self._chosen(copies, token_ids, scope, work)
         had = self._had.setdefault(chosen.number, OrderedDict())
@@ -60,7 +61,7 @@ class CopyChoice:
     def expected(
         self, copies: Sequence[AnyCopy], token_ids: Sequence[int], scope: Hashable, work: int
     ) -> tuple[AnyCopy, int]:
-        """Return the copy that `choose` would return now, and the tokens of the prompt that its cache may have."""
+        """Return the copy that `choose` would return now, and the number of prompt tokens that its cache may hold."""
         keys, chosen = self._chosen(copies, token_ids, scope, work)
         return chosen, self._cached(chosen.number, keys) * BLOCK
 
@@ -71,23 +72,23 @@ class CopyChoice:
         return keys, self._with_prefix(copies, keys, work) or min(copies, key=_load)
 
     def _with_prefix(self, copies: Sequence[AnyCopy], keys: Sequence[int], work: int) -> AnyCopy | None:
-        """Return the least loaded copy among the copies that have most of the prompt. None if it has too much work."""
+        """Return the copy with the least work of those that have most of the prompt. None if it has too much work."""
         lengths = [self._cached(copy.number, keys) for copy in copies]
         if not (longest := max(lengths)):
             return None
         least = min((copy for copy, length in zip(copies, lengths, strict=True) if length == longest), key=_load)
-        # A mean of all copies would leave one of five idle if all prompts begin alike.
+        # With a mean of all copies, one of five copies would stay idle if all prompts begin with the same blocks.
         others = [copy.work for copy, length in zip(copies, lengths, strict=True) if length < longest]
         is_near = not others or least.work <= _MORE_THAN_MEAN * sum(others) / len(others) + _MORE_REQUESTS * work
         return least if is_near else None
 
     def _cached(self, number: int, keys: Sequence[int]) -> int:
-        """Return how many of a prompt's first blocks a copy has."""
+        """Return how many of a prompt's first blocks a copy probably holds."""
         had: Container[int] = self._had.get(number, ())
         return next((count for count, key in enumerate(keys) if key not in had), len(keys))
 
     def forget(self, number: int) -> None:
-        """Forget the blocks of a copy: its cache is gone."""
+        """Forget the blocks of a copy, because its cache no longer exists."""
         self._had.pop(number, None)
 
 

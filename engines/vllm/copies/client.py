@@ -1,8 +1,8 @@
-"""One client for the processes of all copies. vLLM's `AsyncLLM` takes it for the client of one engine process.
+"""One client for the processes of all copies. vLLM's `AsyncLLM` uses it like the client of a single engine.
 
-vLLM has a client for the processes of one engine. Each copy has such a client. The client here sends each request to
-one copy, puts the messages of all copies into one queue, and calls methods such as `add_lora` on every copy. So vLLM's
-front end and Slipway's requests share one output loop, one list of sequences and one tokenizer.
+vLLM has a client for the processes of one engine, and each copy has such a client. The client in this module sends each
+request to one copy, puts the messages of all copies into one queue, and calls methods such as `add_lora` on every copy.
+So vLLM's front end and Slipway's requests share one output loop, one list of sequences and one tokenizer.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from engines.vllm.copies.choice import MOST_ANSWER_TOKENS, CopyChoice
 from engines.vllm.copies.places import Place
 
 _ANYWHERE = Place()
-_MOST_QUERIES = 4096  # Whose documents may still come.
+_MOST_QUERIES = 4096  # The most queries whose documents are still expected.
 
 
 class Copy:
-    """The processes of a copy, from their start to their end. The copy that replaces it has the same number."""
+    """The processes of a copy, from their start to their end. A restarted copy is a new object of the same number."""
 
     def __init__(self, number: int, place: Place = _ANYWHERE) -> None:
         self.number, self.place = number, place
         self.state = CopyState.STARTING
         self.started_at = time.time()
-        self.threads = LastingThreads(f"copy {number}")  # Start the processes, which end with them.
+        self.threads = LastingThreads(f"copy {number}")  # Start the processes, which end with these threads.
         self.client: AsyncMPClient | None = None  # None until the model is loaded.
         self.workers: Mapping[psutil.Process, str] = {}  # The workers and their titles, when the model was loaded.
-        self.given_up = False  # It has died, and is not started again.
-        self.end = ""  # How its processes have ended, if it has died.
+        self.given_up = False  # The copy has died, and will not be restarted.
+        self.end = ""  # How the processes have ended, if the copy has died.
         self.progress = Progress()
-        self.messages = 0  # Of its processes: steps with tokens and steps without, as of a long prompt.
-        self.work = 0  # The tokens that its requests are expected to have.
-        self.chosen = 0  # The larger, the later it was last chosen.
-        self.cached_tokens = 0  # The size of its prefix cache.
+        self.messages = 0  # The number of messages from the processes. Steps of a long prompt also send messages.
+        self.work = 0  # The number of tokens that the copy's requests are expected to have.
+        self.chosen = 0  # A counter: the larger it is, the more recently the copy was chosen.
+        self.cached_tokens = 0  # The size of the prefix cache, in tokens.
 
     @property
     def runs(self) -> bool:
-        """True from the time when the model is loaded until the copy dies or ends."""
+        """True after the model is loaded, until the copy dies or ends."""
         return self.client is not None and self.state is not CopyState.DEAD
 
     @property
     def is_expected(self) -> bool:
-        """True if it is being started, or will be."""
+        """True if the copy is starting or will be restarted."""
         return self.state is CopyState.STARTING or (self.state is CopyState.DEAD and not self.given_up)
 
 
 class _Messages:
-    """The queue into which vLLM's client of a copy puts messages and errors."""
+    """The queue into which a copy's vLLM client puts messages and errors."""
 
     def __init__(self, copy: Copy, client: CopiesClient, died: Callable[[Copy], None]) -> None:
         self._copy, self._client, self._died = copy, client, died
-        # The number of the engine in vLLM's metrics. None: vLLM's own, as of a data-parallel rank.
+        # The number of the engine in vLLM's metrics. None: vLLM's own number, such as that of a data-parallel rank.
         self._engine = copy.number - 1 or None
 
     def put_nowait(self, message: Any) -> None:
@@ -74,9 +74,9 @@ class _Messages:
         if self._copy.state is CopyState.DEAD:
             return  # Its requests continue on other copies.
         if message.outputs and message.outputs[0].finish_reason == FinishReason.ABORT:
-            # A process that was asked to end aborts all sequences: if a data-parallel rank dies, vLLM asks the others.
-            # Of a sequence that the server aborts, no message comes. The message would end the sequences, and no error
-            # would say that the copy is gone.
+            # A process aborts all its sequences if it is told to end, such as after the death of another data-parallel
+            # rank. The message would end these sequences without an error that the copy has died. If the server aborts
+            # a sequence, no such message comes.
             return
         if self._engine is not None:
             message.engine_index = self._engine
@@ -86,43 +86,44 @@ class _Messages:
 
 
 class Placed(NamedTuple):
-    """The copy that has a request, and the work that the request is counted as."""
+    """The copy that has a request, and the work that the request counts as."""
 
     copy: Copy
     work: int
-    comes_in_parts: bool  # The prompt. Each part is a request with the same id.
+    comes_in_parts: bool  # The prompt comes in parts. Each part is a request with the same id.
 
 
 class CopiesClient(AsyncMPClient):  # type: ignore[misc]
-    """The client of all copies, for `AsyncLLM.engine_core`."""
+    """The client of all copies. It is the `engine_core` of vLLM's `AsyncLLM`."""
 
     def __init__(self, siblings: Callable[[str], Sequence[str]], holds: Callable[[], bool]) -> None:
         """Create the client. It has no copies yet.
 
         Args:
             siblings: Returns the ids of all sequences of a request.
-            holds: Returns True if a request waits when no copy can take it. False: it gets an error.
+            holds: Returns True if a request waits when no copy can accept it. If False, the request gets an error.
         """
         # The constructor of `AsyncMPClient` would start processes.
         self._siblings, self.holds = siblings, holds
-        self.messages: asyncio.Queue[Any] = asyncio.Queue()  # That vLLM's output loop has not taken.
-        self.came = 0  # Messages of all copies.
-        self._handled = 0  # Messages that vLLM's output loop has handled, or that were dropped.
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []  # For so many to be handled.
+        self.messages: asyncio.Queue[Any] = asyncio.Queue()  # Messages that vLLM's output loop has not read.
+        self.came = 0  # The number of messages that have arrived from all copies.
+        self._handled = 0  # The number of messages that vLLM's output loop has handled, or that were dropped.
+        # The waiters, each with the number of messages that must be handled first.
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._choice = CopyChoice()
-        self._chosen = 0  # Requests that have got a copy.
-        self.resources = SimpleNamespace(engine_dead=False)  # vLLM looks there.
+        self._chosen = 0  # The number of requests that were sent to a copy.
+        self.resources = SimpleNamespace(engine_dead=False)  # vLLM reads it.
         self._running: list[Copy] = []  # The copies whose processes run.
-        self.ready: list[Copy] = []  # The copies that take new requests.
-        self._queries: OrderedDict[str, Copy] = OrderedDict()  # The copies that keep the vectors of queries.
-        self.placed: dict[str, Placed] = {}  # The requests that copies have, by their ids.
+        self.ready: list[Copy] = []  # The copies that accept new requests.
+        self._queries: OrderedDict[str, Copy] = OrderedDict()  # The copy that keeps the vectors of each query.
+        self.placed: dict[str, Placed] = {}  # The copy of each request, by the request's id.
 
     def add(self, copy: Copy, died: Callable[[Copy], None]) -> None:
-        """Add a copy that has been loaded. It takes no requests yet, apart from requests to this copy alone.
+        """Add a copy that has been loaded. It gets only requests that name this copy, until it is opened.
 
         Args:
             copy: The copy.
-            died: Is called when its processes have died.
+            died: Called when the copy's processes have died.
         """
         assert copy.client is not None, "it is loaded"
         core_client.read_messages(copy.client, _Messages(copy, self, died))
@@ -131,11 +132,11 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         self.resources.engine_dead = False
 
     def open(self, copy: Copy) -> None:
-        """Give new requests to a copy."""
+        """Begin to send new requests to a copy."""
         self.ready.append(copy)
 
     def close(self, copy: Copy) -> None:
-        """Give no new requests to a copy."""
+        """Stop sending new requests to a copy."""
         if copy in self.ready:
             self.ready.remove(copy)
 
@@ -143,7 +144,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         """Remove a copy that has died or ended.
 
         Returns:
-            The ids of its requests, which no copy has now.
+            The ids of the copy's requests, which now have no copy.
         """
         self.close(copy)
         if copy in self._running:
@@ -165,14 +166,14 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
                 placed.copy.work -= placed.work
 
     def get_output_async(self) -> Awaitable[Any]:
-        """Return the next message, to be awaited. vLLM's output loop has handled the messages that it got before."""
+        """Return an awaitable for the next message. When vLLM's output loop calls this, it has handled all others."""
         self._handled = self.came - self.messages.qsize()
         if self._waiting:
             self._tell_handled()
         return self.messages.get()
 
     def drop_messages(self) -> None:
-        """Drop the messages that have come and were not handled."""
+        """Drop all messages that were not handled."""
         while not self.messages.empty():
             self.messages.get_nowait()
         self._handled = self.came
@@ -188,9 +189,9 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
                 reached.set_result(None)
 
     async def handled(self) -> None:
-        """Wait until vLLM's output loop has handled the messages that have come: the sequences have all their tokens.
+        """Wait until vLLM's output loop has handled all messages that have arrived, so no token is missing.
 
-        The loop lets other tasks run within a message of many sequences.
+        The wait is needed, because the loop lets other tasks run while it handles a message with many sequences.
         """
         if self._handled < self.came:
             reached = asyncio.get_running_loop().create_future()
@@ -202,10 +203,10 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
 
         Args:
             request: The request.
-            copy: The copy that gets it. None: any copy that takes new requests.
+            copy: The copy that gets the request. None: any copy that accepts new requests.
 
         Raises:
-            EngineDeadError: No copy can take it, and it does not wait for one.
+            EngineDeadError: No copy can accept the request, and requests do not wait for a copy.
         """
         if (placed := self.placed.get(request.request_id)) is not None:
             if placed.comes_in_parts and placed.copy.client is not None:
@@ -227,24 +228,24 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
             copy.chosen = self._chosen
             await copy.client.add_request_async(request)
         except EngineDeadError:
-            if not self.holds():  # It is registered, and another copy gets it.
+            if not self.holds():  # Otherwise the registered request waits, and another copy gets it.
                 raise
         except BaseException:
             self.forget([request.request_id])
             raise
 
     def _choose(self, request: EngineCoreRequest, ready: Sequence[Copy], work: int) -> Copy:
-        for sibling in self._siblings(request.external_req_id or ""):  # They have one prompt, and die together.
+        for sibling in self._siblings(request.external_req_id or ""):  # They have the same prompt.
             if (placed := self.placed.get(sibling)) is not None and placed.copy in ready:
                 return placed.copy
         return self._choice.choose(ready, request.prompt_token_ids or (), _scope(request), work)
 
     def expected(self, request: EngineCoreRequest) -> tuple[int | None, int | None]:
-        """Return the number of the copy that would get a request now. Nothing of the request is remembered.
+        """Return the number of the copy that would get a request now. The request is not recorded.
 
         Returns:
-            The number, and the tokens of the prompt that the copy's prefix cache may have. None: no copy takes
-            requests. With one copy, only its process knows the tokens.
+            The number, and how many prompt tokens the copy's prefix cache may hold. The number is None if no copy
+            accepts requests. The tokens are None if there is only one copy, because only its process knows them.
         """
         if len(self.ready) < 2:
             return next((copy.number for copy in self.ready), None), None
@@ -253,7 +254,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         return copy.number, cached_tokens
 
     def _copy_of_query(self, key: str, request: EngineCoreRequest, work: int) -> Copy:
-        """Return the copy that keeps the vectors of a query. Another copy would die of the query's documents.
+        """Return the copy that keeps the vectors of a query. The query's documents would crash any other copy.
 
         Raises:
             GenerationError: The copy has died.
@@ -283,11 +284,11 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         """Call a method in every copy.
 
         Returns:
-            The results, at least one. A copy that dies before it answers has none.
+            The results, at least one. A copy that dies before it answers has no result.
 
         Raises:
             EngineDeadError: All copies have died.
-            Exception: A copy has raised it.
+            Exception: The method has raised it in a copy.
         """
         clients = [copy.client for copy in self._running if copy.client is not None]
         calls = (client.call_utility_all_async(method, *args) for client in clients)
@@ -316,13 +317,13 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
 
 
 def _work(request: EngineCoreRequest) -> int:
-    """Return the tokens that a request is expected to have."""
+    """Return the number of tokens that a request is expected to have."""
     params = request.sampling_params
     answer = (params.max_tokens or MOST_ANSWER_TOKENS) if params is not None else 0
     return len(request.prompt_token_ids or ()) + min(answer, MOST_ANSWER_TOKENS) + 1
 
 
 def _scope(request: EngineCoreRequest) -> tuple[int | None, str | None]:
-    """Return the scope of a request's prompt, as `CopyChoice.choose` takes it."""
+    """Return the scope of a request's prompt for `CopyChoice.choose`."""
     adapter = request.lora_request
     return adapter and adapter.lora_int_id, request.cache_salt

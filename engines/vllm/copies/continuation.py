@@ -1,10 +1,10 @@
-"""The requests of a copy that has died continue in another one, or in the copy that replaces it.
+"""Continues the requests of a dead copy in another copy, or in the copy that replaces it.
 
-The other copy gets the prompt and the tokens that have come as one prompt. The state in the server's process, with
-its text, its counts and its log probabilities, stays. So the client gets each token once.
+The other copy gets the prompt and the received tokens as one prompt. The state of the sequence in the server's process
+stays, with its text, its counts and its log probabilities. So the client gets each token once.
 
-This is exact only if the next token depends on the tokens before it, and not on which of them are the prompt's.
-`continued` refuses the other requests.
+This is exact only if the next token depends on all earlier tokens in the same way, whether they come from the prompt or
+from the answer. `continued` refuses other requests.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ logger = logging.getLogger(__name__)
 _TRIAL_POLL_SECONDS = 0.02
 
 SENT = "slipway_sent_tokens"
-"""The name, in vLLM's `reasoning_parser_kwargs`, of how many of the prompt's last tokens are of the answer.
+"""A key in vLLM's `reasoning_parser_kwargs`: how many tokens at the end of the prompt belong to the answer.
 
-vLLM's front end gives these one key, `chat_template_kwargs`, which holds all that comes from the client. Without a
-reasoning parser vLLM does not read them, and with one only if the constraint begins where the reasoning ends.
+Clients cannot set it: vLLM's front end puts all that comes from clients under one key, `chat_template_kwargs`. vLLM
+reads these arguments only if the model has a reasoning parser and the constraint begins after the reasoning.
 """
 
 
 class CannotContinue(Exception):
-    """The answer could differ from the answer without a death. The message says why."""
+    """The continued answer might differ from an answer without a death. The message gives the reason."""
 
 
 def continued(state: RequestState, config: VllmConfig) -> EngineCoreRequest:
     """Return the request for the rest of a sequence.
 
     Raises:
-        CannotContinue: The rest may depend on a state that is lost.
+        CannotContinue: The rest may depend on a lost state.
     """
     request: EngineCoreRequest | None = state.core_request
     if request is None:
@@ -79,7 +79,7 @@ def continued(state: RequestState, config: VllmConfig) -> EngineCoreRequest:
 
 
 def _loss(request: EngineCoreRequest, params: Any, config: VllmConfig) -> str | None:
-    """Return the reason why the rest of an answer may depend on a lost state. None if it does not."""
+    """Return the reason why the rest of an answer may depend on a lost state; None if it does not."""
     if params.presence_penalty or params.frequency_penalty:
         return "presence_penalty and frequency_penalty count the tokens of the answer alone"
     if params.seed is not None and params.temperature:
@@ -109,10 +109,10 @@ def _is_own(processor: Any) -> bool:
 
 
 def advance(grammar: Any, request: Any) -> None:
-    """Advance the grammar of a continued request over the tokens that have come. For the engine process.
+    """In the engine process, advance the grammar of a continued request past the tokens that were already sent.
 
     Raises:
-        ValueError: The grammar refuses them.
+        ValueError: The grammar refuses the tokens.
     """
     sent: int = (request.structured_output_request.reasoning_parser_kwargs or {}).get(SENT, 0)
     if sent and not grammar.accept_tokens(request.request_id, list(request.prompt_token_ids[-sent:])):
@@ -120,13 +120,14 @@ def advance(grammar: Any, request: Any) -> None:
 
 
 class Continuations:
-    """The sequences of an engine, which outlive the copies that have them.
+    """The sequences of an engine, which outlive the copies that run them.
 
-    If a copy dies, its sequences go to the copies that serve, or wait for the next one. Sequences that ran at more
-    deaths than allowed are suspects: one of them may have killed the copies. They wait for the next copy that is
-    started, and are sent to it before it takes others: one by one, each after the token of the one before it. If the
-    copy dies again, the latest gets the error. It is the likely cause, not a certain one: an earlier suspect may kill
-    the copy with a later token. So a sequence kills two copies at most, and then the copy that tries it.
+    If a copy dies, its sequences go to the copies that serve, or wait for the next copy. A sequence that was running at
+    more deaths than allowed is a suspect, because it may have killed the copies. Suspects wait for the next copy that
+    is started, and are sent to it before all other sequences. They are sent one by one, and each waits until the one
+    before it has a new token. If the copy dies again, the last suspect gets the error. It is the likely cause, but not
+    a certain one: an earlier suspect may kill the copy with a later token. So a sequence can kill at most two copies,
+    and then the copy that tries it.
     """
 
     def __init__(
@@ -140,20 +141,20 @@ class Continuations:
         """Create the continuations.
 
         Args:
-            deaths: Deaths of copies after which a sequence continues together with others.
+            deaths: The number of deaths after which a sequence still continues together with others.
         """
         self._llm, self._client, self._statistics = llm, client, statistics
         self._adapters, self._allowed = adapters, deaths
-        self._deaths: Counter[str] = Counter()  # At which a sequence ran, by its id.
-        self._trials: dict[Copy, RequestState] = {}  # The suspect that is being tried.
-        self._failed: set[str] = set()  # Sequences that have got an error, and still have to be removed.
+        self._deaths: Counter[str] = Counter()  # How many deaths of copies a sequence has survived, by its id.
+        self._trials: dict[Copy, RequestState] = {}  # The suspect that a copy is trying.
+        self._failed: set[str] = set()  # Sequences that have got an error, but are not removed yet.
 
     def copy_died(self, copy: Copy, lost: Collection[str]) -> None:
-        """Count the death for the sequences that the copy had, or blame the sequence that was tried there.
+        """Count the death for all sequences of a copy. If the copy was trying a suspect, blame only the suspect.
 
         Args:
             copy: The copy.
-            lost: The ids of its sequences.
+            lost: The ids of the copy's sequences.
         """
         states = async_llm.request_states(self._llm)
         self._deaths = Counter({known: count for known, count in self._deaths.items() if known in states})
@@ -168,7 +169,7 @@ class Continuations:
         self._fail(suspect)
 
     async def send_to(self, copy: Copy) -> None:
-        """Send the waiting sequences to a copy that was started: the suspects one by one, and then the others."""
+        """Send the waiting sequences to a new copy: first the suspects one by one, and then the others."""
         await self._client.handled()
         refused: Counter[str] = Counter()
         for state in self._waiting(suspects=True):
@@ -185,18 +186,18 @@ class Continuations:
         await self._send_all(self._waiting(suspects=False), refused, copy)
 
     async def send_on(self) -> None:
-        """Send the waiting sequences that are no suspects to the copies that serve."""
+        """Send the waiting sequences, except suspects, to the copies that serve."""
         await self._client.handled()
         await self._send_all(self._waiting(suspects=False), Counter(), None)
 
     def fail_suspects(self) -> None:
-        """Give an error to the suspects that no copy has: no other copy will be started."""
+        """Give an error to the waiting suspects, because no other copy will be started."""
         if self._deaths:
             for state in self._waiting(suspects=True):
                 self._fail(state)
 
     def _waiting(self, *, suspects: bool) -> list[RequestState]:
-        """Return the sequences that no copy has."""
+        """Return the sequences without a copy."""
         states, placed = async_llm.request_states(self._llm), self._client.placed
         return [
             state
@@ -216,10 +217,10 @@ class Continuations:
             logger.info("%d requests are continued%s", len(sent), lost and f"; {lost}")
 
     async def _send(self, state: RequestState, refused: Counter[str], copy: Copy | None) -> bool:
-        """Send a sequence to a copy, or to any that serves. Returns False if that is not possible."""
+        """Send a sequence to a copy, or to any copy that serves. Return False if that is not possible."""
         known = state.request_id
         if known not in async_llm.request_states(self._llm) or known in self._client.placed:
-            return False  # Its client has left, or another copy has got it.
+            return False  # The client has left, or another copy has the sequence.
         try:
             request = continued(state, self._llm.vllm_config)
             adapter = request.lora_request

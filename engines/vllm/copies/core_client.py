@@ -25,7 +25,7 @@ from engines.vllm.output_processor import LeanDecoder, SentOutputs
 
 
 def start_processes(llm: AsyncLLM, config: VllmConfig) -> AsyncMPClient:
-    """Start processes of an engine, and return their client. It takes as long as loading the model."""
+    """Start the processes of an engine, and return their client. Blocks until the model is loaded."""
     client: AsyncMPClient = EngineCoreClient.make_async_mp_client(
         vllm_config=config,
         executor_class=Executor.get_class(config),
@@ -36,18 +36,18 @@ def start_processes(llm: AsyncLLM, config: VllmConfig) -> AsyncMPClient:
 
 
 def end_processes(client: EngineCoreClient, seconds: float) -> None:
-    """End a client's processes within `seconds`. The engine's objects in the server's process stay."""
+    """End the processes of a client within `seconds`. The engine's objects in this process stay."""
     client.shutdown(seconds)
 
 
 def engine_process_ids(client: EngineCoreClient) -> list[int]:
-    """Return the ids of the engine's processes; Ray's engine has none here."""
+    """Return the ids of the engine's processes. If Ray runs the engine, they are not child processes."""
     manager = client.resources.engine_manager
     return [process.pid for process in getattr(manager, "processes", ())]
 
 
 def end_of_processes(client: EngineCoreClient) -> str:
-    """Return how the engine's processes have ended, for people. Empty if Ray has them."""
+    """Return a text for people about how the engine's processes have ended. Empty if Ray runs the engine."""
     return "; ".join(
         f"process {process.pid} ({process.name}) {_end(process.exitcode)}"
         for process in getattr(client.resources.engine_manager, "processes", ())
@@ -62,9 +62,10 @@ def _end(code: int | None) -> str:
 
 @contextlib.contextmanager
 def devices_kept(config: VllmConfig) -> Iterator[None]:
-    """Keep the devices of a configuration while processes start with it.
+    """Restore the devices of a configuration after processes have started with it.
 
-    vLLM writes each data-parallel rank's devices into it, and would take the last rank's for all at the next start.
+    vLLM writes the devices of each data-parallel rank into the configuration. At the next start, it would use those of
+    the last rank for all ranks.
     """
     parallel = config.parallel_config
     devices = parallel.assigned_physical_gpu_ids
@@ -75,7 +76,7 @@ def devices_kept(config: VllmConfig) -> Iterator[None]:
 
 
 def physical_gpus(engine_args: AsyncEngineArgs, gpus: Sequence[int]) -> list[int]:
-    """Return the numbers of GPUs in the machine. `gpus` are numbers among those that this process sees."""
+    """Return the machine's indices of GPUs. `gpus` are the indices among the GPUs that are visible to this process."""
     physical: list[int] | None = dataclasses.replace(engine_args, device_ids=list(gpus))._resolve_device_ids()
     assert physical is not None, "GPUs are named"
     return physical
@@ -86,20 +87,20 @@ def config_of_copy(config: VllmConfig, gpus: Sequence[int], physical_gpus: Seque
 
     Args:
         config: The configuration of the first copy.
-        gpus: The GPUs of the copy, as this process numbers them.
-        physical_gpus: The same GPUs, as the machine numbers them. None: those of the configuration.
+        gpus: The GPUs of the copy, by their indices in this process.
+        physical_gpus: The same GPUs, by their indices in the machine. None: the GPUs of the configuration.
     """
     own = copy.copy(config)
     own.cache_config, own.parallel_config = copy.copy(config.cache_config), copy.copy(config.parallel_config)
-    own.cache_config.num_gpu_blocks = None  # the processes report it, and the client adds it up
-    # vLLM names shared memory by these, such as that of `kv_offloading_size`.
+    own.cache_config.num_gpu_blocks = None  # The processes report it, and the client adds it up.
+    # vLLM names shared memory after these ids, such as the memory of `kv_offloading_size`.
     own.instance_id = uuid.uuid4().hex
     if config.kv_transfer_config is not None:
         own.kv_transfer_config = copy.copy(config.kv_transfer_config)
         own.kv_transfer_config.engine_id = own.instance_id
     if physical_gpus is not None:
         own.parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
-        # These lists have all GPUs. vLLM reads their first entries, also for a copy on other GPUs.
+        # These lists have entries for all GPUs. For every copy, vLLM would read the first entries.
         for name in ("numa_bind_nodes", "numa_bind_cpus"):
             bindings = getattr(config.parallel_config, name)
             if bindings and max(gpus) < len(bindings):
@@ -108,7 +109,7 @@ def config_of_copy(config: VllmConfig, gpus: Sequence[int], physical_gpus: Seque
 
 
 def send_at_once(core: Any) -> None:
-    """Have an engine's client send messages without pyzmq's futures, which take as long as the sending.
+    """Make an engine's client send messages without pyzmq's futures, which take as long as sending itself.
 
     Args:
         core: The client (`AsyncMPClient`).
@@ -116,10 +117,10 @@ def send_at_once(core: Any) -> None:
     send_later = core._send_input_message
     send = zmq.Socket.shadow(core.input_socket).send
     more, last = int(zmq.DONTWAIT | zmq.SNDMORE), int(zmq.DONTWAIT)
-    sent = asyncio.get_running_loop().create_future()  # To be awaited any number of times.
+    sent = asyncio.get_running_loop().create_future()  # It can be awaited any number of times.
     sent.set_result(None)
 
-    # It is no coroutine: vLLM sends at the call, and may await later.
+    # This is not a coroutine: the call sends the message, and vLLM may await the result later.
     def send_message(message: Sequence[Any], engine: bytes) -> Awaitable[Any]:
         # Large arrays follow as frames, and pyzmq sends large frames without a copy.
         if len(message) != 2 or len(message[1]) >= zmq.COPY_THRESHOLD:
@@ -135,9 +136,9 @@ def send_at_once(core: Any) -> None:
 
 
 def read_messages(client: AsyncMPClient, queue: Any) -> None:
-    """Begin to read the messages of a copy, into a queue that takes errors as well (`put_nowait`).
+    """Begin to put the messages of a copy into `queue`.
 
-    An error says that the copy is gone.
+    `queue.put_nowait` must also accept errors. An error means that the copy has died.
     """
     client.decoder = LeanDecoder(SentOutputs, oob_tensor_provider=client.decoder.oob_tensor_provider)
     client.outputs_queue = queue
@@ -146,7 +147,7 @@ def read_messages(client: AsyncMPClient, queue: Any) -> None:
 
 
 def cache_tokens(client: AsyncMPClient) -> int:
-    """Return the tokens that the KV cache of a copy holds."""
+    """Return the size of a copy's KV cache, in tokens."""
     cache = client.vllm_config.cache_config
     return int((cache.num_gpu_blocks or 0) * cache.block_size)
 
@@ -158,7 +159,7 @@ def is_dead(client: AsyncMPClient) -> bool:
 
 
 def fail_utilities(client: AsyncMPClient) -> None:
-    """End the calls of methods in a process that has died. vLLM would wait for their results for ever."""
+    """Fail the method calls that wait for a dead process. vLLM would wait forever for their results."""
     for result in client.utility_results.values():
         if not result.done():
             result.set_exception(EngineDeadError())
@@ -166,18 +167,18 @@ def fail_utilities(client: AsyncMPClient) -> None:
 
 
 def let_go(client: AsyncMPClient) -> None:
-    """Break the reference cycle of `send_at_once`, so that ZeroMQ's threads and descriptors are freed with a client."""
+    """Break the reference cycle of `send_at_once`, so that ZeroMQ's threads are freed together with the client."""
     vars(client).pop("_send_input_message", None)
 
 
 def query_key(request: EngineCoreRequest) -> str | None:
-    """Return the name of a query whose vectors its engine keeps for the query's documents. None for other requests."""
+    """Return the key that a late-interaction query shares with its documents. None for any other request."""
     params = request.pooling_params and request.pooling_params.late_interaction_params
     key: str | None = None if params is None else params.query_key
     return key
 
 
 def is_compared_with_query(request: EngineCoreRequest) -> bool:
-    """Return True for a document whose query's vectors its engine has. Another engine would die of it."""
+    """Return True for a document of a late-interaction query. It would crash an engine without the query's vectors."""
     params = request.pooling_params and request.pooling_params.late_interaction_params
     return params is not None and params.mode == LATE_INTERACTION_MODE_SCORE_DOC

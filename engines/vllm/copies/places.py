@@ -1,4 +1,4 @@
-"""The places of copies: the GPUs of each, or its share of the processors."""
+"""The places of copies: the GPUs of each copy, or its share of the processors."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The part of the machine that a copy has."""
+    """The part of the machine that a copy uses."""
 
-    # The numbers that CUDA gives to the GPUs that this process sees. Empty: vLLM takes the first ones.
+    # The indices of the copy's GPUs among the GPUs that are visible to this process. Empty: vLLM uses the first GPUs.
     gpus: tuple[int, ...] = ()
-    physical_gpus: tuple[int, ...] | None = None  # The same GPUs, as the machine numbers them.
-    processors: tuple[int, ...] = ()  # Empty: all.
+    physical_gpus: tuple[int, ...] | None = None  # The same GPUs, by their indices in the machine.
+    processors: tuple[int, ...] = ()  # Empty: all processors.
 
 
 def processor_places(copies: int) -> list[Place]:
-    """Return the places of copies on a CPU: each has an equal share of the processors, and at least one."""
+    """Return the places of copies on a CPU. Each has an equal share of the processors, and at least one."""
     if copies == 1 or os.environ.get(_BINDING, "auto") != "auto":  # The user has bound the threads.
         return [Place()] * copies
-    # Those of a NUMA node and of a core are neighbours.
+    # The order keeps the processors of a NUMA node and of a core together.
     allowed = sorted(
         cpu_resource_utils.get_allowed_cpu_list(), key=lambda one: (one.numa_node, one.physical_core, one.id)
     )
@@ -48,12 +48,13 @@ def processor_places(copies: int) -> list[Place]:
 
 
 def gpu_places(engine_args: AsyncEngineArgs, settings: EngineConfig) -> list[Place]:
-    """Return the places of all copies that the GPUs have room for.
+    """Return a place for each copy for which the GPUs have room.
 
-    Sets how many GPUs share each layer, unless that is given, and the GPUs of the first copy: the first of `devices`.
+    If the tensor-parallel size is not given, it is set in `engine_args`. So are the GPUs of the first copy, which are
+    the first of `devices`.
 
     Raises:
-        EngineStartError: There are fewer than the model needs.
+        EngineStartError: The model needs more GPUs than there are.
     """
     visible = range(vllm.platforms.current_platform.device_count())
     devices = visible if settings.devices is None else settings.devices
@@ -67,10 +68,10 @@ def gpu_places(engine_args: AsyncEngineArgs, settings: EngineConfig) -> list[Pla
         return [Place()]
     if count > len(devices):
         if len(devices) == len(visible):
-            return [Place()]  # vLLM reports that they are too few, or finds more on other machines.
+            return [Place()]  # vLLM reports that there are too few GPUs, or finds more on other machines.
         raise EngineStartError(f"the model needs {count} GPUs, and load_on_devices allows {len(devices)}")
     copies = copies_that_fit(len(devices), count, 1 if alone else None)
-    # Neighbours are often connected.
+    # GPUs with neighbouring indices are often connected directly.
     chosen = [sorted(devices[copy * count : (copy + 1) * count]) for copy in range(copies)]
     if chosen == [list(visible)]:
         return [Place()]
@@ -82,7 +83,7 @@ def gpu_places(engine_args: AsyncEngineArgs, settings: EngineConfig) -> list[Pla
 
 
 def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: bool) -> None:
-    """Set the tensor-parallel size: the fewest GPUs that hold the model or, with `most`, as many as it allows."""
+    """Set the tensor-parallel size to the fewest GPUs that hold the model, or with `most` to as many as possible."""
     platform = vllm.platforms.current_platform
     gpus = len(devices)
     layout = Layout.of(vars(engine_args))
@@ -99,7 +100,7 @@ def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: boo
             weights_of(model.model, model.revision, engine_args.speculative_config, layout),
             layout,
             memory_share=engine_args.gpu_memory_utilization,
-            # With -1 vLLM itself fits the length to the memory.
+            # With -1, vLLM itself chooses the length by the memory.
             max_model_len=0 if engine_args.max_model_len == -1 else model.max_model_len,
             cache_element_bytes=1 if "fp8" in engine_args.kv_cache_dtype else model.dtype.itemsize,
         )
