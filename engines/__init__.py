@@ -1,1 +1,1 @@
-"""Engines, a package for each runtime, behind one protocol."""
+"""The engines: one package for each runtime, all behind one protocol."""

@@ -126,7 +126,7 @@ class AdapterRegistry:
         self._faults, self._downloads = faults, downloads
         self._adapters: dict[str, Adapter] = {}
         self._ids = itertools.count(1)
-        # The changes in progress. Each has the adapter name that it reserves until it has ended.
+        # The changes in progress. Each change reserves an adapter name until it has ended.
         self._orders: dict[asyncio.Task[str], str] = {}
 
     def __contains__(self, name: object) -> bool:
@@ -218,7 +218,7 @@ class AdapterRegistry:
         return await self._complete(self._register(adapter), busy=order.name)
 
     async def update(self, order: AdapterOrder) -> str:
-        """Change an adapter's `preload`, `pin` and options. If its host reads `src`, that can change as well.
+        """Change an adapter's `preload`, `pin` and options. If its host reads `src`, `src` can change as well.
 
         Returns the host's message, or "".
 
@@ -260,7 +260,7 @@ class AdapterRegistry:
         """
         adapter = self.get(name, alias)
         self._check_free(name)
-        del self._adapters[name]  # at once, so that no other change finds it
+        del self._adapters[name]  # Removed at once, so that no other change finds it.
         return await self._complete(self._unregister(adapter, alias or adapter.alias))
 
     async def stop(self) -> None:
@@ -302,7 +302,7 @@ class AdapterRegistry:
             raise AdapterConflict(f"another order for the adapter {name!r} is being carried out; try again")
 
     async def _complete(self, work: Coroutine[Any, Any, str], busy: str = "") -> str:
-        """Wait for a change, which is completed even if the waiting task is cancelled. It reserves the name `busy`."""
+        """Wait for a change, which is completed even if the waiting task is cancelled. The change reserves `busy`."""
         task = asyncio.create_task(work)
         self._orders[task] = busy
 
@@ -324,7 +324,7 @@ class AdapterRegistry:
             InvalidParameter: The host needs a directory, and `src` is a URL that does not name one.
         """
         if self._is_remote(src) and self._downloads is not None:
-            return Path()  # until it is downloaded
+            return Path()  # A placeholder until the adapter is downloaded.
         path = _file_path(src) if _SCHEME.match(src) else src
         if path is None and not self._host.reads_src:
             wanted = "a directory of this machine, or s3://bucket/prefix/"

@@ -37,7 +37,7 @@ class Progress:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._looked_at = clock, clock()
-        self.mark = 0.0  # The number that the last look saw; it changes with every sign of life.
+        self.mark = 0.0  # The `mark` of the last look.
         # Seconds with work since the last sign of life. Time without work does not count, but it does not reset the
         # seconds: the work may have ended only because clients left or a time limit was reached.
         self.quiet_seconds = 0.0
@@ -159,7 +159,7 @@ class EngineHealth:
     worked_seconds: float = 0.0
     ready_copies: int = 1  # Copies that accept requests.
     missing: str = ""  # The dead copies that `restart` restarts, if other copies still serve.
-    lost: str = ""  # Set if dead copies will not be restarted, and fewer copies than the minimum are left.
+    lost: str = ""  # Not empty if dead copies will not be restarted and fewer copies than the minimum are left.
 
 
 class CopyState(Enum):
@@ -175,7 +175,7 @@ class CopyState(Enum):
 class EngineCopy:
     """A copy of the model, with its own processes. LMI calls it a worker."""
 
-    number: int  # From 1.
+    number: int  # Counted from 1.
     state: CopyState
     started_at: float  # Seconds since the epoch.
     gpus: tuple[int, ...] = ()  # Empty: the engine chooses the devices itself.

@@ -44,7 +44,8 @@ class ModelTexts:
         self.tokenizer, self.image_mark = tokenizer, image_mark
         self._fast = fast = fast_tokenizer(tokenizer)
         if fast is not None:
-            # A tokenizer's file may still have them from training. The Hugging Face class switches them off as well.
+            # A tokenizer's file may still set truncation and padding for training. The Hugging Face class also
+            # switches both off.
             fast.no_truncation()
             fast.no_padding()
         segments = by_segments(fast) if fast is not None else None
@@ -58,7 +59,7 @@ class ModelTexts:
 
     @cached_property
     def vocabulary_size(self) -> int:
-        """The number of tokens, added ones included."""
+        """The number of tokens, including added tokens."""
         return len(self.tokenizer)
 
     @cached_property
@@ -77,7 +78,7 @@ class ModelTexts:
 
     def _encode_whole(self, text: str, *, special: bool = True) -> list[int]:
         if (fast := self._fast) is not None:
-            # The Hugging Face class around it takes longer than the tokenizing of a short text.
+            # For a short text, the Hugging Face class takes longer than the tokenizing itself.
             return encode_all(fast, [text], special=special)[0]
         tokenizer = self.tokenizer
         return list(tokenizer.encode(text) if special else tokenizer.encode(text, add_special_tokens=False))
@@ -236,7 +237,7 @@ class RunningSequence:
 
 
 class LoadedModel(Protocol):
-    """A model, loaded."""
+    """A loaded model."""
 
     statistics: EngineStatistics
     max_model_len: int  # The limit on the tokens of prompt and answer together.

@@ -146,14 +146,14 @@ class EngineStatistics:
     down_seconds: float = 0.0  # Seconds in which no engine process accepted requests.
     partial_requests: int = 0  # Prompts whose JSON schema is enforced only in part.
     partial_answers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(VERDICTS, 0))  # By verdict.
-    deadlines: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AT_DEADLINE, 0))  # Calls that reached it.
+    deadlines: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AT_DEADLINE, 0))  # By result.
     prompt_tokens: int = 0
     tokens: int = 0
     time_to_first_token: Distribution = field(default_factory=lambda: Distribution(TIME_TO_FIRST_TOKEN_BUCKETS))
     inter_token: Distribution = field(default_factory=lambda: Distribution(INTER_TOKEN_BUCKETS))
     queue_time: Distribution = field(default_factory=lambda: Distribution(TIME_TO_FIRST_TOKEN_BUCKETS))
     prompt_lengths: Distribution = field(default_factory=lambda: Distribution(LENGTH_BUCKETS))
-    # Of finished sequences: the tokens, the seconds from the first step to the last token, and the seconds a token.
+    # Of finished sequences: the tokens, the seconds from the first step to the last token, and the seconds per token.
     lengths: Distribution = field(default_factory=lambda: Distribution(LENGTH_BUCKETS))
     inference: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))
     mean_times: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))

@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 _THRESHOLDS = (20_000, 50, 50)
 
 _collecting = threading.Lock()
-_loaded = False  # A model was loaded into this process.
-_models_exempt = False  # Some of the model's objects are exempt as well, because of an import after the load.
+_loaded = False  # True if a model was loaded into this process.
+_models_exempt = False  # True if objects of a model are exempt as well, because of an import after the load.
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
     """Switch automatic collections off during imports, and then exempt the new objects from collection.
 
-    Otherwise collections, which find nothing, take a quarter of the time in which vLLM is imported.
+    Collections would find nothing, and would take a quarter of the time for the import of vLLM.
     """
     global _models_exempt
     known = len(sys.modules)

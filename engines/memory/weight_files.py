@@ -21,7 +21,7 @@ _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _HEADER_LENGTH = 8  # A safetensors file begins with the length of its header, a number of 8 bytes.
 _MOST_HEADER = 100_000_000  # The limit of the safetensors library on the header, in bytes.
-# Matches the names of tensors of experts that only some tokens use. The others are called `shared_experts`.
+# Matches the names of tensors of experts that only some tokens use. Experts that all tokens use are `shared_experts`.
 _EXPERT = re.compile(r"(^|\.)experts\.")
 # Files that training writes next to the weights. vLLM skips the same names.
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"})
@@ -104,7 +104,7 @@ def hub_weight_bytes(repository: str, revision: str | None, counts: Callable[[st
 
     try:
         files = get_safetensors_metadata(repository, revision=revision).files_metadata.values()
-    except Exception as error:  # Of the hub, the HTTP client or the network. Loading reports it if it matters.
+    except Exception as error:  # An error of the hub, the HTTP client or the network. Loading reports it.
         logger.info("the size of the weights of %s is not known before they are downloaded: %s", repository, error)
         return 0
     spans = (tensor.data_offsets for file in files for name, tensor in file.tensors.items() if counts(name))

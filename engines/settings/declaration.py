@@ -32,7 +32,7 @@ class Setting(Generic[T]):
     first_counts: bool = False
     variables: tuple[str, ...] = ()  # Environment variables that are read if neither the key nor an alias is given.
     shows_default: bool = True  # Reports show the setting even if it is not given.
-    # The values that the server supports. It does not start with any other value of the parser. None: all values.
+    # The values that the server supports. The server does not start with any other value. None: all values.
     serves: frozenset[Scalar] | None = None
     advice: str = ""  # The advice for values that the server does not support.
 

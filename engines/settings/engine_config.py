@@ -146,7 +146,8 @@ class EngineConfig:
         aliases=("option.data_type",),
         doc="Type of weights; for int8 use `option.quantize`",
     )
-    # The number of GPUs that share each layer. None: the fewest that hold the model, unless `tensor_parallel_max`.
+    # The number of GPUs that share each layer. None: the fewest that hold the model, or with `tensor_parallel_max` the
+    # most.
     tensor_parallel_degree: int | None = field(default=None, metadata=TENSOR_PARALLEL_DEGREE.metadata)
     tensor_parallel_max: bool = False  # The setting is "max": use as many GPUs as the model allows.
     # The CUDA indices of the GPUs that the engine may use. It takes as many as it needs, beginning with the first.

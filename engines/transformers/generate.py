@@ -1,9 +1,9 @@
 """Runs one batch of requests with transformers' `model.generate`, in the engine's thread.
 
 `generate` manages padding, the KV cache, the steps and the beams. Without beams, the batch's `Sampler` chooses the
-tokens of each step, and each sequence ends by its own rules (`BatchSequence`). A logits processor and a stopping
-criterion call them. Each sequence keeps its generated tokens, so a batch that fails continues from these tokens. If
-memory ran out, it continues in halves. After any other error, each sequence continues alone.
+tokens of each step, and each sequence ends by its own rules (`BatchSequence`). `generate` calls both through a logits
+processor and a stopping criterion. Each sequence keeps its generated tokens, so a batch that fails continues from these
+tokens. If memory ran out, the batch continues in halves. After any other error, each sequence continues alone.
 """
 
 from __future__ import annotations

@@ -565,7 +565,7 @@ class VllmEngine:
 
 
 class VllmGeneration(msgspec.Struct):
-    """The sequences of one request. They are added after it is created."""
+    """The sequences of one request. `states` is filled after the object is created."""
 
     _llm: AsyncLLM
     _registered: Container[str]  # The ids of all sequences in vLLM.

@@ -116,7 +116,7 @@ _ENDED = _NoQueue()
 
 
 class Siblings(ParentRequest):
-    """The sequences of one request, for vLLM's request statistics. The request counts when the last sequence ends."""
+    """The sequences of one request, for vLLM's statistics. They count the request when its last sequence ends."""
 
     def __init__(self, sequences: int) -> None:
         self.request_id = ""  # vLLM looks the id up among its own parents, and finds nothing.

@@ -75,7 +75,7 @@ def pool_as_djl(config: ModelConfig) -> None:
 
 
 def pooling_params(pooling: Pooling) -> PoolingParams:
-    """Return vLLM's parameters."""
+    """Return vLLM's parameters for a pooled prompt."""
     return PoolingParams(task=pooling.task, use_activation=pooling.activation)
 
 

@@ -3,7 +3,7 @@
 TGI and lmi-dist have `typical_p`, but vLLM does not. So it is a custom logits processor, which runs inside vLLM's
 engine process. vLLM has two interfaces for such processors, one for each of its model runners. On a GPU, the newer
 runner is the default. Both processors here cut the same tokens. They handle all rows of a step at once, without waiting
-for the device. The results differ only if `min_p` is also given: the older runner applies it first, the newer one last.
+for the device. Results differ only if `min_p` is also given, because only the older runner applies it first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engines.tokenization import check_beams, check_token_ids
 # The limits of vLLM's newer model runner. If they are exceeded, the engine dies with all its requests.
 _LISTED_TOKENS = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
 MAX_BAD_WORD_TOKENS = 1024
-_CHARACTERS_PER_TOKEN = 64  # The highest average length of a token in bad words.
+_CHARACTERS_PER_TOKEN = 64  # The highest average length of a token in bad words, in characters.
 TYPICAL_P = "typical_p"
 _PROMPT_LOGPROBS = "log probabilities of the prompt (prompt_logprobs, decoder_input_details, echo with logprobs)"
 

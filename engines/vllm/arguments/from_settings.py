@@ -48,7 +48,7 @@ def engine_arguments(settings: EngineConfig, on_cpu: bool) -> dict[str, Any]:
     passed = _parse(AsyncEngineArgs.add_cli_args, settings, given)
     arguments: dict[str, Any] = {
         "model": settings.model_id,
-        "served_model_name": list(settings.public_names),  # For vLLM's errors, which would show a path.
+        "served_model_name": list(settings.public_names),  # vLLM's errors show it. They would show a path instead.
         "revision": settings.revision,
         "trust_remote_code": settings.trust_remote_code,
         "dtype": settings.dtype,
@@ -109,7 +109,7 @@ def frontend_arguments(settings: EngineConfig) -> dict[str, Any]:
     defaults = vars(_cli_args.FrontendArgs.add_cli_args(FlexibleArgumentParser(add_help=False)).parse_args([]))
     arguments: dict[str, Any] = defaults | _parse(_cli_args.FrontendArgs.add_cli_args, settings, given)
     _check_parsers(arguments, settings)
-    if (check := getattr(_cli_args, "validate_reasoning_effort_map", None)) is not None:  # vLLM 0.33 has it.
+    if (check := getattr(_cli_args, "validate_reasoning_effort_map", None)) is not None:  # Only in vLLM 0.33.
         try:
             check(arguments["reasoning_effort_map"])
         except ValueError as error:

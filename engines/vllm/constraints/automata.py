@@ -68,7 +68,7 @@ class _Condition(NamedTuple):
 
 
 class _Ahead(NamedTuple):
-    """Continues at `place` if the rest of the text also matches at `sought`; if `negated`, if it does not match."""
+    """Continues at `place` if the rest of the text matches at `sought`, or does not match there if `negated`."""
 
     sought: int
     negated: bool

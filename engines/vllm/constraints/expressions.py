@@ -1,7 +1,7 @@
 r"""Rewrites regular expressions and grammars for llguidance.
 
 llguidance reads expressions in Rust's syntax, in which `\d`, `\w` and `\s` are Unicode classes. Clients mean the ASCII
-classes of ECMA-262, which vLLM's default back end also uses. For example, they read the answer with `Number(...)` or
+classes of ECMA-262, which vLLM's default back end also uses. For example, clients read the answer with `Number(...)` or
 `^\d+$`. So these classes are replaced by their ASCII characters. Classes such as `\p{Nd}` stay.
 
 With the flag `i`, ASCII letters match only ASCII letters, as in ECMA-262 and in vLLM's default back end. In Unicode,
@@ -108,7 +108,7 @@ class _Expression:
         if kind is not None and kind["end"]:
             on, _, off = kind["flags"].partition("-")
             flags = flags.union(on).difference(off)
-        if kind is None or kind["end"] != ")":  # not `(?i)`
+        if kind is None or kind["end"] != ")":  # `(?i)` opens no group.
             self._outer.append(self._flags)
         self._flags = flags
         return kind[0] if kind is not None else ""

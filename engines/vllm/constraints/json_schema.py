@@ -406,7 +406,7 @@ class _Rewriter:
         kept = distinct([plain(each) for each in values if type_of(each) in node.types or is_whole(each)])
         if not all(map(is_exact, kept)):
             return False
-        if "enum" in node.out:  # `const` beside `enum`
+        if "enum" in node.out:  # The schema has both `const` and `enum`.
             node.add({"enum": kept})
         else:
             node.out["enum"] = kept
@@ -456,7 +456,7 @@ class _Rewriter:
         return True
 
     def _patterns(self, value: Any, *, single: bool = False) -> tuple[str, ...] | None:
-        """Return expressions that together mean the same, or one if `single`. None if llguidance cannot express it."""
+        """Return expressions that together are equivalent, or a `single` one. None if llguidance has none."""
         if not isinstance(value, str):
             return None
         return patterns.without_look_around(value, single=single)

@@ -248,7 +248,7 @@ class Parser:
         return _others(characters_of(ranges)) if negated else characters_of(ranges)
 
     def _range(self, low: Characters, high: Characters) -> _Ranges:
-        """Return the characters that match two items of a class with a hyphen between them."""
+        """Return the characters of `low-high` in a class. `low` or `high` may itself be a class, as in `\\d-z`."""
         if low is high:
             return low.ranges
         begin, end = low.ranges[0][0], high.ranges[0][0]

@@ -131,7 +131,7 @@ class _TooSlow(BaseException):
 def verdict(schema: str, answer: str) -> str:
     """Check an answer against its schema. Returns one of `engines.statistics.VERDICTS`.
 
-    Python's `re` searches for patterns. A signal interrupts it.
+    Patterns are searched for with Python's `re`, which a signal can interrupt.
     """
     from jsonschema.validators import Draft202012Validator, validator_for
     from jsonschema_specifications import REGISTRY  # Its registry fetches no schemas.

@@ -112,7 +112,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._choice = CopyChoice()
         self._chosen = 0  # The number of requests that were sent to a copy.
-        self.resources = SimpleNamespace(engine_dead=False)  # vLLM reads it.
+        self.resources = SimpleNamespace(engine_dead=False)  # vLLM reads `engine_dead`.
         self._running: list[Copy] = []  # The copies whose processes run.
         self.ready: list[Copy] = []  # The copies that accept new requests.
         self._queries: OrderedDict[str, Copy] = OrderedDict()  # The copy that keeps the vectors of each query.
@@ -166,7 +166,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
                 placed.copy.work -= placed.work
 
     def get_output_async(self) -> Awaitable[Any]:
-        """Return an awaitable for the next message. When vLLM's output loop calls this, it has handled all others."""
+        """Return an awaitable for the next message. The caller, vLLM's output loop, has handled all earlier ones."""
         self._handled = self.came - self.messages.qsize()
         if self._waiting:
             self._tell_handled()

@@ -71,7 +71,7 @@ def continued(state: RequestState, config: VllmConfig) -> EngineCoreRequest:
     if params.max_tokens is not None:
         params.max_tokens -= len(sent)
     params.min_tokens = max(params.min_tokens - len(sent), 0)
-    params.prompt_logprobs = params.prompt_logprob_token_ids = None  # They came with the first token.
+    params.prompt_logprobs = params.prompt_logprob_token_ids = None  # The client has got them with the first token.
     rest = msgspec.structs.replace(request, prompt_token_ids=[*prompt, *sent], sampling_params=params)
     if params.structured_outputs is not None:
         rest.reasoning_parser_kwargs = {**(request.reasoning_parser_kwargs or {}), SENT: len(sent)}
