@@ -1,6 +1,6 @@
-"""The GPUs of a model: how many share each layer, how many the model needs, and how many copies of it fit.
+"""The GPUs of a model: how many share each layer, how many the model needs, and how many copies of the model fit.
 
-All of it is arithmetic on a model's config.json, so that it is known before an engine, and vLLM itself, is loaded.
+Everything is computed from the model's config.json. So it is known before an engine starts and vLLM is imported.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from engines.settings.parsers import TRUE
 Config = Mapping[str, Any]
 
 _GIB = 1 << 30
-MEMORY_SHARE = 0.92  # The share of a GPU's memory that vLLM takes by default (`gpu_memory_utilization`).
-_CACHE_SHARE = 0.2  # The share of that memory that the KV cache gets at least. With less, few sequences run together.
+MEMORY_SHARE = 0.92  # The share of a GPU's memory that vLLM uses by default (`gpu_memory_utilization`).
+_CACHE_SHARE = 0.2  # The least useful KV cache, as a share of vLLM's memory. With less, few sequences run together.
+# Activations, CUDA graphs and the CUDA context need the larger of this size and this share of a GPU's memory, because
+# vLLM's batches are larger on larger GPUs.
 _OVERHEAD_BYTES = 2 << 30
-# Of a GPU's memory, for activations, CUDA graphs and the CUDA context: vLLM's batches are larger on larger GPUs.
 _OVERHEAD_SHARE = 0.04
-_VOCABULARY_PADDING = 64  # vLLM pads the vocabulary to a multiple of this before it is shared out.
+_VOCABULARY_PADDING = 64  # vLLM pads the vocabulary to a multiple of this size before it divides it among the GPUs.
 # vLLM splits the blocks of FP8 scales of experts down to this size if the blocks straddle two GPUs.
 _LEAST_REFINED_BLOCK = 32
 
@@ -45,9 +46,9 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_exp
 _STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "linear_num_key_heads", "linear_num_value_heads")
 _STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 _WINDOWED = frozenset({"sliding_attention", "chunked_attention"})
-# Kinds of layers that keep a state of fixed size for a sequence, or nothing.
+# Kinds of layers that keep a state of fixed size for each sequence, or no state.
 _WITHOUT_CACHE = frozenset({"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"})
-# One in this number of layers sees the whole context, in families whose config.json does not list its layers.
+# For families whose config.json does not list the layers: one in this number of layers sees the whole context.
 _SLIDING_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 
 
@@ -56,14 +57,14 @@ class Layout:
     """How an engine uses its GPUs, as in vLLM's ParallelConfig, without tensor parallelism."""
 
     stages: int = 1  # Pipeline stages.
-    context: int = 1  # GPUs that share the reading of a prompt. Each has a copy of the weights, except of experts.
+    context: int = 1  # GPUs that share the prefill of a prompt. Each has a copy of all weights except the experts.
     replicas: int = 1  # Data-parallel replicas, including replicas on other machines.
     replicas_here: int = 1
     nodes: int = 1  # Machines that share the engine's GPUs evenly.
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Layout:
-        """Read vLLM's engine arguments, as numbers or as texts. Missing arguments have vLLM's defaults."""
+        """Read vLLM's engine arguments, which are numbers or texts. Missing arguments have vLLM's defaults."""
         replicas = _size(arguments, "data_parallel_size")
         external = arguments.get("data_parallel_rank") is not None
         return cls(
@@ -80,12 +81,12 @@ class Layout:
         return self.context * self.replicas
 
     def gpus(self, size: int) -> int:
-        """Return how many GPUs of this machine the engine takes if `size` share each layer."""
+        """Return how many GPUs of this machine the engine uses if `size` GPUs share each layer."""
         each = size * self.stages * self.context
         return each * self.replicas_here if self.nodes == 1 else -(-each * self.replicas // self.nodes)
 
     def most(self, gpus: int) -> int:
-        """Return how many GPUs can share each layer if this machine, and each other one, has `gpus`; at least 1."""
+        """Return how many GPUs can share each layer if every machine has `gpus` GPUs. The result is at least 1."""
         return max(gpus * self.nodes // (self.gpus(1) if self.nodes == 1 else self.stages * self.expert_ranks), 1)
 
 
@@ -96,26 +97,26 @@ def _size(arguments: Mapping[str, Any], name: str, default: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The sizes of a model's parts, in bytes; 0 if unknown."""
+    """The sizes of weights, in bytes. 0 if a size is unknown."""
 
-    total: int  # The model.
-    experts: int = 0  # Of the model, the part that replicas share out among themselves.
-    draft: int = 0  # A draft model, which the last pipeline stage has.
+    total: int  # The whole model.
+    experts: int = 0  # The part of the model that replicas divide among themselves.
+    draft: int = 0  # The draft model, which is on the last pipeline stage.
 
     def each(self, size: int, layout: Layout) -> int:
-        """Return the bytes on the GPU that has most, if `size` GPUs share each layer."""
+        """Return the bytes of weights on the fullest GPU if `size` GPUs share each layer."""
         ranks = size * layout.stages
         everywhere = -(-(self.total - self.experts) // ranks)
         return everywhere - (-self.experts // (ranks * layout.expert_ranks)) - (-self.draft // size)
 
 
 def copies_that_fit(gpus: int, per_copy: int, most: int | None) -> int:
-    """Return how many copies run on this number of GPUs. One copy always counts, even if its GPUs are missing.
+    """Return how many copies fit on this number of GPUs. The result is at least 1, even if there are too few GPUs.
 
     Args:
-        gpus: The GPUs that the model may use.
-        per_copy: The GPUs of a copy.
-        most: The largest number of copies that is wanted; None: no limit.
+        gpus: The number of GPUs that the model may use.
+        per_copy: The number of GPUs of a copy.
+        most: The limit on copies. None: no limit.
     """
     fit = max(gpus // per_copy, 1)
     return fit if most is None else min(fit, most)
@@ -145,34 +146,35 @@ def why_one_copy(arguments: Mapping[str, Any]) -> str:
 
 
 def tensor_parallel_sizes(config: Config, gpus: int) -> tuple[int, ...]:
-    """Return the sizes from 1 to `gpus` that vLLM accepts for a model with this config.json, ascending.
+    """Return the tensor-parallel sizes from 1 to `gpus` that vLLM accepts for this config.json, in ascending order.
 
-    Every size counts as accepted if the config says nothing.
+    If the config has no relevant values, vLLM is assumed to accept every size.
     """
     return tuple(size for size in range(1, gpus + 1) if size == 1 or _accepted(config, size))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """Memory that a model needs on each of the GPUs that share its layers.
+    """The memory that a model needs on each of the GPUs that share its layers.
 
-    A KV cache is useful if it holds one sequence of the context length, without which vLLM does not start, and is at
-    least a fifth of the memory that vLLM takes.
+    A KV cache is useful if it holds one sequence of the context length, and is at least a fifth of the memory that vLLM
+    uses. vLLM does not start without room for such a sequence.
     """
 
     config: Config  # The model's config.json.
     weights: Weights
     layout: Layout = Layout()
-    memory_share: float = MEMORY_SHARE  # The share of a GPU's memory that vLLM may take.
-    max_model_len: int | None = None  # The longest sequence; None: the model's own context length.
-    cache_element_bytes: int = 2  # Bytes of one number in the KV cache.
-    given_cache_bytes: int | None = None  # Of the KV cache on each GPU, if a setting says so.
+    memory_share: float = MEMORY_SHARE  # The share of a GPU's memory that vLLM may use.
+    max_model_len: int | None = None  # The length of the longest sequence. None: the model's own context length.
+    cache_element_bytes: int = 2  # The size of one number in the KV cache.
+    given_cache_bytes: int | None = None  # The size of the KV cache on each GPU, if a setting gives it.
 
     def fewest(self, sizes: Sequence[int], gpu_bytes: int) -> tuple[int, str]:
-        """Return the first of these sizes that holds the model, or else the last, and the reason in words.
+        """Return the first of these sizes with which the model fits, or else the last, and the reason in words.
 
         Args:
-            gpu_bytes: Total memory of the smallest GPU; 0 if unknown.
+            sizes: Numbers of GPUs that share each layer.
+            gpu_bytes: The total memory of the smallest GPU. 0 if unknown.
         """
         if not self.weights.total or not gpu_bytes:
             unknown = "the GPUs' memory" if self.weights.total else "the size of its weights"
@@ -185,19 +187,19 @@ class ModelMemory:
         return sizes[-1], f"the most that the model allows, which may be too few for {weights}"
 
     def fits(self, size: int, gpu_bytes: int) -> bool:
-        """Return True if this number of GPUs of this memory holds the weights and a useful KV cache."""
+        """Return True if `size` GPUs with this memory hold the weights and a useful KV cache."""
         least = int(int(gpu_bytes * self.memory_share) * _CACHE_SHARE)
         return self.cache_bytes(size, gpu_bytes) >= max(self.sequence_bytes(size), least)
 
     def cache_bytes(self, size: int, gpu_bytes: int) -> int:
-        """Return the bytes that are left for the KV cache on each of these GPUs; below 0 if the weights do not fit."""
+        """Return the bytes that remain for the KV cache on each GPU. Below 0 if the weights do not fit."""
         overhead = max(_OVERHEAD_BYTES, int(gpu_bytes * _OVERHEAD_SHARE))
         return int(gpu_bytes * self.memory_share) - overhead - self.weights.each(size, self.layout)
 
     def cache_tokens(self, size: int, gpu_bytes: int) -> int | None:
-        """Return about how many tokens the KV cache of a replica holds; None if that is not known.
+        """Return about how many tokens the KV cache of a replica holds; None if that is unknown.
 
-        Layers with a sliding window count with their share of a sequence of the model's full length.
+        It is assumed that sequences have the full length, of which layers with a sliding window keep only a part.
         """
         length = self.max_model_len or _first(_text(self.config), _CONTEXT)
         sequence = replace(self, max_model_len=length).sequence_bytes(size)
@@ -207,14 +209,14 @@ class ModelMemory:
         return max(free, 0) * length // sequence
 
     def sequence_bytes(self, size: int) -> int:
-        """Return the bytes of KV cache of the longest sequence, on each of `size` GPUs; 0 if unknown.
+        """Return the size of the longest sequence in the KV cache of each of `size` GPUs; 0 if unknown.
 
-        Layers with a sliding window hold that much of it, layers with a recurrent state nothing.
+        Layers with a sliding window keep only the window. Layers with a recurrent state keep nothing in the cache.
         """
         text = _text(self.config)
         length = _first(text, _CONTEXT) if self.max_model_len is None else self.max_model_len
         if (rank := text.get("kv_lora_rank")) is not None:
-            per_layer = rank + (text.get("qk_rope_head_dim") or 0)  # latent attention: the same on every GPU
+            per_layer = rank + (text.get("qk_rope_head_dim") or 0)  # Latent attention is not divided among GPUs.
         else:
             per_layer = 2 * -(-_kv_heads(text) // size) * _head_size(text)
         tokens = sum(_tokens(text, _first(text, _LAYERS), length))
@@ -252,7 +254,7 @@ def _accepted(config: Config, size: int) -> bool:
 
 
 def _heads_fit(text: Config, size: int) -> bool:
-    """Attention heads are shared out evenly; so are KV heads, or each is copied to equally many GPUs."""
+    """Return True if attention heads divide evenly among the GPUs, and KV heads divide evenly or are copied evenly."""
     heads, kv_heads = _first(text, _HEADS), _kv_heads(text)
     if heads % size or not kv_heads:
         return not heads % size
@@ -260,13 +262,13 @@ def _heads_fit(text: Config, size: int) -> bool:
 
 
 def _widths_fit(text: Config, size: int) -> bool:
-    """The feed-forward layers are shared out evenly: dense, of each expert, and of the experts all tokens use."""
+    """Return True if all feed-forward layers divide evenly: dense layers, experts, and shared experts."""
     widths = [text.get(name) for name in (*_WIDTHS, *_SHARED_WIDTHS)]
     return all(width % size == 0 for width in _numbers(widths))
 
 
 def _state_fits(text: Config, size: int) -> bool:
-    """Recurrent layers: heads are shared out evenly; so are groups, unless they are one."""
+    """Return True if the heads of recurrent layers divide evenly, and their groups as well unless there is only one."""
     heads = _numbers([text.get(name) for name in _STATE_HEADS])
     groups = _first(text, _STATE_GROUPS)
     return all(count % size == 0 for count in heads) and (groups in (0, 1) or groups % size == 0)
@@ -279,7 +281,7 @@ def _vision_fits(vision: Config, size: int) -> bool:
 
 
 def _blocks_fit(text: Config, quantization: Config, size: int) -> bool:
-    """Quantized weights: no block or group of numbers with one scale straddles two GPUs."""
+    """Return True if no block of quantized weights with one scale is divided between two GPUs."""
     block = _scale_block(quantization)
     if block <= 1:
         return True
@@ -295,7 +297,7 @@ def _blocks_fit(text: Config, quantization: Config, size: int) -> bool:
 
 
 def _scale_block(quantization: Config) -> int:
-    """Return how many inputs of a layer share one scale; 0 if it does not matter."""
+    """Return how many inputs of a layer share one scale; 0 if the scales have no blocks."""
     if blocks := quantization.get("weight_block_size"):
         return int(blocks[-1])
     sizes = [quantization.get("group_size"), quantization.get("q_group_size")]

@@ -1,18 +1,18 @@
-"""LoRA adapters on vLLM: which adapters are in its memory, and which requests use them.
+"""LoRA adapters on vLLM: which adapters are in memory, and which requests use them.
 
-vLLM reads an adapter from its directory whenever a step needs one that is not in memory, and its engine process dies if
-that fails; it also takes adapters of one name for one and the same. So
+If a step needs an adapter that is not in memory, vLLM reads it from its directory. If that fails, the engine process
+dies. vLLM also treats all adapters with the same name as one adapter. So:
 
-- this module decides which adapters are in memory: never more than vLLM's cache holds, so that vLLM never drops one,
-  and none is dropped while a request has it. vLLM then never reads a file within a step, and a failure to load is an
-  answer;
-- each adapter has a unique name in vLLM, for ever: an adapter that comes again, from the same directory or another,
-  neither meets requests of the former one in a batch nor finds its blocks in the prefix cache.
+- This module decides which adapters are in memory. There are never more than vLLM's cache holds, so vLLM never drops
+  one. No adapter is dropped while a request uses it. So vLLM never reads a file within a step, and a failed load is
+  only an error for the request.
+- Each adapter has a name in vLLM that is never used again. If an adapter is registered again, it never shares a batch
+  with requests of the former adapter, and never uses the former adapter's blocks in the prefix cache.
 
-vLLM's own pinning is not used: it takes the slot of a pinned adapter from those of a batch, but its scheduler still
-fills batches with as many adapters as it has slots.
+vLLM's own pinning is not used. It makes a pinned adapter occupy one of the slots of a batch, but vLLM's scheduler still
+fills batches with as many adapters as there are slots.
 
-`AsyncLLM.add_lora` raises what loading raises; tests/live/test_adapters_live.py holds that.
+`AsyncLLM.add_lora` raises the errors of loading. tests/live/test_adapters_live.py checks that.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ from engines.vllm.lora_files import CHANGED, AdapterFiles, Shapes, base_shapes, 
 
 logger = logging.getLogger(__name__)
 
-# Seconds between looks at what runs; also the time for an abort to reach the engine before its adapter is removed.
+# Seconds between two checks of the running requests. An abort reaches the engine within this time, so that its adapter
+# can then be removed.
 _POLL = 0.05
-_REMOVE_SECONDS = 30.0  # The longest time that `remove` waits for requests.
-_FAILURE = "Call to add_lora method failed: "  # vLLM's words before an error of its engine process.
-# vLLM's words around an error of a worker.
+_REMOVE_SECONDS = 30.0  # The longest time for which `remove` waits for requests.
+_FAILURE = "Call to add_lora method failed: "  # vLLM's text before an error from its engine process.
+# vLLM's text around an error from a worker.
 _WORKER_FAILURE = re.compile(r"Worker failed with error '(.*)', please check the stack trace above .*", re.DOTALL)
 
 
 class PublicAdapters(dict[str, LoRARequest]):
-    """Adapters by the names that requests give, as vLLM's front end looks them up.
+    """The adapters by their public names. vLLM's front end looks them up here.
 
-    vLLM iterates over `values` only to match content types such as "text" to names of adapters. Slipway selects
-    adapters by name, so `values` is empty.
+    vLLM iterates over `values` only to match content types such as "text" with names of adapters. Slipway selects
+    adapters only by name, so `values` is empty.
     """
 
     def values(self) -> Any:
@@ -58,17 +59,17 @@ class PublicAdapters(dict[str, LoRARequest]):
 
 
 class Claim:
-    """A request's hold on its adapter, until the engine has the request."""
+    """Keeps an adapter in memory for a request until the engine has the request."""
 
     __slots__ = ("_held", "_open", "request")
 
     def __init__(self, held: _Held) -> None:
         held.claims += 1
         self._held, self._open = held, True
-        self.request = held.request  # The adapter, as vLLM is told of it.
+        self.request = held.request  # vLLM's form of the adapter.
 
     def release(self) -> None:
-        """Let go; harmless when that has been done."""
+        """Release the claim. Harmless if it was released before."""
         if self._open:
             self._open = False
             self._held.claims -= 1
@@ -88,19 +89,19 @@ class _Held:
 
 
 def _replaces(held: _Held, other: _Held) -> bool:
-    """Return True for an adapter and itself, or another of its name, which it takes the place of."""
+    """Return True if both are the same adapter, or have the same name, so that one replaces the other."""
     return held.adapter.name == other.adapter.name
 
 
 class VllmAdapters:
-    """The adapters of a model, in the memory of all its copies or outside it."""
+    """The adapters of a model. Each is in the memory of all copies, or of none."""
 
     def __init__(self, llm: AsyncLLM, patience: float, empty_slots: int = 0) -> None:
         """Create the vLLM adapters.
 
         Args:
-            patience: Seconds that loading may take, and a wait for a place in memory.
-            empty_slots: So many of the places that vLLM has stay empty.
+            patience: The limit in seconds for loading an adapter, and for waiting for a place in memory.
+            empty_slots: The number of vLLM's places that stay empty.
         """
         lora: Any = llm.vllm_config.lora_config
         self._llm, self._patience = llm, patience
@@ -108,7 +109,7 @@ class VllmAdapters:
         self._max_rank: int = lora.max_lora_rank
         self._held: dict[int, _Held] = {}
         self.public = PublicAdapters()
-        # Adapters are loaded one by one: each stops the engine's steps for as long as it takes.
+        # Adapters are loaded one by one, because the engine makes no steps during a load.
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -125,7 +126,7 @@ class VllmAdapters:
             if adapter.preload:
                 await self._loaded(held)
         except asyncio.CancelledError:
-            await self.remove(adapter.id, wait=False)  # the canceller must not wait until it is loaded
+            await self.remove(adapter.id, wait=False)  # The cancellation must not wait for the load.
             raise
         except BaseException:
             await self.remove(adapter.id)
@@ -159,9 +160,9 @@ class VllmAdapters:
 
         Raises:
             UnknownAdapter: No adapter has this name.
-            AdapterUnusable: It can no longer be loaded.
-            Overloaded: No slot is free.
-            EngineDead: The engine is gone.
+            AdapterUnusable: The adapter can no longer be loaded.
+            Overloaded: No place in memory becomes free in time.
+            EngineDead: The engine has died.
         """
         if (public := self.public.get(name)) is None:
             raise UnknownAdapter(name, self.public)
@@ -180,11 +181,12 @@ class VllmAdapters:
         return claim
 
     async def load_into(self, add: Callable[[LoRARequest], Awaitable[Any]], *, is_only: bool) -> None:
-        """Load the adapters into a copy of the model that was started.
+        """Load the adapters into a newly started copy of the model.
 
         Args:
             add: Loads an adapter into the copy.
-            is_only: No other copy serves. An adapter that is neither pinned nor in use is loaded for its next request.
+            is_only: No other copy serves. So an adapter that is not preloaded, pinned or in use is loaded only by its
+                next request.
 
         Raises:
             EngineDeadError: The copy has died.
@@ -194,7 +196,7 @@ class VllmAdapters:
             idle = self._idle(lost) if is_only else ()
             for held in lost:
                 held.resident = held.adapter.pin or held.adapter.preload or held not in idle
-                if not held.resident or held.adapter.id not in self._held:  # It was removed during the loads before it.
+                if not held.resident or held.adapter.id not in self._held:  # Removed during the earlier loads.
                     continue
                 try:
                     found = await asyncio.to_thread(read_ahead, held.adapter.path, self._max_rank, self._base)
@@ -204,7 +206,7 @@ class VllmAdapters:
                         await add(held.request)
                 except EngineDeadError:
                     raise
-                except Exception as error:  # its requests fail
+                except Exception as error:  # The requests of the adapter fail.
                     held.resident = False
                     logger.error("adapter %s cannot be loaded into a copy: %s", held.adapter.name, _reason(error))
 
@@ -218,7 +220,7 @@ class VllmAdapters:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _loaded(self, held: _Held) -> None:
-        """Wait until the adapter is in memory. A waiting call may be cancelled. Loading continues for others."""
+        """Wait until the adapter is in memory. If a waiting call is cancelled, loading continues for other calls."""
         if held.resident:
             return
         loading = held.loading
@@ -242,7 +244,7 @@ class VllmAdapters:
             try:
                 async with asyncio.timeout(self._patience):
                     await self._llm.add_lora(held.request)
-                if found.states != await asyncio.to_thread(file_states, path):  # The engine has read them, too.
+                if found.states != await asyncio.to_thread(file_states, path):  # The engine may have read others.
                     raise AdapterFailed(CHANGED)
             except AdapterFailed:
                 await self._drop_failed(held)
@@ -253,7 +255,7 @@ class VllmAdapters:
                 await self._drop_failed(held)
                 raise AdapterFailed(f"loading took longer than {self._patience:g} s") from None
             except Exception as error:
-                await self._drop_failed(held)  # it may be half in place
+                await self._drop_failed(held)  # The adapter may be partly loaded.
                 raise AdapterFailed(_reason(error)) from None
             held.files, held.resident, held.used = found, True, time.monotonic()
         logger.info("adapter %s loaded in %.2f s", held.adapter.name, time.monotonic() - started)
@@ -264,10 +266,10 @@ class VllmAdapters:
             raise NoRoomForAdapter(f"{pinned} adapters are pinned, as many as fit into memory {self._settings()}")
 
     async def _make_place(self, wanted: _Held) -> None:
-        """Drop the adapter that was not used for the longest time, unless there is a place for the wanted one.
+        """If no place is free, drop the least recently used adapter.
 
         Raises:
-            NoRoomForAdapter: All are pinned, or in use for as long as it may take.
+            NoRoomForAdapter: All adapters in memory are pinned, or stay in use until the time limit.
         """
         deadline = time.monotonic() + self._patience
         while len(resident := [held for held in self._held.values() if held.resident]) >= self._places:
@@ -286,24 +288,24 @@ class VllmAdapters:
         return [held for held in some if not held.claims and held.adapter.id not in running]
 
     def _running(self) -> set[int]:
-        """Return the ids of the adapters of all requests that the engine has."""
+        """Return the ids of the adapters that the engine's requests use."""
         states = request_states(self._llm).values()
         return {state.lora_request.lora_int_id for state in states if state.lora_request is not None}
 
     async def _drop_failed(self, held: _Held) -> None:
-        """Drop an adapter that may be half in place. Requests that run with it on another copy keep it there."""
+        """Drop an adapter that may be partly loaded, unless requests use it on another copy."""
         if held.adapter.id not in self._running():
             await self._drop(held)
 
     async def _drop(self, held: _Held) -> None:
-        held.resident = False  # first, so that the next claim loads the adapter again
+        held.resident = False  # Set first, so that the next claim loads the adapter again.
         with contextlib.suppress(EngineDeadError, TimeoutError):
             async with asyncio.timeout(self._patience):
                 await self._llm.remove_lora(held.adapter.id)
 
     async def _free(self, held: _Held) -> None:
-        """Drop an adapter that no longer has a name, when nothing uses it."""
-        while not self._idle([held]):  # Requests that wait for a new engine process keep it, too.
+        """Drop an unregistered adapter when nothing uses it."""
+        while not self._idle([held]):  # Requests that wait for a new engine process also use it.
             await asyncio.sleep(_POLL)
         await asyncio.sleep(_POLL)
         if held.loading is not None:

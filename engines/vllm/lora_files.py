@@ -54,7 +54,7 @@ class AdapterFiles:
     digest: str  # The digest of the content of all files.
 
     def check_same(self, now: AdapterFiles) -> None:
-        """Compare the content of the files with that of files that were read later.
+        """Compare the content of the files with the content at a later time.
 
         Raises:
             AdapterFailed: The content differs.

@@ -124,8 +124,8 @@ def bound_of(value: float, *, least: bool, exclusive: bool, whole: bool) -> dict
     if near != value and (near < value) is least:
         near = math.nextafter(near, inward)
     if exclusive and not whole:
-        # llguidance reads numbers nearer to the bound as the bound itself. It also allows an exclusive bound that is an
-        # integer if the other bound is nearer than the next integer.
+        # llguidance reads a number that is nearer to the bound as the bound itself. It also wrongly allows an exclusive
+        # integer bound if the distance between both bounds is less than 1.
         near, exclusive = sorted((math.nextafter(near, inward), near + math.copysign(_STEP, inward)))[least], False
     keyword = "inimum" if least else "aximum"
     return {f"exclusiveM{keyword}" if exclusive else f"m{keyword}": plain(near)}

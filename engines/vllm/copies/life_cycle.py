@@ -1,4 +1,4 @@
-"""The life of the copies: loaded, opened, restarted after their death, drained and ended."""
+"""The life cycle of the copies: they are loaded, opened, restarted after their death, drained and ended."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Copies:
         statistics: EngineStatistics,
         waits: Callable[[], bool],
     ) -> None:
-        """Create the copies. vLLM is told of the first one, which has been loaded.
+        """Create the copies. The first copy has been loaded.
 
         Args:
             loaded: vLLM with the first copy.
             first: The first copy.
             settings: The settings of the model.
-            statistics: Takes the requests that continue, and the seconds in which no copy took requests.
-            waits: Returns True if requests wait for a copy when none runs. False: they get an error.
+            statistics: Counts the continued requests, and the seconds in which no copy accepted requests.
+            waits: Returns True if requests wait when no copy runs. If False, they get an error.
         """
         self._llm, self._places, self._settings = loaded.llm, loaded.places, settings
         self._reports, self._statistics, self._waits = loaded.reports, statistics, waits
@@ -56,12 +56,12 @@ class Copies:
         self._most = len(self._places[: settings.max_copies])
         self._least = min(settings.min_copies or self._most, self._most)
         self._sends_whole_media = self._most > 1
-        # Is set while a copy takes new requests, or if no copy will take requests any more. Requests that survived a
-        # death come first.
+        # Set while a copy accepts new requests, and if no copy will ever accept requests again. Requests that have
+        # survived a death are sent before it is set.
         self.up = asyncio.Event()
         self._down_since = 0.0
         self.gave_up = False  # No copy runs, and no copy will be started.
-        self._turns = asyncio.Semaphore(len(self._places) if settings.parallel_loading else 1)  # Of loads.
+        self._turns = asyncio.Semaphore(len(self._places) if settings.parallel_loading else 1)  # Limits loads.
         self._openings: dict[Copy, asyncio.Task[None]] = {}
         self._ends: dict[int, asyncio.Task[None]] = {}  # Of former copies, whose memory is being freed.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -74,10 +74,10 @@ class Copies:
         self.client.add(first, self._died)
 
     def begin(self, adapters: VllmAdapters | None) -> None:
-        """Let the first copy take requests.
+        """Let the first copy accept requests.
 
         Raises:
-            EngineStartError: It has died.
+            EngineStartError: The copy has died.
         """
         self._adapters = adapters
         deaths = self._settings.continue_calls
@@ -87,14 +87,14 @@ class Copies:
         self._serve(first)
 
     async def start_others(self) -> None:
-        """Load the other copies: return when the least number serves. The rest is loaded in the background.
+        """Load the other copies. Return when the minimum number serves, and load the rest in the background.
 
         Raises:
-            EngineStartError: One of them cannot be loaded.
+            EngineStartError: A copy cannot be loaded.
         """
         started = await self._start_all(range(2, self._least + 1))
         openings = (self._openings[copy] for copy in started if copy in self._openings)
-        await asyncio.gather(*openings, return_exceptions=True)  # That of a copy that dies is cancelled.
+        await asyncio.gather(*openings, return_exceptions=True)  # If a copy dies, its opening is cancelled.
         if any(copy.state is CopyState.DEAD for copy in started):
             raise EngineStartError(_DIED_AT_START)
         self._add(range(self._least + 1, self._most + 1))
@@ -103,13 +103,13 @@ class Copies:
 
     @property
     def sequences(self) -> int:
-        """The sequences that run together in all copies."""
+        """The number of sequences that run together in all copies."""
         config = self._llm.vllm_config
         return int(config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size * self._most)
 
     @property
     def listed(self) -> Sequence[EngineCopy]:
-        """The copies, by their numbers."""
+        """The copies, sorted by number."""
         copies = sorted(self._by_number.values(), key=lambda copy: copy.number)
         return [EngineCopy(copy.number, copy.state, copy.started_at, copy.place.gpus, copy.end) for copy in copies]
 
@@ -119,11 +119,11 @@ class Copies:
         return [copy for copy in self._by_number.values() if copy.runs]
 
     def health(self) -> EngineHealth:
-        """Return the health of the copies together. They are alive while one runs."""
+        """Return the health of all copies together. They are alive if at least one copy runs."""
         quietest: Progress | None = None
         dead: list[Copy] = []
-        left = 0  # Copies that serve, or will.
-        for copy in self._by_number.values():  # One loop: it is asked often.
+        left = 0  # The number of copies that serve or will serve.
+        for copy in self._by_number.values():  # A single loop, because this is called often.
             if copy.state is CopyState.DEAD:
                 dead.append(copy)
                 continue
@@ -150,9 +150,9 @@ class Copies:
         )
 
     def look(self) -> None:
-        """Take note of deaths that vLLM has not told, of signs of life, and of copies that have drained."""
+        """Handle deaths that vLLM has not reported, record signs of life, and end copies that have drained."""
         if async_llm.output_has_failed(self._llm) and not self.gave_up:
-            for copy in self.running:  # Tokens of any request may be lost. The later ones must not follow.
+            for copy in self.running:  # Tokens of any request may be lost, so later tokens must not be used.
                 self._died(copy)
             self.client.drop_messages()
             async_llm.run_output(self._llm)
@@ -174,10 +174,10 @@ class Copies:
             self._continuations.fail_suspects()
 
     async def restart(self) -> None:
-        """Start the copies again that have died, or else the quietest one.
+        """Restart the dead copies. If none is dead, restart the copy with the most quiet seconds.
 
         Raises:
-            EngineStartError: One cannot be started.
+            EngineStartError: A copy cannot be started.
         """
         serving = [copy for copy in self.running if copy.state is not CopyState.DRAINING]
         dead = [c for c in self._by_number.values() if c.state is CopyState.DEAD and not c.given_up]
@@ -188,7 +188,7 @@ class Copies:
         await self._start_all([copy.number for copy in dead])
 
     def give_up(self) -> None:
-        """Stop the restarts of dead copies. Requests that wait for them get an error."""
+        """Never restart the copies that are dead now. If no other copy is left, waiting requests get an error."""
         for copy in self._by_number.values():
             copy.given_up |= copy.state is CopyState.DEAD
         self._end_if_all_are_dead()
@@ -210,7 +210,7 @@ class Copies:
             )
         self._least, self._most = min(least, most), most
         for copy in [copy for copy in self._by_number.values() if copy.given_up]:
-            del self._by_number[copy.number]  # A new one is started in its place, if there are too few.
+            del self._by_number[copy.number]  # If there are too few copies, a new one takes its place.
         copies = [copy for copy in self._by_number.values() if copy.state is not CopyState.DRAINING]
         useful = {CopyState.READY: 0, CopyState.STARTING: 1, CopyState.DEAD: 2}
         copies.sort(key=lambda copy: (useful[copy.state], copy.number))
@@ -228,7 +228,7 @@ class Copies:
         self._add(free[: most - len(kept)])
 
     async def stop(self, error: EngineDead) -> None:
-        """End all copies, and with an error their requests."""
+        """End all copies. Their requests get an error."""
         for task in self._tasks.difference(self._ends.values()):
             task.cancel()
         self.fail_all(error)
@@ -244,7 +244,7 @@ class Copies:
         for state in async_llm.request_states(self._llm).values():
             if isinstance(state, OwnState):
                 state.fail(error)
-        async_llm.fail_all(self._llm, error.message)  # the requests of vLLM's front end
+        async_llm.fail_all(self._llm, error.message)  # Requests of vLLM's front end.
 
     # Steps in the life of one copy
 
@@ -261,10 +261,10 @@ class Copies:
             logger.error("a copy of the model cannot be loaded: %s", error)
 
     async def _start_all(self, numbers: Iterable[int]) -> list[Copy]:
-        """Load copies, together with `option.parallel_loading` and else one by one.
+        """Load copies: all at once with `option.parallel_loading`, otherwise one by one.
 
         Raises:
-            EngineStartError: One cannot be loaded. The others are loaded.
+            EngineStartError: A copy cannot be loaded. The others are still loaded.
         """
         copies = []
         for number in numbers:
@@ -272,7 +272,7 @@ class Copies:
             copies.append(copy)
         results = asyncio.gather(*map(self._start, copies), return_exceptions=True)
         errors = [error for error in await results if isinstance(error, BaseException)]
-        del results  # With a variable for the error, a reference cycle would keep a client of vLLM.
+        del results  # Otherwise the error and this frame would be a reference cycle, which keeps vLLM's client.
         if errors:
             raise errors.pop(0)
         return copies
@@ -281,7 +281,7 @@ class Copies:
         """Load a copy, and begin to open it.
 
         Raises:
-            EngineStartError: It cannot be loaded. It counts as dead.
+            EngineStartError: The copy cannot be loaded. It then counts as dead.
         """
         try:
             async with self._turns:
@@ -302,17 +302,17 @@ class Copies:
         self._openings[copy] = self._spawn(self._open(copy))
 
     async def _open(self, copy: Copy) -> None:
-        """Load the adapters into a copy, send it the requests that wait, and let it take new ones."""
+        """Load the adapters into a copy, send the waiting requests to it, and let it accept new requests."""
         assert copy.client is not None, "it is loaded"
         assert self._continuations is not None, "the first copy takes requests"
         try:
             if self._adapters is not None:
                 await self._adapters.load_into(copy.client.add_lora_async, is_only=not self.client.ready)
             if not self._sends_whole_media and self._llm.renderer.mm_processor is not None:
-                await self._llm.reset_mm_cache()  # the new process has none of it
+                await self._llm.reset_mm_cache()  # The new process has no media.
             await self._continuations.send_to(copy)
         except (EngineDeadError, EngineDead):
-            return  # `_died` is told
+            return  # `_died` is called for the copy.
         except Exception:
             logger.exception("copy %d cannot be opened: internal error", copy.number)
             self._died(copy)
@@ -324,10 +324,10 @@ class Copies:
                 del self._openings[copy]
         if copy.state is CopyState.STARTING:
             self._serve(copy)
-            await self._continuations.send_on()  # requests that came during `send_to`
+            await self._continuations.send_on()  # Send requests that arrived during `send_to`.
 
     def _serve(self, copy: Copy) -> None:
-        """Let a copy take new requests."""
+        """Let a copy accept new requests."""
         copy.state = CopyState.READY
         self.client.open(copy)
         if self._down_since:
@@ -337,7 +337,7 @@ class Copies:
         self.up.set()
 
     def _died(self, copy: Copy) -> None:
-        """Take note of a death, once. The requests of the copy go to the others, or wait for the next one."""
+        """Handle the death of a copy, once. Its requests go to other copies, or wait for the next copy."""
         if not copy.runs:
             return
         was_draining, copy.state = copy.state is CopyState.DRAINING, CopyState.DEAD
@@ -367,7 +367,7 @@ class Copies:
             self._spawn(self._llm.renderer.clear_mm_cache_async())
 
     def _retire(self, copy: Copy) -> None:
-        """Give a copy no new requests. It ends when its last one has ended."""
+        """Stop sending new requests to a copy. It ends when its last request has ended."""
         if copy.state is CopyState.DEAD:
             del self._by_number[copy.number]
             return
@@ -375,7 +375,7 @@ class Copies:
         self.client.close(copy)
 
     def _remove(self, copy: Copy) -> list[str]:
-        """Begin to end the processes of a copy. Returns the ids of the requests that it had."""
+        """Begin to end the processes of a copy. Return the ids of its requests."""
         copy.state = CopyState.DEAD
         lost = self.client.remove(copy)
         self._ends[copy.number] = self._spawn(self._end(copy))
@@ -390,7 +390,7 @@ class Copies:
                 core_client.let_go(client)
         finally:
             copy.threads.end()
-            # Its last messages have been handled by now.
+            # The copy's last messages have been handled by now.
             replicas = self._llm.vllm_config.parallel_config.data_parallel_size
             self._reports.engine_died(range(copy.number - 1, copy.number - 1 + replicas))
 
