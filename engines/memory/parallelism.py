@@ -16,7 +16,7 @@ Config = Mapping[str, Any]
 
 _GIB = 1 << 30
 MEMORY_SHARE = 0.92  # The share of a GPU's memory that vLLM uses by default (`gpu_memory_utilization`).
-_CACHE_SHARE = 0.2  # The least useful KV cache, as a share of vLLM's memory. With less, few sequences run together.
+_CACHE_SHARE = 0.2  # The smallest useful KV cache, as a share of that memory. With less, few sequences run together.
 # Activations, CUDA graphs and the CUDA context need the larger of this size and this share of a GPU's memory, because
 # vLLM's batches are larger on larger GPUs.
 _OVERHEAD_BYTES = 2 << 30
