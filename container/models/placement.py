@@ -17,6 +17,7 @@ from engines.memory.parallelism import (
     Layout,
     ModelMemory,
     Weights,
+    chooses_gpus,
     copies_that_fit,
     tensor_parallel_sizes,
     why_one_copy,
@@ -188,7 +189,7 @@ def _gpu_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
         (size,), _ = sharing_gpus(model, len(devices))
         why = "dynamic batch takes one GPU, and all with option.device_map"
         return GpuUse(model=model.name, gpus=size, copies=1, why=why)
-    if _chooses_itself(model):
+    if chooses_gpus(model.engine_arguments):
         return GpuUse(model=model.name, gpus=None, why="option.device_ids, Ray or several machines choose them")
     try:
         return _vllm_use(settings, [gpus[device] for device in devices])
@@ -301,7 +302,7 @@ def placed(model: ModelConfig, memory: Sequence[int]) -> ModelConfig:
     GPUs, such as one on Ray.
     """
     gpus = gpus_of(model, memory)
-    if model.handler is not None or not gpus or _chooses_itself(model):
+    if model.handler is not None or not gpus or chooses_gpus(model.engine_arguments):
         return model
     return replace(model, devices=gpus)
 
@@ -340,16 +341,6 @@ def gpus_asked_for(model: ModelConfig) -> int:
 
 def _layout(model: ModelConfig) -> Layout:
     return Layout.of({**model.engine_arguments, "pipeline_parallel_size": model.pipeline_parallel_degree})
-
-
-def _chooses_itself(model: ModelConfig) -> bool:
-    arguments = model.engine_arguments
-    return (
-        "device_ids" in arguments
-        or arguments.get("distributed_executor_backend", "mp") not in ("mp", "uni")
-        or arguments.get("data_parallel_backend", "mp") != "mp"
-        or integer(arguments.get("nnodes", "1")) > 1
-    )
 
 
 def integer(text: str) -> int:

@@ -6,7 +6,7 @@ Everything is computed from the model's config.json. So it is known before an en
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,14 +24,6 @@ _OVERHEAD_SHARE = 0.04
 _VOCABULARY_PADDING = 64  # vLLM pads the vocabulary to a multiple of this size before it divides it among the GPUs.
 # vLLM splits the blocks of FP8 scales of experts down to this size if the blocks straddle two GPUs.
 _LEAST_REFINED_BLOCK = 32
-
-# Engine arguments with which a model has one copy: if they are above 1, if they are given, or if another executor than
-# vLLM's own for one machine is named.
-_COUNTS_OF_ONE_COPY = ("data_parallel_size", "nnodes")
-_OF_ONE_COPY = ("data_parallel_rank", "device_ids", "ec_transfer_config", "kv_transfer_config", "kv_events_config")
-_BACKENDS = ("distributed_executor_backend", "data_parallel_backend")
-_ON_THIS_MACHINE = ("mp", "uni")
-_SWITCHES_OF_ONE_COPY = ("enable_expert_parallel", "enable_fault_tolerance")
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 _VISION = ("vision_config", "vit_config")
@@ -122,27 +114,55 @@ def copies_that_fit(gpus: int, per_copy: int, most: int | None) -> int:
     return fit if most is None else min(fit, most)
 
 
+def _is_above_one(value: Any) -> bool:
+    text = str(value).strip()
+    return text.isdecimal() and int(text) > 1
+
+
+def _is_given(value: Any) -> bool:
+    return value not in (None, "", [])
+
+
+def _is_elsewhere(value: Any) -> bool:
+    """Return True for another executor than those that vLLM has for one machine."""
+    return bool(value) and str(value).strip() not in ("mp", "uni")
+
+
+def _is_on(value: Any) -> bool:
+    return str(value).strip().lower() in TRUE
+
+
+# Engine arguments with which a model has one copy, with the values that count. vLLM itself then shares the model out to
+# GPUs or machines, or opens ports that are there once.
+_OF_ONE_COPY: Mapping[str, Callable[[Any], bool]] = {
+    "data_parallel_size": _is_above_one,
+    "nnodes": _is_above_one,
+    "data_parallel_rank": _is_given,
+    "device_ids": _is_given,
+    "ec_transfer_config": _is_given,
+    "kv_transfer_config": _is_given,
+    "kv_events_config": _is_given,
+    "distributed_executor_backend": _is_elsewhere,
+    "data_parallel_backend": _is_elsewhere,
+    "enable_expert_parallel": _is_on,
+    "enable_fault_tolerance": _is_on,
+}
+# Of these, the arguments with which Slipway does not choose the GPUs.
+_OF_CHOSEN_GPUS = frozenset({"nnodes", "device_ids", "distributed_executor_backend", "data_parallel_backend"})
+
+
 def why_one_copy(arguments: Mapping[str, Any]) -> str:
     """Return the engine argument with which a model runs in one copy only; "" if it may have several.
-
-    With such an argument, vLLM itself shares the model out to GPUs or machines, or opens ports that are there once.
 
     Args:
         arguments: vLLM's engine arguments, typed or as texts.
     """
-    for name in _COUNTS_OF_ONE_COPY:
-        if _size(arguments, name) > 1:
-            return name
-    for name in _OF_ONE_COPY:
-        if arguments.get(name) not in (None, "", []):
-            return name
-    for name in _BACKENDS:
-        if arguments.get(name) and str(arguments[name]).strip() not in _ON_THIS_MACHINE:
-            return name
-    for name in _SWITCHES_OF_ONE_COPY:
-        if str(arguments.get(name)).strip().lower() in TRUE:
-            return name
-    return ""
+    return next((name for name, counts in _OF_ONE_COPY.items() if counts(arguments.get(name))), "")
+
+
+def chooses_gpus(arguments: Mapping[str, Any]) -> bool:
+    """Return True if vLLM or an argument chooses the GPUs. Otherwise Slipway does. `arguments`: as above."""
+    return any(_OF_ONE_COPY[name](arguments.get(name)) for name in _OF_CHOSEN_GPUS)
 
 
 def tensor_parallel_sizes(config: Config, gpus: int) -> tuple[int, ...]:

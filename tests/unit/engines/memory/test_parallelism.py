@@ -13,6 +13,7 @@ from engines.memory.parallelism import (
     Layout,
     ModelMemory,
     Weights,
+    chooses_gpus,
     copies_that_fit,
     tensor_parallel_sizes,
     why_one_copy,
@@ -262,6 +263,25 @@ def test_copies_take_whole_groups_of_gpus_and_one_always_counts(
 )
 def test_arguments_of_one_copy_are_found_as_texts_and_typed(arguments: dict[str, Any], reason: str) -> None:
     assert why_one_copy(arguments) == reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chooses"),
+    [
+        ({}, False),
+        (
+            {"nnodes": "1", "distributed_executor_backend": " uni", "data_parallel_backend": "mp", "device_ids": ""},
+            False,
+        ),
+        ({"data_parallel_size": "2", "data_parallel_rank": "0", "enable_expert_parallel": "true"}, False),
+        ({"nnodes": "2"}, True),
+        ({"device_ids": "1"}, True),
+        ({"distributed_executor_backend": "ray"}, True),
+        ({"data_parallel_backend": "ray"}, True),
+    ],
+)
+def test_vllm_or_an_argument_may_choose_the_gpus(arguments: dict[str, Any], chooses: bool) -> None:
+    assert chooses_gpus(arguments) is chooses
 
 
 def test_the_tokens_of_a_cache_are_what_the_weights_leave() -> None:
