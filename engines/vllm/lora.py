@@ -22,7 +22,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from engines.adapters import Adapter
 from engines.errors import AdapterFailed, AdapterUnusable, EngineDead, NoRoomForAdapter, Overloaded, UnknownAdapter
 from engines.vllm.async_llm import request_states
+from engines.vllm.background_tasks import BackgroundTasks
 from engines.vllm.lora_files import CHANGED, AdapterFiles, Shapes, base_shapes, check_adapter, file_states, read_ahead
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class VllmAdapters:
         self.public = PublicAdapters()
         # Adapters are loaded one by one, because the engine makes no steps during a load.
         self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(_log_error)
 
     @cached_property
     def _base(self) -> Shapes:
@@ -151,7 +152,7 @@ class VllmAdapters:
             return
         if (public := self.public.get(held.adapter.name)) is not None and public.lora_int_id == adapter_id:
             del self.public[held.adapter.name]
-        freeing = self._spawn(self._free(held))
+        freeing = self._tasks.begin(self._free(held))
         if wait:
             await asyncio.wait({freeing}, timeout=_REMOVE_SECONDS)
 
@@ -225,7 +226,7 @@ class VllmAdapters:
             return
         loading = held.loading
         if loading is None or loading.done():
-            loading = held.loading = self._spawn(self._load(held))
+            loading = held.loading = self._tasks.begin(self._load(held))
         await asyncio.wait({loading}, timeout=self._patience)
         if not loading.done():
             raise NoRoomForAdapter(f"it was not loaded within {self._patience:g} s {self._settings()}")
@@ -317,16 +318,9 @@ class VllmAdapters:
     def _settings(self) -> str:
         return f"({self._places}: option.max_cpu_loras, or else option.max_loras)"
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.info("an adapter could not be loaded: %s", error)
+def _log_error(error: BaseException) -> None:
+    logger.info("an adapter could not be loaded: %s", error)
 
 
 def _reason(error: Exception) -> str:

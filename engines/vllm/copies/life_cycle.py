@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -16,6 +15,7 @@ from engines.interface import CopyState, EngineCopy, EngineHealth, EngineStartEr
 from engines.settings.engine_config import EngineConfig
 from engines.statistics import EngineStatistics
 from engines.vllm import async_llm
+from engines.vllm.background_tasks import BackgroundTasks
 from engines.vllm.copies import core_client
 from engines.vllm.copies.client import CopiesClient, Copy
 from engines.vllm.copies.continuation import Continuations, fail
@@ -64,7 +64,7 @@ class Copies:
         self._turns = asyncio.Semaphore(len(self._places) if settings.parallel_loading else 1)  # Limits loads.
         self._openings: dict[Copy, asyncio.Task[None]] = {}
         self._ends: dict[int, asyncio.Task[None]] = {}  # Of former copies, whose memory is being freed.
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(_log_error)
         self._adapters: VllmAdapters | None = None
         self._continuations: Continuations | None = None  # None until the first copy takes requests.
         first.client, first.place = self._llm.engine_core, self._places[0]
@@ -252,7 +252,7 @@ class Copies:
         """Begin to load copies. A copy that cannot be loaded counts as dead, so that it is restarted."""
         if numbers:
             fork_server.start()
-            self._spawn(self._add_all(numbers))
+            self._tasks.begin(self._add_all(numbers))
 
     async def _add_all(self, numbers: Sequence[int]) -> None:
         try:
@@ -299,7 +299,7 @@ class Copies:
         logger.info("copy %d of the model is loaded after %.1f s", copy.number, time.monotonic() - started)
         self._reports.add_engine(copy.number - 1)
         self.client.add(copy, self._died)
-        self._openings[copy] = self._spawn(self._open(copy))
+        self._openings[copy] = self._tasks.begin(self._open(copy))
 
     async def _open(self, copy: Copy) -> None:
         """Load the adapters into a copy, send the waiting requests to it, and let it accept new requests."""
@@ -358,13 +358,13 @@ class Copies:
             return
         self._continuations.copy_died(copy, lost)
         if self.client.ready:
-            self._spawn(self._continuations.send_on())
+            self._tasks.begin(self._continuations.send_on())
         elif self.up.is_set():
             self.up.clear()
             self._down_since = time.monotonic()
         if not self._sends_whole_media and self._llm.renderer.mm_processor is not None:
             # Prompts that are made from now on wait for the new process, which has no media.
-            self._spawn(self._llm.renderer.clear_mm_cache_async())
+            self._tasks.begin(self._llm.renderer.clear_mm_cache_async())
 
     def _retire(self, copy: Copy) -> None:
         """Stop sending new requests to a copy. It ends when its last request has ended."""
@@ -378,7 +378,7 @@ class Copies:
         """Begin to end the processes of a copy. Return the ids of its requests."""
         copy.state = CopyState.DEAD
         lost = self.client.remove(copy)
-        self._ends[copy.number] = self._spawn(self._end(copy))
+        self._ends[copy.number] = self._tasks.begin(self._end(copy))
         return lost
 
     async def _end(self, copy: Copy) -> None:
@@ -394,13 +394,6 @@ class Copies:
             replicas = self._llm.vllm_config.parallel_config.data_parallel_size
             self._reports.engine_died(range(copy.number - 1, copy.number - 1 + replicas))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a copy of the model: internal error", exc_info=error)
+def _log_error(error: BaseException) -> None:
+    logger.error("a copy of the model: internal error", exc_info=error)
