@@ -65,7 +65,7 @@ def limits() -> Any:
     ids=lambda fields: "-".join(fields),
 )
 def test_what_would_harm_the_engine_is_refused_by_name(fields: dict[str, Any]) -> None:
-    from handlers.openai.vllm.engine_client import check_parameters
+    from handlers.openai.vllm.parameter_checks import check_parameters
 
     with pytest.raises(InvalidParameter) as caught:
         check_parameters(params(**fields), limits(), None)
@@ -83,14 +83,14 @@ def test_the_deepest_parameters_that_are_read_reach_the_engine() -> None:
 
 @pytest.mark.parametrize(("tokens", "most", "given"), [(65536, 1, True), (65537, 1, False), (10000, 20, False)])
 def test_log_probabilities_of_the_prompt_have_a_limit(tokens: int, most: int, given: bool) -> None:
-    from handlers.openai.vllm.engine_client import check_prompt_logprobs
+    from handlers.openai.vllm.parameter_checks import check_prompt_logprobs
 
     with contextlib.nullcontext() if given else pytest.raises(InvalidParameter, match="prompt_logprobs"):
         check_prompt_logprobs(params(prompt_logprobs=most), tokens)
 
 
 def test_what_does_no_harm_passes() -> None:
-    from handlers.openai.vllm.engine_client import check_parameters
+    from handlers.openai.vllm.parameter_checks import check_parameters
 
     check_parameters(params(), limits(), None)
     given = params(stop="x", stop_token_ids=[99], logit_bias={0: -100.0}, extra_args={"typical_p": 1}, seed=-5)

@@ -142,7 +142,7 @@ def test_beside_speculative_decoding_nothing_is_loaded_and_typical_p_is_refused_
 
     from engines.request import GenerationRequest, SamplingParameters
     from engines.vllm.sampling import SamplingTranslator, load_typical
-    from handlers.openai.vllm.engine_client import check_parameters
+    from handlers.openai.vllm.parameter_checks import check_parameters
 
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
     arguments = copy.copy(config)

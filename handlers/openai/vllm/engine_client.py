@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from functools import partial
@@ -51,88 +49,16 @@ from engines.vllm.constraints.translator import CheckedConstraint, no_token_left
 from engines.vllm.engine import VllmEngine
 from engines.vllm.explanation import shown_parameters
 from engines.vllm.parsers.classes import constrained_text, tells_end_of_reasoning
-from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_texts, check_bad_words
 from handlers.explanation import ExplainedPrompt
 from handlers.model_config import ModelConfig
 from handlers.openai.current_call import BeamSteps, OpenAICall, current_call
-from handlers.parsing.json_fields import MAX_STRING_LENGTH, MAX_STRINGS, json_kind
+from handlers.openai.vllm.parameter_checks import TRANSFERS, check_id, check_parameters, check_prompt_logprobs
 
 CheckAnswer = Callable[[Any], None]  # Takes the state of a sequence that has ended.
-_INT64 = 2**63
 # Options that vLLM's serving classes give for chats, whose answers are constrained once their reasoning has ended.
 # Other answers have no reasoning, and are constrained from the first token. So are chats whose end of reasoning is
 # unknown.
 _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
-_MOST_REPEATED = 2048  # Tokens that the scheduler may look at for each length of a pattern, after each token.
-_MOST_ID = 512  # Characters. The engine's messages repeat the id for each token.
-_MOST_PROMPT_LOGPROBS = 1 << 17  # A client gets none before the last. vLLM takes 13 µs of the event loop for each.
-# What vLLM's connectors to other servers read. It is in `extra_args`, and so can come in `vllm_xargs` with any type.
-_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
-# Parameters that go to the engine process as 64-bit numbers.
-_WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
-
-
-def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) -> None:
-    """Refuse sampling parameters that would harm the engine or have no effect; `params`: vLLM's `SamplingParams`.
-
-    Raises:
-        InvalidParameter: The parameter is named.
-    """
-    if params.prompt_logprobs is not None and limits.prompt_logprobs_refusal:
-        raise InvalidParameter("prompt_logprobs", f"cannot be given: {limits.prompt_logprobs_refusal}")
-    limits.check_listed_tokens(params)
-    if not all(map(math.isfinite, (params.logit_bias or {}).values())):
-        raise InvalidParameter("logit_bias", "must hold finite numbers")
-    stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
-    if len(stop) > MAX_STRINGS or any(len(text) > MAX_STRING_LENGTH for text in stop):
-        raise InvalidParameter("stop", f"may hold {MAX_STRINGS} strings of {MAX_STRING_LENGTH} characters at most")
-    for name in _WHOLE_NUMBERS:
-        value = getattr(params, name, None)
-        if value is not None and not -_INT64 <= value < _INT64:
-            raise InvalidParameter(name, "must be a 64-bit number")
-    extra = params.extra_args or {}
-    for name in _TRANSFERS:
-        if not isinstance(extra.get(name, {}), dict):
-            raise InvalidParameter(name, f"must be an object, got {json_kind(extra[name])}")
-    if (typical_p := extra.get(TYPICAL_P)) is not None:
-        _check_typical_p(typical_p, limits.typical_refusal)
-    if (repetition := getattr(params, "repetition_detection", None)) is not None:
-        most = repetition.max_pattern_size * repetition.min_count
-        if most > _MOST_REPEATED:
-            raise InvalidParameter(
-                "repetition_detection", f"may have {_MOST_REPEATED} as `max_pattern_size` times `min_count` at most"
-            )
-    if params.bad_words:
-        check_bad_texts(params.bad_words)
-        tokenized = copy.copy(params)
-        tokenized.update_from_tokenizer(tokenizer)
-        check_bad_words(tokenized)
-
-
-def check_prompt_logprobs(params: Any, prompt_tokens: int) -> None:
-    """Refuse log probabilities of a prompt that would stop the event loop for seconds; `params`: as above.
-
-    Raises:
-        InvalidParameter: There would be too many.
-    """
-    if (most := params.prompt_logprobs) is None:
-        return
-    count = prompt_tokens * (1 + most) if most >= 0 else math.inf
-    if count > _MOST_PROMPT_LOGPROBS:
-        raise InvalidParameter(
-            "prompt_logprobs",
-            f"may give {_MOST_PROMPT_LOGPROBS} log probabilities at most; the prompt has {prompt_tokens} tokens, with "
-            f"{'all' if most < 0 else 1 + most} for each",
-        )
-
-
-def _check_typical_p(value: Any, refusal: str) -> None:
-    """It comes in vLLM's `vllm_xargs`, which are passed on unchanged, even if nothing reads them."""
-    if refusal:
-        raise InvalidParameter(TYPICAL_P, refusal)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and 0.0 < value <= 1.0):
-        raise InvalidParameter(TYPICAL_P, "must be a number above 0 and at most 1")
 
 
 class EngineClient:
@@ -171,7 +97,7 @@ class EngineClient:
             VLLMValidationError: The parameters would harm the engine, or there are too many sequences.
             GracefulHTTPError: 503, the queue has no place.
         """
-        _check_id(request_id, options)
+        check_id(request_id, options)
         call = current_call.get()
         if call.steps is not None:
             return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options, places=0)
@@ -193,7 +119,7 @@ class EngineClient:
         """
         config = self._llm.vllm_config
         connectors = (config.kv_transfer_config, config.ec_transfer_config)
-        absent = {name for name, connector in zip(_TRANSFERS, connectors, strict=True) if connector is None}
+        absent = {name for name, connector in zip(TRANSFERS, connectors, strict=True) if connector is None}
         return {name: value for name, value in (args or {}).items() if name not in absent} or None
 
     def searching(self, beam_search: Callable[..., AsyncGenerator[Any, None]]) -> Any:
@@ -244,7 +170,7 @@ class EngineClient:
             VLLMValidationError: The prompt is too long, or there are too many.
             GracefulHTTPError: 503, the queue has no place.
         """
-        _check_id(request_id, options)
+        check_id(request_id, options)
         call = current_call.get()
         with _vllms_errors():
             self._check_length(prompt)
@@ -448,17 +374,6 @@ class EngineClient:
         assert self._engine.adapters is not None
         claim = call.adapters.get(name) or call.keep(name, await self._engine.claim(name))
         return claim.request
-
-
-def _check_id(request_id: str, options: Mapping[str, Any]) -> None:
-    """Refuse ids that are too long.
-
-    Raises:
-        VLLMValidationError: The field is named.
-    """
-    for name, value in (("request_id", request_id), ("session_id", options.get("session_id"))):
-        if isinstance(value, str) and len(value) > _MOST_ID:
-            raise VLLMValidationError(f"`{name}` may have {_MOST_ID} characters at most", parameter=name)
 
 
 def _submitted(call: OpenAICall, prompt: Any) -> Any:
