@@ -10,14 +10,14 @@ from importlib.metadata import version
 from engines.errors import UnknownAdapter
 from engines.interface import EngineHealth
 from handlers.contract import EXPLAIN, LONG_BODY, Call, ContractError, ReplyWriter
-from handlers.custom.batch_format import MAX_BATCH
-from handlers.custom.dynamic_batching import DynamicBatcher
+from handlers.custom.batching.dynamic import DynamicBatcher
+from handlers.custom.batching.format import MAX_BATCH
+from handlers.custom.batching.rolling import RollingBatcher
 from handlers.custom.engine_call import EngineLoader, Origin
 from handlers.custom.handler_input import input_of, priority_of
 from handlers.custom.handler_reply import HandlerReply
 from handlers.custom.request import CallSettings, Request
 from handlers.custom.requirements import environment_variables, prepare_interpreter, requirements_dir
-from handlers.custom.rolling_batching import RollingBatcher
 from handlers.custom.worker import WorkerPlan
 from handlers.custom.worker_adapters import WorkerAdapterHost
 from handlers.custom.worker_pool import WorkerPool

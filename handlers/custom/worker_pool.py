@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from engines.interface import EngineStartError
 from engines.stacks import Stack
 from handlers.contract import ContractError
-from handlers.custom.dynamic_batching import DynamicBatcher
+from handlers.custom.batching.dynamic import DynamicBatcher
+from handlers.custom.batching.rolling import RollingBatcher
 from handlers.custom.metrics import HandlerMetrics
 from handlers.custom.request import CallSettings, Request
-from handlers.custom.rolling_batching import RollingBatcher
 from handlers.custom.settings import HandlerConfig
 from handlers.custom.worker import Worker, WorkerPlan
 from handlers.djl_errors import refused

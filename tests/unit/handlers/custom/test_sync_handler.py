@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from handlers.contract import ContractError
-from handlers.custom import dynamic_batching
+from handlers.custom.batching import dynamic
 from tests.unit.handlers.custom.harness import MODELS, Recorder, serving
 from tests.waiting import until
 
@@ -256,7 +256,7 @@ async def test_a_hundred_clients_that_leave_mid_stream_leave_nothing_running(tmp
 async def test_a_client_that_takes_nothing_for_too_long_frees_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dynamic_batching, "CLIENT_PATIENCE", 0.5)
+    monkeypatch.setattr(dynamic, "CLIENT_PATIENCE", 0.5)
     async with serving("echo") as client:
         stalled = Recorder()
         stalled.taking.clear()
@@ -318,7 +318,7 @@ async def test_a_client_cannot_make_its_request_look_like_a_batch_or_the_initial
 
 
 async def test_a_stalled_client_does_not_hide_a_handler_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamic_batching, "CLIENT_PATIENCE", 0.3)
+    monkeypatch.setattr(dynamic, "CLIENT_PATIENCE", 0.3)
     async with serving("stalling", predict_timeout=3) as client:
         stalled = Recorder()
         stalled.taking.clear()

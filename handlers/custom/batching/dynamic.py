@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from handlers.custom.batch_format import BatchMismatch, joined, prefixed, split_output
+from handlers.custom.batching.format import BatchMismatch, joined, prefixed, split_output
+from handlers.custom.batching.idle_timeout import IdleTimeout
 from handlers.custom.handler_reply import decode_part, reply_of
-from handlers.custom.idle_timeout import IdleTimeout
 from handlers.custom.request import CallSettings, Request
 from handlers.custom.worker import Worker
 from handlers.custom.worker_process.socket_protocol import CREDIT_BYTES, Message, MessageKind

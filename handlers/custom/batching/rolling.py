@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from handlers.contract import JSON, Reply
-from handlers.custom.batch_format import MAX_BATCH, joined, prefixed
+from handlers.custom.batching.format import MAX_BATCH, joined, prefixed
+from handlers.custom.batching.idle_timeout import IdleTimeout
 from handlers.custom.handler_reply import decode_part
-from handlers.custom.idle_timeout import IdleTimeout
 from handlers.custom.request import CallSettings, Request
 from handlers.custom.worker import Worker
 from handlers.custom.worker_process.socket_protocol import Message, MessageKind, Properties

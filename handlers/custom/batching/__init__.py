@@ -1,0 +1,1 @@
+"""Batches of requests for a customer's handler, and calls with one request."""
