@@ -30,11 +30,11 @@ from container.settings.environment import (
 )
 from container.settings.handler_code import OF_ENGINES
 from container.settings.lookup import ALLOW_UNKNOWN, DEFAULT, Lookup, SettingEntry, Sources
-from container.settings.model import model_config, other_arguments
+from container.settings.model import other_arguments, read_model_config
 from container.settings.options import BY_KEY
 from container.settings.properties import read_properties
 from container.settings.secure_mode import SecureMode, read_secure_mode
-from container.settings.server import API_KEYS, LOAD_MODELS, server_config, server_layer
+from container.settings.server import API_KEYS, LOAD_MODELS, read_server_config, server_layer
 from container.settings.settings import ServerReport, Settings, SettingsError, Startup, StartupModel, UrlNotFound
 from container.settings.values import Value, is_true, quoted
 from container.sources import location
@@ -81,8 +81,8 @@ def load_settings(
     remote = RemoteModels(environment.downloads, offline=offline)
     found = _model_dir(_place(model_dir, layer), variables, remote, lookup)
     sources = _sources(found, environment, layer, arguments or {}, remote, lookup)
-    config = server_config(layer, lookup)
-    model = model_config(sources)
+    config = read_server_config(layer, lookup)
+    model = read_model_config(sources)
     required, reserved = _memory(sources, "required_memory_mb"), _memory(sources, "reserved_memory_mb")
     secure_mode = read_secure_mode(variables, lookup.problems)
     if secure_mode is not None:
@@ -123,7 +123,7 @@ def setting_faults(
     layer = server_layer(environment.variables, {}, lookup)
     sources = _sources(model_dir, environment, layer, {}, RemoteModels(environment.downloads, offline=True), lookup)
     layer.pop(server.API_KEYS_FILE.key, None)  # A path in the container.
-    server_config(layer, lookup)
+    read_server_config(layer, lookup)
     for setting in (*HANDLER_SETTINGS.values(), *options.MEMORY):
         sources.value(setting)
     given = sources.model.get(ENTRY_POINT.key) or environment.variables.get("DJL_ENTRY_POINT")
@@ -151,7 +151,7 @@ def load_server(environment: Environment, command_line: Mapping[str, str]) -> Se
     layer = server_layer(variables, command_line, lookup)
     for key in (*SERVER_DEFAULTS_OF_MODEL_KEYS, *(option.key for option in server.FOR_MODELS)):
         layer.pop(key, None)
-    config = server_config(layer, lookup)
+    config = read_server_config(layer, lookup)
     read_secure_mode(variables, lookup.problems)
     if lookup.problems:
         raise SettingsError(lookup.problems, lookup.warnings)

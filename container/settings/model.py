@@ -64,7 +64,7 @@ _TEMPLATES = frozenset({"chat_template"})
 _NAME_FOR_HANDLERS = replace(MODEL_ID, aliases=())  # A custom handler may give `option.model` another meaning.
 
 
-def model_config(sources: Sources) -> ModelConfig:
+def read_model_config(sources: Sources) -> ModelConfig:
     """Return the settings of the model. A wrong setting is a problem, and its field keeps the default."""
     function = sources.lookup.value(FUNCTION, sources.model) or str(FUNCTION.default)
     code = model_code(sources)

@@ -316,7 +316,7 @@ def _flag(key: str) -> str:
     return "--api-key" if key == API_KEYS.key else f"--{key.replace('_', '-')}"
 
 
-def server_config(layer: dict[str, Value], lookup: Lookup) -> ServerConfig:
+def read_server_config(layer: dict[str, Value], lookup: Lookup) -> ServerConfig:
     """Return the server's settings. Wrong values are added to `lookup.problems`."""
     if os.path.exists(SAGEMAKER_METADATA):
         for key, text in _ON_SAGEMAKER.items():
