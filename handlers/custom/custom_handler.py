@@ -16,7 +16,7 @@ from handlers.custom.batching.rolling import RollingBatcher
 from handlers.custom.engine_call import EngineLoader, Origin
 from handlers.custom.handler_input import input_of, priority_of
 from handlers.custom.handler_reply import HandlerReply
-from handlers.custom.request import CallSettings, Request
+from handlers.custom.request import CallLimits, Request
 from handlers.custom.requirements import environment_variables, prepare_interpreter, requirements_dir
 from handlers.custom.worker import WorkerPlan
 from handlers.custom.worker_adapters import WorkerAdapterHost
@@ -62,7 +62,7 @@ class CustomHandler:
         self._settings, self._handler = settings, settings.handler
         # Async handlers and handlers with a rolling batch get each request immediately.
         uses_batches = not self._handler.async_mode and not self._handler.rolling_batch
-        calls = CallSettings(
+        limits = CallLimits(
             queue_size=queue_size,
             overload_status=overload_status,
             unavailable_status=unavailable_status,
@@ -78,7 +78,7 @@ class CustomHandler:
         self.adapter_host = WorkerAdapterHost(lambda: self.pool.serving, settings.predict_timeout)
         rolling = self._handler.rolling_batch and not self._handler.async_mode
         batcher = RollingBatcher if rolling else DynamicBatcher
-        self.pool = WorkerPool(self._handler, calls, batcher, self.adapter_host.register_all)
+        self.pool = WorkerPool(self._handler, limits, batcher, self.adapter_host.register_all)
         self._load_request = LoadRequest(
             model_dir=os.path.abspath(settings.model_dir),
             entry_point=self._handler.entry_point,

@@ -31,7 +31,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallSettings:
+class CallLimits:
     """The limits of the queue and of the calls of one model. Durations are in seconds."""
 
     queue_size: int  # Requests that may wait while all workers are busy.

@@ -16,7 +16,7 @@ from handlers.contract import ContractError
 from handlers.custom.batching.dynamic import DynamicBatcher
 from handlers.custom.batching.rolling import RollingBatcher
 from handlers.custom.metrics import HandlerMetrics
-from handlers.custom.request import CallSettings, Request
+from handlers.custom.request import CallLimits, Request
 from handlers.custom.settings import HandlerConfig
 from handlers.custom.worker import Worker, WorkerPlan
 from handlers.djl_errors import refused
@@ -51,9 +51,9 @@ class WorkerPool:
     """Starts workers, gives them requests, and restarts workers that have ended."""
 
     def __init__(
-        self, settings: HandlerConfig, calls: CallSettings, batcher: type[Batcher], prepare_worker: PrepareWorker
+        self, settings: HandlerConfig, limits: CallLimits, batcher: type[Batcher], prepare_worker: PrepareWorker
     ) -> None:
-        self._settings, self._calls = settings, calls
+        self._settings, self._limits = settings, limits
         self._batcher, self._prepare_worker = batcher, prepare_worker
         self.min_workers, self.max_workers = settings.min_workers, max(settings.min_workers, settings.max_workers)
         self._queue: list[Request] = []  # Waiting requests, ordered by priority and then by arrival.
@@ -148,9 +148,9 @@ class WorkerPool:
         Raises:
             ContractError: The queue is full.
         """
-        if len(self._queue) >= self._calls.queue_size + self._places():
+        if len(self._queue) >= self._limits.queue_size + self._places():
             message = f"every worker is busy and {len(self._queue)} calls wait already; try again later"
-            raise refused(self._calls.overload_status, "WlmCapacityException", message)
+            raise refused(self._limits.overload_status, "WlmCapacityException", message)
 
     @property
     def serving(self) -> tuple[Worker, ...]:
@@ -188,7 +188,7 @@ class WorkerPool:
     @property
     def _batch_size(self) -> int:
         """The largest number of requests in a call."""
-        return self._calls.batch_size if all(worker.takes_batches for worker in self._batchers) else 1
+        return self._limits.batch_size if all(worker.takes_batches for worker in self._batchers) else 1
 
     def _best_batcher(self) -> Batcher | None:
         ready = (batcher for batcher in self._open_batchers() if batcher.room)
@@ -204,7 +204,7 @@ class WorkerPool:
     def _waits_for_more(self) -> bool:
         """True if a batch that is not full still waits: up to `max_batch_delay` after its first request arrived."""
         loop = asyncio.get_running_loop()
-        end = min(request.arrived_at for request in self._queue) + self._calls.max_batch_delay
+        end = min(request.arrived_at for request in self._queue) + self._limits.max_batch_delay
         if self._batch_timer is not None:
             self._batch_timer.cancel()
         self._batch_timer = loop.call_at(end, self._dispatch) if loop.time() < end else None
@@ -229,7 +229,7 @@ class WorkerPool:
             self._starting.discard(worker)
         self._no_worker_reason = ""
         logger.info("%s is ready (pid %s)", worker.name, worker.pid, extra={"worker": worker.name})
-        self._batchers[worker] = self._batcher(worker, self._calls, lambda: self._on_free(worker))
+        self._batchers[worker] = self._batcher(worker, self._limits, lambda: self._on_free(worker))
         self._on_free(worker)
 
     def _on_free(self, worker: Worker) -> None:
@@ -325,7 +325,7 @@ class WorkerPool:
             self._queue.pop().reply.reply(self._unavailable(reason).reply)
 
     def _unavailable(self, reason: str) -> ContractError:
-        return refused(self._calls.unavailable_status, "ServiceUnavailableException", reason)
+        return refused(self._limits.unavailable_status, "ServiceUnavailableException", reason)
 
 
 def _spawn(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:

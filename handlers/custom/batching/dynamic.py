@@ -9,7 +9,7 @@ from collections.abc import Callable
 from handlers.custom.batching.format import BatchMismatch, joined, prefixed, split_output
 from handlers.custom.batching.idle_timeout import IdleTimeout
 from handlers.custom.handler_reply import decode_part, reply_of
-from handlers.custom.request import CallSettings, Request
+from handlers.custom.request import CallLimits, Request
 from handlers.custom.worker import Worker
 from handlers.custom.worker_process.socket_protocol import CREDIT_BYTES, Message, MessageKind
 from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, payload_error
@@ -28,9 +28,9 @@ class DynamicBatcher:
     A worker runs one call at a time, or up to `concurrency` calls in async mode. A single request is not a batch.
     """
 
-    def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
+    def __init__(self, worker: Worker, limits: CallLimits, on_free: Callable[[], None]) -> None:
         """Take the worker to call. `on_free` is called when a call has ended."""
-        self.worker, self._settings, self._on_free = worker, settings, on_free
+        self.worker, self._limits, self._on_free = worker, limits, on_free
         self._calls: set[_Call] = set()
 
     @property
@@ -41,16 +41,16 @@ class DynamicBatcher:
     @property
     def room(self) -> int:
         """The number of requests that `begin` accepts now."""
-        if len(self._calls) >= self._settings.concurrency:
+        if len(self._calls) >= self._limits.concurrency:
             return 0
-        return self._settings.batch_size if self.worker.takes_batches else 1
+        return self._limits.batch_size if self.worker.takes_batches else 1
 
     places = room  # The number of requests that `begin` accepts now or after the running step.
 
     def begin(self, requests: list[Request]) -> None:
         """Start a call. `requests` holds at most `room` requests."""
         kind = _Call if len(requests) == 1 else _BatchCall
-        self._calls.add(kind(self.worker, requests, self._settings, self._finished))
+        self._calls.add(kind(self.worker, requests, self._limits, self._finished))
 
     def _finished(self, call: _Call) -> None:
         self._calls.discard(call)
@@ -61,16 +61,16 @@ class _Call:
     """A call for one request."""
 
     def __init__(
-        self, worker: Worker, requests: list[Request], settings: CallSettings, on_finished: Callable[[_Call], None]
+        self, worker: Worker, requests: list[Request], limits: CallLimits, on_finished: Callable[[_Call], None]
     ) -> None:
-        self._worker, self._requests, self._settings = worker, requests, settings
+        self._worker, self._requests, self._limits = worker, requests, limits
         self._on_finished = on_finished
         self._reply = requests[0].reply
         self._cancelled = False
         self._uncredited = 0  # Bytes that the worker has sent and not yet got credit for.
         self._draining: asyncio.Task[None] | None = None
         self._call = worker.call(self._message(), self, requests[0].origin)
-        self._timeout = IdleTimeout(settings.predict_timeout, self._on_timeout, self._waits_for_client)
+        self._timeout = IdleTimeout(limits.predict_timeout, self._on_timeout, self._waits_for_client)
         for request in requests:
             request.forget = self._forget
 
@@ -94,7 +94,7 @@ class _Call:
         has_answered = message.kind is MessageKind.STREAM_END or (
             message.kind is MessageKind.OUTPUT and not message.streams
         )
-        if has_answered and not self._settings.async_mode:
+        if has_answered and not self._limits.async_mode:
             self._timeout.stop()  # `finalize` may take any time, as in LMI.
         if message.kind is MessageKind.DONE:
             # This has no effect on requests that have their answer.
@@ -104,7 +104,7 @@ class _Call:
             self._received(message.size)
 
     def _on_output(self, output: Message) -> None:
-        part = decode_part(output.data) if self._settings.async_mode and output.code == 200 else None
+        part = decode_part(output.data) if self._limits.async_mode and output.code == 200 else None
         if output.error is not None:
             self._reply.reply(reply_of(output), self._midway(output.code, output.error))
         elif part is not None:
@@ -117,7 +117,7 @@ class _Call:
             self._reply.reply(reply_of(output))
 
     def on_lost(self, reason: str) -> None:
-        self._fail(self._settings.unavailable_status, f"the handler's worker {reason} during the request")
+        self._fail(self._limits.unavailable_status, f"the handler's worker {reason} during the request")
         self._close()
 
     def _message(self) -> Message:
@@ -140,7 +140,7 @@ class _Call:
             # A client that does not read must not block the worker for other clients.
             message = f"the client took nothing for {CLIENT_PATIENCE:g} seconds"
             logger.warning("%s: %s", self._worker.name, message, extra={"worker": self._worker.name})
-            self._fail(self._settings.unavailable_status, message)
+            self._fail(self._limits.unavailable_status, message)
             self._cancel_if_unwanted()
         finally:
             self._draining = None
@@ -149,10 +149,10 @@ class _Call:
         return self._draining is not None and not self._cancelled
 
     def _on_timeout(self) -> None:
-        overdue = self._settings.overdue
-        self._fail(self._settings.unavailable_status, f"the handler {overdue}")
+        overdue = self._limits.overdue
+        self._fail(self._limits.unavailable_status, f"the handler {overdue}")
         logger.warning("%s: a call %s", self._worker.name, overdue, extra={"worker": self._worker.name})
-        if self._settings.async_mode and not self._cancelled:
+        if self._limits.async_mode and not self._cancelled:
             # The worker's other calls continue, unless the handler's event loop hangs.
             self._cancel_if_unwanted()
             self._timeout = IdleTimeout(_CANCEL_PATIENCE, self._end_worker)
@@ -160,7 +160,7 @@ class _Call:
             self._end_worker()
 
     def _end_worker(self) -> None:
-        self._worker.end_hung(f"was ended because it {self._settings.overdue}")
+        self._worker.end_hung(f"was ended because it {self._limits.overdue}")
 
     def _fail(self, status: int, message: str, kind: str = "EngineException") -> None:
         for request in self._requests:
@@ -168,7 +168,7 @@ class _Call:
 
     def _midway(self, status: int, message: str) -> bytes:
         """Return the last bytes of a body that has started: text, or in async mode a line of JSON."""
-        return payload_error(message, status) if self._settings.async_mode else message.encode("utf-8", "replace")
+        return payload_error(message, status) if self._limits.async_mode else message.encode("utf-8", "replace")
 
     def _close(self) -> None:
         self._timeout.stop()

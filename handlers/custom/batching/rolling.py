@@ -13,7 +13,7 @@ from handlers.contract import JSON, Reply
 from handlers.custom.batching.format import MAX_BATCH, joined, prefixed
 from handlers.custom.batching.idle_timeout import IdleTimeout
 from handlers.custom.handler_reply import decode_part
-from handlers.custom.request import CallSettings, Request
+from handlers.custom.request import CallLimits, Request
 from handlers.custom.worker import Worker
 from handlers.custom.worker_process.socket_protocol import Message, MessageKind, Properties
 from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, payload_error
@@ -56,9 +56,9 @@ class RollingBatcher:
     the batch have gone. The batch does not wait for slow clients.
     """
 
-    def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
-        self.worker, self._settings, self._on_free = worker, settings, on_free
-        self._limit = min(settings.max_rolling_batch_size, MAX_BATCH)
+    def __init__(self, worker: Worker, limits: CallLimits, on_free: Callable[[], None]) -> None:
+        self.worker, self._limits, self._on_free = worker, limits, on_free
+        self._most = min(limits.max_rolling_batch_size, MAX_BATCH)
         self._active: list[_ActiveRequest] = []
         self._step: int | None = None  # The number of the running step's call.
         self._timeout: IdleTimeout | None = None
@@ -75,7 +75,7 @@ class RollingBatcher:
 
     @property
     def places(self) -> int:
-        return self._limit - len(self._active)
+        return self._most - len(self._active)
 
     def begin(self, requests: list[Request]) -> None:
         for request in requests:
@@ -85,7 +85,7 @@ class RollingBatcher:
         entries = [active.entry(index) for index, active in enumerate(self._active)]
         self._answered = self._reset = False
         self._step = self.worker.call(joined(entries, *more), self)
-        self._timeout = IdleTimeout(self._settings.predict_timeout, self._on_timeout)
+        self._timeout = IdleTimeout(self._limits.predict_timeout, self._on_timeout)
 
     def on_message(self, message: Message) -> None:
         if message.kind is MessageKind.OUTPUT:
@@ -119,7 +119,7 @@ class RollingBatcher:
 
     def on_lost(self, reason: str) -> None:
         self._end()
-        status = self._settings.unavailable_status
+        status = self._limits.unavailable_status
         message = f"the handler's worker {reason} during the request"
         self._fail(front_end_reply(status, "EngineException", message), payload_error(message, status))
 
@@ -129,9 +129,9 @@ class RollingBatcher:
             self._timeout.stop()
 
     def _on_timeout(self) -> None:
-        failure = payload_error(f"the handler {self._settings.overdue}")
+        failure = payload_error(f"the handler {self._limits.overdue}")
         self._fail(Reply(FAILED_DEPENDENCY, JSON, failure), failure)
-        self.worker.end_hung(f"was ended because it {self._settings.overdue}")
+        self.worker.end_hung(f"was ended because it {self._limits.overdue}")
 
     def _fail_step(self, output: Message) -> None:
         """Fail all requests, because the step's output does not have a part for each request."""
