@@ -34,9 +34,10 @@ class Deadline:
     seconds: float  # From the arrival of the call's head.
     at: float  # By the monotonic clock.
 
-    def call(self, function: Callable[[], object]) -> asyncio.TimerHandle:
-        """Call a function at the deadline, or soon if that has passed."""
-        return asyncio.get_running_loop().call_later(max(self.at - time.monotonic(), 0.0), function)
+    def call(self, function: Callable[[DeadlineExceeded], object]) -> asyncio.TimerHandle:
+        """Call a function at the deadline, or soon if that has passed, with the error of a call that has nothing."""
+        seconds = max(self.at - time.monotonic(), 0.0)
+        return asyncio.get_running_loop().call_later(seconds, function, DeadlineExceeded(self.seconds))
 
     async def limit(self, work: Awaitable[T]) -> T:
         """Wait for the result of work that comes before the first token.
@@ -50,11 +51,7 @@ class Deadline:
         except TimeoutError:
             if not timeout.expired():  # an error of the work
                 raise
-            raise self.error() from None
-
-    def error(self) -> DeadlineExceeded:
-        """Return the error of a call that has nothing at its deadline."""
-        return DeadlineExceeded(self.seconds)
+            raise DeadlineExceeded(self.seconds) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

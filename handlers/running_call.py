@@ -73,10 +73,13 @@ class RunningCall:
                 await self._submit()
             else:
                 await self._deadline.limit(self._submit())
+        except DeadlineExceeded as error:
+            self._end_at_deadline(error)
+            return
         except RequestError as error:
             if isinstance(error, InvalidParameter):
                 error = error.renamed(self._exchange.names)
-            if self.begun or isinstance(error, DeadlineExceeded):  # begun: with what an earlier prompt has made
+            if self.begun:  # with what an earlier prompt has made
                 self.on_error(error)
             if not self.answered:  # nor before, as an earlier prompt has failed
                 self.cancel()
@@ -147,14 +150,19 @@ class RunningCall:
         for generation in list(self._generations):
             generation.abort()
 
-    def _end_at_deadline(self) -> None:
-        """End the call: with an answer if a sequence has a token, otherwise an error."""
-        assert self._deadline is not None
-        if not any(generation.begun for generation in self._generations):
-            self.on_error(self._deadline.error())
+    def _end_at_deadline(self, error: DeadlineExceeded) -> None:
+        """End the call: with an answer if a sequence has a token, otherwise with the error."""
+        generations, requests = list(self._generations), self._exchange.requests
+        if not any(generation.begun for generation in generations):
+            self.on_error(error)
             return
-        for generation in list(self._generations):
+        for generation in generations:
             generation.abort(at_deadline=True)
+        for prompt in range(len(generations), len(requests)):  # The engine does not have these.
+            last = requests[prompt].sequences - 1
+            for sequence in range(last + 1):
+                end = TokenDelta("", [], sequence, FinishReason.LENGTH, last=sequence == last, stop_reason=DEADLINE)
+                self.on_delta(end, prompt)
 
     def cancel(self) -> None:
         if self.answered and not self._generations:

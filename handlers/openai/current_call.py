@@ -151,8 +151,8 @@ class OpenAICall:
             self._on_missed = on_missed
             self._deadline_timer = self.deadline.call(self.end_at_deadline)
 
-    def end_at_deadline(self) -> None:
-        """End all requests if one of them has a token, otherwise the call with an error."""
+    def end_at_deadline(self, error: DeadlineExceeded) -> None:
+        """End all requests if one of them has a token, otherwise the call with the error."""
         if self.deadline_passed or self.deadline is None or self._on_missed is None:
             return
         self.deadline_passed = True
@@ -160,7 +160,6 @@ class OpenAICall:
             for request in list(self.open):
                 request.end_at_deadline()
             return
-        error = self.deadline.error()
         self.failed = error.message
         self._queue.count_deadline(self.request_id, begun=False)
         self._on_missed(error)

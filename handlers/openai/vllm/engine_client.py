@@ -301,7 +301,7 @@ class EngineClient:
             raise
         except Exception as error:
             if isinstance(error, DeadlineExceeded):  # the engine has not got the request
-                call.end_at_deadline()
+                call.end_at_deadline(error)
                 if call.failed:
                     raise asyncio.CancelledError from None  # As in `_explain`. The client has its error.
                 output = _nothing(request_id, prompt, params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -199,16 +200,35 @@ class TestCalls:
         await until(lambda: writer.ended)
         assert b'"finish_reason": "error"' in writer.body
 
-    @pytest.mark.parametrize("prompts", [["a"], ["a", "b"]])
-    async def test_waiting_for_an_engine_counts(self, prompts: Sequence[str]) -> None:
-        queue, writer = EngineQueue(engine := Stuck(len(prompts) - 1), 4), CollectedReply()
-        await EngineHandler(queue, CONTRACT).handle(asked({"inputs": prompts}), writer)
+    async def test_waiting_for_an_engine_counts(self) -> None:
+        queue, writer = EngineQueue(engine := Stuck(), 4), CollectedReply()
+        await EngineHandler(queue, CONTRACT).handle(asked({"inputs": "a"}), writer)
         assert writer.whole is not None
         assert b"at its deadline" in writer.whole.body
         assert writer.whole.headers == REACHED
         assert engine.left == 1
-        assert all(generation.cancelled for generation in engine.running)
         assert engine.statistics.deadlines == {"partial": 0, "nothing": 1}
+        assert (queue.open_sequences, queue.running) == (0, {})
+
+    @pytest.mark.parametrize("begun", [False, True])
+    async def test_a_prompt_that_the_engine_does_not_have_ends_empty_if_another_has_a_token(self, begun: bool) -> None:
+        queue, writer = EngineQueue(engine := Stuck(takes=1), 8), CollectedReply()
+        engine.begun = begun
+        document = {"inputs": ["a", "b"], "parameters": {"do_sample": True, "n": 2, "details": True}}
+        await EngineHandler(queue, CONTRACT).handle(asked(document), writer)
+        assert writer.whole is not None
+        assert writer.whole.headers == REACHED
+        if begun:
+            first, second = json.loads(writer.whole.body)
+            assert (first["generated_text"], second["generated_text"]) == ("!", "")
+            (other,) = second["details"]["best_of_sequences"]
+            for ended in (second["details"], other):
+                assert (ended["finish_reason"], ended["stop_reason"]) == ("length", "deadline")
+        else:
+            assert b"at its deadline" in writer.whole.body
+        assert engine.left == 1
+        assert engine.running[0].cancelled is not begun
+        assert engine.statistics.deadlines == {"partial": begun, "nothing": not begun}
         assert (queue.open_sequences, queue.running) == (0, {})
 
     async def test_each_unfinished_sequence_of_each_prompt_ends(self) -> None:

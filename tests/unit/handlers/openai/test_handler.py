@@ -619,7 +619,7 @@ async def test_a_call_without_a_token_gets_one_error_and_its_requests_are_not_en
     call.start_deadline(missed.append)
     call.add(waiting)
     await until(lambda: bool(missed))
-    call.end_at_deadline()
+    call.end_at_deadline(missed[0])
     assert len(missed) == 1
     assert not waiting.ended
 
