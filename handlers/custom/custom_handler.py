@@ -22,6 +22,7 @@ from handlers.custom.worker import WorkerPlan
 from handlers.custom.worker_adapters import WorkerAdapterHost
 from handlers.custom.worker_pool import WorkerPool
 from handlers.custom.worker_process.socket_protocol import LoadRequest, Message
+from handlers.deadline import HEADER as DEADLINE
 from handlers.djl_errors import unknown_adapter
 from handlers.explanation import Explained
 from handlers.model_config import ModelConfig
@@ -105,7 +106,9 @@ class CustomHandler:
         await self.pool.start(WorkerPlan(python, environment, self._load_request, timeout, self._load_engine, metrics))
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Request:
-        # The attribute `explain` may be the customer's own.
+        # The attributes `deadline` and `explain` may be the customer's own.
+        if call.steering_fault is not None and call.time_limit is None and DEADLINE in call.headers:
+            raise call.steering_fault
         if call.explanation is not None and EXPLAIN in call.headers:
             if call.steering_fault is not None:
                 raise call.steering_fault

@@ -52,6 +52,18 @@ def test_a_handler_sees_query_headers_and_attributes_as_lmi_shows_them(echo: Ser
     assert "X-Amzn-SageMaker-Custom-Attributes" not in properties
 
 
+def test_a_wrong_deadline_is_refused_and_an_attribute_of_that_name_may_be_the_customers(echo: Server) -> None:
+    wrong = echo.client.post(
+        "/invocations", headers={"X-Slipway-Deadline": "soon", "x-amzn-sagemaker-custom-attributes": "deadline=2"}
+    )
+    own = echo.client.post(
+        "/invocations", content=b"body", headers={"x-amzn-sagemaker-custom-attributes": "deadline=Monday"}
+    )
+    message = "`X-Slipway-Deadline` must be seconds, a number above 0, at most 1000000000; got 'soon'"
+    assert (wrong.status_code, wrong.json()) == (400, {"code": 400, "type": "BadRequestException", "message": message})
+    assert (own.status_code, own.content) == (200, b"body")
+
+
 def test_a_chat_reaches_the_handler_by_openais_client_and_other_contracts_say_that_they_do_not(echo: Server) -> None:
     with openai.OpenAI(base_url=f"{echo.url}/v1", api_key="none") as client:
         chat = {"model": "any", "messages": [{"role": "user", "content": "Hi"}]}
