@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from engines.errors import DeadlineExceeded, InvalidRequest
 from engines.statistics import EngineStatistics
 from handlers.contract import Call, not_held_header
-from handlers.deadline import REACHED, Deadline
+from handlers.deadline import NO_DEADLINES, REACHED, Deadline, DeadlineConfig
 from handlers.explanation import ExplainedPrompt
 from handlers.openai.constraints import Form
 from handlers.openai.media.limits import MediaMemory, RequestMedia
@@ -146,14 +146,23 @@ class OpenAICall:
         Args:
             on_missed: Called at the deadline if no request has a token.
         """
-        self.deadline = self._queue.deadlines.of(self._arrived_at, self._time_limit, stream=self.streams)
+        self._on_missed = on_missed
+        self._set_deadline(self._queue.deadlines)
+
+    def leave_client(self) -> None:
+        """Drop the server's deadline: no client waits for a response in the background. The client's own stays."""
+        self._set_deadline(NO_DEADLINES)
+
+    def _set_deadline(self, deadlines: DeadlineConfig) -> None:
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        self.deadline = deadlines.of(self._arrived_at, self._time_limit, stream=self.streams)
         if self.deadline is not None and self.explained is None:
-            self._on_missed = on_missed
             self._deadline_timer = self.deadline.call(self.end_at_deadline)
 
     def end_at_deadline(self, error: DeadlineExceeded) -> None:
         """End all requests if one of them has a token, otherwise the call with the error."""
-        if self.deadline_passed or self.deadline is None or self._on_missed is None:
+        if self.deadline_passed or self._on_missed is None:
             return
         self.deadline_passed = True
         if self.begun or any(request.begun for request in self.open):
@@ -175,11 +184,6 @@ class OpenAICall:
         if not self.reached:
             self._queue.count_deadline(self.request_id, begun=True)
         self.reached = REACHED
-
-    def _drop_deadline(self) -> None:
-        self.deadline = self._on_missed = None
-        if self._deadline_timer is not None:
-            self._deadline_timer.cancel()
 
     def begin(self) -> None:
         """Note that the engine has begun an answer."""
@@ -203,10 +207,10 @@ class OpenAICall:
     def goes_on_in(self, task: asyncio.Task[None]) -> None:
         """Keep the call's resources until the task has ended: it makes a response in the background.
 
-        It has no deadline: no client waits for it.
+        A response without a token at its deadline fails.
         """
         self._background = task
-        self._drop_deadline()
+        self._on_missed = lambda _: task.cancel()
 
     def explain(self, prompts: Sequence[ExplainedPrompt]) -> None:
         """Give the explanation these prompts, unless it has some."""
@@ -216,11 +220,13 @@ class OpenAICall:
     def close(self) -> None:
         """Release all resources when nothing runs in the background."""
         self.on_begin = None
-        self._drop_deadline()
         task, self._background = self._background, None
         if task is not None and not task.done():
             task.add_done_callback(lambda _: self.close())
             return
+        self._on_missed = None
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
         self.release(self._places)
         if self.media is not None:
             self.media.close()

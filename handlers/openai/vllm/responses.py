@@ -93,7 +93,7 @@ def change_responses(responses: Any) -> None:
     responses.responses_stream_generator = _telling_incomplete(responses.responses_stream_generator)
     create = responses.create_responses
     if responses.enable_store:  # Otherwise vLLM stores nothing, and refuses responses in the background.
-        create = partial(_without_trace, create)
+        create = partial(_stored, create)
     responses.create_responses = partial(with_own_id, create, tasks, set())
     renderer = responses.online_renderer
     if renderer.parser is not None:
@@ -131,12 +131,12 @@ async def with_own_id(
         beginning.discard(own)
 
 
-async def _without_trace(create: Callable[..., Awaitable[Any]], request: ResponsesRequest, *rest: Any) -> Any:
-    """Create a response. vLLM stores nothing of one that is to be explained."""
+async def _stored(create: Callable[..., Awaitable[Any]], request: ResponsesRequest, *rest: Any) -> Any:
+    """Create a response. vLLM stores nothing of a response that is to be explained."""
     call = current_call.get()
+    if request.background:
+        call.leave_client()
     if call.explained is not None:
-        if request.background:
-            call.deadline = None  # No client waits for it.
         request = request.model_copy(update={"background": False, "store": False})
     return await create(request, *rest)
 

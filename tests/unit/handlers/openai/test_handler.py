@@ -13,6 +13,7 @@ import pytest
 from engines.errors import DeadlineExceeded, GenerationFailed, InvalidChat, InvalidRequest, Overloaded, UnknownAdapter
 from engines.statistics import EngineStatistics
 from handlers.contract import Call, Reply
+from handlers.deadline import DeadlineConfig
 from handlers.openai.constraints import RENDER
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.handler import OpenAIHandler
@@ -625,15 +626,25 @@ async def test_a_call_without_a_token_gets_one_error_and_its_requests_are_not_en
 
 
 @pytest.mark.asyncio
-async def test_what_goes_on_in_the_background_has_no_deadline() -> None:
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_response_in_the_background_has_only_the_clients_own_deadline(begun: bool) -> None:
     missed: list[DeadlineExceeded] = []
-    call = OpenAICall(queue_of(), call=replace(CALL, time_limit=0.01))
-    call.start_deadline(missed.append)
-    task = asyncio.create_task(asyncio.sleep(0.05))
-    call.goes_on_in(task)
-    await task
-    assert call.deadline is None
+    queue = EngineQueue(NoEngine(), 4, deadlines=DeadlineConfig(answer=0.01))  # type: ignore[arg-type]
+    without, limited = OpenAICall(queue, call=CALL), OpenAICall(queue, call=replace(CALL, time_limit=0.01))
+    requests = Open(begun), Open(begun)
+    tasks = [asyncio.create_task(asyncio.Event().wait()) for _ in requests]
+    for call, request, task in zip((without, limited), requests, tasks, strict=True):
+        call.start_deadline(missed.append)
+        call.leave_client()
+        call.goes_on_in(task)
+        call.add(request)
+        call.close()
+    assert without.deadline is None
+    await until(lambda: requests[1].ended if begun else tasks[1].done())
+    assert [request.ended for request in requests] == [False, begun]
+    assert [task.done() for task in tasks] == [False, not begun]
     assert missed == []
+    tasks[0].cancel()
 
 
 class Hold:
