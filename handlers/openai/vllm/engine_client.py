@@ -496,9 +496,25 @@ def _cut(output: Any) -> bool:
     aborted = [] if output is STREAM_FINISHED else [each for each in output.outputs if each.finish_reason == "abort"]
     for sequence in aborted:
         sequence.finish_reason, sequence.stop_reason = "length", DEADLINE
+        sequence.text = sequence.text or _NO_TEXT
     if aborted and output.prompt_logprobs is not None:  # vLLM's front end wants an item for each token of the prompt
         output.prompt_logprobs += [None] * (len(output.prompt_token_ids) - len(output.prompt_logprobs))
     return bool(aborted)
+
+
+class _NoText(str):
+    """The text of a sequence that has ended without a token.
+
+    vLLM's streams leave out a part without text and tokens, and so the end of the sequence, if its text is false.
+    """
+
+    __slots__ = ()
+
+    def __bool__(self) -> bool:
+        return True
+
+
+_NO_TEXT = _NoText()
 
 
 def _nothing(request_id: str, prompt: Any, params: Any) -> RequestOutput:
