@@ -96,7 +96,7 @@ class OpenAICall:
         self.deadline: Deadline | None = None
         self.open: set[OpenRequest] = set()  # Its requests in the engine.
         self._deadline_timer: asyncio.TimerHandle | None = None
-        self._on_missed: Callable[[DeadlineExceeded], None] | None = None
+        self._on_missed: Callable[[DeadlineExceeded], object] | None = None
         self.deadline_passed = False  # Its requests were ended, or it has its error.
         # Adapters that are kept for the call, by name; a beam search asks for its own several times.
         self.adapters: dict[str, Claim] = {}
@@ -140,13 +140,18 @@ class OpenAICall:
         logger.info("%d parts of the JSON schema are not held", len(places), extra={"request_id": self.request_id})
         self.not_held = not_held_header(places)
 
-    def start_deadline(self, on_missed: Callable[[DeadlineExceeded], None]) -> None:
+    def start_deadline(self, on_missed: Callable[[DeadlineExceeded], object]) -> None:
         """Start the timer of the call's deadline. A call that is only explained shows it, and has no timer.
 
         Args:
             on_missed: Called at the deadline if no request has a token.
         """
         self._on_missed = on_missed
+        self._set_deadline(self._queue.deadlines)
+
+    def begin_stream(self) -> None:
+        """Note that the answer is a stream, which a form does not tell before. The deadline of streams holds."""
+        self.streams = True
         self._set_deadline(self._queue.deadlines)
 
     def leave_client(self) -> None:

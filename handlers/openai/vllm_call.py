@@ -151,6 +151,8 @@ class VllmCall:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in message["headers"]}
             self._content_type = headers.get("content-type", "")
             self._headers = tuple(pair for pair in headers.items() if pair[0] not in _FRAMING) + self._id_header
+            if self._path in SPEECH and media_type(self._content_type) == _EVENTS:
+                self._openai_call.begin_stream()
         elif message["type"] == "http.response.body":
             self._pass_on(message.get("body", b""), last=not message.get("more_body", False))
             await self._writer.drain()

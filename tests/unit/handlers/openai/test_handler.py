@@ -586,6 +586,25 @@ async def test_a_call_that_has_no_request_yet_ends_at_its_deadline(streams: bool
     assert (handler.open_sequences, handler.engine.statistics.deadlines) == (0, {"partial": 0, "nothing": 1})
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", [b"text/event-stream; charset=utf-8", b"application/json"])
+async def test_a_transcription_that_is_streamed_has_the_deadline_of_streams(kind: bytes) -> None:
+    queue, writer = EngineQueue(NoEngine(), 4, deadlines=DeadlineConfig(answer=60.0, stream=450.0)), CollectedReply()  # type: ignore[arg-type]
+    deadlines: list[float] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in (start() | {"headers": [(b"content-type", kind)]}, part(b"data: {}\n\n")):
+            deadline = current_call.get().deadline
+            assert deadline is not None
+            deadlines.append(deadline.seconds)
+            await send(message)
+
+    form = replace(CALL, path="/v1/audio/transcriptions", content_type="multipart/form-data; boundary=x", body=b"")
+    await OpenAIHandler(VllmApp(app, None), queue).handle(form, writer)
+    await until(lambda: writer.whole is not None or writer.ended)
+    assert deadlines == [60.0, 450.0 if b"event" in kind else 60.0]
+
+
 @dataclass(eq=False)
 class Open:
     """A request in the engine."""
