@@ -279,6 +279,15 @@ def test_images_that_grow_are_refused_in_bounded_memory(vision: Server) -> None:
     assert peak_memory.peak_mib(vision.process.pid) - before < 200
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
+def test_a_call_with_an_image_has_a_deadline(vision: Server, path: str) -> None:
+    body = {"inputs": f"![]({IMAGE})"} if path == "/generate" else chat(IMAGE) | {"model": vision.name}
+    headers = {"X-Amzn-SageMaker-Custom-Attributes": f"route={path}; deadline=0.0001"}
+    answer = vision.client.post("/invocations", json=body, headers=headers)
+    assert answer.status_code == 504, answer.text
+    assert "the call had no answer at its deadline" in answer.text
+
+
 def test_images_are_not_cut_and_not_searched_with_beams(vision: Server) -> None:
     cut = tgi(vision, "/generate", f"![]({IMAGE})Hello", truncate=3)
     assert "a prompt with images cannot be cut to 3 tokens" in cut.json()["error"]

@@ -319,6 +319,24 @@ def test_an_embedding_model_scores_by_the_cosine(encoder: Server, vectors: list[
     assert math.isclose(score["score"], expected[0], abs_tol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/invocations", {"inputs": TEXTS}, 503),
+        ("/embed", {"inputs": TEXTS}, 424),
+        ("/v1/embeddings", {"input": TEXTS}, 504),
+        ("/pooling", {"input": TEXTS}, 504),
+        ("/score", {"text_1": TEXTS[0], "text_2": TEXTS[1:]}, 504),
+    ],
+)
+def test_vectors_and_scores_have_a_deadline(encoder: Server, path: str, body: dict[str, Any], status: int) -> None:
+    headers = {"X-Amzn-SageMaker-Custom-Attributes": f"route={path}; deadline=0.0001"}
+    answer = encoder.client.post("/invocations", json=body | {"model": encoder.name}, headers=headers)
+    assert answer.status_code == status, answer.text
+    assert "the call had no answer at its deadline" in answer.text
+    wait_until(lambda: encoder.metric("slipway_engine_running") == 0)
+
+
 def test_an_embedding_model_generates_no_text(encoder: Server) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         assert encoder.client.post(path, json={"model": encoder.name, "prompt": "a", "messages": []}).status_code == 404

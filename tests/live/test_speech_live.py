@@ -210,6 +210,14 @@ def test_a_model_that_only_transcribes_refuses_prompts(
     assert ask(whisper, SOUND).status_code == 200
 
 
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_a_transcription_has_a_deadline(whisper: Server, stream: str) -> None:
+    form, files = {"model": whisper.name, "stream": stream}, {"file": ("a.wav", SOUND)}
+    answer = whisper.client.post(TRANSCRIPTIONS, data=form, files=files, headers={"X-Slipway-Deadline": "0.0001"})
+    assert answer.status_code == 504, answer.text
+    assert "the call had no answer at its deadline" in answer.text
+
+
 def test_a_client_that_leaves_ends_its_transcription(whisper: Server) -> None:
     """Each of a dozen clips has hundreds of tokens."""
     before = whisper.metric("slipway_generations_aborted_total")
