@@ -196,7 +196,7 @@ def test_a_wrong_deadline_is_refused_with_the_headers_name(server: Server, name:
 def limited(
     host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]
 ) -> Iterator[Server]:
-    """A model with deadlines of its own, and a parser of tool calls."""
+    """A model with a deadline for whole answers, and with a parser of tool calls."""
     options = small_options | {"answer_deadline": 0.5, "enable_auto_tool_choice": "true", "tool_call_parser": "hermes"}
     with hosted(host, write_model(tmp_path_factory.mktemp("limited") / "model", **options)) as running:
         yield running
@@ -230,3 +230,14 @@ def test_a_response_in_the_background_ends_at_its_clients_deadline_and_not_at_th
     assert state(endless).json()["status"] in ("queued", "in_progress")
     limited.client.post(f"/v1/responses/{endless.json()['id']}/cancel", json={"model": limited.name})
     wait_until(lambda: is_idle(limited))
+
+
+@pytest.mark.slow
+def test_a_cut_tool_call_ends_for_its_length(limited: Server) -> None:
+    function = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+    asked = {"tools": [function], "tool_choice": {"type": "function", "function": {"name": "f"}}, "stream": True}
+    body = MESSAGE | {"model": limited.name, "temperature": 0, **asked}
+    text = cut(lambda seconds: post(limited, "/v1/chat/completions", body, seconds)).text
+    assert '"tool_calls":[{"id":' in text
+    assert TOLD in text[-2000:]
+    assert FINISH_REASONS.findall(text) == ["length"]

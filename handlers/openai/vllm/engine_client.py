@@ -146,8 +146,7 @@ class EngineClient:
         call.steps.begin(len((prompt.get("decoder_prompt") or prompt).get("prompt_token_ids", ())))
         try:
             async for output in found:
-                if call.deadline_passed and _cut(output):
-                    call.reach_deadline()
+                _cut(call, output)
                 yield output
             statistics.finished_requests += width
         except (asyncio.CancelledError, GeneratorExit):
@@ -287,8 +286,8 @@ class EngineClient:
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
                 if finished:
-                    if call.deadline_passed and call.steps is None and _cut(output):
-                        call.reach_deadline()
+                    if call.steps is None:
+                        _cut(call, output)
                     _check_end(output, params)
                     request.succeeded()
                 if not call.begun:
@@ -305,8 +304,8 @@ class EngineClient:
                 if call.failed:
                     raise asyncio.CancelledError from None  # As in `_explain`. The client has its error.
                 output = _nothing(request_id, prompt, params)
-                if call.steps is None and _cut(output):
-                    call.reach_deadline()
+                if call.steps is None:
+                    _cut(call, output)
                 yield output
                 return
             failure = _failure(call, error)
@@ -491,15 +490,18 @@ def _check_end(output: Any, params: Any) -> None:
     raise GenerationError(EngineFault().message)
 
 
-def _cut(output: Any) -> bool:
-    """Let the sequences that were aborted at their deadline end for their length. Returns True if there are some."""
-    aborted = [] if output is STREAM_FINISHED else [each for each in output.outputs if each.finish_reason == "abort"]
+def _cut(call: OpenAICall, output: Any) -> None:
+    """Let the sequences end for their length that were aborted at the deadline of the call."""
+    if not call.deadline_passed or output is STREAM_FINISHED:
+        return
+    aborted = [sequence for sequence in output.outputs if sequence.finish_reason == "abort"]
     for sequence in aborted:
         sequence.finish_reason, sequence.stop_reason = "length", DEADLINE
         sequence.text = sequence.text or _NO_TEXT
+    if aborted:
+        call.reach_deadline()
     if aborted and output.prompt_logprobs is not None:  # vLLM's front end wants an item for each token of the prompt
         output.prompt_logprobs += [None] * (len(output.prompt_token_ids) - len(output.prompt_logprobs))
-    return bool(aborted)
 
 
 class _NoText(str):
