@@ -6,6 +6,7 @@ vLLM's front end also answers the calls that the contract understands and the en
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -18,6 +19,7 @@ import msgspec
 from engines.engine_choice import is_vllm
 from engines.errors import (
     AdapterUnusable,
+    DeadlineExceeded,
     EngineDead,
     GenerationFailed,
     InvalidChat,
@@ -44,7 +46,7 @@ from handlers.openai.vllm_call import VllmApp, VllmCall
 from handlers.parsing.images import ImageLoader
 from handlers.queue import EngineQueue
 from handlers.route_declarations import RenderedChat, is_address
-from handlers.running_call import RunningCall
+from handlers.running_call import RunningCall, deadline_of
 
 _PROMPTS_PER_TURN = 2  # After this number of tokenized prompts, other work gets its turn on the event loop.
 _LONG_CHAT = 16 * 1024  # Bytes. Longer chats are parsed in a thread, since their templates may be slow.
@@ -245,7 +247,9 @@ class OpenAIHandler:
                     exchange = await asyncio.to_thread(parse)
             explains_one = call.explanation is not None and call.explanation.variant
             if exchange is not None and len(exchange.requests) > 1 and not explains_one:
-                exchange = await self._tokenized(exchange)
+                tokenizing, deadline = self._tokenized(exchange), deadline_of(self._queue, exchange, call)
+                with contextlib.suppress(DeadlineExceeded):  # `RunningCall.submit` answers.
+                    exchange = await (tokenizing if deadline is None else deadline.limit(tokenizing))
         if exchange is not None:
             queue = self._queue if call.explanation is None else explaining(self._queue, call, exchange)
             running = RunningCall(queue, exchange, writer, call)

@@ -163,6 +163,22 @@ async def test_others_have_their_turn_while_many_prompts_are_tokenized(monkeypat
 
 
 @pytest.mark.asyncio
+async def test_tokenizing_many_prompts_counts_for_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tokenize(request: GenerationRequest) -> list[int]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    ways = Ways()
+    ways.engine.begun = False
+    monkeypatch.setattr(ways.engine, "prompt_token_ids", tokenize)
+    await ways.ask(b'{"prompt": ["a", "b"]}', time_limit=0.01)
+    await until(lambda: ways.writer.whole is not None)
+    assert ways.writer.whole is not None
+    assert (ways.writer.whole.status, ways.bodies, ways.queue.open_sequences) == (504, [], 0)
+    assert ways.engine.statistics.deadlines == {"partial": 0, "nothing": 1}
+
+
+@pytest.mark.asyncio
 async def test_a_long_body_is_parsed_in_a_thread() -> None:
     ways = Ways()
     await ways.ask(b'{"messages": [{"role": "user", "content": "%b"}]}' % (b"x" * 20_000), CHAT)
