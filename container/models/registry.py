@@ -26,7 +26,6 @@ class OpenCall(Protocol):
     """A call that is not answered yet: the head of its request."""
 
     request_id: str
-    headers: dict[bytes, bytes]
 
 
 @dataclass(frozen=True, slots=True)

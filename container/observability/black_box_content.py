@@ -280,7 +280,7 @@ def _rounded(value: float | None) -> float | None:
 def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model]) -> dict[str, Any]:
     """Return the calls in flight, the oldest first, with their sequences in the engines.
 
-    Slipway's own ids are shown. A client's id is a header of the client, and is not.
+    Each call has the id that the log and its reply have.
     """
     now = time.perf_counter()
     calls = sorted(open_calls.copy().items(), key=lambda item: item[1][1])
@@ -301,7 +301,7 @@ def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model
     rows = [
         {
             "route": route,
-            "id": None if head.request_id.encode() in head.headers.values() else head.request_id,
+            "id": head.request_id,
             "seconds": round(now - began, 3),
             "sequences": [_sequence(sequence) for sequence in of_calls.get(head, ())],
         }
@@ -313,7 +313,7 @@ def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model
         "listed": rows,
         # Of calls that are not listed, of calls whose ids are not unique, and of the server itself.
         "other_sequences": len(others),
-        "other_sequences_listed": [_sequence(sequence) for sequence in others[:_MOST_CALLS]],
+        "other_sequences_listed": [{"id": one.request_id, **_sequence(one)} for one in others[:_MOST_CALLS]],
     }
 
 

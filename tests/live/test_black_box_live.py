@@ -55,11 +55,15 @@ def running(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, o
         yield server
 
 
+def request_id(path: str) -> str:
+    return f"the-call-of-{path.count('/')}"
+
+
 def open_stream(server: Server, path: str = "/invocations", document: dict[str, Any] = LMI_STREAM) -> socket.socket:
     body = json.dumps(document).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        f"x-request-id: {HEADER}-{path.count('/')}\r\nauthorization: Bearer {KEY}\r\n\r\n"
+        f"x-request-id: {request_id(path)}\r\nx-trace: {HEADER}\r\nauthorization: Bearer {KEY}\r\n\r\n"
     )
     client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     client.sendall(head.encode() + body)
@@ -109,7 +113,8 @@ def test_a_person_gets_the_box_of_a_server_that_works(running: Server) -> None:
     calls = box["calls"]["listed"]
     assert [call["route"] for call in calls] == ["/invocations", "/v1/completions", "/v1/chat/completions"]
     for call, constraint in zip(calls, (None, "regex", None), strict=True):
-        assert call["id"] is None, "the client has sent it"
+        assert call["id"] == request_id(call["route"])
+        running.wait_for_log(call["id"])
         (sequence,) = call["sequences"]
         assert sequence["prompt_tokens"] > 3
         assert sequence["tokens"] > 0
