@@ -68,13 +68,13 @@ _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
 _FAILED_SECONDS = 3.0  # How long a model that failed to load can be asked for its reason.
 # A process that was told to stop ends after 25 s at the latest, because SageMaker kills it after 30 s. If the drain may
-# take longer than 20 s, the other steps together have 5 s after it.
-_END_SECONDS, _STOP_SECONDS = 25.0, 5.0
+# take longer than 21 s, the other steps together have 4 s after it.
+_END_SECONDS, _STOP_SECONDS = 25.0, 4.0
 _LAST_SECONDS = 3.0  # The time for clients to read the sent data.
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 _ENGINES = {"vllm": "vLLM", "dynamic_batch": "transformers", "python": "Python"}  # Names for people.
 _PROGRESS_SECONDS = 30.0  # The time between two lines of the log while a server starts.
-_BOX_SECONDS = 2.5  # The time for a black box while the process ends.
+_BOX_SECONDS = 2.5  # The time for a black box while the process ends: the last of the drain's, or of the process's.
 _NOT_STOPPED = f"the server has not stopped, and has {_BOX_SECONDS:g} s left"
 _EXIT_SECONDS = 3.0  # The time for which abandoned threads may delay the end of the process.
 
@@ -279,15 +279,25 @@ class ModelServer:
         self.boxes.write_now("event loop", f"the event loop has stood still for {seconds:.0f} s")
 
     async def drain(self) -> None:
-        """Refuse new calls, and wait at most `drain_timeout` for running calls."""
+        """Refuse new calls, and wait at most `drain_timeout` for running calls.
+
+        If calls still run shortly before that, a black box is written while they go on.
+        """
         self.models.draining = True
-        # Loads are cancelled, and their callers get an error. A restart continues if calls wait for it.
         seconds = self.settings.drain_timeout
-        await asyncio.gather(self.registrar.stop(draining=True), self.models.drain(seconds), self.drain_mounts(seconds))
+        before_box = max(seconds - _BOX_SECONDS, 0.0)
+        draining = asyncio.gather(
+            # Loads are cancelled, and their callers get an error. A restart continues if calls wait for it.
+            self.registrar.stop(draining=True),
+            self.models.drain(seconds),
+            self.drain_mounts(seconds),
+        )
+        await asyncio.wait([draining], timeout=before_box)
         if running := sum(model.lifecycle.open_calls for model in self.models):
             requests = "1 request was" if running == 1 else f"{running} requests were"
-            reason = f"{requests} still running after {seconds:g} s of draining"
+            reason = f"{requests} still running after {before_box:g} s of a drain of {seconds:g} s"
             await self.boxes.write("drain", reason, seconds=_BOX_SECONDS)
+        await draining
 
     async def drain_mounts(self, seconds: float) -> None:
         """End the background work of further applications, within `seconds`."""

