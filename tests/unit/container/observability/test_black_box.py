@@ -117,8 +117,10 @@ def test_a_box_is_never_larger_than_its_limit(part: Any, copies: int, text: int)
 def test_the_short_form_is_short_and_has_the_first_processes() -> None:
     stack = Stack("main", tuple(f'File "{"long/" * 20}a.py", line {n} in f' for n in range(9)))
     processes = [ProcessReport(pid=n, name="VLLM::Worker", state="sleeping", stacks=[stack]) for n in range(200)]
-    line = Box(CONTENT, [], processes).short("/the/path")
+    calls = {"open": 9, "listed": [{"id": f"id{number}"} for number in range(9)]}
+    line = Box({**CONTENT, "calls": calls}, [], processes).short("/the/path")
     found = json.loads(line)
+    assert (found["calls"], found["oldest_calls"]) == (9, ["id0", "id1", "id2"])
     assert len(line) <= 6000
     assert (found["path"], found["processes"][0]["pid"], len(found["processes"][0]["in"])) == ("/the/path", 0, 3)
 
