@@ -12,14 +12,25 @@ HIDDEN = "***"
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")  # Characters that no value may have.
 _LONGEST_QUOTE = 200
 
-# Names of settings whose whole value is a credential. Names such as `max_num_batched_tokens` do not match.
-_SECRET_NAME = re.compile(r"(token|api_?keys?|password|passwd|secret|credentials?|access_?key)$", re.IGNORECASE)
+# Words that end the name of a credential. Names such as `max_num_batched_tokens` and `eos_token_id` do not match.
+_WORDS = r"api[_-]?keys?|(access|secret|private)[_-]?key|password|passwd|secret|credentials?|authorization|signature"
+_SECRET_NAME = re.compile(rf"(token|{_WORDS})$", re.IGNORECASE)  # Of a setting whose whole value is a credential.
 _WHOLLY_HIDDEN = frozenset({"option.env"})
 _SECRET_VALUE = re.compile(
-    r"hf_[A-Za-z0-9]{12,}"  # a Hugging Face token
+    # user:password in a URL. Passwords may have slashes and more than one `@`.
+    r"(?<=://)[^\s/@:]{0,200}:[^\s\"']{0,1000}(?=@)|(?<=://)[^\s/]{1,1000}(?=@)"
+    r"|hf_[A-Za-z0-9]{12,}"  # a Hugging Face token
     r"|\b(AKIA|ASIA)[A-Z0-9]{16}\b"  # an AWS access key
-    r"|\bsk-[A-Za-z0-9_-]{16,}"
-    r"|(?<=://)[^/\s@]+(?=@)"  # user:password in a URL
+    r"|\b(sk|glpat|nvapi)-[A-Za-z0-9_-]{16,}|\b(gh[a-z]|github_pat)_[A-Za-z0-9_]{20,}"
+    r"|(?<=[Bb]earer )[^\s\"']+"
+)
+# A member of JSON, of a query or of a list of arguments (`--api-key KEY`) that has the name of a credential.
+_TOKEN = r"(access|api|auth|hf|hub|refresh|security|session)[_-]?token|(?<![\w-])token|(?<![\w-])sig"
+_SECRET_MEMBER = re.compile(
+    rf"(?P<name>(({_WORDS}|{_TOKEN})[\"'\\]{{0,9}}\s{{0,9}}[=:]\s{{0,9}}"
+    rf"|--([a-z]{{1,20}}-){{0,3}}({_WORDS}|token)[\"'\\,\s]{{1,9}})\\{{0,9}}[\"']?)"
+    r"((?<=\")(\\.|[^\"\\])*|(?<=')[^']*|\[[^]]{0,4000}\]|((Basic|Bearer) +)?[^\s,;&}\"'\\]+)",
+    re.IGNORECASE,
 )
 
 
@@ -30,7 +41,7 @@ def masked(name: str, text: str) -> str:
     """
     if text and (name in _WHOLLY_HIDDEN or _SECRET_NAME.search(name)):
         return HIDDEN
-    return _SECRET_VALUE.sub(HIDDEN, text)
+    return _SECRET_MEMBER.sub(rf"\g<name>{HIDDEN}", _SECRET_VALUE.sub(HIDDEN, text))
 
 
 def quoted(name: str, text: str) -> str:

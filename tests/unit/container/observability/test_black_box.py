@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,6 +27,7 @@ from container.observability.black_box import MOST_FILES, BlackBoxes, box_direct
 from container.observability.black_box_content import MOST_BYTES, Box, _names_of_call, _places, _steps
 from container.observability.process_report import ProcessReport
 from container.server import ModelServer
+from container.settings.lookup import SettingEntry
 from container.settings.server import ServerConfig
 from container.settings.settings import Startup
 from engines.loaded_model import EngineStatus, RunningSequence
@@ -252,6 +255,29 @@ def test_a_broken_part_does_not_cost_the_others(tmp_path: Path) -> None:
     box = json.loads(file.read_text())
     assert "ZeroDivisionError" in box["models"][0]["error"]
     assert box["processes"][0]["pid"] == os.getpid()
+
+
+def test_a_box_has_no_credential_of_the_settings_the_environment_or_the_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "s3cret")
+    found = Watched(Engine(1, 1), blackbox_dir=str(tmp_path), blackbox_log=True)
+    entries = (
+        SettingEntry("option.hf_token", "s3cret", "environment"),
+        SettingEntry("option.lora_modules", "a=s3://key:s3cret@bucket/a", "serving.properties"),
+        SettingEntry("option.kv_transfer_config", '{"password": "s3cret"}', "serving.properties"),
+    )
+    found.life.settings = replace(found.life.settings, entries=entries, exports={"API_KEY": "s3cret"})
+    with subprocess.Popen(["sleep", "600", "infinity", "s3cret"]) as child:
+        try:
+            found.server.boxes.write_now("stall", "it hangs", found.model)
+        finally:
+            child.kill()
+    (file,) = files(tmp_path)
+    box = json.loads(file.read_text())
+    assert [entry["name"] for entry in box["models"][0]["settings"]["settings"]] == [entry.name for entry in entries]
+    assert str(child.pid) in file.read_text()
+    assert "s3cret" not in file.read_text()
 
 
 def test_an_nvidia_smi_that_hangs_with_its_gpu_does_not_hold_up_the_box(monkeypatch: pytest.MonkeyPatch) -> None:

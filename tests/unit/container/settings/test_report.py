@@ -76,6 +76,8 @@ def test_json_keeps_types() -> None:
         ("option.api_key", "s3cret"),
         ("option.some_password", "s3cret"),
         ("option.env", "A=s3cret"),
+        ("option.secret_key", "s3cret"),
+        ("option.private_key", "s3cret"),
     ],
 )
 def test_a_credential_is_hidden_by_its_name(name: str, text: str) -> None:
@@ -96,6 +98,45 @@ def test_a_credential_is_hidden_by_its_name(name: str, text: str) -> None:
 )
 def test_a_credential_is_hidden_by_its_look(text: str, expected: str) -> None:
     assert masked("option.other", text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://user:p@s3cret@host/x",
+        "redis://:a/s3cret@host:1/x",
+        "s3://AKIAABCDEFGHIJKLMNOP:a/s3cret@bucket/adapter",
+        "https://host/x?a=b&X-Amz-Signature=s3cret&c=d",
+        "https://host/x?sig=s3cret",
+        '{"connector": {"password": "a, \\"b s3cret"}}',
+        '"{\\"api_key\\": \\"s3cret\\"}"',
+        "{'secret': 's3cret'}",
+        '{"aws_session_token": ["s3cret", "s3cret"]}',
+        '{"headers": {"Authorization": "Bearer s3cret"}}',
+        "Authorization: Basic s3cret",
+        "--port 8000 --api-key s3cret",
+        '["--served-api-key", "s3cret"]',
+        "password=s3cret",
+        "ghp_aaaaaaaaaaaaaaaaaaaas3cret",
+    ],
+)
+def test_a_credential_is_hidden_within_a_value(text: str) -> None:
+    report = settings(SettingEntry("option.other", text, "environment"))
+    assert "s3cret" not in render_text(report) + as_json(report)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"num_speculative_tokens": 5, "eos_token_id": 2, "image_token": "<image>"}',
+        '{"tokenizer": "a", "design": "b"}',
+        "s3://bucket/adapter@2",
+        "--max-num-batched-tokens 4096",
+        "https://host:8080/path",
+    ],
+)
+def test_a_value_without_a_credential_is_shown(text: str) -> None:
+    assert masked("option.other", text) == text
 
 
 @pytest.mark.parametrize("name", ["option.max_num_batched_tokens", "option.max_rolling_batch_prefill_tokens"])
