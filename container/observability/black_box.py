@@ -24,7 +24,7 @@ from starlette.responses import Response
 from container.console.page import HEADERS
 from container.models.registry import Fault, Model, Models
 from container.observability import logs
-from container.observability.black_box_content import Box, gathered
+from container.observability.black_box_content import MOST_CHARACTERS, Box, gathered
 from container.settings.server import ServerConfig
 from container.settings.settings import ServerReport
 from engines.cache_dir import cache_dir
@@ -174,7 +174,7 @@ class BlackBoxes:
         found = "".join(f"; {finding}" for finding in box.findings)
         fields = {"black_box": path or None, "cause": cause, "findings": box.findings, "seconds": round(seconds, 3)}
         place = fault or f"{path} ({seconds:.2f} s)"
-        logger.error("black box: %s%s; %s", reason, found, place, extra={logs.FIELDS: fields})
+        logger.error("black box: %s%s; %s", reason[:MOST_CHARACTERS], found, place, extra={logs.FIELDS: fields})
         if self._logs_short_form or fault:
             logger.error("black box, short form: %s", box.short(path))
 

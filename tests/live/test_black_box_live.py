@@ -150,6 +150,11 @@ def test_a_worker_that_is_stopped_is_named(running: Server) -> None:
     print(f"stopped worker: {path.stat().st_size} bytes, {box['gathered_in_seconds']} s")
     running.wait_for_log(str(path))
     running.wait_for_log("black box, short form: ")
+    (line,) = [line for line in running.log_text().splitlines() if "short form: {" in line and str(path) in line]
+    short = json.loads(line.partition("short form: ")[2])
+    assert len(line) < 8000
+    assert (short["findings"], short["oldest_calls"]) == (box["findings"], [request_id("/invocations")])
+    assert short["processes"][0]["in"], "the server's own place"
     wait_until(lambda: running.ping() == 200 and not reason(running))
 
 

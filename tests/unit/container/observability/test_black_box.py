@@ -30,6 +30,7 @@ from container.server import ModelServer
 from container.settings.lookup import SettingEntry
 from container.settings.server import ServerConfig
 from container.settings.settings import Startup
+from engines.interface import CopyState, EngineCopy
 from engines.loaded_model import EngineStatus, RunningSequence
 from engines.stacks import Stack
 from engines.statistics import EngineStatistics
@@ -278,6 +279,18 @@ def test_a_box_has_no_credential_of_the_settings_the_environment_or_the_argument
     assert [entry["name"] for entry in box["models"][0]["settings"]["settings"]] == [entry.name for entry in entries]
     assert str(child.pid) in file.read_text()
     assert "s3cret" not in file.read_text()
+
+
+def test_no_line_of_the_log_is_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copies = [EngineCopy(n, CopyState.DEAD, 0.0, end="has ended " * 30_000) for n in range(1, 20)]
+    monkeypatch.setattr(Engine, "copies", copies)
+    found = Watched(Engine(0, 0), blackbox_dir=str(tmp_path), blackbox_log=True)
+    found.server.boxes.write_now("death", "the engine has died " * 30_000, found.model)
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("black box")]
+    assert len(lines) == 2
+    assert max(map(len, lines)) < 16_000
 
 
 def test_an_nvidia_smi_that_hangs_with_its_gpu_does_not_hold_up_the_box(monkeypatch: pytest.MonkeyPatch) -> None:
