@@ -13,7 +13,7 @@ import msgspec
 
 from engines.errors import DeadlineExceeded, Overloaded, RequestError
 from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply, ReplyWriter, ended_at_deadline
-from handlers.explanation import explaining
+from handlers.explanation import explaining, prepare
 from handlers.formatter_thread import FormatterThread
 from handlers.parsing.images import ImageLoader
 from handlers.queue import EngineQueue
@@ -62,7 +62,7 @@ class EngineHandler:
         if call.explanation is not None:
             call.explanation.ignored += exchange.notes
             call.explanation.once |= self._thread is not None or bool(exchange.images)
-            queue = explaining(queue, call, exchange)
+            queue = explaining(queue, call)
         else:
             for note in exchange.notes:
                 logger.info("%s", note, extra={"request_id": call.request_id})
@@ -70,6 +70,8 @@ class EngineHandler:
             raise _refusal(queue, exchange, call.steering_fault)
         try:
             if not exchange.images:
+                if call.explanation is not None:
+                    await prepare(queue, exchange, call)
                 running = RunningCall(queue, exchange, writer, call, self._thread)
                 await running.submit()
                 return running
@@ -80,6 +82,8 @@ class EngineHandler:
                 images = await (loading if deadline is None else deadline.limit(loading))
                 requests = [msgspec.structs.replace(request, images=images) for request in exchange.requests]
                 shown = replace(exchange, requests=tuple(requests), images=())
+                if call.explanation is not None:
+                    await prepare(queue, shown, call)
                 running = RunningCall(queue, shown, writer, call, self._thread)
                 await running.submit()
                 return running
@@ -92,6 +96,6 @@ class EngineHandler:
 
 
 def _refusal(queue: EngineQueue, exchange: Exchange, error: RequestError) -> ContractError:
-    queue.engine.statistics.calls.count(0.0, failed=True)
+    queue.statistics.calls.count(0.0, failed=True)
     reply = exchange.answer.fail(error)
     return ContractError(ended_at_deadline(reply) if isinstance(error, DeadlineExceeded) else reply, error.message)

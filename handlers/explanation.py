@@ -1,8 +1,8 @@
 """Explains a call in place of answering it: the way of the body, and the requests that the engine would get.
 
-A call with an `ExplainAsked` takes the way of every other call up to the engine. There the requests are prepared, and
-none is sent: `Explained` is raised (`explaining`). `explain` makes the reply of it. It finds the fields that set a
-parameter by asking again, with other values of each field of the body, and without the field.
+A call with an `ExplainAsked` takes the way of every other call up to the engine. There its requests are prepared, and
+none is sent: `prepare` raises `Explained`. `explain` makes the reply of it. It finds the fields that set a parameter by
+asking again, with other values of each field of the body, and without the field.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn
 
 import msgspec
 
-from engines.errors import RequestError
-from engines.interface import Engine, ExplainedRequest, Generation, Sink
+from engines.errors import InvalidParameter, RequestError
+from engines.interface import ExplainedRequest, give_turn
 from engines.request import GenerationRequest
 from engines.statistics import EngineStatistics
 from handlers.contract import (
@@ -32,7 +32,6 @@ from handlers.contract import (
 )
 from handlers.deadline import HEADER, NO_DEADLINES, Deadline
 from handlers.parsing.json_fields import JsonError, decode_json
-from handlers.parsing.json_limits import off_the_loop
 from handlers.queue import EngineQueue
 
 # Of a call, at most this much is shown.
@@ -50,7 +49,7 @@ Place = tuple[str, ...]  # Of a field in a body: the names from the outside.
 class ExplainedPrompt(msgspec.Struct, frozen=True):
     """A prompt of a call, and the request that the engine would get for it."""
 
-    text: str
+    text: str | None  # None: it is the text of the token ids.
     request: ExplainedRequest
     adapter: str | None = None
     priority: int = 0
@@ -64,85 +63,70 @@ class Explained(Exception):
     def __init__(
         self,
         prompts: Sequence[ExplainedPrompt] = (),
-        *,
-        limits: Mapping[str, int] | None = None,
+        queue: EngineQueue | None = None,
         model_defaults: Collection[str] | None = None,
     ) -> None:
         """Create the explanation.
 
         Args:
-            prompts: Its prompts. There are none if a customer's handler takes the body.
-            limits: The limits of the model and its queue, by their names.
+            prompts: Its prompts.
+            queue: The queue of the model's engine. None: the engine would get no request.
             model_defaults: The parameters whose default is the model's own. None: all that the model sets.
         """
         super().__init__("the call was explained")
-        self.prompts, self.limits = prompts, limits or {}
-        self.model_defaults = model_defaults
+        self.prompts, self.queue, self.model_defaults = prompts, queue, model_defaults
 
 
-class _ExplainingEngine:
-    """An engine that prepares the requests of one call, and raises `Explained` at the last one."""
-
-    def __init__(self, queue: EngineQueue, call: Call, exchange: Exchange | None) -> None:
-        self._queue, self._call, self._exchange = queue, call, exchange
-        self._prompts: list[ExplainedPrompt] = []
-        self.statistics = EngineStatistics()  # Nothing of the call is counted elsewhere.
-
-    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        engine, exchange = self._queue.engine, self._exchange
-        assert exchange is not None, "vLLM's front end submits nothing here"
-        assert self._call.explanation is not None
-        explained = await engine.explain(request)
-        text = request.prompt
-        if not isinstance(text, str) or request.truncate_prompt_tokens is not None:
-            text = engine.texts.decode(explained.token_ids)
-        deadline = self._queue.deadlines.of(self._call.arrived_at, self._call.time_limit, stream=request.stream)
-        self._prompts.append(
-            ExplainedPrompt(text, explained, request.adapter, request.priority, deadline, request.stream)
-        )
-        if len(self._prompts) < len(exchange.requests) and not self._call.explanation.variant:
-            return _Nothing()
-        raise Explained(
-            self._prompts,
-            limits=limits_of(self._queue),
-            model_defaults=exchange.model_defaults,
-        )
-
-
-class _Nothing:
-    """Implements `Generation` for a request that was not sent."""
-
-    begun = False
-
-    def cancel(self) -> None: ...
-
-    def abort(self, *, at_deadline: bool = False) -> None: ...
-
-
-def explaining(queue: EngineQueue, call: Call, exchange: Exchange | None = None) -> EngineQueue:
+def explaining(queue: EngineQueue, call: Call) -> EngineQueue:
     """Return a queue for one call that is to be explained. It refuses what `queue` would refuse now.
 
     Args:
-        queue: The queue of the model's engine. It does not change.
+        queue: The queue of the model's engine. It does not change, and the engine counts nothing of the call.
         call: The call.
-        exchange: The parsed call. None: vLLM's front end has the call.
     """
     assert call.explanation is not None
-    # A call uses no more of an engine than that class has.
-    engine = cast("Engine", _ExplainingEngine(queue, call, exchange))
     deadlines = NO_DEADLINES if call.explanation.variant else queue.deadlines
-    own = EngineQueue(engine, queue.limit, queue.overload_status, deadlines)
-    own.open_sequences = queue.open_sequences
+    own = EngineQueue(queue.engine, queue.limit, queue.overload_status, deadlines)
+    own.open_sequences, own.statistics = queue.open_sequences, EngineStatistics()
     return own
 
 
-def limits_of(queue: EngineQueue) -> Mapping[str, int]:
-    """Return the limits that an explanation shows."""
-    return {
-        "context_tokens": queue.engine.max_model_len,
-        "queue_places": queue.limit,
-        "free_places": queue.limit - queue.open_sequences,
-    }
+async def prepare(queue: EngineQueue, exchange: Exchange, call: Call) -> NoReturn:
+    """Prepare the requests of a parsed call in place of sending them. Of a variant, prepare the first.
+
+    Args:
+        queue: The result of `explaining`.
+        exchange: The parsed call.
+        call: The call.
+
+    Raises:
+        Explained: They are prepared.
+        RequestError: The call is refused.
+    """
+    assert call.explanation is not None
+    requests = exchange.requests
+    places = sum(request.sequences_in_engine for request in requests)
+    queue.admit(places)
+    queue.open_sequences -= places  # Nothing is sent.
+    deadline = queue.deadlines.of(call.arrived_at, call.time_limit, stream=requests[0].stream or call.from_handler)
+    preparing = _prepared(queue, requests[:1] if call.explanation.variant else requests, deadline)
+    try:
+        prompts = await (preparing if deadline is None else deadline.limit(preparing))
+    except InvalidParameter as error:
+        raise error.renamed(exchange.names) from None
+    raise Explained(prompts, queue, exchange.model_defaults)
+
+
+async def _prepared(
+    queue: EngineQueue, requests: Sequence[GenerationRequest], deadline: Deadline | None
+) -> Sequence[ExplainedPrompt]:
+    prompts = []
+    for place, request in enumerate(requests):
+        await give_turn(place)
+        explained = await queue.engine.explain(request)
+        text = request.prompt if isinstance(request.prompt, str) and request.truncate_prompt_tokens is None else None
+        prompts.append(ExplainedPrompt(text, explained, request.adapter, request.priority, deadline, request.stream))
+    return prompts
 
 
 async def explain(call: Call, answer: Answer, writer: ReplyWriter, searches: asyncio.Lock) -> Running | None:
@@ -197,7 +181,8 @@ async def _origins(call: Call, answer: Answer, searches: asyncio.Lock) -> Origin
 
 async def _find(origins: Origins, call: Call, answer: Answer) -> None:
     """Find the effects of the fields of a call's body."""
-    document = await off_the_loop(call.body, _read, call.body)
+    is_long = len(call.body) > _SHORT_BODY
+    document = await asyncio.to_thread(_read, call.body) if is_long else _read(call.body)
     if not isinstance(document, dict):
         return
     asked, again = await _asked(call, answer, document), await _asked(call, answer, document)
@@ -317,19 +302,24 @@ def _document(call: Call, explained: Explained, origins: Origins) -> Mapping[str
         "prompts": [],
         "ignored": call.explanation.ignored,
     }
-    if not explained.prompts:
+    if explained.queue is None:
         return document
-    first, context = explained.prompts[0], explained.limits["context_tokens"]
+    queue, first = explained.queue, explained.prompts[0]
+    context = queue.engine.max_model_len
     if "beam_width" in first.request.parameters:
         document["because"] = [*document["because"], "a beam search: each step is requests for all copies"]
     characters, ids = _MOST_CHARACTERS, _MOST_IDS
     for prompt in explained.prompts[:_MOST_PROMPTS]:
-        text, token_ids = prompt.text[:characters], prompt.request.token_ids[:ids]
+        token_ids = prompt.request.token_ids[:ids]
+        # 60,000 tokens are decoded in 20 ms, so only the tokens that are shown are decoded.
+        whole = prompt.text if prompt.text is not None else queue.engine.texts.decode(token_ids)
+        text = whole[:characters]
+        is_whole = prompt.text is not None or len(token_ids) == len(prompt.request.token_ids)
         characters, ids = characters - len(text), ids - len(token_ids)
         document["prompts"].append(
             {
                 "text": text,
-                "characters": len(prompt.text),
+                "characters": len(whole) if is_whole else None,
                 "token_ids": token_ids,
                 "tokens": len(prompt.request.token_ids),
                 "new_tokens": prompt.request.parameters.get(_LIMIT),
@@ -350,7 +340,11 @@ def _document(call: Call, explained: Explained, origins: Origins) -> Mapping[str
         "priority": _priority(call, first, origins),
         "cache_salt": _salt(call, first.request),
         "deadline": _deadline(call, first),
-        "limits": explained.limits,
+        "limits": {
+            "context_tokens": context,
+            "queue_places": queue.limit,
+            "free_places": queue.limit - queue.open_sequences,
+        },
         "origins_known": origins.known,
         "translated": {
             field: parameters

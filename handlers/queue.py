@@ -35,6 +35,7 @@ class EngineQueue:
             deadlines: The deadlines of the calls.
         """
         self.engine, self.limit, self.overload_status, self.deadlines = engine, limit, overload_status, deadlines
+        self.statistics = engine.statistics
         self.sets_deadlines = deadlines != NO_DEADLINES  # Not so: a common call asks for none.
         self.open_sequences = 0  # Places that are taken.
         self.running: dict[str, Abortable] = {}  # By their ids.
@@ -59,7 +60,7 @@ class EngineQueue:
             Overloaded: There is no place.
         """
         if self.open_sequences >= self.limit:
-            self.engine.statistics.calls.count(0.0, failed=True)
+            self.statistics.calls.count(0.0, failed=True)
             raise self.overloaded()
 
     def overloaded(self) -> Overloaded:
@@ -69,7 +70,7 @@ class EngineQueue:
 
     def count_deadline(self, request_id: str, *, begun: bool) -> None:
         """Count and log a call that ends at its deadline. `begun`: it has a part of its answer."""
-        self.engine.statistics.deadlines["partial" if begun else "nothing"] += 1
+        self.statistics.deadlines["partial" if begun else "nothing"] += 1
         had = "a part of its answer" if begun else "no token"
         logger.info("the call ended at its deadline with %s", had, extra={"request_id": request_id})
 

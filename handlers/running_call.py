@@ -133,7 +133,7 @@ class RunningCall:
         if self.answered:
             return
         self.cancel()
-        self._queue.engine.statistics.calls.count(time.monotonic() - self._begun_at, failed=True)
+        self._queue.statistics.calls.count(time.monotonic() - self._begun_at, failed=True)
         reached = isinstance(error, DeadlineExceeded)
         if reached:
             self._queue.count_deadline(self._request_id, begun=False)
@@ -207,7 +207,7 @@ class RunningCall:
     def _finish(self, data: bytes) -> None:
         self._close()
         self._generations.clear()
-        self._queue.engine.statistics.calls.count(time.monotonic() - self._begun_at, failed=False)
+        self._queue.statistics.calls.count(time.monotonic() - self._begun_at, failed=False)
         if self.begun:
             self._writer.end(data)
         else:

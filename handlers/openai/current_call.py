@@ -78,7 +78,7 @@ class OpenAICall:
         *,
         only_counts: bool = False,
     ) -> None:
-        self._queue, self.engine = queue, queue.engine
+        self._queue, self.statistics = queue, queue.statistics
         self._arrived_at, self._time_limit = (call.arrived_at, call.time_limit) if call is not None else (0.0, None)
         self._places = 0  # Of the queue, that the call still has.
         self._closed = False

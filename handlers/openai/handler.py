@@ -29,8 +29,17 @@ from engines.errors import (
     UnknownAdapter,
 )
 from engines.vllm.parsers.choice import is_named
-from handlers.contract import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
-from handlers.explanation import Explained, explaining, limits_of
+from handlers.contract import (
+    LONG_BODY,
+    Call,
+    Exchange,
+    Reply,
+    ReplyWriter,
+    Running,
+    adapter_header,
+    ended_at_deadline,
+)
+from handlers.explanation import Explained, explaining, prepare
 from handlers.model_config import ModelConfig
 from handlers.openai.answer import VLLM_FORM, AnswerForm
 from handlers.openai.body import Body
@@ -235,6 +244,7 @@ class OpenAIHandler:
             return None
         if path in (CHAT, COMPLETIONS) and (report := report_format(call)):
             writer = LoadReportWriter(writer, self._queue.engine, report)
+        queue = self._queue if call.explanation is None else explaining(self._queue, call)
         exchange = None
         if self._contract is not None:
             parse = partial(
@@ -251,22 +261,24 @@ class OpenAIHandler:
                 with contextlib.suppress(DeadlineExceeded):  # `RunningCall.submit` answers.
                     exchange = await (tokenizing if deadline is None else deadline.limit(tokenizing))
         if exchange is not None:
-            queue = self._queue if call.explanation is None else explaining(self._queue, call, exchange)
-            running = RunningCall(queue, exchange, writer, call)
             began = time.monotonic()
             try:
+                if call.explanation is not None:
+                    await prepare(queue, exchange, call)
+                running = RunningCall(queue, exchange, writer, call)
                 await running.submit()
                 return running
-            except (Overloaded, GenerationFailed, EngineDead, AdapterUnusable) as failure:
-                # vLLM's front end would wait as long again.
-                queue.engine.statistics.calls.count(time.monotonic() - began, failed=True)
-                writer.reply(form.refusal(refuse(failure)))
-                return running
+            except (Overloaded, GenerationFailed, EngineDead, AdapterUnusable, DeadlineExceeded) as failure:
+                # vLLM's front end would wait as long again. Only a call that is explained raises its deadline.
+                queue.statistics.calls.count(time.monotonic() - began, failed=True)
+                reply = form.refusal(refuse(failure))
+                writer.reply(ended_at_deadline(reply) if isinstance(failure, DeadlineExceeded) else reply)
+                return None
             except RequestError:
                 pass  # vLLM's front end refuses it in vLLM's words
         model = (adapter or self._model) if adapter is not None and call.body else None
         openai_call = OpenAICall(
-            self._queue if call.explanation is None else explaining(self._queue, call),
+            queue,
             any_model,
             self._vllm.media,
             call,
@@ -296,7 +308,7 @@ class OpenAIHandler:
         finally:
             running.cancel()
         if explained.done():
-            raise Explained(explained.result(), limits=limits_of(self._queue))
+            raise Explained(explained.result(), self._queue)
         form.of_vllm(writer, call).reply(whole.received.result())
 
     async def _tokenized(self, exchange: Exchange) -> Exchange | None:

@@ -116,9 +116,8 @@ class VllmCall:
                 self._finish(error_reply(reason, "InternalServerError", 500))
             # The server cancels a call as well when its reply is complete.
             if self._complete and self._openai_call.generates:
-                self._openai_call.engine.statistics.calls.count(
-                    time.monotonic() - began, failed=bool(self._openai_call.failed)
-                )
+                failed = bool(self._openai_call.failed)
+                self._openai_call.statistics.calls.count(time.monotonic() - began, failed=failed)
             self._task = None  # A cancelled task holds its exception, whose traceback holds this object.
             if len(self._call.body) >= LONG_BODY:
                 gc.collect(0)  # Pydantic's union of the types of a message leaves cycles that hold its pictures.

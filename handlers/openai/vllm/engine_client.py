@@ -257,11 +257,8 @@ class EngineClient:
             if getattr(params, "structured_outputs", None) is not None:
                 constraint = await self._constrained(call, params)
             found = self._engine.explain_prompt(prompt, params, constraint, adapter)
-        text = inner.get("prompt")
-        if text is None:
-            text = self._engine.texts.decode(token_ids)
         return ExplainedPrompt(
-            text,
+            inner.get("prompt"),
             found,
             adapter and adapter.lora_name,
             options.get("priority", 0),

@@ -115,7 +115,7 @@ async def test_the_work_for_a_body_is_bounded() -> None:
     contract, engine = Counting(MODEL), CountingEngine()
     body = {"inputs": ["a"] * 200, "parameters": {f"unknown {place}": place for place in range(500)}}
     found = await explained(EngineHandler(EngineQueue(engine, limit=200), contract), call(body))
-    assert contract.bodies <= 3 + 4 * 64
+    assert contract.bodies <= 3 + 5 * 64
     assert engine.prepared < 200 + contract.bodies, "a variant prepares one prompt"
     assert found["prompt_count"] == 200
     assert found["origins_known"] is False
@@ -174,6 +174,25 @@ async def test_the_deadline_is_shown_and_does_not_end_the_search(
     assert found["deadline"] == deadline
     assert found["origins_known"] is True
     assert contract.limits == (limit, *[None] * (contract.bodies - 1))
+
+
+async def test_a_preparation_ends_at_the_deadline_and_is_not_counted() -> None:
+    class Stuck(ScriptedEngine):
+        """An engine that never finishes to prepare a request."""
+
+        async def explain(self, request: GenerationRequest) -> ExplainedRequest:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    queue = EngineQueue(engine := Stuck(), limit=4, deadlines=DeadlineConfig(answer=0.01))
+    with pytest.raises(ContractError) as refused:
+        await explained(EngineHandler(queue, LmiRollingContract(MODEL)), call({"inputs": "a"}))
+    assert ("x-slipway-deadline", "reached") in refused.value.reply.headers
+    assert (engine.statistics.calls.failed, sum(engine.statistics.deadlines.values()), queue.open_sequences) == (
+        0,
+        0,
+        0,
+    )
 
 
 async def test_a_field_may_set_several_parameters() -> None:
