@@ -201,7 +201,8 @@ async def _find(origins: Origins, call: Call, answer: Answer) -> None:
             in_prompt = changed.token_ids != asked.token_ids
             if parameters or in_prompt:
                 break
-            is_without_effect |= other is not None  # Without the field, its parameter may have the same value.
+            # Without the field, its parameter may have the same value. Null counts as absent.
+            is_without_effect |= other is not None or value is None
         for parameter in sorted(parameters):
             origins.fields.setdefault(parameter, []).append(name)
         if in_prompt:
@@ -270,13 +271,17 @@ def _with(document: Mapping[str, Any], place: Place, other: Any) -> Mapping[str,
 
 
 def _others(value: Any) -> Sequence[Any]:
-    """Return other values of the same kind. A parameter at an end of its range refuses some of them."""
+    """Return other values of the same kind.
+
+    A parameter at an end of its range refuses some of them. Others may mean the same as `value`: -1 and 0 both turn
+    `top_k` off, and the engine raises very low temperatures to one value.
+    """
     if isinstance(value, bool):
         return (not value,)
     if isinstance(value, int):
-        return value + 1, value - 1, 0.5
+        return value + 1, value - 1, 0.5, 1
     if isinstance(value, float):
-        return (value / 2 or 0.5,)
+        return value / 2 or 0.5, 0.5
     if isinstance(value, str):
         return (f"{value}a",)
     if isinstance(value, list):  # The first prompt of several is the one that is compared.

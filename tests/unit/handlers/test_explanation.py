@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from engines.errors import InvalidRequest
 from engines.interface import ExplainedRequest
@@ -37,6 +41,20 @@ class CountingEngine(ScriptedEngine):
     async def explain(self, request: GenerationRequest) -> ExplainedRequest:
         self.prepared += 1
         return await super().explain(request)
+
+
+class Letters(ScriptedEngine):
+    """An engine whose tokens are the letters of a prompt. A beam search has its own parameters."""
+
+    texts = SimpleNamespace(decode=lambda token_ids: "".join(map(chr, token_ids)))
+
+    async def explain(self, request: GenerationRequest) -> ExplainedRequest:
+        explained = await super().explain(request)
+        assert isinstance(request.prompt, str)
+        letters = [ord(letter) for letter in request.prompt][-(request.truncate_prompt_tokens or 0) :]
+        search = request.beam_search
+        parameters = explained.parameters if search is None else msgspec.structs.asdict(search)
+        return msgspec.structs.replace(explained, token_ids=letters, parameters=parameters)
 
 
 class Counting(LmiRollingContract):
@@ -209,3 +227,83 @@ async def test_a_field_may_set_several_parameters() -> None:
         handler_of(ScriptedEngine(), Both(MODEL)), call({"inputs": "a", "parameters": {"top_p": 0.5}})
     )
     assert found["translated"] == {"parameters.top_p": ["min_p", "top_p"]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fields", "without_effect"),
+    [
+        # Two fields may set one parameter, or one of two hides the other.
+        ({"stop": ["x"], "stop_sequences": ["y"]}, {"stop": ["stop", "stop_sequences"]}, []),
+        ({"ignore_eos": True, "ignore_eos_token": True}, {"ignore_eos": ["ignore_eos_token"]}, ["ignore_eos"]),
+        # Null counts as absent.
+        ({"temperature": None, "top_p": 0.5, "unknown": None}, {"top_p": ["top_p"]}, ["temperature", "unknown"]),
+        # Values that mean the same as the first other value, or are at the end of their range.
+        ({"top_k": -1, "top_p": 0.5}, {"top_k": ["top_k"], "top_p": ["top_p"]}, []),
+        ({"top_p": 1.0, "min_p": 0.0, "max_new_tokens": 1}, {"top_p": ["top_p"], "min_p": ["min_p"]}, []),
+        ({"max_new_tokens": 2048}, {"max_tokens": ["max_new_tokens"]}, []),
+        ({"seed": (1 << 63) - 1}, {"seed": ["seed"]}, []),
+        # Without sampling, the switches are idle.
+        ({"do_sample": False, "temperature": 0.5}, {"temperature": ["do_sample"]}, ["temperature"]),
+        # The empty value is another value than none.
+        ({"stop_sequences": [], "logit_bias": {}}, {"stop": ["stop_sequences"]}, []),
+    ],
+)
+async def test_each_field_has_the_effect_that_it_has(
+    parameters: dict[str, Any], fields: dict[str, list[str]], without_effect: list[str]
+) -> None:
+    found = await explained(
+        handler_of(Letters(), LmiRollingContract(MODEL)), call({"inputs": "a", "parameters": parameters})
+    )
+    set_by = {name: shown.get("fields", []) for name, shown in found["parameters"].items()}
+    assert {name: set_by[name] for name in fields} == {
+        name: [f"parameters.{field}" for field in by] for name, by in fields.items()
+    }
+    assert found["without_effect"] == [f"parameters.{name}" for name in without_effect]
+
+
+VALUES: dict[tuple[str, ...], list[Any]] = {
+    ("temperature", "repetition_penalty"): [None, 1e-9, 0.5, 1, 1.0, 1.5],
+    ("top_p", "typical_p"): [None, 1e-9, 0.5, 1, 1.0],
+    ("top_k",): [None, -1, 0, 1, 30],
+    ("min_p", "frequency_penalty"): [None, 0, 0.0, 0.5, 1.0],
+    ("max_new_tokens", "truncate", "n", "best_of", "num_beams"): [None, 1, 2],
+    ("seed", "min_new_tokens", "unknown"): [None, 0, 1],
+    ("do_sample", "details", "ignore_eos", "ignore_eos_token"): [None, True, False],
+    ("stop", "stop_sequences", "bad_words"): [None, [], ["a"], ["b", "a"]],
+}
+PARAMETERS = {name: st.sampled_from(values) for names, values in VALUES.items() for name in names}
+
+
+@settings(max_examples=40)
+@given(st.fixed_dictionaries({}, optional=PARAMETERS))
+async def test_fields_without_effect_can_be_left_out(parameters: dict[str, Any]) -> None:
+    handler = handler_of(Letters(), LmiRollingContract(MODEL))
+    try:
+        found = await explained(handler, call({"inputs": "a b c", "parameters": parameters}))
+    except ContractError:
+        assume(False)  # The body is refused.
+    told = {field for shown in found["parameters"].values() for field in shown.get("fields", ())}
+    told |= {*found["changes_prompt"], *found["without_effect"], *found["effect_unknown"]}
+    assert told == {"inputs", *(f"parameters.{name}" for name in parameters)}
+    kept = {name: value for name, value in parameters.items() if f"parameters.{name}" not in found["without_effect"]}
+    less = await explained(handler, call({"inputs": "a b c", "parameters": kept}))
+    values = [{name: shown["value"] for name, shown in one["parameters"].items()} for one in (found, less)]
+    assert values[0] == values[1]
+    assert found["prompts"] == less["prompts"]
+
+
+@settings(max_examples=40)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: (
+            st.lists(inner)
+            | st.dictionaries(st.sampled_from(["inputs", "parameters", "stop", "n", "a"]) | st.text(), inner)
+        ),
+    )
+)
+async def test_any_body_is_explained_or_refused(document: Any) -> None:
+    handler = handler_of(Letters(), LmiRollingContract(MODEL))
+    for body in (document, {"inputs": "a", "parameters": document}):
+        with contextlib.suppress(ContractError):
+            await explained(handler, call(body))
