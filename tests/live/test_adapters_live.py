@@ -118,23 +118,6 @@ def test_each_prompt_of_an_array_may_have_an_adapter_of_its_own(lora: Server, al
     assert "one adapter for each prompt: got 2 for 3" in refused.json()["error"]
 
 
-def test_the_header_goes_before_the_body_and_the_body_before_the_query(
-    lora: Server, alone: dict[str, list[str]]
-) -> None:
-    def ask(query: str = "", header: str | None = None, **body: str) -> str:
-        document = {"inputs": PROMPTS[0], "parameters": {"max_new_tokens": 12}, **body}
-        headers = {} if header is None else {HEADER.lower(): header}
-        answer: str = lora.client.post(f"/invocations{query}", json=document, headers=headers).json()["generated_text"]
-        return answer
-
-    red, blue, base = (alone[name][0] for name in ("red", "blue", ""))
-    assert ask(query="?adapter=red") == red
-    assert ask(query="?adapter=red", adapters="blue") == blue
-    assert ask(query="?adapter=red", header="red", adapters="blue") == red
-    assert ask(header="", adapters="blue") == base
-    assert ask(query="?adapter=red", adapters="") == base
-
-
 def test_every_contract_has_its_own_way_to_name_an_adapter(lora: Server, alone: dict[str, list[str]]) -> None:
     red, prompt = alone["red"][0], PROMPTS[0]
     tgi = lora.client.post(
@@ -179,34 +162,6 @@ def test_openais_client_chats_with_an_adapter_that_the_list_of_models_names(lora
             chat("green")
 
 
-def test_an_adapter_that_is_unknown_is_refused_in_the_words_of_each_contract(lora: Server) -> None:
-    def ask(path: str, document: dict[str, Any], header: str | None = None) -> tuple[int, Any]:
-        response = lora.client.post(path, json=document, headers={} if header is None else {HEADER: header})
-        return response.status_code, response.json()
-
-    unknown = "the adapter 'green' is not registered"
-    chat: dict[str, Any] = {"model": "model", "messages": [{"role": "user", "content": "x"}]}
-    for document in ({"inputs": "x", "adapters": "green"}, {"inputs": "x", "stream": True, "adapters": "green"}):
-        assert ask("/invocations", document) == (424, {"error": unknown, "code": 424})
-    assert ask("/invocations", {**chat, "adapters": "green"}) == (424, {"error": unknown, "code": 424})
-    assert ask("/invocations", chat, "green") == (424, {"error": unknown, "code": 424})
-    error = {"message": unknown, "type": "NotFoundError", "param": "model", "code": 404}
-    assert ask("/v1/chat/completions", chat, "green") == (404, {"error": error})
-    assert ask("/openai/v1/chat/completions", chat, "green") == (404, {"error": error})
-    status, answer = ask("/v1/completions", {"model": "green", "prompt": "x"})
-    assert (status, answer["error"]["code"]) == (404, 404)
-    assert "green" in answer["error"]["message"]
-    triton = {"text_input": "x", "lora_name": "green"}
-    status, answer = ask("/v2/models/model/generate", triton)
-    assert (status, answer["error"][:29]) == (400, "LoRA green is not supported, ")
-    assert "'red'" in answer["error"]
-    status, answer = ask("/generate", {"inputs": "x", "parameters": {"adapter_id": "green"}})
-    assert (status, answer["error_type"]) == (422, "validation")
-    assert unknown in answer["error"]
-    for path in ("/invocations", "/openai/v1/completions"):
-        assert ask(path, {"model": "no-adapter", "prompt": "x", "max_tokens": 1})[0] == 200
-
-
 def test_an_adapter_whose_files_are_gone_or_broken_since_is_refused_in_the_words_of_each_contract(
     lora: Server, made: Path, tmp_path: Path, alone: dict[str, list[str]]
 ) -> None:
@@ -227,26 +182,18 @@ def test_an_adapter_whose_files_are_gone_or_broken_since_is_refused_in_the_words
         start = f"the adapter '{name}' cannot be loaded: "
         chat = {"model": name, "messages": [{"role": "user", "content": "x"}]}
         calls: list[tuple[str, int, dict[str, Any]]] = [
-            ("/invocations", 424, {"inputs": "x", "adapters": name}),
             ("/invocations", 424, {"inputs": "x", "adapters": name, "stream": True}),
             ("/invocations", 424, chat),
-            ("/invocations", 424, chat | {"stream": True}),
             ("/generate", 422, {"inputs": "x", "parameters": {"adapter_id": name}}),
             ("/v2/models/model/generate", 400, {"text_input": "x", "lora_name": name}),
+            ("/v1/chat/completions", 400, chat),
+            ("/v1/completions", 400, {"model": name, "prompt": ["x", "y"]}),
         ]
         for path, status, document in calls:
             error = ask(path, status, document)["error"]
             message = error["message"] if isinstance(error, dict) else error
             assert start in message
             assert why in message
-        for path in ("/v1/chat/completions", "/openai/v1/chat/completions"):
-            error = ask(path, 400, chat)["error"]
-            assert (error["type"], error["param"], error["code"]) == ("BadRequestError", "model", 400)
-            assert error["message"].startswith(start)
-        streamed = lora.client.post("/v1/chat/completions", json=chat | {"stream": True}).text
-        assert json.loads(streamed.removeprefix("data: ").removesuffix("\n\ndata: [DONE]\n\n"))["error"] == error
-        error = ask("/v1/completions", 400, {"model": name, "prompt": ["x", "y"]})["error"]
-        assert (error["type"], error["param"]) == ("BadRequestError", "model")
     assert text(lora, PROMPTS[0], "red") == alone["red"][0]
     unregister(lora, *whys)
 
@@ -430,27 +377,6 @@ def test_what_cannot_be_loaded_is_refused_by_name_and_leaves_nothing_behind(
         assert "Worker failed" not in response.text
     assert registered(lora) == ["blue", "red"]
     assert text(lora, PROMPTS[0], "red") == alone["red"][0]
-
-
-def test_vllms_own_routes_load_replace_and_unload(lora: Server, made: Path, alone: dict[str, list[str]]) -> None:
-    def order(what: str, **body: Any) -> httpx.Response:
-        return lora.client.post(f"/v1/{what}_lora_adapter", json=body)
-
-    loaded = order("load", lora_name="guest", lora_path=str(made / "red"))
-    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'guest' added successfully.")
-    again = order("load", lora_name="guest", lora_path=str(made / "blue"))
-    assert (again.status_code, again.json()["error"]["type"]) == (400, "InvalidUserInput")
-    assert "has already been loaded" in again.json()["error"]["message"]
-    assert order("load", lora_name="none", lora_path=str(made / "none")).json()["error"]["type"] == "NotFoundError"
-    wide = order("load", lora_name="wide", lora_path=str(made / "wide"))
-    message = "adapter_config.json: r 16 is greater than max_lora_rank 8"
-    assert wide.json() == {"error": {"message": message, "type": "InternalServerError", "param": None, "code": 500}}
-    assert order("load", lora_name="guest", lora_path=str(made / "blue"), load_inplace=True).status_code == 200
-    assert text(lora, PROMPTS[0], "guest") == alone["blue"][0]
-    unloaded = order("unload", lora_name="guest")
-    assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'guest' removed successfully.")
-    assert order("unload", lora_name="guest").status_code == 404
-    assert order("load", lora_name="guest").status_code == 400
 
 
 def test_an_adapter_on_s3_is_fetched_on_each_route(lora: Server, alone: dict[str, list[str]]) -> None:

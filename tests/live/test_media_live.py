@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,12 +85,6 @@ def test_an_image_of_a_prompt_that_another_contract_refuses_can_be_sent_again(vi
     assert tgi(vision, "/generate", f"![]({image})Hello", max_new_tokens=1).status_code == 200
 
 
-def test_images_are_streamed_over(vision: Server) -> None:
-    answer = ask(vision, IMAGE, stream=True)
-    assert answer.status_code == 200
-    assert answer.text.endswith("data: [DONE]\n\n")
-
-
 def test_responses_and_messages_take_images(vision: Server) -> None:
     parts = [{"type": "input_image", "image_url": IMAGE, "detail": "auto"}, {"type": "input_text", "text": "x"}]
     body: dict[str, Any] = {"model": vision.name, "max_output_tokens": 4, "input": [{"role": "user", "content": parts}]}
@@ -131,20 +124,6 @@ def test_images_beyond_a_limit_are_refused_by_its_name(
     of_lmi = ask(vision, *urls, path="/invocations")
     assert of_lmi.status_code == 424
     assert message in of_lmi.json()["error"]
-
-
-def test_an_inner_address_looks_the_same_whether_something_listens_there_or_not(vision: Server) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        ports = [listening.getsockname()[1], closed.getsockname()[1], vision.port]
-        urls = [f"http://127.0.0.1:{port}/ping" for port in ports]
-        urls += ["http://169.254.169.254/latest/meta-data/", f"http://[::ffff:127.0.0.1]:{vision.port}/ping"]
-        answers = [ask(vision, url) for url in urls]
-        assert {(answer.status_code, answer.text) for answer in answers} == {(422, answers[0].text)}
-        assert "option.allowed_media_networks" in answers[0].text
-        listening.settimeout(0)
-        with pytest.raises(BlockingIOError):
-            listening.accept()
 
 
 def test_files_of_the_machine_are_not_read(vision: Server) -> None:
@@ -217,55 +196,11 @@ def test_tritons_images_answer_as_bare_vllm(vision: Server, bare: dict[str, str]
     assert "".join(record["text_output"] for record in records(streamed.text)) == bare["text"]
 
 
-NO_BASE64 = "data:image/png;base64,A*"
-NO_IMAGE = "data:image/png;base64,AAAA"
-INNER = "http://127.0.0.1:9/a.png"
-
-
-@pytest.mark.parametrize(
-    ("urls", "message"),
-    [
-        ([NO_BASE64], "base64 encoding is invalid: cannot be decoded: "),
-        (["data:image/png,abc"], "base64 encoding is invalid: must be base64"),
-        ([NO_IMAGE], "invalid image content: is no image; taken are PNG, JPEG, WebP, GIF, BMP, TIFF"),
-        (["ftp://host/a.png"], "invalid image content: expected ![](URL) with http, https or data, got ![](ftp://"),
-        (["file:///etc/passwd"], "invalid image content: expected ![](URL) with http, https or data"),
-        ([INNER], "Could not fetch image: cannot be fetched from a public address"),
-        ([data_url(bomb(13000, 13000))], "invalid image content: is an image of 13000x13000 pixels; at most"),
-        ([IMAGE] * 4, "At most 3 image(s) may be provided in one prompt."),
-    ],
-)
-def test_tgi_refuses_images_in_its_own_form(vision: Server, urls: list[str], message: str) -> None:
-    inputs = "".join(f"![]({url})" for url in urls)
-    refused = tgi(vision, "/generate", inputs)
-    assert (refused.status_code, refused.json()["error_type"]) == (422, "validation")
-    assert refused.json()["error"].startswith(f"Input validation error: {message}")
-    streamed = tgi(vision, "/generate_stream", inputs)
-    assert (streamed.status_code, streamed.text) == (200, f"data:{refused.text}\n\n")
-
-
-@pytest.mark.parametrize(
-    ("images", "message"),
-    [
-        (["A*"], "`image` cannot be decoded: "),
-        (["AAAA"], "`image` is no image; taken are PNG, JPEG, WebP, GIF, BMP, TIFF"),
-        ([base64.b64encode(bomb(13000, 13000)).decode()], "`image` is an image of 13000x13000 pixels; at most"),
-        ([IMAGE.partition(",")[2]] * 4, "At most 3 image(s) may be provided in one prompt."),
-        ([IMAGE.partition(",")[2]] * 2, "the prompt does not fit its images: "),
-    ],
-)
-def test_triton_refuses_images_in_its_own_form(vision: Server, images: list[str], message: str) -> None:
-    refused = triton(vision, "generate", f"What is {MARK}?", images)
-    assert refused.status_code == 400
-    assert refused.json()["error"].startswith(f"Error generating stream: {message}")
-    assert triton(vision, "generate_stream", f"What is {MARK}?", images, stream=True).status_code == 400
-
-
 @pytest.mark.slow
 def test_images_that_grow_are_refused_in_bounded_memory(vision: Server) -> None:
-    """Each would take a gigabyte and a half, or 190 MiB together."""
+    """The first would take 300 MiB, and the others 190 MiB together."""
     tgi(vision, "/generate", f"![]({IMAGE})")  # imports the decoders
-    urls = [data_url(encoded(20000, 20000, "PNG")), *[data_url(encoded(4000, 4000))] * 3]
+    urls = [data_url(encoded(9000, 9000)), *[data_url(encoded(4000, 4000))] * 3]
     peak_memory.reset(vision.process.pid)
     before = peak_memory.peak_mib(vision.process.pid)
     for wrong in (urls[:1], urls[1:]):

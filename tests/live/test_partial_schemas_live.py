@@ -165,39 +165,6 @@ def test_each_chat_of_a_batch_is_judged(strict: Server) -> None:
     assert_judged(strict, before, invalid=2)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-def test_only_a_strict_tool_is_refused_for_its_own_schema(strict: Server, path: str) -> None:
-    """The two tools are one schema for the engine, whose definitions they share."""
-    whole = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
-    with_definition = {
-        "type": "object",
-        "properties": {"x": {"$ref": "#/$defs/a set"}},
-        "$defs": {"a set": SAME["properties"]["tags"]},
-        "required": ["x"],
-        "additionalProperties": False,
-    }
-    base = {"messages": MESSAGES, "max_tokens": 60} if path != "/v1/responses" else {"input": "Hello"}
-    choice: Any = {"type": "any"} if path == "/v1/messages" else "required"
-    place = {"/v1/messages": "input_schema", "/v1/responses": "parameters"}.get(path, "function.parameters")
-
-    def ask(first_is_strict: bool) -> httpx.Response:
-        both = [("one", with_definition, first_is_strict), ("two", whole, True)]
-        tools: list[dict[str, Any]] = [
-            {"name": name, place.rpartition(".")[2]: schema, "strict": is_strict} for name, schema, is_strict in both
-        ]
-        if path != "/v1/messages":
-            wrapped = path == "/v1/chat/completions"
-            tools = [{"type": "function", **({"function": tool} if wrapped else tool)} for tool in tools]
-        return post(strict, path, {**base, "tools": tools, "tool_choice": choice})
-
-    answer = ask(False)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers[NOT_HELD] == f"tools[0].{place}#/$defs/a%20set/uniqueItems"
-    refused = ask(True)
-    assert refused.status_code == 400
-    assert f"tools[0].{place}#/$defs/a%20set/uniqueItems" in refused.text
-
-
 @pytest.mark.parametrize("name", WITHOUT_STRICT)
 def test_a_contract_without_strict_refuses_the_schema(strict: Server, name: str) -> None:
     path, body = WITHOUT_STRICT[name]
@@ -222,12 +189,6 @@ def test_the_setting_lets_every_contract_answer(lenient: Server, name: str, stre
 
 def test_the_setting_does_not_loosen_strict_schemas(lenient: Server) -> None:
     assert post(lenient, "/v1/chat/completions", chat(SAME, True)).status_code == 400
-
-
-def test_the_route_of_custom_attributes_says_it_there(strict: Server) -> None:
-    headers = {ATTRIBUTES: "route=/v1/chat/completions"}
-    answer = post(strict, "/invocations", chat(SAME, None), **headers)
-    assert answer.headers[ATTRIBUTES] == f"X-Slipway-Not-Held={PLACE}"
 
 
 def test_the_log_and_the_metrics_count_requests(strict: Server) -> None:

@@ -175,26 +175,6 @@ def test_vectors_are_those_of_transformers(encoder: Server, handler: Server, vec
     assert_close(post(encoder, "/v2/embed", {"texts": TEXTS})["embeddings"]["float"], vectors)
 
 
-def test_djls_engines_answer_one_text_with_a_flat_vector(encoder: Server, vectors: list[list[float]]) -> None:
-    for body in ({"inputs": TEXTS[0]}, TEXTS[0]):
-        assert_close(post(encoder, "/invocations", body), vectors[0])
-    plain = encoder.client.post("/invocations", content=TEXTS[0], headers={"content-type": "text/plain"})
-    assert_close(plain.json(), vectors[0])
-    assert_close(post(encoder, "/invocations", {"inputs": TEXTS[:1]}), vectors[:1])
-    # A number counts as its text.
-    assert_close(post(encoder, "/invocations", {"inputs": 5}), post(encoder, "/invocations", {"inputs": "5"}))
-
-
-def test_lmis_vllm_handler_answers_with_a_list_of_vectors(handler: Server, vectors: list[list[float]]) -> None:
-    answer = handler.client.post("/invocations", json={"inputs": TEXTS[0]})
-    assert answer.content.startswith(b"[[")
-    assert answer.content.endswith(b"]]\n")
-    assert b", " in answer.content
-    assert_close(answer.json(), vectors[:1])
-    tokens = post(handler, "/tokenize", {"prompt": TEXTS[0]})["tokens"]
-    assert_close(post(handler, "/invocations", {"inputs": tokens}), vectors[:1])
-
-
 def test_a_text_that_is_too_long_is_cut_by_djls_engines_and_refused_by_the_others(
     encoder: Server, handler: Server
 ) -> None:
@@ -212,37 +192,6 @@ def test_a_text_that_is_too_long_is_cut_by_djls_engines_and_refused_by_the_other
 
 def test_a_text_of_a_megabyte_is_cut_before_it_is_tokenized(encoder: Server) -> None:
     assert len(post(encoder, "/invocations", {"inputs": "a" * (1 << 20)})) == VECTOR_SIZE
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "text"),
-    [
-        (b"{}", 400, 'Missing \\"inputs\\" in json.'),
-        (b"nothing", 400, "Input is not a valid json."),
-        (b'{"inputs": []}', 400, '\\"inputs\\" is empty.'),
-    ],
-)
-def test_djls_engines_refuse_in_their_form(encoder: Server, body: bytes, status: int, text: str) -> None:
-    answer = encoder.client.post("/invocations", content=body, headers={"content-type": "application/json"})
-    expected = f'{{\n  "code": {status},\n  "type": "TranslateException",\n  "message": "{text}"\n}}\n'
-    assert (answer.status_code, answer.text) == (status, expected)
-
-
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        (b'{"inputs": 5}', "'inputs' must be a string or list of strings, got int"),
-        (b'{"inputs": [1, "a"]}', "'inputs' must hold at least one string"),
-        (b'["a"]', "the body must be an object"),
-        (b"{", "the body is not valid JSON"),
-        (b'{"inputs": [99999]}', "out of vocabulary"),
-    ],
-)
-def test_lmis_vllm_handler_refuses_in_its_form(handler: Server, body: bytes, text: str) -> None:
-    answer = handler.client.post("/invocations", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 424
-    assert answer.json()["code"] == 424
-    assert text in answer.json()["error"]
 
 
 @pytest.mark.parametrize(
@@ -415,22 +364,6 @@ def test_scores_of_pairs_are_those_of_transformers(reranker: Server, expected: d
     assert np.allclose([item["score"] for item in scores], right, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        ({"inputs": "a"}, "Unexpected json type"),
-        ([], "Missing text or text_pair in json."),
-        ({"text": "a"}, "Missing text or text_pair in json."),
-        ({"key": "a"}, "Missing key or value in input."),
-        ([1], "Unexpected json type"),
-    ],
-)
-def test_wrong_pairs_are_refused_in_djls_form(reranker: Server, body: object, text: str) -> None:
-    answer = reranker.client.post("/invocations", json=body)
-    assert (answer.status_code, answer.json()["message"]) == (400, text)
-    assert answer.json()["type"] == "TranslateException"
-
-
 def test_pairs_that_are_too_long_are_cut_longest_first(reranker: Server) -> None:
     (score,) = post(reranker, "/invocations", {"text": "a dog", "text_pair": TOO_LONG})
     cut = "a " * (MAX_MODEL_LEN - 3 - 2)
@@ -465,13 +398,6 @@ def test_classes_are_those_of_transformers(
         assert np.allclose([item[0]["probability"] for item in nested], right.max(-1), atol=1e-4)
 
 
-@pytest.mark.parametrize("parameters", [{"top_k": 0}, {"top_k": "all"}, {"function_to_apply": "relu"}])
-def test_wrong_parameters_of_classes_are_refused(classifier: Server, parameters: dict[str, object]) -> None:
-    answer = classifier.client.post("/invocations", json={"inputs": "a", "parameters": parameters})
-    assert answer.status_code == 424
-    assert answer.json()["error"].startswith(f"`{next(iter(parameters))}` must be")
-
-
 # Limits, and the end of the engine
 
 
@@ -484,13 +410,6 @@ def test_a_client_that_leaves_ends_its_prompts(encoder: Server) -> None:
     wait_until(lambda: encoder.metric("slipway_generations_aborted_total") > aborted)
     encoder.wait_for_metric("slipway_engine_running", 0.0)
     assert len(post(encoder, "/invocations", {"inputs": TEXTS})) == len(TEXTS)
-
-
-def test_more_texts_than_the_queue_has_places_are_refused(encoder: Server) -> None:
-    texts = ["a"] * 2100
-    answer = encoder.client.post("/invocations", json={"inputs": texts})
-    assert answer.status_code == 400
-    assert answer.json()["message"].startswith("the request asks for 2100 sequences; at most 20")
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import pytest
 from botocore.exceptions import ClientError
 
 from tests.live.server import Server
-from tests.live.small_model import ENDLESS_COMPLETION
 from tests.runtime_client import runtime_at
 from tests.waiting import wait_until
 
@@ -23,51 +22,32 @@ TRITON = {"text_input": "Hello", "parameters": {"max_tokens": 2, "temperature": 
 HAPPY = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
 MESSAGE = {"model": "model", "messages": HELLO, "max_tokens": 2, "temperature": 0}
 
+# A route of each contract. tests/unit/container/http/test_custom_attributes.py has all routes.
 WHOLE: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT),
-    ("/openai/v1/chat/completions", CHAT | {"model": "any"}),
     ("/v1/chat/completions/batch", CHAT | {"messages": [HELLO, HELLO]}),
     ("/v1/completions", {"model": "model", "prompt": "Hello", "max_tokens": 2, "temperature": 0, "logprobs": 1}),
     ("/v1/responses", {"model": "model", "input": "Hello", "max_output_tokens": 2, "temperature": 0, "store": False}),
     ("/v1/messages", MESSAGE),
-    ("/v1/messages/count_tokens", {"model": "model", "messages": HELLO}),
     ("/tokenize", {"prompt": "Hello"}),
-    ("/tokenize", {"inputs": "Hello"}),
-    ("/detokenize", {"tokens": [19556, 905]}),
-    ("/chat_tokenize", {"messages": HELLO}),
-    ("/", TGI),
     ("/generate", TGI),
     ("/v2/models/model/generate", TRITON),
     ("/v1/generate", HAPPY),
     ("/v1/tokenizer", {"text": "Hello there"}),
-    ("/v2/tokenizer", {"model": "model", "prompt": "Hello there"}),
-    ("/v1/decode", {"token_ids": [19556, 905]}),
-    ("/v2/decode", {"model": "model", "tokens": [19556, 905]}),
-    ("/v1/split_text", {"text": "One. Two. Three.", "num_tokens_in_chunk": 2}),
-    ("/v1/metadata_text", {"text": "Hello there"}),
     ("/predictions/model", {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}),
-    ("/invocations", {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}),
 ]
 STREAMED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"include_usage": True}}),
-    ("/v1/completions", {"model": "model", "prompt": "Hello", "max_tokens": 2, "temperature": 0, "stream": True}),
     ("/v1/messages", MESSAGE | {"stream": True}),
-    ("/", TGI | {"stream": True}),
     ("/generate_stream", TGI),
     ("/v2/models/model/generate_stream", TRITON | {"stream": True}),
     ("/v1/generate_stream", HAPPY),
-    ("/predictions/model", {"inputs": "Hello", "stream": True, "parameters": {"max_new_tokens": 2}}),
 ]
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT | {"temperature": "hot"}),
-    ("/v1/chat/completions", CHAT | {"model": "other"}),
-    ("/v1/messages", MESSAGE | {"max_tokens": 0}),
     ("/generate", {"inputs": "Hello", "parameters": {"top_p": 7}}),
-    ("/v2/models/model/generate", {"text_input": "Hello", "parameters": {"temperature": -1}}),
     ("/v2/models/other/generate", TRITON),
-    ("/v1/generate", {"prompt": "Hello", "max_tokens": -1}),
     ("/v1/tokenizer", {}),
-    ("/predictions/other", {"inputs": "Hello"}),
 ]
 # Parts that differ between two equal calls.
 _VARYING = re.compile(
@@ -150,17 +130,6 @@ def test_a_wrong_priority_or_salt_is_refused_before_a_stream_begins(
     assert next(iter(header)) in refused.json()["error"]["message"].lower()
 
 
-@pytest.mark.parametrize(
-    "route",
-    ["/models", "/ping", "/metrics", "/v1/abort_request", "/v2/repository/models/model/unload", "http://host/x"],
-)
-def test_a_route_that_commands_or_describes_is_refused(runtime: Any, route: str) -> None:
-    with pytest.raises(ClientError) as refused:
-        runtime.invoke_endpoint(**call(route, {"url": "s3://bucket/model", "request_id": "mine"}))
-    assert refused.value.response["OriginalStatusCode"] == 400
-    assert "must be the path of a POST route" in refused.value.response["OriginalMessage"]
-
-
 def test_the_call_is_counted_and_logged_under_the_route_that_answers(server: Server, runtime: Any) -> None:
     counter = 'slipway_requests_total{route="/v1/metadata_text",status="200"}'
 
@@ -172,12 +141,3 @@ def test_the_call_is_counted_and_logged_under_the_route_that_answers(server: Ser
     runtime.invoke_endpoint(**call("/v1/metadata_text", {"text": "Hello"}, InferenceId="counted"))
     assert count() == before + 1
     wait_until(lambda: re.search(r"access.*counted.*POST /v1/metadata_text 200 ", server.log_text()))
-
-
-def test_a_client_that_leaves_a_stream_ends_the_generation(server: Server, runtime: Any) -> None:
-    body = {"model": "model", "stream": True, **ENDLESS_COMPLETION}
-    aborted = server.metric("slipway_generations_aborted_total")
-    answer = runtime.invoke_endpoint_with_response_stream(**call("/v1/completions", body))
-    assert next(iter(answer["Body"]))["PayloadPart"]["Bytes"].startswith(b"data:")
-    answer["Body"].close()
-    wait_until(lambda: server.metric("slipway_generations_aborted_total") > aborted)

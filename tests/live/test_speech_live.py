@@ -123,17 +123,6 @@ def test_the_language_is_found_if_none_is_named(whisper: Server) -> None:
     assert (answer.status_code, len(answer.json()["language"])) == (200, 2)
 
 
-def test_missing_packages_are_not_logged_for_each_sound(whisper: Server) -> None:
-    assert ask(whisper, SOUND).status_code == 200
-    assert "torchcodec" not in whisper.log_text()
-
-
-def test_the_calls_are_counted(whisper: Server) -> None:
-    before = whisper.metric("slipway_generations_total")
-    assert ask(whisper, SOUND).status_code == 200
-    whisper.wait_for_metric("slipway_generations_total", before + 1)
-
-
 @pytest.mark.parametrize(
     ("sound", "fields", "param", "message"),
     [

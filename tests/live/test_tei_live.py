@@ -191,23 +191,6 @@ def test_the_default_prompt_is_named_by_the_server(
     assert "option.default_prompt_name is 'other'; allowed: query, passage" in refused.json()["message"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"normalize": False},
-        {"dimensions": 5},
-        {"dimensions": 5, "normalize": False},
-        {"prompt_name": "query"},
-        {"truncate": True, "truncation_direction": "left"},
-    ],
-)
-def test_the_options_of_embed_have_the_same_effect_on_invocations(tei: Server, options: dict[str, Any]) -> None:
-    document = {"inputs": ["deep learning", "word " * (2 * MAX_MODEL_LEN) if "truncate" in options else "a"], **options}
-    expected, vectors = (np.array(post(tei, path, document)) for path in ("/embed", "/invocations"))
-    assert vectors.shape == expected.shape
-    assert vectors == pytest.approx(expected, abs=1e-5)
-
-
 def test_similarity_tokens_and_texts(tei: Server, encoder_reference: Reference) -> None:
     vectors = [encoder_reference.vector(text) for text in TEXTS]
     similar = post(tei, "/similarity", {"inputs": {"source_sentence": TEXTS[0], "sentences": TEXTS[1:]}})
@@ -217,16 +200,6 @@ def test_similarity_tokens_and_texts(tei: Server, encoder_reference: Reference) 
     assert (tokens[0]["text"], tokens[0]["start"], tokens[-1]["special"]) == ("[CLS]", None, True)
     assert (tokens[2]["text"], tokens[2]["start"], tokens[2]["stop"]) == ("capital", 4, 11)
     assert post(tei, "/decode", {"ids": [token["id"] for token in tokens]}) == ["the capital of france is paris."]
-
-
-def test_info_and_headers(tei: Server, encoder_reference: Reference) -> None:
-    info = tei.client.get("/info").json()
-    assert (info["model_dtype"], info["max_input_length"]) == ("float32", MAX_MODEL_LEN)
-    assert info["model_type"] == {"embedding": {"pooling": "cls"}}
-    headers = tei.client.post("/embed", json={"inputs": TEXTS}).headers
-    tokens = sum(len(encoder_reference.tokenizer(text).input_ids) for text in TEXTS)
-    assert (headers["x-compute-tokens"], headers["x-compute-characters"]) == (str(tokens), str(sum(map(len, TEXTS))))
-    assert int(headers["x-total-time"]) >= int(headers["x-inference-time"]) >= 0
 
 
 def test_headers_tell_the_time_in_the_engines_queue(tei: Server) -> None:
@@ -276,17 +249,6 @@ def test_classes_are_those_of_transformers(tei: Server, classifier: str) -> None
         assert [label["score"] for label in labels] == pytest.approx([score for score, _ in expected], abs=1e-4)
     batch = post(tei, "/predict", {"model": classifier, "inputs": [[TEXTS[1]], ["dog", "cat"]]})
     assert [len(labels) for labels in batch] == [3, 3]
-
-
-def test_routes_for_other_kinds_of_models_are_424(tei: Server, classifier: str) -> None:
-    for path, model, message in (
-        ("/predict", "encoder", "Backend error: Model is not a classifier model"),
-        ("/rerank", classifier, "Backend error: model is not a re-ranker model"),
-        ("/embed", classifier, "Backend error: Model is not an embedding model"),
-        ("/embed_sparse", "encoder", "Backend error: Model is not an embedding model with SPLADE pooling"),
-    ):
-        document = {"model": model, "inputs": "a", "query": "a", "texts": ["b"]}
-        assert post(tei, path, document, 424) == {"error": message, "error_type": "Backend"}
 
 
 @pytest.mark.slow
@@ -367,36 +329,3 @@ def test_litellm(tei: Server, encoder_reference: Reference, reranker: str) -> No
     assert [(result["index"], result["relevance_score"]) for result in ranked.results] == [
         (rank["index"], near(rank["score"])) for rank in ranks
     ]
-
-
-def test_triton_generates_a_vector_as_text(tei: Server, encoder_reference: Reference) -> None:
-    wanted = json.dumps({"input": TEXTS[0], "pooling_params": {"dimensions": [16]}})
-    document = {"text_input": "", "embedding_request": wanted}
-    vector = json.loads(post(tei, "/v2/models/encoder/generate", document)["text_output"])
-    assert cosine(vector, encoder_reference.vector(TEXTS[0])[:16]) > 0.9999
-    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("path", "document"),
-    [
-        ("/embed", {"inputs": TEXTS}),
-        ("/embed_all", {"inputs": TEXTS[0]}),
-        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
-        ("/tokenize", {"inputs": "deep"}),
-        ("/decode", {"ids": [5, 6]}),
-        ("/", {"inputs": TEXTS[0]}),
-        ("/embeddings", {"input": "deep", "model": "any"}),
-        (
-            "/v2/models/encoder/infer",
-            {"inputs": [{"name": "input_text", "shape": [1], "datatype": "BYTES", "data": ["a"]}]},
-        ),
-    ],
-)
-def test_invocations_reaches_the_routes(tei: Server, path: str, document: dict[str, Any]) -> None:
-    direct = tei.client.post(path, json=document)
-    headers = {ATTRIBUTES: f"route={path};model_name=encoder"}
-    through = tei.client.post("/invocations", json=document, headers=headers)
-    assert (through.status_code, direct.status_code) == (200, 200), through.text
-    if path != "/embeddings":  # Its answers have ids and times.
-        assert through.json() == json.loads(direct.content, parse_float=near)

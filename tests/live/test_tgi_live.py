@@ -16,11 +16,10 @@ from text_generation.errors import OverloadedError, ValidationError
 from text_generation.types import Grammar, GrammarType, Message
 
 from tests.live.server import Server, serving
-from tests.live.small_model import ENDLESS, MAX_MODEL_LEN, stop_within
+from tests.live.small_model import ENDLESS, MAX_MODEL_LEN
 from tests.waiting import wait_until
 
 PROMPT = "The capital of France is"
-CHAT = "<|im_start|>user\nSay only: yes<|im_end|>\n<|im_start|>assistant\n"
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
@@ -100,54 +99,14 @@ def test_all_parameters_of_the_python_client_are_taken(client: Client) -> None:
     assert len({response.details.seed, *(other.seed for other in others)}) == 2
 
 
-def test_a_seed_that_is_shown_gives_the_same_text_again(client: Client) -> None:
-    first = client.generate("Once", do_sample=True, max_new_tokens=12)
-    assert first.details.seed is not None
-    again = client.generate("Once", do_sample=True, max_new_tokens=12, seed=first.details.seed)
-    assert again.generated_text == first.generated_text
-
-
-def test_a_stop_text_stays_in_the_text(client: Client) -> None:
-    free = client.generate("Count: one two three", max_new_tokens=12).generated_text
-    stop = stop_within(free)
-    response = client.generate("Count: one two three", max_new_tokens=12, stop_sequences=[stop])
-    assert response.generated_text == free[: free.index(stop) + len(stop)]
-    assert response.details.finish_reason.value == "stop_sequence"
-    *_, last = client.generate_stream("Count: one two three", max_new_tokens=12, stop_sequences=[stop])
-    assert last.generated_text == response.generated_text
-
-
-def test_the_end_token_is_shown_but_not_in_the_text(sample_server: Server) -> None:
-    response = Client(sample_server.url, timeout=120).generate(CHAT, max_new_tokens=60)
-    last = response.details.tokens[-1]
-    assert (last.text, last.special) == ("<|im_end|>", True)
-    assert response.details.finish_reason.value == "eos_token"
-    assert "<|im_end|>" not in response.generated_text
-
-
-@pytest.mark.parametrize(
-    ("parameters", "text"),
-    [
-        ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
-        ({"stop_sequences": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
-        ({"watermark": True}, "`watermark` is not supported by this server"),
-    ],
-)
-def test_the_python_client_raises_validation_errors(client: Client, parameters: dict[str, object], text: str) -> None:
-    _assert_refused(client, parameters, text)
-
-
-def test_more_new_tokens_than_the_context_has_room_for_are_a_validation_error(sample_server: Server) -> None:
+def test_the_python_client_raises_validation_errors(sample_server: Server) -> None:
+    client = Client(sample_server.url, timeout=120)
     text = "`inputs` tokens + `max_new_tokens` must be <= 1024. Given: 5 `inputs` tokens and "
-    _assert_refused(Client(sample_server.url, timeout=120), {"max_new_tokens": 1024}, text)
-
-
-def _assert_refused(client: Client, parameters: dict[str, object], text: str) -> None:
     with pytest.raises(ValidationError, match="Input validation error") as plain:
-        client.generate(PROMPT, **parameters)  # type: ignore[arg-type]
+        client.generate(PROMPT, max_new_tokens=1024)
     assert text in str(plain.value)
     with pytest.raises(ValidationError) as stream:
-        list(client.generate_stream(PROMPT, **parameters))  # type: ignore[arg-type]
+        list(client.generate_stream(PROMPT, max_new_tokens=1024))
     assert str(stream.value) == str(plain.value)
 
 
@@ -197,13 +156,6 @@ def test_a_grammar_is_kept_to(sample_server: Server) -> None:
     grammar = Grammar(type=GrammarType.Json, value=SCHEMA)
     person = json.loads(client.generate("A person:", max_new_tokens=60, grammar=grammar).generated_text)
     assert set(person) >= {"name", "age"}
-    guide = {"properties": {"seen": {"type": "integer", "minimum": 1, "maximum": 5}}, "required": ["seen"]}
-    untyped = client.generate("Animals:", max_new_tokens=30, grammar=Grammar(type=GrammarType.Json, value=guide))
-    assert 1 <= json.loads(untyped.generated_text)["seen"] <= 5
-    digits = Grammar(type=GrammarType.Regex, value="[0-9]{3}-[0-9]{2}")
-    answer = client.generate("Call ", max_new_tokens=20, grammar=digits).generated_text
-    assert answer[3] == "-"
-    assert (answer[:3] + answer[4:]).isdigit()
     for wrong in (Grammar(type=GrammarType.Regex, value="["), Grammar(type=GrammarType.Json, value={"properties": 3})):
         with pytest.raises(ValidationError, match="grammar"):
             client.generate("x", max_new_tokens=5, grammar=wrong)
@@ -215,32 +167,7 @@ def test_the_python_clients_chat_is_answered_with_its_nulls(client: Client) -> N
     assert answer.usage["completion_tokens"] == 5
 
 
-def test_the_bytes_of_a_stream(sample_server: Server) -> None:
-    document = {"inputs": PROMPT, "parameters": {"max_new_tokens": 2, "details": True}}
-    response = sample_server.client.post("/generate_stream", json=document)
-    assert response.headers["content-type"] == "text/event-stream"
-    assert response.headers["cache-control"] == "no-cache"
-    assert response.headers["x-accel-buffering"] == "no"
-    first, last, rest = response.content.split(b"\n\n")
-    assert first.startswith(b'data:{"index":1,"token":{"id":7042,"text":" Paris","logprob":-0.2')
-    assert first.endswith(b',"special":false},"generated_text":null,"details":null}')
-    assert last.startswith(b'data:{"index":2,"token":{"id":30,"text":".","logprob":-0.3')
-    assert last.endswith(
-        b',"special":false},"generated_text":" Paris.","details":{"finish_reason":"length","generated_tokens":2,'
-        b'"seed":null,"input_length":5}}'
-    )
-    assert rest == b""
-
-
-def test_a_plain_reply_counts_in_its_headers(server: Server) -> None:
-    response = server.client.post("/generate", json={"inputs": PROMPT, "parameters": {"max_new_tokens": 3}})
-    headers = [response.headers[f"x-{name}"] for name in ("prompt-tokens", "generated-tokens", "compute-characters")]
-    assert headers == ["5", "3", "24"]
-
-
-def test_probes_info_and_tokens(server: Server) -> None:
-    for path in ("/health", "/"):
-        assert (server.client.get(path).status_code, server.client.get(path).content) == (200, b"")
+def test_info_and_tokens(server: Server) -> None:
     info = server.client.get("/info").json()
     assert (info["max_total_tokens"], info["max_input_tokens"]) == (MAX_MODEL_LEN, MAX_MODEL_LEN - 1)
     tokens = server.client.post("/tokenize", json={"inputs": "Hi 日本"}).json()
@@ -248,22 +175,6 @@ def test_probes_info_and_tokens(server: Server) -> None:
         {"id": 26843, "text": "Hi", "start": 0, "stop": 2},
         {"id": 40993, "text": "本", "start": 6, "stop": 9},
     ]
-    chat = server.client.post("/chat_tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
-    assert chat["templated_text"].endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    assert "".join(token["text"] for token in chat["tokenize_response"]) == chat["templated_text"]
-    wrong = server.client.delete("/generate")
-    assert (wrong.status_code, wrong.content) == (405, b"")
-
-
-def test_dashboards_find_their_series(server: Server) -> None:
-    samples = server.client.get("/metrics").text
-    for name in (
-        'vllm:num_requests_running{engine="0",model_name="model"} ',
-        'vllm:generation_tokens_total{engine="0",model_name="model"} ',
-        'nv_inference_request_success{model="model",version="1"} ',
-        "tgi_request_success ",
-    ):
-        assert f"\n{name}" in samples
 
 
 USER = {"role": "user", "content": "Sing"}

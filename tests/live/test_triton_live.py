@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ from tritonclient.http import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from tests.live.server import Server, records
-from tests.live.small_model import MAX_MODEL_LEN
 
 PATH = "/v2/models/model/generate"
 PROMPT = "The capital of France is"
@@ -73,33 +71,6 @@ def test_the_routes_and_forms_give_one_text(server: Server, completion: str) -> 
     assert len(stream) > 1
 
 
-def test_a_stream_on_the_socket_is_a_chunk_for_each_event(server: Server, completion: str) -> None:
-    body = json.dumps({"id": "7", "text_input": PROMPT, "stream": True, **GREEDY})
-    head = f"POST {PATH}_stream HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    received = b""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-        connection.sendall((head + body).encode())
-        while data := connection.recv(65536):
-            received += data
-    status, _, rest = received.partition(b"\r\n")
-    assert status == b"HTTP/1.1 200 OK"
-    headers, _, rest = rest.partition(b"\r\n\r\n")
-    assert b"content-type: text/event-stream; charset=utf-8" in headers.lower().split(b"\r\n")
-    text = ""
-    while not rest.startswith(b"0\r\n\r\n"):
-        size, _, rest = rest.partition(b"\r\n")
-        chunk, rest = rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-        new = json.loads(chunk.removeprefix(b"data: "))["text_output"]
-        assert chunk == (
-            b'data: {"id":"7","model_name":"model","model_version":"1","text_output":'
-            + json.dumps(new, ensure_ascii=False).encode()
-            + b"}\n\n"
-        )
-        text += new
-    assert rest == b"0\r\n\r\n"
-    assert text == completion
-
-
 def test_all_outputs_are_there_and_agree(server: Server, completion: str) -> None:
     asked: dict[str, Any] = dict.fromkeys(
         (
@@ -134,39 +105,6 @@ def test_tensorrt_llms_log_probs_agree_with_the_text(server: Server) -> None:
     assert answer["cum_log_probs"] == pytest.approx(sum(answer["output_log_probs"]), abs=1e-4)
 
 
-def test_several_sequences_are_arrays(server: Server) -> None:
-    parameters = {"n": 2, "max_tokens": 4, "seed": 7, "exclude_input_in_output": True}
-    texts = generate(server, parameters)["text_output"]
-    assert len(texts) == 2
-    stream = events(server, {"n": 2, "max_tokens": 4, "seed": 7, "stream": True})
-    assert all(len(one["text_output"]) == 2 for one in stream)
-    assert sorted("".join(parts) for parts in zip(*(one["text_output"] for one in stream), strict=True)) == sorted(
-        texts
-    )
-
-
-def test_a_step_whose_text_is_held_back_is_an_event(server: Server) -> None:
-    parts = events(server, GREEDY | {"max_tokens": 40, "ignore_eos": True, "stop": "z" * 200, "stream": True})
-    assert len(parts) > 1
-
-
-def test_beams_are_arrays_best_first(server: Server) -> None:
-    answer = generate(server, {"beam_width": 2, "max_tokens": 4, "return_log_probs": True})
-    assert len(answer["text_output"]) == 2
-    assert answer["cum_log_probs"][0] >= answer["cum_log_probs"][1]
-
-
-def test_stop_strings_and_constraints_hold(server: Server, completion: str) -> None:
-    stopped = generate(server, GREEDY | {"stop": completion[3:5], "exclude_input_in_output": True})
-    assert stopped["text_output"] == completion.partition(completion[3:5])[0]
-    document = GREEDY | {"structured_outputs": json.dumps({"choice": ["Berlin", "Rome"]})}
-    assert generate(server, document | {"exclude_input_in_output": True})["text_output"] in ("Berlin", "Rome")
-    guide = {"max_tokens": 8, "guided_decoding_guide_type": "regex", "guided_decoding_guide": "[0-9]{4}"}
-    text = generate(server, guide)["text_output"]
-    assert len(text) == 4
-    assert text.isdigit()
-
-
 def test_generate_with_stream_wants_exactly_one_response(server: Server, completion: str) -> None:
     assert SEVERAL in generate(server, GREEDY | {"stream": True}, status=400)["error"]
     one = generate(server, {"stream": True, "max_tokens": 1, "temperature": 0})["text_output"]
@@ -175,47 +113,6 @@ def test_generate_with_stream_wants_exactly_one_response(server: Server, complet
     # The refused one has been taken back from the engine.
     server.wait_for_metric("slipway_engine_running", 0)
     assert generate(server, GREEDY)["text_output"] == PROMPT + completion
-
-
-@pytest.mark.parametrize("route", ["", "_stream"])
-@pytest.mark.parametrize(
-    ("document", "status", "message"),
-    [
-        ({"text_input": 5}, 400, "attempt to access JSON non-string as string"),
-        ({"stream": "yes"}, 400, "attempt to access JSON non-boolean as boolean"),
-        ({"parameters": None}, 400, "Expected JSON object for keyword: 'parameters'"),
-        ({"nested": {}}, 400, "parameter 'nested' has invalid type."),
-        ({"parameters": {"text_input": "x"}}, 400, "already exists in request"),
-        ({"max_tokens": 0, "stream": True}, 400, "Error generating stream: `max_tokens` must be at least 1, got 0"),
-        ({"unheard_of": 1}, 400, "unheard_of"),
-        ({"text_input": "x " * (MAX_MODEL_LEN + 1), "stream": True}, 400, "Error generating stream: the prompt has"),
-        ({"text_input": ""}, 400, "Error generating stream: "),
-        ({"end_id": 10**9}, 400, "`end_id` must hold token ids below"),
-        ({"beam_width": 50}, 400, "`beam_width` must be at most"),
-        ({"n": 10000, "temperature": 1}, 400, "sequences"),
-    ],
-)
-def test_bad_requests_say_what_was_wrong(
-    server: Server, route: str, document: dict[str, Any], status: int, message: str
-) -> None:
-    assert message in generate(server, document, PATH + route, status)["error"]
-
-
-def test_other_models_paths_and_methods_are_refused_in_tritons_words(server: Server) -> None:
-    response = server.client.post("/v2/models/nope/generate_stream", json={"text_input": "hello"})
-    assert (response.status_code, response.headers["content-type"]) == (404, "application/json")
-    assert response.content == b'{"error":"Request for unknown model: \'nope\' is not found"}'
-    assert server.client.post("/v2/models/model/versions/2/generate", json={"text_input": "x"}).status_code == 404
-    for method, path in (("GET", PATH), ("HEAD", "/v2/health/live"), ("GET", "/v2/repository/index")):
-        assert server.client.request(method, path).status_code == 405
-    assert server.client.get(PATH).content == b'{"error":"Method Not Allowed"}'
-    index = server.client.post("/v2/repository/index").json()
-    assert server.client.post("/v2/repository/mine/index").json() == index
-    assert server.client.post("/v2/repository/mine/models/model/load").status_code == 501
-    for path in ("/v2/nothing", PATH + "/", "/v2/models/model/versions/x/generate"):
-        response = server.client.post(path, json={"text_input": "x"})
-        assert (response.status_code, response.content) == (404, b'{"error":"Not Found"}')
-        assert response.headers["content-type"].startswith("text/plain")
 
 
 def test_tritons_own_client_finds_the_server_and_its_model(triton: InferenceServerClient) -> None:
@@ -247,14 +144,6 @@ def test_tritons_own_client_counts_calls(server: Server, triton: InferenceServer
         assert now["count"] == was["count"] + 1
         assert now["ns"] > was["ns"]
     assert after["last_inference"] >= before["last_inference"]
-
-
-def test_a_client_that_leaves_stops_its_generation(server: Server) -> None:
-    aborted = server.metric("slipway_generations_aborted_total")
-    document = {"text_input": PROMPT, "stream": True, "max_tokens": 65000, "ignore_eos": True}
-    with server.client.stream("POST", PATH + "_stream", json=document) as response:
-        assert next(response.iter_lines()).startswith('data: {"model_name":"model"')
-    server.wait_for_metric("slipway_generations_aborted_total", aborted + 1)
 
 
 def test_litellms_triton_provider_reads_answers_and_streams(
