@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.server import START_SECONDS, Server, serving_copy, start_copy, write_model
+from tests.live.server import START_SECONDS, Server, serving_copy, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -47,39 +47,6 @@ def test_the_whole_life_of_an_adapter(handler: Server, tmp_path: Path) -> None:
     assert client.delete("/adapters/mine").status_code == 404
     gone = client.post("/invocations?adapter=mine")
     assert (gone.status_code, gone.json()["error"]) == (424, "the adapter 'mine' is not registered")
-
-
-def test_a_source_is_the_handlers_affair_and_an_update_changes_it_in_all_workers(handler: Server) -> None:
-    client = handler.client
-    assert client.post("/adapters", params={"name": "id", "src": "s3://no-such-bucket/x"}).status_code == 200
-    assert client.post("/adapters/id/update", params={"src": "an-id"}).json() == {"status": "Adapter id updated"}
-    assert client.get("/adapters/id").json()["src"] == "an-id"
-    said = [client.post("/invocations?adapter=id").json()["adapter"]["src"] for _ in range(4)]
-    assert said == ["an-id"] * 4
-    assert client.delete("/adapters/id").status_code == 200
-
-
-def test_what_the_handler_refuses_is_refused(handler: Server, tmp_path: Path) -> None:
-    for switch, status, text in (("error", 424, "this adapter is broken"), ("memory", 507, "no more adapters")):
-        order = {"name": "bad", "src": str(tmp_path), "switch": switch}
-        response = handler.client.post("/adapters", json=order)
-        assert (response.status_code, response.json()["code"]) == (status, status)
-        assert text in response.json()["message"]
-    assert handler.client.get("/adapters/bad").status_code == 404
-
-
-def test_an_adapter_beside_the_model_that_fails_stops_the_start(tmp_path: Path) -> None:
-    fixture = shutil.copytree(HANDLERS / "adapters", tmp_path / "fixture")
-    (fixture / "adapters" / "beside").mkdir(parents=True)
-    model = fixture / "model.py"
-    model.write_text(model.read_text().replace('contents.get("switch")', '"error"'))
-    server = start_copy(fixture, tmp_path, enable_lora="true")
-    try:
-        assert server.process.wait(START_SECONDS) != 0
-        server.wait_for_log("the adapter beside of ")
-        server.wait_for_log("this adapter is broken")
-    finally:
-        server.stop()
 
 
 def test_adapters_need_an_engine_that_has_them(tmp_path: Path, sample_model: Path) -> None:

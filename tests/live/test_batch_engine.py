@@ -17,12 +17,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import pytest_asyncio
-from msgspec import structs
 
-from engines.errors import InvalidParameter
 from engines.interface import Engine
-from engines.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from engines.request import GenerationRequest, SamplingParameters, TokenDelta
 from handlers.contract import Call
 from handlers.entry_point import load_service
 from handlers.loaded_service import Limits
@@ -33,9 +30,8 @@ from tests.live.constrained import CHECKED_TOKENS, accepted, disobeyed
 from tests.live.constrained import answer as answer_of
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import METRIC_SECONDS, Server, hosted, serving, write_model
-from tests.live.small_model import prepare_small_model, stop_within
+from tests.live.small_model import prepare_small_model
 from tests.stand_ins.collected_reply import CollectedReply
-from tests.stand_ins.recorder import Recorder
 from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.slow
@@ -60,97 +56,12 @@ async def engine_with(model: Path) -> AsyncIterator[Engine]:
         await engine.stop()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine() -> AsyncIterator[Engine]:
-    """Start an engine of the small model."""
-    async with engine_with(prepare_small_model()) as started:
-        yield started
-
-
 def request_for(prompt: str, sampling: SamplingParameters = GREEDY, **fields: Any) -> GenerationRequest:
     return GenerationRequest(request_id="r", prompt=prompt, sampling=sampling, **fields)
 
 
 async def answer(engine: Engine, request: GenerationRequest) -> list[TokenDelta]:
     return [delta async for delta in generate(engine, request)]
-
-
-async def texts(engine: Engine, *requests: GenerationRequest) -> list[str]:
-    answers = await asyncio.gather(*(answer(engine, request) for request in requests))
-    return ["".join(delta.text for delta in deltas) for deltas in answers]
-
-
-@pytest.fixture(scope="module")
-def generated() -> dict[str, list[int]]:
-    """Return the tokens that `model.generate` gives greedily for each of PROMPTS, without the end token."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    directory = prepare_small_model()
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32")
-    ids = {}
-    for prompt in PROMPTS:
-        inputs = tokenizer(prompt, return_tensors="pt")
-        output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)[
-            0, inputs.input_ids.shape[1] :
-        ]
-        ids[prompt] = [token_id for token_id in output.tolist() if token_id != tokenizer.eos_token_id]
-    return ids
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_greedy_tokens_in_a_batch_and_alone_are_those_of_generate(
-    engine: Engine, generated: dict[str, list[int]]
-) -> None:
-    requests = [request_for(prompt, want_tokens=True, stream=True) for prompt in PROMPTS]
-    together = await asyncio.gather(*(answer(engine, request) for request in requests))
-    alone = [await answer(engine, request) for request in requests]
-    for prompt, *answers in zip(PROMPTS, together, alone, strict=True):
-        for deltas in answers:
-            ids = [token.id for delta in deltas for token in delta.tokens]
-            assert [i for i in ids if i not in engine.eos_token_ids] == generated[prompt]
-            assert [delta.last for delta in deltas] == [False] * (len(deltas) - 1) + [True]
-            assert [delta.token_count for delta in deltas] == sorted(delta.token_count for delta in deltas)
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_seed_gives_the_same_text_alone_and_in_a_batch(engine: Engine) -> None:
-    sampling = SamplingParameters(max_tokens=16, temperature=0.9, top_p=0.95)
-    requests = [request_for(prompt, structs.replace(sampling, seed=seed)) for seed, prompt in enumerate(PROMPTS)]
-    together = await texts(engine, *requests)
-    assert together == [(await texts(engine, request))[0] for request in requests]
-    assert len(set(together)) == len(PROMPTS)
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_stop_string_ends_its_own_sequence_only(engine: Engine) -> None:
-    sampling = SamplingParameters(max_tokens=16)
-    stop = stop_within((await texts(engine, request_for(PROMPTS[0], sampling)))[0])
-    stopping = structs.replace(sampling, stop=(stop,))
-    stopped, other = await asyncio.gather(
-        answer(engine, request_for(PROMPTS[0], stopping)), answer(engine, request_for(PROMPTS[1], sampling))
-    )
-    assert stopped[-1].finish_reason is FinishReason.STOP
-    assert stop not in stopped[-1].text
-    assert (other[-1].finish_reason, other[-1].token_count) == (FinishReason.LENGTH, 16)
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_bad_request_and_a_cancelled_one_do_not_touch_their_neighbours(engine: Engine) -> None:
-    alone = await texts(engine, request_for(PROMPTS[0]))
-    aborted = engine.statistics.aborted_requests
-    kept, gone = Recorder(), Recorder()
-    await engine.submit(request_for(PROMPTS[0], stream=True), kept)
-    leaving = await engine.submit(request_for(PROMPTS[1], stream=True), gone)
-    with pytest.raises(InvalidParameter):
-        await engine.submit(request_for(PROMPTS[2], SamplingParameters(stop_token_ids=(10**6,))), Recorder())
-    await until(lambda: gone.deltas, 60)
-    leaving.cancel()
-    seen = len(gone.deltas)
-    await until(lambda: kept.deltas and kept.deltas[-1].last, 60)
-    assert ["".join(delta.text for delta in kept.deltas)] == alone
-    assert len(gone.deltas) == seen < MAX_NEW_TOKENS
-    assert engine.statistics.aborted_requests == aborted + 1
 
 
 @pytest.mark.asyncio

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from tests.live.lora import make_adapter
 from tests.live.partly_held import ATTRIBUTES, FORM, NOT_HELD, PLACE
 from tests.live.server import START_SECONDS, Server, copy_model, hosted, records, start_copy
-from tests.live.small_model import MAX_MODEL_LEN
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FORMATTERS = FIXTURES / "formatters"
@@ -58,37 +56,6 @@ def test_a_formatted_stream_has_one_record_for_each_token(both: Server) -> None:
     ]
 
 
-def test_a_request_that_the_input_formatter_cannot_read_is_refused(both: Server) -> None:
-    response = both.client.post("/invocations", json={"inputs": "x"})
-    assert response.status_code == 424
-    assert response.json() == {"error": "Custom formatter failed: 'question'", "code": 424}
-
-
-def test_formatted_requests_do_not_mix(both: Server) -> None:
-    def ask(number: int) -> str:
-        body = {"question": f"Count: {number} {number + 1}", "length": 3 + number % 4}
-        text: str = both.client.post("/invocations", json=body).text
-        return text
-
-    alone = [ask(number) for number in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(ask, range(8))) == alone
-
-
-@pytest.mark.slow
-def test_an_older_formatter_gets_tokens_one_by_one(
-    host: Server, tmp_path: Path, small_options: dict[str, object]
-) -> None:
-    model = copy_model(FORMATTERS / "older", tmp_path / "model", **small_options)
-    with hosted(host, model) as server:
-        choice = completion(server, logprobs=0)
-        tokens, text = "".join(f"<{token}>" for token in choice["logprobs"]["tokens"]), choice["text"]
-        assert server.invoke(PROMPT, max_new_tokens=3, details=True).text == f"{tokens}|{text}|length"
-        assert server.invoke(PROMPT, max_new_tokens=3).text == f"{tokens}|{text}|None"
-        chat = server.client.post("/invocations", json=CHAT)
-        assert chat.json()["object"] == "chat.completion", "a chat has its own format, as in LMI"
-
-
 @pytest.mark.slow
 def test_errors_of_formatters_fail_their_own_request_alone(
     host: Server, tmp_path: Path, small_options: dict[str, object]
@@ -112,25 +79,6 @@ def test_errors_of_formatters_fail_their_own_request_alone(
         assert "Traceback" not in midway.result().text
         server.wait_for_log("KeyError: 'answer'")
         server.wait_for_metric("slipway_engine_running", 0)
-
-
-@pytest.mark.slow
-def test_a_formatter_that_the_settings_name_may_hang_and_stops_nothing_else(
-    host: Server, tmp_path: Path, small_options: dict[str, object]
-) -> None:
-    options = {**small_options, "output_formatter": "shout", "predict_timeout": 12}
-    with (
-        hosted(host, copy_model(FORMATTERS / "named", tmp_path / "model", **options)) as server,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        text = server.invoke(PROMPT, max_new_tokens=3, output_formatter="json").json()["generated_text"]
-        stuck = pool.submit(server.invoke, "hang here")
-        assert server.ping() == 200
-        assert stuck.result().status_code == 424
-        assert "did not return within predict_timeout" in stuck.result().json()["error"]
-        started = time.monotonic()
-        assert server.invoke(PROMPT, max_new_tokens=3).text == text.upper() != text
-        assert time.monotonic() - started < 12, "it waited for what is left of the request that had hung"
 
 
 CHAT = {"messages": [{"role": "user", "content": "Say yes"}], "max_tokens": 4, "temperature": 0}
@@ -199,56 +147,6 @@ def test_formatters_of_the_asynchronous_mode_get_each_event_of_a_stream(
         expected = completion(payload, logprobs=0, return_tokens_as_token_ids=True)["logprobs"]["tokens"]
         tokens = [token for choice in choices for token in (choice["logprobs"] or {"tokens": []})["tokens"]]
         assert tokens == expected, "details of tokens are there, as in LMI"
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "text"),
-    [
-        ({"inputs": "x", "parameters": {"max_new_tokens": -3}}, 424, "`max_new_tokens` must be at least 1"),
-        ({"inputs": "x " * (MAX_MODEL_LEN + 1)}, 424, "maximum context length"),
-        ({"prompt": "x", "max_tokens": -3}, 400, "max_tokens must be at least 1"),
-        ({"nothing": 1}, 424, "The body has none of `inputs`, `messages` and `prompt`"),
-        ([1], 424, "Custom formatter failed: the input formatter returned list; expected dict"),
-    ],
-)
-def test_what_is_refused_is_no_answer_for_an_output_formatter(
-    payload: Server, body: object, status: int, text: str
-) -> None:
-    for content in (body, {**body, "stream": True}) if isinstance(body, dict) else (body,):
-        response = payload.client.post("/invocations", json=content)
-        assert response.status_code == status
-        assert text in response.json()["error"]
-        assert response.json()["code"] == status
-
-
-@pytest.mark.slow
-def test_a_failing_formatter_of_the_asynchronous_mode_fails_its_own_request_alone(
-    host: Server, tmp_path: Path, small_options: dict[str, object]
-) -> None:
-    model = copy_model(FORMATTERS / "payload_failing", tmp_path / "model", async_mode="true", **small_options)
-    long = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
-    with hosted(host, model) as server:
-        good = server.client.post("/invocations", json=GREEDY)
-        assert good.json() == {
-            "custom_formatter_applied": True,
-            "generated_text": completion(server)["text"],
-            "model": server.name,
-        }
-        unread = server.client.post("/invocations", json={"inputs": "read this"})
-        assert (unread.status_code, unread.text) == (
-            424,
-            '{"error":"Custom formatter failed: no such question","code":424}',
-        )
-        unwritten = server.client.post("/invocations", json={**long, "max_tokens": 20})
-        assert (unwritten.status_code, unwritten.text) == (
-            424,
-            '{"error":"Custom formatter failed: \\u0027answer\\u0027","code":424}',
-        )
-        midway = server.client.post("/invocations", json={**long, "stream": True})
-        assert midway.status_code == 200
-        assert midway.text.startswith('data: {"id":')
-        assert midway.text.endswith('{"error":"Custom formatter failed: \\u0027answer\\u0027","code":424}')
-        server.wait_for_metric("slipway_engine_running", 0)
 
 
 def test_a_handle_comes_before_the_engine_and_may_call_it(
