@@ -24,9 +24,8 @@ from openai import BadRequestError, NotFoundError, OpenAI
 
 from tests.live.lora import make_adapter
 from tests.live.partly_held import FORM, PLACE
-from tests.live.server import START_SECONDS, Server, free_port, records, unreachable_server, write_model
+from tests.live.server import START_SECONDS, Server, free_port, records, write_model
 from tests.live.small_model import ENDLESS
-from tests.runtime_client import runtime_at
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -174,14 +173,6 @@ def test_boto3_sees_the_parts_of_a_schema_that_are_not_held(runtime: Any) -> Non
     assert list(answer["Body"])
 
 
-def test_boto3_streams_chats(runtime: Any) -> None:
-    chat = {"messages": MESSAGES, "max_tokens": 5, "temperature": 0}
-    whole = json.loads(invoke(runtime, json.dumps(chat)))["choices"][0]["message"]["content"]
-    lines = streamed(runtime, json.dumps(chat | {"stream": True})).decode().splitlines()
-    parts = [json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines if line]
-    assert "".join(parts) == whole
-
-
 @pytest.mark.parametrize("call", [invoke, streamed])
 def test_boto3_raises_what_it_raises_on_sagemaker(runtime: Any, call: Any) -> None:
     with pytest.raises(runtime.exceptions.ModelError) as refused:
@@ -208,12 +199,6 @@ def test_an_adapter_is_an_inference_component(container: Server, runtime: Any) -
     assert json.loads(routed)["generated_text"] == json.loads(red)["generated_text"]
     text = records(streamed(runtime, document(stream=True), InferenceComponentName="red").decode())[-1]
     assert text["generated_text"] == json.loads(red)["generated_text"]
-
-
-def test_adapters_and_the_base_model_answer_differently(container: Server) -> None:
-    with contextlib.closing(runtime_at(container.url)) as client:
-        answers = [invoke(client, document(), InferenceComponentName=name) for name in ("red", "blue")]
-        assert len({*answers, invoke(client, document())}) == 3
 
 
 def test_a_session_begins_goes_on_and_ends(runtime: Any) -> None:
@@ -265,10 +250,10 @@ def test_slipway_invoke_asks_the_local_endpoint(container: Server) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ["local_boto3.py", "local_langchain.py", "local_litellm.py"])
-def test_the_examples_run_as_they_stand(sample_server: Server, example: str) -> None:
+def test_the_example_with_litellm_runs_as_it_stands(sample_server: Server) -> None:
+    """README's quick start and docs/tasks/sagemaker.md have the other examples."""
     finished = subprocess.run(
-        [sys.executable, ROOT / "examples" / example],
+        [sys.executable, ROOT / "examples" / "local_litellm.py"],
         env=os.environ | environment(sample_server.url),
         capture_output=True,
         text=True,
@@ -277,15 +262,8 @@ def test_the_examples_run_as_they_stand(sample_server: Server, example: str) -> 
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
     shown = dict(line.partition(":")[::2] for line in finished.stdout.splitlines() if ":" in line)
-    pairs = {
-        "local_boto3.py": [("whole", "streamed")],
-        "local_langchain.py": [("whole", "streamed"), ("chat", "chat streamed")],
-    }
-    litellm = [(f"{provider}, whole", f"{provider}, streamed") for provider in ("sagemaker", "sagemaker_chat")]
-    for whole, stream in pairs.get(example, litellm):
-        assert shown[whole].strip() == shown[stream].strip() != ""
-    if example == "local_boto3.py":
-        assert shown["refused"].strip().startswith("424 ")
+    for provider in ("sagemaker", "sagemaker_chat"):
+        assert shown[f"{provider}, whole"].strip() == shown[f"{provider}, streamed"].strip() != ""
 
 
 def test_sagemakers_own_sdk_invokes_the_endpoint(aws: str) -> None:
@@ -341,22 +319,6 @@ def test_the_containers_own_routes_are_there_too(container: Server, url: str) ->
         assert client.get("/ping").json() == container.client.get("/ping").json()
         assert "slipway_ready 1" in client.get("/metrics").text
         assert client.get("/endpoints/nope").headers["x-amzn-errortype"] == "UnknownOperationException"
-
-
-@pytest.mark.slow
-def test_a_container_that_is_not_there_yet_is_said_to_be_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    with unreachable_server() as container, local(container) as url:
-        assert httpx.get(f"{url}/ping", timeout=START_SECONDS).status_code == 503
-        for name, value in environment(url).items():
-            monkeypatch.setenv(name, value)
-        with contextlib.closing(runtime_client()) as client, pytest.raises(ClientError) as caught:
-            invoke(client, document())
-        assert caught.value.response["Error"]["Code"] == "ModelNotReadyException"
-        # An endpoint with inference components may have scaled to zero.
-        with contextlib.closing(runtime_client()) as client, pytest.raises(ClientError) as without_capacity:
-            invoke(client, document(), InferenceComponentName="red")
-        assert without_capacity.value.response["Error"]["Code"] == "ValidationError"
-        assert "no capacity to process this request" in without_capacity.value.response["Error"]["Message"]
 
 
 def test_64_threads_stream_at_a_time_and_one_that_leaves_ends_its_own_generation_alone(

@@ -9,22 +9,18 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
 
 import boto3
 import httpx
 import pytest
-from botocore.exceptions import ClientError
 from openai import OpenAI
 
 from tests.engine_arguments import ANY_CORE
-from tests.live.server import START_SECONDS, Server, free_port, unreachable_server
+from tests.live.server import START_SECONDS, Server, free_port
 from tests.live.test_local_endpoint_live import NAME, environment, local
 from tests.runtime_client import runtime_at
 from tests.stand_ins.s3 import BUCKET, CREDENTIALS, moto, put
@@ -169,23 +165,6 @@ def test_slipway_invoke_calls_asynchronously(endpoint: Endpoint) -> None:
     assert json.loads(endpoint.objects.get(place) or b"")["generated_text"]
 
 
-def test_a_call_that_fails_has_a_failure_file(endpoint: Endpoint) -> None:
-    refused = endpoint.result(endpoint.invoke(Body=b'{"inputs": 5}'))
-    streamed = endpoint.result(endpoint.invoke(Body=json.dumps(INPUT | {"stream": True})))
-    missing = endpoint.result(endpoint.invoke(InputLocation=f"s3://{BUCKET}/in/missing.json"))
-    messages = ("Received client error (424) from primary", "no Content-Length", "missing.json cannot be read")
-    for (answer, failure), message in zip((refused, streamed, missing), messages, strict=True):
-        assert answer is None
-        assert message in json.loads(failure or b"")["Message"]
-
-
-def test_boto3_raises_a_validation_error_for_two_inputs_or_none(endpoint: Endpoint) -> None:
-    for inputs in ({}, {"Body": b"{}", "InputLocation": f"s3://{BUCKET}/in/a.json"}):
-        with pytest.raises(ClientError, match="Exactly one of InputLocation and Body") as refused:
-            endpoint.invoke(**inputs)
-        assert refused.value.response["Error"]["Code"] == "ValidationError"
-
-
 @pytest.mark.parametrize("endpoint", ["local"], indirect=True)
 def test_calls_of_every_kind_are_captured_with_their_whole_output(endpoint: Endpoint) -> None:
     name = type(endpoint.objects).__name__
@@ -213,64 +192,6 @@ def test_calls_of_every_kind_are_captured_with_their_whole_output(endpoint: Endp
         chat = openai.chat.completions.create(model="", messages=MESSAGES, max_tokens=5)
     output = endpoint.record(f"openai-{name}")["captureData"]["endpointOutput"]
     assert json.loads(output["data"])["choices"][0]["message"]["content"] == chat.choices[0].message.content
-
-
-@pytest.mark.slow
-def test_a_stop_writes_failure_files_for_calls_that_wait(tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    options = ("--port", str(port), "--endpoint-name", NAME, "--s3-folder", str(tmp_path))
-    with unreachable_server() as container, httpx.Client(timeout=START_SECONDS) as client:
-        process = subprocess.Popen([sys.executable, "-m", "slipway", "local", "--container", container, *options])
-        try:
-            wait_until(lambda: _status(client, f"{url}/ping") == 503, START_SECONDS)
-            endpoint = Endpoint(url, Folder(tmp_path), tmp_path)
-            accepted = [endpoint.invoke(Body=b"{}") for _ in range(3)]
-        finally:
-            process.terminate()
-            assert process.wait(60) == 0
-    for each in accepted:
-        answer, failure = endpoint.result(each)
-        assert answer is None
-        assert "The local endpoint was stopped" in json.loads(failure or b"")["Message"]
-
-
-@pytest.mark.slow
-def test_a_stop_waits_for_a_running_call_and_its_record(tmp_path: Path) -> None:
-    asked, may_answer = threading.Event(), threading.Event()
-
-    class Slow(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked.set()
-            assert may_answer.wait(60)
-            self.send_response(200)
-            self.send_header("content-length", "2")
-            self.end_headers()
-            self.wfile.write(b"ok")
-
-    port = free_port()
-    options = ("--port", str(port), "--endpoint-name", NAME, "--capture", str(tmp_path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as container, ThreadPoolExecutor() as threads:
-        threads.submit(container.serve_forever)
-        address = f"http://127.0.0.1:{container.server_address[1]}"
-        process = subprocess.Popen([sys.executable, "-m", "slipway", "local", "--container", address, *options])
-        try:
-            url = f"http://127.0.0.1:{port}"
-            with httpx.Client(timeout=START_SECONDS) as client:
-                wait_until(lambda: _status(client, f"{url}/endpoints/") == 404, START_SECONDS)
-                call = threads.submit(client.post, f"{url}/endpoints/{NAME}/invocations", content=b"{}")
-                assert asked.wait(60)
-                process.terminate()
-                with httpx.Client() as other:
-                    wait_until(lambda: _status(other, f"{url}/endpoints/") is None)
-                threading.Timer(4.0, may_answer.set).start()  # Servers wait for other connections for 3 seconds.
-                assert call.result(60).content == b"ok"
-            assert process.wait(60) == 0
-        finally:
-            may_answer.set()
-            process.kill()
-            container.shutdown()
-    (record,) = [line for file in tmp_path.rglob("*.jsonl") for line in file.read_text().splitlines()]
-    assert json.loads(record)["captureData"]["endpointOutput"]["data"]
 
 
 def _status(client: httpx.Client, url: str) -> int | None:

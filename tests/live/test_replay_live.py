@@ -138,19 +138,6 @@ def test_the_capture_has_each_request_whole_and_no_credential(recording: Recordi
     assert modes == {0o600}
 
 
-def test_what_is_no_inference_is_not_captured(recording: Recording, capture: Path) -> None:
-    client, mark = recording.server.client, {"x-request-id": "no-inference"}
-    for path in ("/ping", "/v1/models", "/metrics", "/info", "/models"):
-        client.get(path, headers=mark)
-    client.post("/invocations", json=GREEDY | {"parameters": {"max_new_tokens": 1}}, headers=mark)
-
-    def marked() -> list[str]:  # Records of earlier requests may still arrive.
-        return [record["path"] for record in recording.records() if record["id"] == "no-inference"]
-
-    wait_until(lambda: "/invocations" in marked())
-    assert marked() == ["/invocations"]
-
-
 def test_a_call_of_the_local_endpoint_is_captured_once_and_in_sagemakers_form(recording: Recording) -> None:
     for path, name in ((f"/endpoints/{NAME}/invocations", "endpoint"), ("/invocations", "direct")):
         headers = {"X-Amzn-SageMaker-Inference-Id": name}
