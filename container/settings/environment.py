@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,6 +46,7 @@ SERVER_DEFAULTS_OF_MODEL_KEYS = (
 _LEVELS = frozenset({"10", "20", "30", "40", "50"})
 _OPTION_KEYS = {"ENTRYPOINT": "option.entryPoint", "ENGINE": "engine"}
 _UPPER_CASE_NAME = re.compile(r"[A-Z0-9_]+")
+_MOST_BYTES = 10**18 - 1  # The longest number that a setting may have.
 _MEBIBYTE = 1 << 20
 _TGI_ADAPTER = re.compile(r"([^=@]+)(?:=([^=@]+))?(?:@([^=@]+))?")
 VLLM_PREFIX = "SM_VLLM_"
@@ -379,7 +379,7 @@ def sagemaker_server_layer(variables: Mapping[str, Value], problems: list[str]) 
     if megabytes is None or "max_request_size" in layer:
         return layer
     if re.fullmatch("0*[0-9]{1,7}", megabytes.text.strip(), re.ASCII):
-        size = int(megabytes.text) * _MEBIBYTE or sys.maxsize  # batch transform says 0 for no limit
+        size = int(megabytes.text) * _MEBIBYTE or _MOST_BYTES  # Batch transform says 0 for no limit.
         layer["max_request_size"] = Value(str(size), megabytes.source)
     else:
         problems.append(f"{megabytes.describe('max_request_size')}; allowed: an integer, in MiB; 0 for no limit")
