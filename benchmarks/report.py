@@ -201,7 +201,10 @@ def _ratio(group: Sequence[Sample], other: Sequence[Sample], value: str) -> str:
     get, others = attrgetter(value), {sample.round: sample for sample in other}
     pairs = [(one, others[one.round]) for one in group if one.round in others]
     ratios = [get(one) / get(two) for one, two in pairs if get(two)]
-    return f"{median(ratios):.2f}" if ratios else "–"
+    if not ratios:
+        return "–"
+    rounds = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+    return f"{median(ratios):.2f}{rounds}"
 
 
 def _grouped(samples: Iterable[Sample]) -> dict[tuple[int, str], list[Sample]]:

@@ -68,11 +68,11 @@ def test_an_interruption_can_leave_out_the_last_loads_of_a_peer() -> None:
         assert ratios == ["| slipway / vllm | 1 | 2.00 | 0.50 | 1.00 | 1.00 |"]
 
 
-def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
+def test_a_ratio_is_the_median_of_those_of_the_rounds_and_has_the_least_and_the_largest() -> None:
     pairs = [(100, 100), (300, 100), (1000, 500)]
     rounds = [
         sample(variant, 1, tokens, number=number)
         for number, pair in enumerate(pairs)
         for variant, tokens in zip(("slipway", "vllm"), pair, strict=True)
     ]
-    assert "| slipway / vllm | 1 | 2.00 |" in markdown(rounds)
+    assert "| slipway / vllm | 1 | 2.00 (1.00 to 3.00) |" in markdown(rounds)
