@@ -135,8 +135,10 @@ def in_time(
 
 
 def _measure(workload: str, peers: Sequence[Peer], peer: Peer, variant: str, load: EngineLoad, number: int) -> Sample:
-    # One unmeasured request for each client: the first requests, also after a pause, take longer.
-    lead_in = msgspec.structs.replace(load, tokens=min(load.tokens, LEAD_IN_TOKENS), seconds=0.0)
+    # One unmeasured request for each client: the first requests, also after a pause, take longer. In the first round it
+    # is a whole one: on a GPU, kernels are compiled when a batch has a new size.
+    tokens = min(load.tokens, LEAD_IN_TOKENS) if number else load.tokens
+    lead_in = msgspec.structs.replace(load, tokens=tokens, seconds=0.0)
     with _awake(peer):
         peer.load(variant, lead_in)
         before = {each.name: each.server.cpu_time() for each in peers}
