@@ -21,7 +21,7 @@ _CACHE_SHARE = 0.2  # The smallest useful KV cache, as a share of that memory. W
 # vLLM's batches are larger on larger GPUs.
 _OVERHEAD_BYTES = 2 << 30
 _OVERHEAD_SHARE = 0.04
-_VOCABULARY_PADDING = 64  # vLLM pads the vocabulary to a multiple of this size before it divides it among the GPUs.
+_VOCABULARY_PADDING = 64  # vLLM pads the vocabulary to a multiple of this size, and divides the result among the GPUs.
 # vLLM splits the blocks of FP8 scales of experts down to this size if the blocks straddle two GPUs.
 _LEAST_REFINED_BLOCK = 32
 

@@ -3,9 +3,9 @@
 If a step needs an adapter that is not in memory, vLLM reads it from its directory. If that fails, the engine process
 dies. vLLM also treats all adapters with the same name as one adapter. So:
 
-- This module decides which adapters are in memory. There are never more than vLLM's cache holds, so vLLM never drops
-  one. No adapter is dropped while a request uses it. So vLLM never reads a file within a step, and a failed load is
-  only an error for the request.
+- This module decides which adapters are in memory. It never loads more adapters than vLLM's cache holds, so vLLM never
+  drops an adapter. No adapter is dropped while a request uses it. So vLLM never reads a file within a step, and a
+  failed load is only an error for the request.
 - Each adapter has a name in vLLM that is never used again. If an adapter is registered again, it never shares a batch
   with requests of the former adapter, and never uses the former adapter's blocks in the prefix cache.
 

@@ -3,7 +3,8 @@
 TGI and lmi-dist have `typical_p`, but vLLM does not. So it is a custom logits processor, which runs inside vLLM's
 engine process. vLLM has two interfaces for such processors, one for each of its model runners. On a GPU, the newer
 runner is the default. Both processors here cut the same tokens. They handle all rows of a step at once, without waiting
-for the device. Results differ only if `min_p` is also given, because only the older runner applies it first.
+for the device. The results differ only if `min_p` is also given: the older runner applies `min_p` before the processor,
+and the newer runner applies it after the processor.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
 - `without_effect`: the reason if the argument has no effect in Slipway. Users see it.
 - `since`: the release of vLLM that adds the argument, if that is the next release. Earlier releases ignore the row.
 
-A test compares the kinds with vLLM's parser. With `UPDATE_TABLES=1`, it writes them. vLLM itself checks each value
-again when a model is loaded.
+A test compares the kinds with vLLM's parser. With `UPDATE_TABLES=1`, the test writes the kinds. vLLM itself checks each
+value again when a model is loaded.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@ r"""Rewrites regular expressions and grammars for llguidance.
 
 llguidance reads expressions in Rust's syntax, in which `\d`, `\w` and `\s` are Unicode classes. Clients mean the ASCII
 classes of ECMA-262, which vLLM's default back end also uses. For example, clients read the answer with `Number(...)` or
-`^\d+$`. So these classes are replaced by their ASCII characters. Classes such as `\p{Nd}` stay.
+`^\d+$`. So these classes are replaced by their ASCII characters. Classes such as `\p{Nd}` stay unchanged.
 
 With the flag `i`, ASCII letters match only ASCII letters, as in ECMA-262 and in vLLM's default back end. In Unicode,
 `k` also matches the Kelvin sign, and `s` also matches the long s.

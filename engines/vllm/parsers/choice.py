@@ -1,8 +1,8 @@
 """Chooses a model's tool-call parser and reasoning parser by its architecture and its chat template.
 
 A chat template teaches a model the syntax of its calls. So markers in the template show which parser reads the calls.
-vLLM's documentation names the parsers of most families. This module does not import vLLM, because `slipway config`
-shows the choice as well.
+vLLM's documentation names the parsers of most families. This module does not import vLLM, so that `slipway config` can
+show the choice without vLLM.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class _Files:
         return content if isinstance(content, dict) else {}
 
     def template(self) -> str | None:
-        """Return the chat template for chats with tools, as transformers finds it; None if the model has none."""
+        """Return the chat template for chats with tools, in the place where transformers looks; None without one."""
         if (template := self.text("chat_template.jinja")) is not None:
             return self.text("additional_chat_templates/tool_use.jinja") or template
         for name in ("tokenizer_config.json", "chat_template.json"):

@@ -62,7 +62,7 @@ class _Enforcing:
     request is refused. vLLM would let the model decide in both cases.
     """
 
-    tool_strict_level: ToolStrictLevel | None  # vLLM 0.33 has None for the level of the model's parser.
+    tool_strict_level: ToolStrictLevel | None  # In vLLM 0.33, None means the level of the model's parser.
     extract_reasoning: Callable[[str, Any], tuple[str | None, str | None]]
 
     def adjust_request(self, request: Any) -> Any:

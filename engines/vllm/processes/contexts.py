@@ -313,7 +313,7 @@ def prepare_worker(report: Connection) -> None:
 
 
 def _in_fork_server(function: Callable[[], Any]) -> Any:
-    """Call `function` in a new process. vLLM inspects model classes with it, which may initialize CUDA."""
+    """Call `function` in a new process. vLLM's functions inspect model classes, and may initialize CUDA."""
     context = fork_server.context()
     if context is None:
         return processes.run_in_subprocess(function)
