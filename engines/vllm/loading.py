@@ -202,7 +202,7 @@ def own_tokenizer(config: ModelConfig) -> Any:
 
 
 def image_mark(llm: AsyncLLM) -> Callable[[int], str] | None:
-    """Return a function that returns an image's mark in a prompt, by the image's number; None for a text-only model."""
+    """Return a function that returns an image's mark in a prompt, by its number; None if prompts cannot have images."""
     config = llm.model_config
     if not config.is_multimodal_model or config.is_encoder_decoder:
         return None

@@ -71,7 +71,7 @@ _EXIT_SECONDS = 10.0  # A killed process first frees its GPU memory, which may t
 
 
 class _Tied:
-    """The main function of a process: it sets the server's current environment, and runs `prepare` and `function`."""
+    """The main function of a process: it sets the environment of its start, and runs `prepare` and `function`."""
 
     def __init__(
         self, function: Callable[..., None], prepare: Callable[[Connection], None], report: Connection
