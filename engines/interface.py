@@ -180,6 +180,7 @@ class EngineCopy:
     started_at: float  # Seconds since the epoch.
     gpus: tuple[int, ...] = ()  # Empty: the engine chooses the devices itself.
     end: str = ""  # How the copy's processes have ended. Empty if the copy has not died.
+    elsewhere: Sequence[str] = ()  # The processes that Ray or another machine runs, as text for people.
 
 
 class ExplainedRequest(msgspec.Struct, frozen=True, kw_only=True):

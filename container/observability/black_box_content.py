@@ -176,8 +176,10 @@ def _is_stalled(model: Model) -> bool:
 
 
 def _findings(model: Model, cause: str) -> list[str]:
-    """Return the ends of a model's copies, and the place of the worker that hung."""
-    found = [f"copy {copy.number}: {copy.end}" for copy in model.lifecycle.copies if copy.end]
+    """Return the ends of a model's copies, their processes without stacks, and the place of the worker that hung."""
+    copies = model.lifecycle.copies
+    found = [f"copy {copy.number}: {copy.end}" for copy in copies if copy.end]
+    found += [f"copy {c.number}: no stacks of {'; '.join(c.elsewhere)}" for c in copies if c.elsewhere]
     service = model.lifecycle.service
     failed = service.custom.pool.last_failed if service is not None and service.custom is not None else None
     if failed is not None and failed.stacks and cause == "worker":
@@ -220,7 +222,13 @@ def _model(model: Model) -> dict[str, Any]:
         "open_calls": lifecycle.open_calls,
         "restarts": len(model.restarts),
         "copies": [
-            {"number": copy.number, "state": copy.state.value, "gpus": list(copy.gpus), "end": copy.end or None}
+            {
+                "number": copy.number,
+                "state": copy.state.value,
+                "gpus": list(copy.gpus),
+                "end": copy.end or None,
+                "elsewhere": list(copy.elsewhere),
+            }
             for copy in lifecycle.copies
         ],
         "settings": report_object(lifecycle.settings),

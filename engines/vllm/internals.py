@@ -239,7 +239,7 @@ engines/vllm/copies/core_client.py
         _resolve_device_ids(self)
         device_ids
     vllm.config:ParallelConfig
-        assigned_physical_gpu_ids numa_bind_nodes numa_bind_cpus
+        assigned_physical_gpu_ids numa_bind_nodes numa_bind_cpus data_parallel_size local_engines_only
     vllm.config:CacheConfig
         num_gpu_blocks block_size
     vllm.config:VllmConfig
@@ -284,6 +284,8 @@ engines/vllm/patches/processes.py
     vllm.v1.executor.multiproc_executor:WorkerProc
         __init__(self, vllm_config, local_rank, rank, distributed_init_method, input_shm_handle, shared_worker_lock,
             is_driver_worker)
+    vllm.v1.executor.abstract:Executor
+        __init__(self, vllm_config)
     vllm.v1.executor.uniproc_executor
         get_file_store_init_method()
     vllm.model_executor.models.registry
@@ -300,6 +302,19 @@ engines/vllm/patches/processes.py
 engines/vllm/processes/contexts.py
     vllm.envs
         VLLM_RPC_BASE_PATH
+engines/vllm/processes/elsewhere.py
+    vllm.v1.executor.abstract:Executor
+        uses_ray parallel_config
+    vllm.v1.executor.ray_executor_v2:RayExecutorV2
+        ray_worker_handles
+    vllm.v1.executor.ray_executor_v2:RayWorkerHandle
+        node_id
+    vllm.v1.executor.ray_executor:RayDistributedExecutor
+        workers
+    vllm.v1.executor.ray_utils:RayWorkerWrapper
+        get_node_and_physical_gpu_ids(self)
+    vllm.config:ParallelConfig
+        world_size local_world_size node_rank node_rank_within_dp
 engines/vllm/patches/grammars.py
     vllm.v1.structured_output:StructuredOutputManager
         _create_grammar(self, request)

@@ -38,7 +38,13 @@ from engines.vllm.parsers.choice import with_parsers
 from engines.vllm.patches.grammars import patch_checks
 from engines.vllm.patches.media import patch_sounds, send_whole_media
 from engines.vllm.pooling import pool_as_djl
-from engines.vllm.processes.contexts import end_processes, first_failure, tied_to_this_thread, use_fork_server
+from engines.vllm.processes.contexts import (
+    end_processes,
+    first_failure,
+    tied_to_this_thread,
+    told_elsewhere,
+    use_fork_server,
+)
 from engines.vllm.sampling import load_typical
 
 logger = logging.getLogger(__name__)
@@ -59,6 +65,7 @@ class StartedEngine:
     frontend_arguments: dict[str, Any]
     typical_refusal: str  # Why `typical_p` is refused. "" if it is allowed.
     places: Sequence[Place]  # A place for each copy for which the machine has room.
+    elsewhere: Sequence[str]  # The workers that Ray or another machine runs.
 
 
 class VllmLoader:
@@ -75,6 +82,9 @@ class VllmLoader:
         self._settings = settings
         self._threads = threads
         self._abandoned = False  # Nothing waits for the copy any longer.
+        self.elsewhere: Sequence[
+            str
+        ] = ()  # The workers that Ray or another machine runs. Known when the copy is loaded.
         # vLLM's errors do not always name the argument that causes them.
         given = settings.engine_options
         self._cannot = f"vLLM cannot load {settings.model_id}" + (f" with {given}" if given else "")
@@ -150,7 +160,7 @@ class VllmLoader:
             end_processes(llm.engine_core, SHUTDOWN_SECONDS)
             free(llm)
         reports = next(one for one in stat_loggers(llm) if isinstance(one, EngineReports))
-        return StartedEngine(llm, reports, frontend, refusal, places)
+        return StartedEngine(llm, reports, frontend, refusal, places, self.elsewhere)
 
     def _start(self, config: VllmConfig, place: Place) -> AsyncLLM:
         llm: AsyncLLM = self._start_processes(
@@ -162,11 +172,13 @@ class VllmLoader:
         is_spawned = config.parallel_config.numa_bind
         with tied_to_this_thread(place.processors, spawned=is_spawned) as reports, devices_kept(config):
             try:
-                return start()
+                started = start()
             except Exception as error:  # vLLM's error says only that a process has failed.
                 if (failure := first_failure(reports)) is None:
                     raise
                 raise failure.error(self._cannot) from error
+            self.elsewhere = told_elsewhere(reports)
+            return started
 
     def _start_on_cpu(self, config: VllmConfig, places: Sequence[Place]) -> AsyncLLM:
         """Choose the size of the KV cache. If vLLM refuses it and names the available memory, choose a smaller one."""

@@ -40,6 +40,8 @@ class Copy:
         self.threads = LastingThreads(f"copy {number}")  # Start the processes, which end with these threads.
         self.client: AsyncMPClient | None = None  # None until the model is loaded.
         self.workers: Mapping[psutil.Process, str] = {}  # The workers and their titles, when the model was loaded.
+        # The engines and workers that are not processes of this server, as text for people.
+        self.elsewhere: Sequence[str] = ()
         self.given_up = False  # The copy has died, and will not be restarted.
         self.end = ""  # How the processes have ended, if the copy has died.
         self.progress = Progress()

@@ -46,6 +46,15 @@ def engine_process_ids(client: EngineCoreClient) -> list[int]:
     return [process.pid for process in getattr(manager, "processes", ())]
 
 
+def engines_elsewhere(client: EngineCoreClient) -> tuple[str, ...]:
+    """Return how many of the client's engines are no processes of this server. Empty if all are."""
+    parallel = client.vllm_config.parallel_config
+    count = parallel.data_parallel_size - len(engine_process_ids(client))
+    if count <= 0 or parallel.local_engines_only:
+        return ()
+    return (f"{count} of {parallel.data_parallel_size} data-parallel engines on other machines or in Ray",)
+
+
 def end_of_processes(client: EngineCoreClient) -> str:
     """Return a text for people about how the engine's processes have ended. Empty if Ray runs the engine."""
     return "; ".join(

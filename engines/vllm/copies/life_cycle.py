@@ -69,6 +69,7 @@ class Copies:
         self._continuations: Continuations | None = None  # None until the first copy takes requests.
         first.client, first.place = self._llm.engine_core, self._places[0]
         first.workers = worker_processes(first.client)
+        first.elsewhere = (*loaded.elsewhere, *core_client.engines_elsewhere(first.client))
         self.client = CopiesClient(partial(async_llm.sequence_ids, self._llm), waits)
         async_llm.begin_output(self._llm, self.client, self._reports, statistics)
         self.client.add(first, self._died)
@@ -111,7 +112,10 @@ class Copies:
     def listed(self) -> Sequence[EngineCopy]:
         """The copies, sorted by number."""
         copies = sorted(self._by_number.values(), key=lambda copy: copy.number)
-        return [EngineCopy(copy.number, copy.state, copy.started_at, copy.place.gpus, copy.end) for copy in copies]
+        return [
+            EngineCopy(copy.number, copy.state, copy.started_at, copy.place.gpus, copy.end, copy.elsewhere)
+            for copy in copies
+        ]
 
     @property
     def running(self) -> Sequence[Copy]:
@@ -288,8 +292,10 @@ class Copies:
                 if (former := self._ends.get(copy.number)) is not None:
                     await asyncio.wait([former])
                 started = time.monotonic()
-                copy.client = await VllmLoader(self._settings, copy.threads).load_copy(self._llm, copy.place)
+                loader = VllmLoader(self._settings, copy.threads)
+                copy.client = await loader.load_copy(self._llm, copy.place)
                 copy.workers = worker_processes(copy.client)
+                copy.elsewhere = (*loader.elsewhere, *core_client.engines_elsewhere(copy.client))
         except BaseException:
             if copy.state is CopyState.DRAINING:
                 del self._by_number[copy.number]

@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
@@ -20,6 +21,7 @@ from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import coordinator
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.executor import multiproc_executor, uniproc_executor
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 if current_platform.is_cpu():  # On a GPU, nothing patches the sampler.
@@ -62,6 +64,21 @@ def patch_engine_process(
     MultiprocExecutor._ensure_worker_termination = staticmethod(end_workers)
     for executor in (multiproc_executor, uniproc_executor):
         executor.get_file_store_init_method = meeting_place
+
+
+def patch_executor(started: Callable[[Executor], None]) -> None:
+    """Patch the engine process. vLLM tells the server nothing of workers that Ray or another machine runs.
+
+    Args:
+        started: Called with the executor when its workers run.
+    """
+    start = Executor.__init__
+
+    def init(self: Executor, vllm_config: VllmConfig) -> None:
+        start(self, vllm_config)
+        started(self)
+
+    Executor.__init__ = init
 
 
 def patch_worker(wrap_start: Callable[[Callable[..., None]], Callable[..., None]], memory_used: Any) -> None:

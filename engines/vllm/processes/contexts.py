@@ -14,6 +14,8 @@ workers notice the end of the engine process only between two steps, and a suspe
 worker has died, the workers that wait for it are killed, so that the engine process reports the death at once.
 tests/live/test_health_live.py kills a server and checks that no process is left.
 
+Workers elsewhere: the engine process names the workers that Ray or another machine runs (`elsewhere`).
+
 Failures: vLLM only logs the errors of its processes. With this module, the engine process reports an error of the
 function that vLLM runs in it, and each worker reports an error of `WorkerProc()`. tests/live/test_management_live.py
 makes an engine fail by lack of memory.
@@ -52,6 +54,7 @@ from vllm import envs
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.executor.abstract import Executor
 
 from engines import stacks
 from engines.start_failure import StartFailure, failure_of
@@ -60,6 +63,7 @@ from engines.vllm.copies.continuation import advance
 from engines.vllm.patches import grammars, processes
 from engines.vllm.processes import fork_server
 from engines.vllm.processes.cpu import Pause, token_ranks, usage_without_page_cache
+from engines.vllm.processes.elsewhere import workers_elsewhere
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +137,19 @@ def tied_to_this_thread(processors: Collection[int] = (), *, spawned: bool = Fal
 
 def first_failure(reports: Connection) -> StartFailure | None:
     """Return the first reported failure, which is the cause of the others; None if nothing was reported yet."""
-    failure: StartFailure | None = reports.recv() if reports.poll() else None
-    return failure
+    while reports.poll():
+        if isinstance(report := reports.recv(), StartFailure):
+            return report
+    return None
+
+
+def told_elsewhere(reports: Connection) -> tuple[str, ...]:
+    """Return the workers that run elsewhere, of each engine process that has some. The engine has started."""
+    found: list[str] = []
+    while reports.poll():
+        if isinstance(report := reports.recv(), str):
+            found.append(report)
+    return tuple(found)
 
 
 def end_processes(client: EngineCoreClient, seconds: float) -> None:
@@ -271,7 +286,15 @@ def prepare_engine(report: Connection, processors: Collection[int] = ()) -> None
         fork_server.start_no_other()
         return tied(multiprocessing.get_context("forkserver"), prepare_worker, report)
 
+    def tell(executor: Executor) -> None:
+        try:
+            if found := workers_elsewhere(executor):
+                report.send(found)
+        except Exception:  # The engine serves all the same.
+            logger.exception("the server does not learn which workers run elsewhere")
+
     processes.patch_engine_process(context, _end_workers, _meeting_place)
+    processes.patch_executor(tell)
     grammars.patch_grammars(advance)
     if current_platform.is_cpu():
         processes.patch_waiting(Pause())

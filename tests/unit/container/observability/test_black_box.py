@@ -293,6 +293,17 @@ def test_no_line_of_the_log_is_long(
     assert max(map(len, lines)) < 16_000
 
 
+def test_processes_that_run_elsewhere_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "worker 1 in Ray on 10.0.0.2 (node abc)"
+    copies = [EngineCopy(1, CopyState.READY, 0.0), EngineCopy(2, CopyState.READY, 0.0, elsewhere=(place,))]
+    monkeypatch.setattr(Engine, "copies", copies)
+    found = Watched(Engine(0, 0), blackbox_dir=str(tmp_path))
+    found.server.boxes.write_now("stall", "it hangs", found.model)
+    box = json.loads(files(tmp_path)[0].read_text())
+    assert [copy["elsewhere"] for copy in box["models"][0]["copies"]] == [[], [place]]
+    assert f"copy 2: no stacks of {place}" in box["findings"]
+
+
 def test_an_nvidia_smi_that_hangs_with_its_gpu_does_not_hold_up_the_box(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     monkeypatch.setattr(black_box_content, "gpu_figures", lambda _: ended.wait())

@@ -1,0 +1,58 @@
+"""The workers of an engine that are no processes of its server: those of Ray, and those on other machines.
+
+The server cannot ask them for their stacks. It knows the workers and their machines, as the engine process tells them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from vllm.v1.executor.abstract import Executor
+
+# They go through a pipe that nobody reads during the start, and a message of this size is never mixed with another one.
+_MOST_BYTES = 2048
+
+
+def workers_elsewhere(executor: Executor) -> str:
+    """Return the workers that do not run below the engine process, and their machines. Empty if there are none."""
+    found = "; ".join(
+        f"{'workers' if len(ranks) > 1 else 'worker'} {', '.join(map(str, ranks))} {place}"
+        for place, ranks in _by_place(_places(executor)).items()
+    )
+    return found if len(found) <= _MOST_BYTES else f"{found[:_MOST_BYTES]}..."
+
+
+def _by_place(places: Iterable[str]) -> dict[str, list[int]]:
+    """Return the ranks of the workers by their places."""
+    ranks: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        if place:
+            ranks.setdefault(place, []).append(rank)
+    return ranks
+
+
+def _places(executor: Executor) -> Iterator[str]:
+    """Yield the place of each worker, by its rank. A place is empty if the worker runs below the engine process."""
+    if executor.uses_ray:
+        import ray
+
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        for node in _ray_nodes(executor):
+            yield f"in Ray on {addresses.get(node, 'an unknown address')} (node {node})"
+        return
+    parallel = executor.parallel_config
+    here = parallel.node_rank_within_dp
+    for rank in range(parallel.world_size):
+        node = rank // parallel.local_world_size
+        yield "" if node == here else f"on the machine with node_rank {parallel.node_rank - here + node}"
+
+
+def _ray_nodes(executor: Any) -> list[str]:
+    """Return the node of each worker of Ray, by its rank."""
+    if (handles := getattr(executor, "ray_worker_handles", None)) is not None:
+        return [handle.node_id for handle in handles]
+    import ray
+
+    # The older executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0).
+    return [node for node, _ in ray.get([w.get_node_and_physical_gpu_ids.remote() for w in executor.workers])]
