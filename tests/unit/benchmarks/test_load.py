@@ -148,7 +148,6 @@ def in_one(response: bytes) -> list[bytes]:
     return [response]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("split", [in_one, in_bytes])
 @pytest.mark.parametrize("response", RESPONSES.values(), ids=RESPONSES.keys())
 async def test_counts_over_a_real_connection(response: bytes, split: Callable[[bytes], list[bytes]]) -> None:
@@ -164,7 +163,6 @@ async def test_counts_over_a_real_connection(response: bytes, split: Callable[[b
     assert script.bodies == {'{"inputs": "é"}'.encode()}
 
 
-@pytest.mark.asyncio
 async def test_each_request_has_one_of_several_bodies() -> None:
     script = Script([plain(b"{}")])
     bodies = [json.dumps({"inputs": text}, ensure_ascii=False) for text in ("a", "b\u2028")]
@@ -172,7 +170,6 @@ async def test_each_request_has_one_of_several_bodies() -> None:
     assert (figures.errors, script.bodies) == (0, {body.encode() for body in bodies})
 
 
-@pytest.mark.asyncio
 async def test_any_other_status_is_a_counted_and_shown_error() -> None:
     script = Script([plain(b'{"error":"full"}', "503 Service Unavailable")])
     figures = await load(script)
@@ -180,7 +177,6 @@ async def test_any_other_status_is_a_counted_and_shown_error() -> None:
     assert (figures.requests, figures.tokens) == (0, 0)
 
 
-@pytest.mark.asyncio
 async def test_a_stream_that_lacks_its_end_or_a_record_is_an_error() -> None:
     no_end = await load(Script([chunked(RECORDS[:1])]), concurrency=1, seconds=0.0)
     assert list(no_end.error_kinds) == [f"incomplete answer, ending in: {RECORDS[0].decode()}"]
@@ -188,13 +184,11 @@ async def test_a_stream_that_lacks_its_end_or_a_record_is_an_error() -> None:
     assert short.error_kinds == {"2 records instead of 3": 1}
 
 
-@pytest.mark.asyncio
 async def test_merged_records_count_as_their_tokens_where_that_is_allowed() -> None:
     figures = await load(Script([chunked(RECORDS)]), concurrency=1, seconds=0.0, tokens=3, exact_records=False)
     assert (figures.requests, figures.tokens, figures.records) == (1, 3, 2)
 
 
-@pytest.mark.asyncio
 async def test_goes_on_over_a_new_connection_when_the_server_closes_after_an_answer() -> None:
     script = Script([plain(BODY, "200 OK", "Connection: close")], hang_up=True)
     figures = await load(script, concurrency=2)
@@ -202,20 +196,17 @@ async def test_goes_on_over_a_new_connection_when_the_server_closes_after_an_ans
     assert figures.requests == len(script.connections) > 2
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_breaks_is_an_error() -> None:
     script = Script([chunked(RECORDS)[:-20]], hang_up=True)
     figures = await load(script)
     assert figures.error_kinds == {"connection closed before the answer was complete": 3}
 
 
-@pytest.mark.asyncio
 async def test_what_is_unfinished_at_the_end_is_an_error() -> None:
     figures = await load(Script([chunked(RECORDS)[:-20]]), timeout=0.1)
     assert figures.error_kinds == {"unfinished after 0.1 s": 3}
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_is_not_there_is_an_error() -> None:
     async with listening(Script([])) as url:
         pass

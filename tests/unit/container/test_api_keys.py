@@ -100,7 +100,6 @@ class Unread(httpx.AsyncByteStream):
         yield b""
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("listener", ["one for all", "main", "management"])
 async def test_every_route_but_a_few_needs_a_key(paths: set[str], listener: str) -> None:
     settings = {} if listener == "one for all" else {"management_address": PRIVATE}
@@ -126,7 +125,6 @@ async def test_every_route_but_a_few_needs_a_key(paths: set[str], listener: str)
     assert open_routes == served
 
 
-@pytest.mark.asyncio
 async def test_a_refusal_reads_no_body_and_a_preflight_none_either() -> None:
     client = client_of(applications(cors_allowed_origin="*").main)
     for method, status in (("POST", 401), ("OPTIONS", 200)):
@@ -138,7 +136,6 @@ async def test_a_refusal_reads_no_body_and_a_preflight_none_either() -> None:
     assert (await client_of(applications().main).options("/invocations")).status_code == 401  # without CORS
 
 
-@pytest.mark.asyncio
 async def test_the_page_comes_without_a_key_and_its_calls_do_not() -> None:
     client = client_of(applications().main)
     assert "<title>" in (await client.get("/", headers=BROWSER)).text
@@ -150,7 +147,6 @@ async def test_the_page_comes_without_a_key_and_its_calls_do_not() -> None:
         assert (await client.get(path)).status_code == 401
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", ["/docs", "/metrics", "/openapi.json", "/console/state"])
 async def test_a_browser_without_a_key_is_told_of_the_page_that_takes_one(path: str) -> None:
     if path == "/docs" and not swagger_assets():
@@ -166,7 +162,6 @@ MESSAGE = "this server asks for a key: send the header `Authorization: Bearer KE
 FRONT_END = f'{{\n  "code": 401,\n  "type": "UnauthorizedException",\n  "message": "{MESSAGE}"\n}}\n'
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("method", "path", "content_type", "body"),
     [
@@ -217,7 +212,6 @@ def access_lines() -> Iterator[Callable[[], str]]:
     access_log.write_to(None, PlainFormatter())
 
 
-@pytest.mark.asyncio
 async def test_a_refusal_is_counted_and_logged_without_the_key(
     caplog: pytest.LogCaptureFixture, access_lines: Callable[[], str]
 ) -> None:
@@ -232,7 +226,6 @@ async def test_a_refusal_is_counted_and_logged_without_the_key(
     assert 'slipway_requests_total{route="/v1/completions",status="401"} 3' in counted
 
 
-@pytest.mark.asyncio
 async def test_no_application_gets_the_key() -> None:
     client = client_of(applications().main)
     headers = {"authorization": "Bearer theirs", "x-api-key": KEY, "x-mine": "1"}
@@ -242,7 +235,6 @@ async def test_no_application_gets_the_key() -> None:
     assert "x-mine: 1" in shown
 
 
-@pytest.mark.asyncio
 async def test_what_is_put_before_the_routes_is_reached_with_a_key_alone() -> None:
     asking = applications()
     client = client_of(asking.guarded(mounted))

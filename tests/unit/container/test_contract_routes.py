@@ -9,8 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from container.contract_routes import add_contracts
 from container.http.route import AppState, HttpCounts, HttpRoute
 from container.http.router import Router
@@ -21,8 +19,6 @@ from container.settings.settings import Settings
 from handlers.contract import Call, Reply
 from handlers.model_config import ModelConfig
 from handlers.route_declarations import ContractRoutes, InfoRoute, ModelView
-
-pytestmark = pytest.mark.asyncio
 
 
 async def ask(router: Router, body: bytes) -> None:

@@ -15,8 +15,6 @@ from tests.stand_ins.copied_engine import CopiedEngine
 from tests.unit.container.management import error
 from tests.unit.container.one_model import make, with_engine
 
-pytestmark = pytest.mark.asyncio
-
 
 def serving(engine: CopiedEngine, **settings: Any) -> tuple[Lifecycle, httpx.AsyncClient]:
     lifecycle, client = make(**settings)

@@ -27,8 +27,6 @@ from tests.settings import further_settings
 from tests.unit.container.management import ECHO, HANDLERS, PLENTY, Api, error, serving
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 
 async def test_a_model_is_loaded_called_described_and_unloaded() -> None:
     async with serving() as api:

@@ -33,8 +33,6 @@ from tests.contracts.exchange import MODEL
 from tests.stand_ins.scripted_engine import ScriptedEngine
 from tests.unit.container.one_model import make, with_engine
 
-pytestmark = pytest.mark.asyncio
-
 with_docs = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="the page /docs needs files of vLLM")
 
 ROUTES = [

@@ -67,7 +67,6 @@ async def identity(headers: dict[str, str], **settings: Any) -> str:
     return answer.headers["x-request-id"]
 
 
-@pytest.mark.asyncio
 async def test_the_inference_id_is_the_requests_id_where_the_configured_header_is_absent() -> None:
     inference = {"X-Amzn-SageMaker-Inference-Id": "inference-7"}
     assert await identity(inference) == "inference-7"
@@ -77,7 +76,6 @@ async def test_the_inference_id_is_the_requests_id_where_the_configured_header_i
     assert sagemaker == "inference-7"
 
 
-@pytest.mark.asyncio
 async def test_a_payload_that_is_too_large_is_an_empty_413_and_a_line_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -90,7 +88,6 @@ async def test_a_payload_that_is_too_large_is_an_empty_413_and_a_line_in_the_log
     assert "the body is larger than 10 bytes (max_request_size)" in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_errors_on_any_route_count_against_the_error_rates_once_the_model_is_there() -> None:
     lifecycle, client = make(error_rate_any="1/PT1H")
     async with client:
@@ -106,7 +103,6 @@ async def test_errors_on_any_route_count_against_the_error_rates_once_the_model_
     assert "error_rate_any" in answer.json()["model"]["reason"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["wlm", "server", "model", "any"])
 async def test_a_deadline_that_a_client_gives_cannot_fail_the_ping(kind: str) -> None:
     lifecycle, client = make(**{f"error_rate_{kind}": "1/PT1H"})

@@ -72,7 +72,6 @@ async def watched(monkeypatch: pytest.MonkeyPatch, lifecycle: Any = None, **sett
     return process.exit_code
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("settings", "code"),
     [
@@ -88,7 +87,6 @@ async def test_a_stalled_engine_ends_the_process_only_if_both_settings_say_so(
     assert await watched(monkeypatch, **settings) == code
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("fail_fast", "code"), [(False, None), (True, 137)])
 async def test_engines_that_cannot_be_watched_any_more_count_as_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fail_fast: bool, code: int | None
@@ -102,7 +100,6 @@ async def test_engines_that_cannot_be_watched_any_more_count_as_failed(
     assert "ZeroDivisionError: a bug" in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_a_stop_that_waits_for_calls_alone_does_not_say_that_connections_are_broken_off(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -128,7 +125,6 @@ async def test_a_stop_that_waits_for_calls_alone_does_not_say_that_connections_a
     assert "still open" not in caplog.text
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("head", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/1.0\r\n\r\n", b"no HTTP\r\n\r\n"])
 async def test_every_reply_has_one_date(head: bytes) -> None:
     async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -149,7 +145,6 @@ async def test_every_reply_has_one_date(head: bytes) -> None:
     assert abs(parsedate_to_datetime(date.decode()).timestamp() - time.time()) < 60
 
 
-@pytest.mark.asyncio
 async def test_further_applications_end_their_work_with_the_drain() -> None:
     drained: list[float] = []
 
@@ -165,7 +160,6 @@ async def test_further_applications_end_their_work_with_the_drain() -> None:
     assert drained == [3.0]
 
 
-@pytest.mark.asyncio
 async def test_the_death_of_an_engine_shows_what_was_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[None] = []
     monkeypatch.setattr(logs, "show_held", lambda: shown.append(None))

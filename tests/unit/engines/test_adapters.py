@@ -17,8 +17,6 @@ from handlers.formatter_thread import FormatterThread
 from handlers.lmi.management.engine_adapters import EngineAdapterHost
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 
 class Host:
     """Does nothing, as slowly as the test wants."""

@@ -69,7 +69,6 @@ def test_aborted_candidates_end_the_request_with_what_they_have() -> None:
     assert [(d.text, d.finish_reason, d.last) for d in sink.deltas] == [("one", FinishReason.ABORT, True)]
 
 
-@pytest.mark.asyncio
 async def test_a_look_that_raises_is_logged_makes_the_engine_unhealthy_and_ends_no_watching(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -92,7 +91,6 @@ async def test_a_look_that_raises_is_logged_makes_the_engine_unhealthy_and_ends_
     assert caplog.records[0].exc_info is not None
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_has_ended_is_watched_no_more() -> None:
     looks = 0
 

@@ -174,7 +174,6 @@ def test_prompts_for_numbers_are_cut_or_refused(pairs: ModelTexts) -> None:
     assert len(asyncio.run(prompts.token_ids(full))) == 8
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("side", "ids"), [("right", [2, 4, 5, 3]), ("left", [2, 6, 7, 3])])
 async def test_a_pooled_text_is_cut_to_the_limit_of_prompts(side: Side, ids: list[int]) -> None:
     prompts = PromptTokenizer(ModelTexts(FakeTokenizer()), 100, max_prompt_tokens=4)

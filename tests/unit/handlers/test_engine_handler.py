@@ -36,8 +36,6 @@ from tests.stand_ins.request_headers import request_headers
 from tests.stand_ins.scripted_engine import ScriptedEngine
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 
 class Commenting(LmiRollingContract):
     """A contract that keeps its streams alive, as TGI's does."""

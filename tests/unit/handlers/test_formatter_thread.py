@@ -19,7 +19,6 @@ def boom() -> str:
     raise KeyError("x")
 
 
-@pytest.mark.asyncio
 async def test_work_runs_off_the_event_loop_in_order() -> None:
     thread, seen, threads = FormatterThread(5), [], set()
 
@@ -33,13 +32,11 @@ async def test_work_runs_off_the_event_loop_in_order() -> None:
     assert threading.main_thread() not in threads
 
 
-@pytest.mark.asyncio
 async def test_an_error_reaches_the_one_who_waits() -> None:
     with pytest.raises(KeyError):
         await FormatterThread(5).run(boom)
 
 
-@pytest.mark.asyncio
 async def test_a_formatter_that_exits_fails_alone() -> None:
     thread = FormatterThread(5)
 
@@ -51,7 +48,6 @@ async def test_a_formatter_that_exits_fails_alone() -> None:
     assert await thread.run(lambda: "on") == "on"
 
 
-@pytest.mark.asyncio
 async def test_a_formatter_that_hangs_fails_and_the_next_one_goes_on() -> None:
     thread, release = FormatterThread(0.2), threading.Event()
     hanging = asyncio.ensure_future(thread.run(release.wait))
@@ -63,7 +59,6 @@ async def test_a_formatter_that_hangs_fails_and_the_next_one_goes_on() -> None:
     assert await thread.run(lambda: "on") == "on"
 
 
-@pytest.mark.asyncio
 async def test_who_waits_may_go_away() -> None:
     thread, begun, release = FormatterThread(5), threading.Event(), threading.Event()
     waiting: asyncio.Future[Any] = asyncio.ensure_future(thread.run(lambda: begun.set() or release.wait()))
@@ -73,7 +68,6 @@ async def test_who_waits_may_go_away() -> None:
     assert await thread.run(lambda: "on") == "on"
 
 
-@pytest.mark.asyncio
 async def test_a_call_that_hangs_without_its_client_fails_no_other() -> None:
     thread, begun, release = FormatterThread(0.2), threading.Event(), threading.Event()
     hanging: asyncio.Future[Any] = asyncio.ensure_future(thread.run(lambda: begun.set() or release.wait()))
@@ -85,7 +79,6 @@ async def test_a_call_that_hangs_without_its_client_fails_no_other() -> None:
     release.set()
 
 
-@pytest.mark.asyncio
 async def test_an_error_that_comes_after_its_client_has_left_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     thread, begun, release = FormatterThread(5), threading.Event(), threading.Event()
 
@@ -104,7 +97,6 @@ async def test_an_error_that_comes_after_its_client_has_left_is_not_logged(caplo
     assert not caplog.records
 
 
-@pytest.mark.asyncio
 async def test_a_thread_that_is_stopped_does_what_waits_and_ends() -> None:
     thread, begun, release = FormatterThread(5), threading.Event(), threading.Event()
 

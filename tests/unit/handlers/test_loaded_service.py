@@ -14,8 +14,6 @@ from handlers.contract import Handler
 from handlers.loaded_service import EngineBehindHandler, Service
 from handlers.model_config import ModelConfig
 
-pytestmark = pytest.mark.asyncio
-
 
 class Model:
     """A handler that may call an engine, which `load` loads."""

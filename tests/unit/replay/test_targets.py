@@ -12,8 +12,6 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 from replay.request import RecordedRequest
 from replay.targets import NoAnswer, SageMakerTarget, Unreachable
 
-pytestmark = pytest.mark.asyncio
-
 
 class Stream(list[Any]):
     def close(self) -> None: ...

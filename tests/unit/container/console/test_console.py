@@ -31,8 +31,6 @@ from engines.statistics import EngineStatistics
 from handlers.loaded_service import Service
 from tests.settings import load_settings
 
-pytestmark = pytest.mark.asyncio
-
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 SECRETS = {
     "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwxyz",

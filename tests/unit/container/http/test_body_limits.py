@@ -19,8 +19,6 @@ from engines.errors import BodyTimeout, BodyTooLarge, Overloaded
 from handlers.contract import Call, Reply, ReplyWriter
 from tests.stand_ins.answering_route import answering_route, model_with
 
-pytestmark = pytest.mark.asyncio
-
 MOST = 1 << 20
 PIECE = UNCOUNTED
 

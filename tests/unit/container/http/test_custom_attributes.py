@@ -144,7 +144,6 @@ def test_any_header_is_read_in_linear_time(header: bytes) -> None:
     is_plain_path(route)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("declared", sorted(DECLARED | INVOCATIONS))
 async def test_the_attribute_reaches_the_routes_that_infer_or_tokenize_and_no_other(declared: str) -> None:
     status, seen = await call(f"route={path_of(declared)}")
@@ -156,7 +155,6 @@ async def test_the_attribute_reaches_the_routes_that_infer_or_tokenize_and_no_ot
     assert "`route` in X-Amzn-SageMaker-Custom-Attributes " in seen["body"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "path", [*sorted(OTHERS), "//host", "/v1/../metrics", "/tokenize?a=b", "/%67enerate", "/generate/"]
 )
@@ -166,7 +164,6 @@ async def test_routes_of_the_server_and_other_paths_are_refused(path: str) -> No
     assert f"got POST {path}" in seen["body"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 async def test_other_methods_reach_nothing(method: str) -> None:
     status, seen = await call("route=/generate", method)
@@ -174,24 +171,20 @@ async def test_other_methods_reach_nothing(method: str) -> None:
     assert f"got {method} /generate" in seen["body"]
 
 
-@pytest.mark.asyncio
 async def test_a_model_that_the_server_does_not_have_is_refused() -> None:
     assert await call("route=/generate,model_name=nope") == (404, {"routes": {"/invocations"}, "body": ""})
 
 
-@pytest.mark.asyncio
 async def test_a_long_route_is_shown_in_part() -> None:
     _, seen = await call("route=/" + "x" * 9000)
     assert len(seen["body"]) < 500
 
 
-@pytest.mark.asyncio
 async def test_a_url_is_refused_and_a_word_leaves_the_call_where_it_is() -> None:
     assert (await call("route=http://host/generate"))[0] == 400
     assert (await call("route=blue"))[1]["routes"] == {"/invocations"}
 
 
-@pytest.mark.asyncio
 async def test_a_refusal_by_state_has_the_form_of_the_named_route() -> None:
     lifecycle, client = make(State.STARTING)
     async with client:
@@ -202,7 +195,6 @@ async def test_a_refusal_by_state_has_the_form_of_the_named_route() -> None:
     assert lifecycle.service is None
 
 
-@pytest.mark.asyncio
 async def test_a_call_without_a_key_gets_the_refusal_of_the_named_route() -> None:
     lifecycle, client = make(api_keys=ApiKeys.of(["secret"]))
     with_engine(lifecycle)
@@ -215,7 +207,6 @@ async def test_a_call_without_a_key_gets_the_refusal_of_the_named_route() -> Non
         assert (await client.post("/invocations", content=b"{}", headers=key)).status_code != 401
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("route", ["/predictions/other", "/v2/models/other/generate"])
 @pytest.mark.parametrize("path", ["/models/model/invoke", "/predictions/model"])
 async def test_the_attribute_gives_no_call_to_another_model_than_its_path(path: str, route: str) -> None:

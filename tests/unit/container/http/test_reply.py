@@ -10,8 +10,6 @@ from container.http import reply as push
 from container.http.reply import HttpReply, RetryAfter
 from handlers.contract import Reply, ended_at_deadline
 
-pytestmark = pytest.mark.asyncio
-
 
 class Server:
     """An ASGI server's send: keeps messages, and waits while the client's socket is full."""

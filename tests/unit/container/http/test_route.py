@@ -19,8 +19,6 @@ from handlers.contract import Call, Reply, ReplyWriter, Running
 from tests.freed import when_freed
 from tests.stand_ins.answering_route import Answering, answering_route, contract_with
 
-pytestmark = pytest.mark.asyncio
-
 SCOPE = {
     "type": "http",
     "headers": [],

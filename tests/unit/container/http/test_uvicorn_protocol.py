@@ -33,8 +33,6 @@ from handlers.contract import Reply
 from tests.stand_ins.answering_route import answering_route
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 PIECE = b"x" * 65536
 PIECES = 200
 

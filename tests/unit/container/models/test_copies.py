@@ -27,8 +27,6 @@ from handlers.model_config import ModelConfig
 from tests.stand_ins.copied_engine import CopiedEngine
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 RESTARTS = 3
 
 

@@ -84,7 +84,6 @@ async def watched(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
     await watched.server.stop()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("unregister", [False, True], ids=["server", "model"])
 @pytest.mark.parametrize("before", [False, True], ids=["while it drains", "before"])
 async def test_its_calls_end_on_the_next_engine(watched: Watched, unregister: bool, before: bool) -> None:
@@ -105,7 +104,6 @@ async def test_its_calls_end_on_the_next_engine(watched: Watched, unregister: bo
         assert engine.why == "model m was unregistered"
 
 
-@pytest.mark.asyncio
 async def test_they_get_an_error_at_once_if_it_cannot_be_started(watched: Watched) -> None:
     engine = watched.engine
     engine.failure = EngineStartError("no memory")
@@ -119,7 +117,6 @@ async def test_they_get_an_error_at_once_if_it_cannot_be_started(watched: Watche
     assert engine.why is None, "it is not loaded anew"
 
 
-@pytest.mark.asyncio
 async def test_they_get_an_error_at_once_if_it_may_not_be_started_again(watched: Watched) -> None:
     watched.model.restarts += [EngineRestart(time.monotonic(), frozenset({1}))] * 3
     draining = asyncio.create_task(watched.server.drain())
@@ -131,7 +128,6 @@ async def test_they_get_an_error_at_once_if_it_may_not_be_started_again(watched:
     assert not watched.engine.restarting.is_set()
 
 
-@pytest.mark.asyncio
 async def test_a_drain_without_calls_waits_for_no_engine(watched: Watched) -> None:
     watched.engine.alive = False
     await watched.engine.restarting.wait()

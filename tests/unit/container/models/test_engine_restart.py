@@ -55,7 +55,6 @@ class Failed:
             raise EngineStartError("no memory")
 
 
-@pytest.mark.asyncio
 async def test_an_engine_is_started_again_as_often_as_it_may(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,7 +80,6 @@ async def test_an_engine_is_started_again_as_often_as_it_may(
     assert "Traceback" not in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_a_model_whose_calls_wait_has_not_failed_and_old_restarts_do_not_count(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,7 +96,6 @@ async def test_a_model_whose_calls_wait_has_not_failed_and_old_restarts_do_not_c
     assert not registrar.engine_restarts.begin(model, "the engine has died")
 
 
-@pytest.mark.asyncio
 async def test_a_model_whose_restart_waits_for_another_load_longer_than_its_calls_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -121,7 +118,6 @@ async def test_a_model_whose_restart_waits_for_another_load_longer_than_its_call
         pass  # Another model can be loaded.
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_stops_starts_no_engine_again(monkeypatch: pytest.MonkeyPatch) -> None:
     life: Any = Failed()
     model = Model(life, "m")
@@ -135,7 +131,6 @@ async def test_a_server_that_stops_starts_no_engine_again(monkeypatch: pytest.Mo
     assert life.attempts == 0
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "settings", [{"engine_restart": 0}, {"engine_restart": 0, "engine_restart_when_stalled": True}]
 )

@@ -59,7 +59,6 @@ class DyingEngine:
         return EngineHealth(self.alive, "" if self.alive else "the engine has died")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", [DeadEngine, DyingEngine])
 async def test_an_engine_that_dies_of_its_first_request_names_the_options_that_were_given(
     monkeypatch: pytest.MonkeyPatch, kind: type[Any]
@@ -83,7 +82,6 @@ async def test_an_engine_that_dies_of_its_first_request_names_the_options_that_w
     )
 
 
-@pytest.mark.asyncio
 async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure_of_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -124,7 +122,6 @@ class Unknowable:
         raise RuntimeError("no such process")
 
 
-@pytest.mark.asyncio
 async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,7 +182,6 @@ class WithAdapters:
         self.stopped = True
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_a_model_that_is_loaded_again_serves_when_its_adapters_are_registered(
     monkeypatch: pytest.MonkeyPatch, cancelled: bool
@@ -236,7 +232,6 @@ class WaitingEngine:
         self.gave_up, self.waits = True, False
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("draining", [False, True])
 async def test_calls_wait_through_several_deaths_while_restarts_are_left(
     monkeypatch: pytest.MonkeyPatch, draining: bool

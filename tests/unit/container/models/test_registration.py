@@ -17,7 +17,6 @@ import pytest
 from tests.stand_ins.s3 import CREDENTIALS, Gate, held, put, refuse
 from tests.unit.container.management import ECHO, error, serving
 
-pytestmark = pytest.mark.asyncio
 MEBIBYTE = 1 << 20
 
 

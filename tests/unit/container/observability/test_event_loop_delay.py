@@ -28,7 +28,6 @@ def hold_up(long_enough: Callable[[], bool] = lambda: True) -> None:
             return
 
 
-@pytest.mark.asyncio
 async def test_an_event_loop_that_stands_still_is_logged_once_with_what_it_is_at(
     watch: EventLoopWatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -44,7 +43,6 @@ async def test_an_event_loop_that_stands_still_is_logged_once_with_what_it_is_at
     assert any("no other thread" not in text for text in after)
 
 
-@pytest.mark.asyncio
 async def test_a_process_that_stands_still_as_a_whole_is_told_apart(
     watch: EventLoopWatch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,7 +57,6 @@ async def test_a_process_that_stands_still_as_a_whole_is_told_apart(
         assert record.getMessage().endswith(" s; no other thread ran either, or the machine stood still")
 
 
-@pytest.mark.asyncio
 async def test_the_lag_is_measured_again_and_again_until_the_end(watch: EventLoopWatch) -> None:
     watch.start()
     await until(lambda: sum(watch.lag.counts) > 10)
@@ -69,7 +66,6 @@ async def test_the_lag_is_measured_again_and_again_until_the_end(watch: EventLoo
     assert sum(watch.lag.counts) == measured
 
 
-@pytest.mark.asyncio
 async def test_an_event_loop_that_stands_still_for_long_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_loop, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(event_loop, "_STUCK_SECONDS", 0.5)

@@ -26,7 +26,6 @@ from tests.stand_ins.scripted_engine import ScriptedGeneration
 from tests.unit.container.one_model import make, with_engine
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
 BODY = {"inputs": "Hi", "parameters": {"max_new_tokens": 2}}
 
 

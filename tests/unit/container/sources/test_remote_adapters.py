@@ -13,8 +13,6 @@ from engines.errors import AdapterFailed, InvalidParameter
 from tests.stand_ins.s3 import Gate, held, put, refuse
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 FILES = {"adapter_config.json": b'{"r": 4}', "adapter_model.safetensors": b"weights", "adapter_model.bin": b"again"}
 WANTED = {name: body for name, body in FILES.items() if not name.endswith(".bin")}
 

@@ -35,8 +35,6 @@ from tests.unit.deploy.local_endpoint.local_endpoint import (
 )
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 OUTPUT = S3Url("out", "answers")
 LENGTH = ("Content-Length", "2")
 X = "x-amzn-sagemaker-"

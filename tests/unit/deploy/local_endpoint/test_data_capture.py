@@ -22,8 +22,6 @@ from tests.unit.deploy.local_endpoint.local_endpoint import (
 )
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 INVOKE, STREAM = (f"/endpoints/e/{name}" for name in ("invocations", "invocations-response-stream"))
 JSON = "application/json"
 

@@ -22,8 +22,6 @@ from tests.unit.deploy.local_endpoint.local_endpoint import (
     start,
 )
 
-pytestmark = pytest.mark.asyncio
-
 CHAT = "/endpoints/e/openai/v1/chat/completions"
 OF_COMPONENT = "/endpoints/e/inference-components/{}/openai/v1/chat/completions"
 ADAPTER = "x-amzn-sagemaker-adapter-identifier"

@@ -12,8 +12,6 @@ from container.http.cross_site import KnownHosts
 from deploy.local_endpoint.remote_container import RemoteContainer
 from tests.unit.deploy.local_endpoint.local_endpoint import local_endpoint
 
-pytestmark = pytest.mark.asyncio
-
 
 @contextlib.asynccontextmanager
 async def container(reply: bytes, lines: list[bytes]) -> AsyncIterator[str]:

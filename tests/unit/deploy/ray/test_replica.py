@@ -19,7 +19,6 @@ class WithoutServer(Replica):  # type: ignore[misc]
         pass
 
 
-@pytest.mark.asyncio
 async def test_a_replica_is_healthy_while_its_ping_is_200() -> None:
     statuses = iter((200, 503))
     transport = httpx.MockTransport(lambda request: httpx.Response(next(statuses), text="how it is"))

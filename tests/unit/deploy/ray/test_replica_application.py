@@ -12,8 +12,6 @@ import pytest
 from container.settings.server import ServerConfig
 from deploy.ray.replica_application import ReplicaApplication
 
-pytestmark = pytest.mark.asyncio
-
 
 async def metrics() -> bytes:
     return b"all 1\n"

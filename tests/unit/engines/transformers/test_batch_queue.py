@@ -209,7 +209,6 @@ async def turns_of_the_loop() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.asyncio
 async def test_taking_waits_for_the_first_item_and_then_for_the_delay() -> None:
     queue = BatchQueue[int](3, 0.05)
     taking = asyncio.create_task(queue.take())
@@ -223,7 +222,6 @@ async def test_taking_waits_for_the_first_item_and_then_for_the_delay() -> None:
     assert 0.05 <= time.monotonic() - put_at < 30.0
 
 
-@pytest.mark.asyncio
 async def test_taking_ends_its_wait_when_the_batch_is_full() -> None:
     queue = BatchQueue[int](2, 60.0)
     taking = asyncio.create_task(queue.take())
@@ -234,7 +232,6 @@ async def test_taking_ends_its_wait_when_the_batch_is_full() -> None:
     assert await asyncio.wait_for(taking, 60) == [1, 2]
 
 
-@pytest.mark.asyncio
 async def test_all_that_one_turn_of_the_loop_puts_is_taken_together_even_without_a_delay() -> None:
     queue = BatchQueue[int](8, 0.0)
     taking = asyncio.create_task(queue.take())

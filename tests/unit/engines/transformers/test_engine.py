@@ -165,7 +165,6 @@ async def texts_alone(directory: Path, *requests: GenerationRequest) -> list[str
 # Batches
 
 
-@pytest.mark.asyncio
 async def test_prompts_of_different_lengths_run_as_one_batch_and_each_gets_what_it_gets_alone(
     directory: Path, forward: Forward
 ) -> None:
@@ -178,7 +177,6 @@ async def test_prompts_of_different_lengths_run_as_one_batch_and_each_gets_what_
     assert forward.batch_sizes == [5]
 
 
-@pytest.mark.asyncio
 async def test_a_text_is_that_of_generate_itself(directory: Path, tiny: TransformersModel) -> None:
     async with engine_with(directory) as engine:
         got = await texts(engine, *map(request_for, PROMPTS))
@@ -188,7 +186,6 @@ async def test_a_text_is_that_of_generate_itself(directory: Path, tiny: Transfor
         assert generated == tiny.tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.asyncio
 async def test_a_list_longer_than_the_batch_size_runs_in_several_batches(directory: Path, forward: Forward) -> None:
     requests = [request_for(f"{place} of a list") for place in range(7)]
     alone = await texts_alone(directory, *requests)
@@ -198,7 +195,6 @@ async def test_a_list_longer_than_the_batch_size_runs_in_several_batches(directo
     assert forward.batch_sizes == [3, 3, 1]
 
 
-@pytest.mark.asyncio
 async def test_requests_with_different_parameters_are_batched_apart(directory: Path, forward: Forward) -> None:
     others = [
         SamplingParameters(max_tokens=12, ignore_eos=True, logit_bias={5: 1.0}),
@@ -214,7 +210,6 @@ async def test_requests_with_different_parameters_are_batched_apart(directory: P
     assert forward.batch_sizes == [2, 2, 2, 2]
 
 
-@pytest.mark.asyncio
 async def test_requests_that_differ_in_seed_and_limit_alone_run_as_one_batch(directory: Path, forward: Forward) -> None:
     samplings = [
         SamplingParameters(max_tokens=tokens, ignore_eos=True, temperature=0.8, seed=seed)
@@ -230,7 +225,6 @@ async def test_requests_that_differ_in_seed_and_limit_alone_run_as_one_batch(dir
     assert forward.batch_sizes == [4]
 
 
-@pytest.mark.asyncio
 async def test_traced_salted_and_cut_requests_run_as_one_batch(directory: Path, forward: Forward) -> None:
     async with engine_with(directory) as engine:
         await texts(
@@ -243,7 +237,6 @@ async def test_traced_salted_and_cut_requests_run_as_one_batch(directory: Path, 
     assert forward.batch_sizes == [4]
 
 
-@pytest.mark.asyncio
 async def test_streamed_prompts_run_together_whatever_the_batch_size(directory: Path, forward: Forward) -> None:
     async with engine_with(directory, batch_size=1, enable_streaming="true") as engine:
         sinks = [Recorder() for _ in range(4)]
@@ -253,7 +246,6 @@ async def test_streamed_prompts_run_together_whatever_the_batch_size(directory: 
     assert forward.batch_sizes == [4]
 
 
-@pytest.mark.asyncio
 async def test_a_stream_has_a_delta_for_each_token_in_order_and_then_ends(directory: Path) -> None:
     async with engine_with(directory) as engine:
         requests = [request_for(prompt, stream=True, want_tokens=True) for prompt in PROMPTS]
@@ -265,7 +257,6 @@ async def test_a_stream_has_a_delta_for_each_token_in_order_and_then_ends(direct
         assert [delta.finish_reason for delta in deltas] == [None] * 11 + [FinishReason.LENGTH]
 
 
-@pytest.mark.asyncio
 async def test_a_seed_gives_the_same_text_alone_and_in_a_batch(directory: Path) -> None:
     sampling = SamplingParameters(max_tokens=12, temperature=1.0, seed=11, top_p=0.9, repetition_penalty=1.2)
     requests = [request_for(prompt, sampling) for prompt in PROMPTS]
@@ -274,7 +265,6 @@ async def test_a_seed_gives_the_same_text_alone_and_in_a_batch(directory: Path) 
         assert await texts(engine, *requests) == alone
 
 
-@pytest.mark.asyncio
 async def test_of_several_candidates_the_most_probable_come_best_first(directory: Path, forward: Forward) -> None:
     sampling = SamplingParameters(max_tokens=6, temperature=1.0, seed=5)
     async with engine_with(directory) as engine:
@@ -288,7 +278,6 @@ async def test_of_several_candidates_the_most_probable_come_best_first(directory
     assert [delta.text for delta in best] == [four[0].text]
 
 
-@pytest.mark.asyncio
 async def test_beams_are_those_of_generate_itself_alone_and_in_a_batch(
     directory: Path, tiny: TransformersModel, forward: Forward
 ) -> None:
@@ -306,7 +295,6 @@ async def test_beams_are_those_of_generate_itself_alone_and_in_a_batch(
         assert [(delta.sequence, delta.last) for delta in deltas] == [(0, False), (1, False), (2, True)]
 
 
-@pytest.mark.asyncio
 async def test_a_beam_ends_before_a_stop_string(directory: Path) -> None:
     search = BeamSearch(width=2, length_penalty=-5.0)  # a beam that ends early is a good one
     async with engine_with(directory) as engine:
@@ -320,7 +308,6 @@ async def test_a_beam_ends_before_a_stop_string(directory: Path) -> None:
     assert all(delta.token_count < 12 for delta in ended)
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_near_the_end_of_the_context_gets_the_tokens_that_fit(directory: Path) -> None:
     long = "l" * (CONTEXT - 5)
     endless = SamplingParameters(max_tokens=None, ignore_eos=True)
@@ -334,7 +321,6 @@ async def test_a_prompt_near_the_end_of_the_context_gets_the_tokens_that_fit(dir
         assert near[0].finish_reason is far[0].finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
 async def test_a_sequence_that_has_filled_the_context_does_not_break_those_that_go_on(
     directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -379,7 +365,6 @@ def load_learned_positions(directory: Path, kind: str) -> TransformersModel:
     return replace(load_model(settings(directory)), model=model.eval())
 
 
-@pytest.mark.asyncio
 async def test_a_text_with_a_token_that_the_model_does_not_have_is_refused(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,7 +378,6 @@ async def test_a_text_with_a_token_that_the_model_does_not_have_is_refused(
     assert f"token id {model.vocabulary_size}" in refused.message
 
 
-@pytest.mark.asyncio
 async def test_the_meter_counts_prompts_that_start_and_sequences_that_finish(directory: Path) -> None:
     sampling = SamplingParameters(max_tokens=3, ignore_eos=True, temperature=1.0, seed=1)
     async with engine_with(directory) as engine:
@@ -403,7 +387,6 @@ async def test_the_meter_counts_prompts_that_start_and_sequences_that_finish(dir
     assert (statistics.started_requests, statistics.finished_requests, statistics.failed_requests) == (2, 7, 0)
 
 
-@pytest.mark.asyncio
 async def test_a_beam_does_not_end_before_min_tokens(directory: Path, tiny: TransformersModel) -> None:
     search = BeamSearch(width=2)
     async with engine_with(directory) as engine:
@@ -418,7 +401,6 @@ async def test_a_beam_does_not_end_before_min_tokens(directory: Path, tiny: Tran
             assert all(delta.token_count > 6 for delta in found)
 
 
-@pytest.mark.asyncio
 async def test_a_stop_string_before_min_tokens_does_not_end_a_beam_later(directory: Path) -> None:
     search = BeamSearch(width=2)
     async with engine_with(directory) as engine:
@@ -441,7 +423,6 @@ def test_a_checkpoint_that_lacks_weights_is_refused(directory: Path, tmp_path: P
         load_model(settings(tmp_path / "broken"))
 
 
-@pytest.mark.asyncio
 async def test_prompt_tokens_carry_log_probabilities_and_come_with_the_first_delta(directory: Path) -> None:
     sampling = SamplingParameters(max_tokens=3, ignore_eos=True)
     fields: dict[str, Any] = {"want_tokens": True, "want_logprobs": True, "want_prompt_tokens": True, "top_tokens": 2}
@@ -454,7 +435,6 @@ async def test_prompt_tokens_carry_log_probabilities_and_come_with_the_first_del
     assert all(len(token.top) == 2 and token.logprob == token.top[0].logprob for token in first.tokens)
 
 
-@pytest.mark.asyncio
 async def test_a_model_without_attention_mask_gets_prompts_of_one_length_at_a_time(
     directory: Path, tiny: TransformersModel, forward: Forward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,7 +447,6 @@ async def test_a_model_without_attention_mask_gets_prompts_of_one_length_at_a_ti
     assert sorted(forward.batch_sizes) == [1, 2]
 
 
-@pytest.mark.asyncio
 async def test_a_model_that_cannot_generate_is_found_at_the_start(directory: Path, tiny: TransformersModel) -> None:
     def fail(module: Any, args: Any) -> None:
         raise RuntimeError("no kernel for this device")
@@ -483,7 +462,6 @@ async def test_a_model_that_cannot_generate_is_found_at_the_start(directory: Pat
 # Refusals
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("prompt", "sampling", "fields", "error"),
     [
@@ -518,7 +496,6 @@ def fail_on_mark(tiny: TransformersModel, error: Exception) -> Callable[[Any], N
     return before
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("a kernel has failed")])
 async def test_a_request_that_breaks_its_batch_fails_alone(
     directory: Path, tiny: TransformersModel, forward: Forward, error: Exception
@@ -534,7 +511,6 @@ async def test_a_request_that_breaks_its_batch_fails_alone(
     assert isinstance(failed, GenerationFailed)
 
 
-@pytest.mark.asyncio
 async def test_a_beam_search_that_breaks_its_batch_fails_alone(
     directory: Path, tiny: TransformersModel, forward: Forward
 ) -> None:
@@ -548,7 +524,6 @@ async def test_a_beam_search_that_breaks_its_batch_fails_alone(
     assert isinstance(failed, GenerationFailed)
 
 
-@pytest.mark.asyncio
 async def test_a_batch_for_which_memory_runs_out_is_split_until_it_fits(directory: Path, forward: Forward) -> None:
     requests = [request_for(f"{prompt}{place}") for place in range(2) for prompt in PROMPTS[:4]]
     alone = await texts_alone(directory, *requests)
@@ -564,7 +539,6 @@ async def test_a_batch_for_which_memory_runs_out_is_split_until_it_fits(director
     assert forward.batch_sizes == [8, 4, 2, 2, 4, 2, 2]
 
 
-@pytest.mark.asyncio
 async def test_a_stream_goes_on_where_it_was_when_memory_runs_out_in_the_middle(
     directory: Path, forward: Forward
 ) -> None:
@@ -584,7 +558,6 @@ async def test_a_stream_goes_on_where_it_was_when_memory_runs_out_in_the_middle(
     assert forward.batch_sizes == [5, 2, 3]
 
 
-@pytest.mark.asyncio
 async def test_a_sequence_whose_logits_are_no_numbers_fails_alone(
     directory: Path, tiny: TransformersModel, forward: Forward
 ) -> None:
@@ -607,7 +580,6 @@ async def test_a_sequence_whose_logits_are_no_numbers_fails_alone(
     assert forward.batch_sizes == [6]
 
 
-@pytest.mark.asyncio
 async def test_a_sink_that_raises_ends_its_own_request_only(directory: Path) -> None:
     class Failing(Recorder):
         def on_delta(self, delta: TokenDelta) -> None:
@@ -622,7 +594,6 @@ async def test_a_sink_that_raises_ends_its_own_request_only(directory: Path) -> 
     assert not good.errors
 
 
-@pytest.mark.asyncio
 async def test_a_sink_that_cannot_take_its_error_leaves_the_engine_alive(directory: Path) -> None:
     class Failing(Recorder):
         def on_delta(self, delta: TokenDelta) -> None:
@@ -664,7 +635,6 @@ def gate(forward: Forward) -> Iterator[Gate]:
     gate.open()
 
 
-@pytest.mark.asyncio
 async def test_a_waiting_request_that_is_cancelled_never_runs(directory: Path, forward: Forward, gate: Gate) -> None:
     async with engine_with(directory, batch_size=1) as engine:
         first, waiting = Recorder(), Recorder()
@@ -684,7 +654,6 @@ async def test_a_waiting_request_that_is_cancelled_never_runs(directory: Path, f
     assert not waiting.errors
 
 
-@pytest.mark.asyncio
 async def test_a_running_request_that_is_cancelled_leaves_the_others_alone(directory: Path, gate: Gate) -> None:
     async with engine_with(directory) as engine:
         kept, gone = Recorder(), Recorder()
@@ -699,7 +668,6 @@ async def test_a_running_request_that_is_cancelled_leaves_the_others_alone(direc
     assert not gone.errors
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("fields", "sequences"), [({}, 1), ({"beam_search": BeamSearch(width=2)}, 2)])
 async def test_a_batch_stops_when_all_its_requests_are_gone(
     directory: Path, forward: Forward, fields: dict[str, Any], sequences: int
@@ -728,7 +696,6 @@ async def test_a_batch_stops_when_all_its_requests_are_gone(
 # Hanging and dying
 
 
-@pytest.mark.asyncio
 async def test_a_batch_without_a_token_in_time_fails_and_the_engine_goes_on(directory: Path, gate: Gate) -> None:
     async with engine_with(directory, predict_timeout=2.0) as engine:
         failed = await texts(engine, *map(request_for, PROMPTS))
@@ -739,7 +706,6 @@ async def test_a_batch_without_a_token_in_time_fails_and_the_engine_goes_on(dire
         assert engine.health().alive
 
 
-@pytest.mark.asyncio
 async def test_a_batch_that_stands_still_shows_in_the_engines_health_until_it_goes_on(
     directory: Path, gate: Gate
 ) -> None:
@@ -754,7 +720,6 @@ async def test_a_batch_that_stands_still_shows_in_the_engines_health_until_it_go
         assert engine.health().mark != mark
 
 
-@pytest.mark.asyncio
 async def test_an_engine_whose_batch_never_ends_is_dead(directory: Path, gate: Gate) -> None:
     async with engine_with(directory, batch_size=1, predict_timeout=0.3) as engine:
         stuck, waiting = await texts(engine, request_for("stuck"), request_for("waiting"))
@@ -765,7 +730,6 @@ async def test_an_engine_whose_batch_never_ends_is_dead(directory: Path, gate: G
             await engine.submit(request_for("too late"), Recorder())
 
 
-@pytest.mark.asyncio
 async def test_an_engine_whose_thread_has_ended_is_dead_at_once(directory: Path, forward: Forward) -> None:
     def end(ids: Any) -> None:
         raise SystemExit("a library has called exit")
@@ -777,7 +741,6 @@ async def test_an_engine_whose_thread_has_ended_is_dead_at_once(directory: Path,
         assert engine.health().reason == "the engine has died: a library has called exit"
 
 
-@pytest.mark.asyncio
 async def test_stopping_ends_what_runs_and_what_waits(directory: Path, gate: Gate) -> None:
     async with engine_with(directory, batch_size=1) as engine:
         sinks = [Recorder(), Recorder()]
@@ -793,7 +756,6 @@ async def test_stopping_ends_what_runs_and_what_waits(directory: Path, gate: Gat
             await engine.submit(request_for("too late"), Recorder())
 
 
-@pytest.mark.asyncio
 async def test_the_meter_counts_requests_and_tokens(directory: Path) -> None:
     async with engine_with(directory) as engine:
         await texts(engine, *map(request_for, PROMPTS))
@@ -836,7 +798,6 @@ def test_in_any_mix_of_requests_each_gets_what_it_gets_alone(
     asyncio.run(run())
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("at_deadline", [False, True])
 @pytest.mark.parametrize("fields", [{}, {"beam_search": BeamSearch(width=2), "sequences": 2}])
 async def test_an_aborted_request_ends_with_what_there_is_whether_it_waits_or_runs(
@@ -873,7 +834,6 @@ class Cycle:
         self.layers = [self]
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("no_collection_by_itself")
 async def test_a_model_that_loads_for_too_long_is_freed_once_it_is_there(
     directory: Path, monkeypatch: pytest.MonkeyPatch
@@ -894,7 +854,6 @@ async def test_a_model_that_loads_for_too_long_is_freed_once_it_is_there(
     await until(freed[0].is_set)
 
 
-@pytest.mark.asyncio
 async def test_a_bug_in_the_watchdog_makes_the_engine_unhealthy(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,8 +15,6 @@ from handlers.contract import ContractError, Running
 from tests.unit.handlers.custom.harness import Client, Recorder, serving
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 
 async def send(client: Client, writer: Recorder | None = None, **order: Any) -> tuple[Recorder, Running]:
     return await client.send(json.dumps(order), content_type="application/json", writer=writer)

@@ -9,8 +9,6 @@ import pytest
 
 from tests.unit.handlers.custom.harness import Client, Recorder, serving
 
-pytestmark = pytest.mark.asyncio
-
 
 async def together(client: Client, *texts: str) -> list[Recorder]:
     return await asyncio.gather(*(client.ask(text, headers={"X-Name": "!"}) for text in texts))

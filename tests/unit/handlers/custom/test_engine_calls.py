@@ -18,8 +18,6 @@ from handlers.custom.custom_handler import CustomHandler
 from tests.unit.handlers.custom.harness import MODELS, Client, Recorder, settings_for
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 SERVICE = "djl_python.lmi_vllm.vllm_async_service"
 LINES = "application/jsonlines"
 

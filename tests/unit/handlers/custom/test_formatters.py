@@ -235,7 +235,6 @@ def test_a_formatter_of_the_other_mode_stops_the_start_and_shows_the_signature_t
 
 
 @pytest.mark.slow
-@pytest.mark.asyncio
 async def test_packages_that_formatters_need_are_installed_beside_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,20 +352,17 @@ def adapter(directory: Path, code: str = "") -> Adapter:
     return Adapter(name="a", src="", path=directory, id=1)
 
 
-@pytest.mark.asyncio
 async def test_a_path_of_an_adapter_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterFailed, match="File name too long"):
         await load_adapter_formatters(adapter(tmp_path / ("x" * 5000)), NONE, async_mode=False)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("code", ["", "x = 1"])
 async def test_an_adapter_without_formatters_leaves_no_module(tmp_path: Path, code: str) -> None:
     assert await load_adapter_formatters(adapter(tmp_path, code), NONE, async_mode=False) is None
     assert not modules_of(tmp_path)
 
 
-@pytest.mark.asyncio
 async def test_an_adapter_with_one_kind_of_formatter_has_the_other_of_its_model(tmp_path: Path) -> None:
     base = replace(NONE, input=print, output=print)
     own = await load_adapter_formatters(adapter(tmp_path, OUTPUT), base, async_mode=False)
@@ -376,7 +372,6 @@ async def test_an_adapter_with_one_kind_of_formatter_has_the_other_of_its_model(
     assert not modules_of(tmp_path)
 
 
-@pytest.mark.asyncio
 async def test_a_formatter_of_the_other_mode_refuses_its_adapter(tmp_path: Path) -> None:
     code = OUTPUT.replace("output: RequestOutput", "response: dict")
     with pytest.raises(AdapterFailed, match=r"write.*option\.async_mode=true"):
@@ -385,7 +380,6 @@ async def test_a_formatter_of_the_other_mode_refuses_its_adapter(tmp_path: Path)
     assert await load_adapter_formatters(adapter(tmp_path, code), NONE, async_mode=True) is not None
 
 
-@pytest.mark.asyncio
 async def test_a_model_py_of_an_adapter_that_takes_too_long_leaves_no_module(tmp_path: Path) -> None:
     code = (
         "import pathlib, time\n"

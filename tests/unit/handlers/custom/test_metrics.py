@@ -113,7 +113,6 @@ def test_a_handler_cannot_make_metrics_without_end() -> None:
     assert shown("[METRICS]n1.Count:1|#m:0", metrics=metrics)["n1_total", "Host", "0"] == 2.0
 
 
-@pytest.mark.asyncio
 async def test_what_all_workers_print_is_counted_together(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(HANDLER)
     async with serving(tmp_path, min_workers=2, max_workers=2) as client:

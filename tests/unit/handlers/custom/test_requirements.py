@@ -22,8 +22,6 @@ from tests.stand_ins.wheel import make_wheel
 from tests.unit.handlers.custom.harness import MODELS, serving, settings_for
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 
 def make_model(folder: Path, requirements: str) -> Path:
     shutil.copytree(MODELS / "requirements", folder)

@@ -11,8 +11,6 @@ import pytest
 from tests.unit.handlers.custom.harness import Client, Recorder, serving
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 
 async def roll(client: Client, **order: Any) -> Recorder:
     return await client.ask(json.dumps(order))

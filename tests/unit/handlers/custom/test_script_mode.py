@@ -56,7 +56,6 @@ async def ask(client: Client, body: bytes | str, content_type: str = "", accept:
     return await client.ask(body, headers=headers, content_type=content_type)
 
 
-@pytest.mark.asyncio
 async def test_the_defaults_take_and_give_json_csv_and_npy() -> None:
     async with serving("script", **DEFAULTS) as client:
         for given, body in {
@@ -79,14 +78,12 @@ async def test_the_defaults_take_and_give_json_csv_and_npy() -> None:
             assert (answer.status, answer.content_type, answer.body) == (200, type_, body)
 
 
-@pytest.mark.asyncio
 async def test_a_default_accept_counts_where_the_client_says_none() -> None:
     async with serving("script", properties={"default_accept": "text/csv"}, **DEFAULTS) as client:
         assert (await ask(client, "[1]")).content_type == "text/csv"
         assert (await ask(client, "[1]", accept="application/json")).content_type == "application/json"
 
 
-@pytest.mark.asyncio
 async def test_what_the_defaults_cannot_do_is_said() -> None:
     async with serving("script", **DEFAULTS) as client:
         for content_type, accept in (("image/png", ""), ("", "image/png")):
@@ -106,7 +103,6 @@ def script(directory: Path, code: str) -> dict[str, Any]:
     return {"model": path.parent, "entry_point": str(path)}
 
 
-@pytest.mark.asyncio
 async def test_each_function_gets_what_sagemakers_toolkit_gives_it(tmp_path: Path) -> None:
     async with serving(**script(tmp_path, STEPS)) as client:
         properties = ["batch_size", "gpu_id", "model_dir", "server_name", "server_version"]
@@ -162,7 +158,6 @@ def transform_fn(model, body, content_type, accept, context):
 """
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("functions", [STEPS_WITH_CONTEXT, TRANSFORM_WITH_CONTEXT], ids=["steps", "transform_fn"])
 async def test_the_context_has_the_request_and_sets_the_reply(tmp_path: Path, functions: str) -> None:
     async with serving(**script(tmp_path, CONTEXT + functions)) as client:
@@ -185,7 +180,6 @@ async def test_the_context_has_the_request_and_sets_the_reply(tmp_path: Path, fu
             assert {name.lower(): value for name, value in answer.headers.items()} == {"x-rows": "3"}
 
 
-@pytest.mark.asyncio
 async def test_the_metrics_of_the_context_are_those_of_the_handler(tmp_path: Path) -> None:
     code = """
 def model_fn(model_dir, context):
@@ -218,7 +212,6 @@ def _total(metrics: HandlerMetrics, name: str) -> float:
     return sum(sum(metric.numbers.values()) for metric in metrics.snapshot() if metric.name == name)
 
 
-@pytest.mark.asyncio
 async def test_a_reply_of_one_request_does_not_reach_the_next(tmp_path: Path) -> None:
     code = """
 class Busy(Exception):
@@ -265,7 +258,6 @@ def output_fn(prediction, response_content_type):
 TOOLKITS = LMIS.replace('.decode("utf-8")', "").replace(".decode()", "")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("code", [LMIS, TOOLKITS], ids=["LMI", "toolkit"])
 async def test_a_body_that_is_text_may_be_decoded_or_used_as_it_is(tmp_path: Path, code: str) -> None:
     async with serving(**script(tmp_path, code)) as client:
@@ -282,7 +274,6 @@ def test_a_body_is_decoded_as_its_bytes_would_be() -> None:
     assert body.decode("ascii", "ignore") == ""
 
 
-@pytest.mark.asyncio
 async def test_transform_fn_replaces_the_three_and_may_choose_the_type(tmp_path: Path) -> None:
     code = """
 class Refused(Exception):
@@ -303,7 +294,6 @@ def transform_fn(model, body, content_type, accept):
         assert (refused.status, json.loads(refused.body)["error"]) == (400, "not these")
 
 
-@pytest.mark.asyncio
 async def test_requests_that_come_together_have_their_own_statuses_and_types_with_a_batch_size() -> None:
     async with serving("script", batch_size=7, max_batch_delay=500, **DEFAULTS) as client:
         assert json.loads((await ask(client, "[0]")).body) == [1], "a single request waits for no others"
@@ -325,7 +315,6 @@ async def test_requests_that_come_together_have_their_own_statuses_and_types_wit
     ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("code", "why"),
     [
@@ -344,7 +333,6 @@ async def test_a_script_that_cannot_be_used_fails_the_load(tmp_path: Path, code:
             pass
 
 
-@pytest.mark.asyncio
 async def test_a_handle_goes_before_a_script(tmp_path: Path) -> None:
     code = "from djl_python import Output\ndef model_fn(model_dir): raise ValueError\n"
     code += "def handle(inputs): return Output().add('mine')"

@@ -16,8 +16,6 @@ from handlers.custom.batching import dynamic
 from tests.unit.handlers.custom.harness import MODELS, Recorder, serving
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 E3 = '{{\n  "code":424,\n  "message":"invoke handler failure",\n  "error":"{}"\n}}'
 
 

@@ -20,8 +20,6 @@ from handlers.contract import ContractError
 from tests.unit.handlers.custom.harness import MODELS, Client, serving
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 
 @contextlib.asynccontextmanager
 async def handling(**more: Any) -> AsyncIterator[tuple[Client, AdapterRegistry]]:

@@ -19,8 +19,6 @@ from handlers.custom.custom_handler import CustomHandler
 from tests.unit.handlers.custom.harness import MODELS, Recorder, alive, serving, settings_for
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 
 async def start_failure(model: str | Path, **more: object) -> str:
     handler = CustomHandler(settings_for(model, **more), queue_size=1, overload_status=503)

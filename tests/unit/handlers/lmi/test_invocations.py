@@ -107,7 +107,6 @@ async def kind_of(document: Any, **options: Any) -> str:
         (b'{"messages": ' + b"[" * 100_000, "lmi", "lmi"),
     ],
 )
-@pytest.mark.asyncio
 async def test_the_first_field_in_the_order_says_what_a_body_is(document: Any, rolling: str, asynchronous: str) -> None:
     assert await kind_of(document) == rolling
     assert await kind_of(document, async_mode=True) == asynchronous
@@ -126,7 +125,6 @@ async def test_the_first_field_in_the_order_says_what_a_body_is(document: Any, r
         ("text/csv", True),
     ],
 )
-@pytest.mark.asyncio
 async def test_only_json_is_looked_into(content_type: str, plain: bool) -> None:
     openai = OpenAI()
     lmi = await handled({"messages": MESSAGES}, openai, content_type)
@@ -138,7 +136,6 @@ def test_any_bytes_are_some_kind_of_body(data: bytes, before: bytes, async_mode:
     assert asyncio.run(kind_of(before + data, async_mode=async_mode))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("document", "common"),
     [
@@ -161,7 +158,6 @@ def read(document: Any) -> Body:
     return read_chat(data) if "messages" in document else read_completion(data)
 
 
-@pytest.mark.asyncio
 async def test_chat_goes_to_vllm_as_json_whatever_model_it_names() -> None:
     openai = OpenAI()
     lmi = await handled({"messages": MESSAGES, "model": "x", "stop_token_ids": [7]}, openai, "")
@@ -172,7 +168,6 @@ async def test_chat_goes_to_vllm_as_json_whatever_model_it_names() -> None:
     assert isinstance(openai.writer, CollectedReply)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("document", "options", "form"),
     [
@@ -189,7 +184,6 @@ async def test_the_settings_say_in_what_form_an_answer_comes(document: Any, opti
     assert type(openai.form) is form
 
 
-@pytest.mark.asyncio
 async def test_the_sse_formatter_holds_for_chat_too() -> None:
     openai = OpenAI()
     await handled({"messages": MESSAGES}, openai, output_formatter="sse")
@@ -203,7 +197,6 @@ async def refused(document: Any, openai: OpenAI | None) -> Reply:
     return caught.value.reply
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("field", ["messages", "prompt"])
 async def test_an_engine_without_chat_says_what_is_needed(field: str) -> None:
     reply = await refused({field: "x"}, None)
@@ -216,21 +209,18 @@ async def test_an_engine_without_chat_says_what_is_needed(field: str) -> None:
     assert (await handled({field: "x", "inputs": "y"}, None)).calls
 
 
-@pytest.mark.asyncio
 async def test_where_sessions_are_off_asking_for_one_is_refused_clearly() -> None:
     reply = await refused({"requestType": "NEW_SESSION"}, OpenAI())
     assert reply.status == 424
     assert b"stateful sessions are not enabled" in reply.body
 
 
-@pytest.mark.asyncio
 async def test_a_long_body_is_read_in_a_thread_and_understood() -> None:
     openai = OpenAI()
     await handled({"padding": "x" * 300_000, "messages": MESSAGES}, openai)
     assert openai.calls
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("document", [{"messages": MESSAGES}, {"prompt": "x"}])
 async def test_chats_and_completions_go_to_the_adapter_that_they_name(document: Any) -> None:
     async def asked(more: dict[str, Any], **settings: Any) -> str | None:
@@ -245,7 +235,6 @@ async def test_chats_and_completions_go_to_the_adapter_that_they_name(document: 
     assert await asked({"adapters": "a"}) is None
 
 
-@pytest.mark.asyncio
 async def test_adapters_of_a_chat_that_cannot_be_meant_are_refused() -> None:
     with pytest.raises(ContractError) as caught:
         await handled({"messages": MESSAGES, "adapters": ["a", "b"]}, OpenAI(), enable_lora=True)

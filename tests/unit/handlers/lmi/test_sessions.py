@@ -33,7 +33,6 @@ from tests.settings import configured
 from tests.stand_ins.request_headers import request_headers
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
 NEW, CLOSE = {"requestType": "NEW_SESSION"}, {"requestType": "CLOSE"}
 
 

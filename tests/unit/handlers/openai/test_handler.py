@@ -66,7 +66,6 @@ def part(data: bytes, more: bool = False) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-@pytest.mark.asyncio
 async def test_the_application_sees_the_call_with_our_request_id() -> None:
     seen: dict[str, Any] = {}
 
@@ -90,7 +89,6 @@ async def test_the_application_sees_the_call_with_our_request_id() -> None:
     assert writer.whole.headers == (("x-a", "b"),)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("status", "body", "expected"),
     [
@@ -116,7 +114,6 @@ async def test_a_chat_is_rendered_for_other_contracts(status: int, body: bytes, 
     assert paths == [RENDER]
 
 
-@pytest.mark.asyncio
 async def test_a_chat_whose_client_leaves_is_not_rendered_further() -> None:
     seen: list[Any] = []
 
@@ -130,7 +127,6 @@ async def test_a_chat_whose_client_leaves_is_not_rendered_further() -> None:
     assert seen[1] == {"type": "http.disconnect"}
 
 
-@pytest.mark.asyncio
 async def test_a_stream_is_passed_on_part_by_part_at_the_clients_pace() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(start())
@@ -143,7 +139,6 @@ async def test_a_stream_is_passed_on_part_by_part_at_the_clients_pace() -> None:
     assert writer.drained == 3
 
 
-@pytest.mark.asyncio
 async def test_a_fault_before_the_reply_is_an_error_object() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise RuntimeError("secret")
@@ -156,7 +151,6 @@ async def test_a_fault_before_the_reply_is_an_error_object() -> None:
     )
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("path", "kind"),
     [("/v1/chat/completions", "BadRequestError"), ("/openai/v1/messages", "invalid_request_error")],
@@ -181,7 +175,6 @@ async def test_a_body_of_more_messages_than_are_read_at_once_is_refused_unread(p
     assert writer.whole.status == 200
 
 
-@pytest.mark.asyncio
 async def test_text_without_bytes_is_the_clients_fault() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         "\ud800".encode()
@@ -191,7 +184,6 @@ async def test_text_without_bytes_is_the_clients_fault() -> None:
     assert writer.whole.status == 400
 
 
-@pytest.mark.asyncio
 async def test_a_fault_in_a_stream_ends_it() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(start())
@@ -202,7 +194,6 @@ async def test_a_fault_in_a_stream_ends_it() -> None:
     assert (writer.parts, writer.ended) == ([b"a", b""], True)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("path", "event"),
     [
@@ -229,7 +220,6 @@ async def test_a_fault_in_a_stream_of_events_is_an_event(path: str, event: bytes
     assert (writer.parts, writer.ended) == ([b"data: a\n\n", event], True)
 
 
-@pytest.mark.asyncio
 async def test_a_refusal_in_a_stream_of_events_is_an_event_and_nothing_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -252,7 +242,6 @@ async def test_a_refusal_in_a_stream_of_events_is_an_event_and_nothing_in_the_lo
     assert not caplog.records
 
 
-@pytest.mark.asyncio
 async def test_an_application_that_says_nothing_is_a_fault() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         return
@@ -262,7 +251,6 @@ async def test_an_application_that_says_nothing_is_a_fault() -> None:
     assert writer.whole.status == 500
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_goes_away_is_told_to_the_application_and_gets_nothing_more() -> None:
     ended = asyncio.Event()
 
@@ -285,7 +273,6 @@ async def test_a_client_that_goes_away_is_told_to_the_application_and_gets_nothi
     assert (handler.engine.statistics.calls.succeeded, handler.engine.statistics.calls.failed) == (0, 0)
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("no_collection_by_itself")
 async def test_a_stream_whose_client_goes_away_is_cancelled_and_leaves_no_cycle_with_its_body() -> None:
     cancelled = asyncio.Event()
@@ -316,7 +303,6 @@ async def test_a_stream_whose_client_goes_away_is_cancelled_and_leaves_no_cycle_
     assert bytes_in_cycles() < 2 << 20
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("failed", ["", "the engine has died"])
 async def test_calls_that_generate_are_counted_and_give_their_places_back(failed: str) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -333,7 +319,6 @@ async def test_calls_that_generate_are_counted_and_give_their_places_back(failed
     )
 
 
-@pytest.mark.asyncio
 async def test_a_stream_whose_engine_fails_ends_with_the_reason_and_says_nothing_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -354,7 +339,6 @@ async def test_a_stream_whose_engine_fails_ends_with_the_reason_and_says_nothing
 EVENT_STREAM = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
 
 
-@pytest.mark.asyncio
 async def test_a_message_stream_says_why_the_engine_failed() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(EVENT_STREAM)
@@ -372,7 +356,6 @@ CREATED = b'event: response.created\ndata: {"response":{"id":"r"},"sequence_numb
 DELTA = b'event: response.output_text.delta\ndata: {"delta":"\\ndata: x","sequence_number":7}\n\n'
 
 
-@pytest.mark.asyncio
 async def test_a_response_begins_when_the_engine_has_begun_it() -> None:
     accepts = asyncio.Event()
 
@@ -396,7 +379,6 @@ async def test_a_response_begins_when_the_engine_has_begun_it() -> None:
     assert writer.parts == [CREATED, DELTA, b""]
 
 
-@pytest.mark.asyncio
 async def test_a_response_that_the_engine_refuses_is_refused_with_its_status() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(EVENT_STREAM)
@@ -408,7 +390,6 @@ async def test_a_response_that_the_engine_refuses_is_refused_with_its_status() -
     assert (writer.whole.status, json.loads(writer.whole.body)["error"]["code"]) == (500, 500)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_a_stream_that_the_engine_refuses_is_refused_with_its_status(path: str) -> None:
     error = {"message": "no", "type": "BadRequestError", "param": "guided_regex", "code": 422}
@@ -425,7 +406,6 @@ async def test_a_stream_that_the_engine_refuses_is_refused_with_its_status(path:
     assert json.loads(writer.whole.body) == {"error": error}
 
 
-@pytest.mark.asyncio
 async def test_a_comment_that_keeps_the_connection_open_begins_the_stream() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(EVENT_STREAM)
@@ -437,7 +417,6 @@ async def test_a_comment_that_keeps_the_connection_open_begins_the_stream() -> N
     assert writer.parts == [b": keep-alive\n\n", b'data: {"error":{"code":400}}\n\ndata: [DONE]\n\n']
 
 
-@pytest.mark.asyncio
 async def test_an_error_of_a_stream_that_the_engine_has_begun_stays_in_it() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         current_call.get().begin()
@@ -449,7 +428,6 @@ async def test_an_error_of_a_stream_that_the_engine_has_begun_stays_in_it() -> N
     assert b"".join(writer.parts) == b'data: {"error":{"code":400}}\n\ndata: [DONE]\n\n'
 
 
-@pytest.mark.asyncio
 async def test_a_response_that_fails_ends_with_typed_events() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(EVENT_STREAM)
@@ -467,7 +445,6 @@ async def test_a_response_that_fails_ends_with_typed_events() -> None:
     )
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("body", "headers", "seen"),
     [
@@ -489,7 +466,6 @@ async def test_the_body_may_have_the_id_if_no_header_has_it(
     assert (("x-request-id", "abc") in writer.whole.headers) == (seen == b"abc")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("given", ["x" * 129, "a b", "a\n", "é"])
 async def test_an_id_that_is_not_safe_in_headers_is_refused(given: str) -> None:
     writer, _ = await served(None, replace(CALL, body=json.dumps({"request_id": given}).encode()))
@@ -515,7 +491,6 @@ def test_a_call_holds_places_until_it_ends() -> None:
         call.take(1)
 
 
-@pytest.mark.asyncio
 async def test_what_goes_on_in_the_background_keeps_the_calls_places_until_it_ends() -> None:
     ends = asyncio.Event()
 
@@ -535,7 +510,6 @@ async def test_what_goes_on_in_the_background_keeps_the_calls_places_until_it_en
     await until(lambda: handler.open_sequences == 0)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/openai/v1/completions"])
 async def test_sagemakers_header_takes_the_place_of_the_bodys_model(path: str) -> None:
     bodies: list[Any] = []
@@ -562,7 +536,6 @@ async def test_sagemakers_header_takes_the_place_of_the_bodys_model(path: str) -
         await asked("other")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_call_that_has_no_request_yet_ends_at_its_deadline(streams: bool) -> None:
     left: list[str] = []
@@ -616,7 +589,6 @@ class Open:
         self.ended = True
 
 
-@pytest.mark.asyncio
 async def test_requests_without_a_token_end_with_those_that_have_one() -> None:
     missed: list[DeadlineExceeded] = []
     call = OpenAICall(queue_of(), call=replace(CALL, time_limit=0.01))
@@ -631,7 +603,6 @@ async def test_requests_without_a_token_end_with_those_that_have_one() -> None:
     assert (missed, call.failed) == ([], "")
 
 
-@pytest.mark.asyncio
 async def test_a_call_without_a_token_gets_one_error_and_its_requests_are_not_ended_one_by_one() -> None:
     missed: list[DeadlineExceeded] = []
     call = OpenAICall(queue_of(), call=replace(CALL, time_limit=0.01))
@@ -644,7 +615,6 @@ async def test_a_call_without_a_token_gets_one_error_and_its_requests_are_not_en
     assert not waiting.ended
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_response_in_the_background_has_only_the_clients_own_deadline(begun: bool) -> None:
     missed: list[DeadlineExceeded] = []
@@ -689,7 +659,6 @@ def test_a_call_keeps_its_adapter_once_and_until_it_ends() -> None:
     assert late.released == 1
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("request_id", ["a-b", "chatcmpl-a-b"])
 async def test_an_abort_ends_all_requests_of_an_answer(request_id: str) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")

@@ -69,7 +69,6 @@ class Ways:
         return self.writer.whole.status == 418
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("path", "body"), [(COMPLETION, b'{"prompt": "Hi"}'), (CHAT, b'{"model": "x", %b}' % TURNS)])
 async def test_a_common_call_is_answered_without_vllms_classes(path: str, body: bytes) -> None:
     ways = Ways()
@@ -81,7 +80,6 @@ async def test_a_common_call_is_answered_without_vllms_classes(path: str, body: 
     assert ways.queue.open_sequences == 0
 
 
-@pytest.mark.asyncio
 async def test_any_other_call_goes_to_vllms_classes_as_it_came() -> None:
     ways = Ways()
     await ways.ask(b'{"prompt": "Hi", "echo": false}')
@@ -89,7 +87,6 @@ async def test_any_other_call_goes_to_vllms_classes_as_it_came() -> None:
     assert (ways.bodies, ways.requests) == ([b'{"prompt": "Hi", "echo": false}'], [])
 
 
-@pytest.mark.asyncio
 async def test_what_the_engine_refuses_is_vllms_to_refuse() -> None:
     ways = Ways()
     ways.engine.failures = {0: InvalidRequest("too long")}
@@ -98,7 +95,6 @@ async def test_what_the_engine_refuses_is_vllms_to_refuse() -> None:
     assert ways.queue.open_sequences == 0
 
 
-@pytest.mark.asyncio
 async def test_prompts_are_refused_together_before_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     async def tokenize(request: GenerationRequest) -> list[int]:
         if request.prompt == "long":
@@ -116,7 +112,6 @@ async def test_prompts_are_refused_together_before_one_begins(monkeypatch: pytes
     assert [request.prompt for request in ways.requests] == [(1, 2), (1, 2)]
 
 
-@pytest.mark.asyncio
 async def test_a_full_queue_is_refused_at_once() -> None:
     ways = Ways(limit=1)
     ways.queue.admit(1)
@@ -126,7 +121,6 @@ async def test_a_full_queue_is_refused_at_once() -> None:
     assert ways.engine.statistics.calls.failed == 1
 
 
-@pytest.mark.asyncio
 async def test_prompts_without_places_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     async def tokenize(request: GenerationRequest) -> list[int]:
         raise AssertionError
@@ -139,14 +133,12 @@ async def test_prompts_without_places_are_not_tokenized(monkeypatch: pytest.Monk
     assert (ways.writer.whole.status, ways.bodies) == (503, [])
 
 
-@pytest.mark.asyncio
 async def test_a_call_with_more_prompts_than_the_queue_has_places_is_left_to_vllm() -> None:
     ways = Ways(limit=2)
     await ways.ask(b'{"prompt": ["a", "b", "c"]}')
     assert await ways.asked_vllm()
 
 
-@pytest.mark.asyncio
 async def test_others_have_their_turn_while_many_prompts_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenized: list[int] = []
 
@@ -162,7 +154,6 @@ async def test_others_have_their_turn_while_many_prompts_are_tokenized(monkeypat
     assert (others_turn, len(tokenized)) == ([2], 3)
 
 
-@pytest.mark.asyncio
 async def test_tokenizing_many_prompts_counts_for_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     async def tokenize(request: GenerationRequest) -> list[int]:
         await asyncio.Event().wait()
@@ -178,7 +169,6 @@ async def test_tokenizing_many_prompts_counts_for_the_deadline(monkeypatch: pyte
     assert ways.engine.statistics.deadlines == {"partial": 0, "nothing": 1}
 
 
-@pytest.mark.asyncio
 async def test_a_long_body_is_parsed_in_a_thread() -> None:
     ways = Ways()
     await ways.ask(b'{"messages": [{"role": "user", "content": "%b"}]}' % (b"x" * 20_000), CHAT)
@@ -187,7 +177,6 @@ async def test_a_long_body_is_parsed_in_a_thread() -> None:
     assert len(ways.requests) == 2
 
 
-@pytest.mark.asyncio
 async def test_sagemakers_header_names_the_adapter() -> None:
     def named(name: str) -> Any:
         return {"headers": request_headers(("X-Amzn-SageMaker-Adapter-Identifier", name))}

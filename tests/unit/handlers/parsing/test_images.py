@@ -21,8 +21,6 @@ from tests.contracts.exchange import MODEL, call
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.scripted_engine import ScriptedEngine
 
-pytestmark = pytest.mark.asyncio
-
 URLS = ("data:image/png;base64,aGk=", "https://host/a.png")
 
 

@@ -181,7 +181,6 @@ def test_text_that_is_not_in_utf_8_is_refused_wherever_it_is(text: bytes, wrong:
         JsonDecoder[Any](shape).decode(padding + text % "\ud7ff\ue000😀".encode())  # across the pieces, too
 
 
-@pytest.mark.asyncio
 async def test_long_bodies_are_read_in_a_thread() -> None:
     import threading
 

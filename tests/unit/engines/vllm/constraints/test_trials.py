@@ -22,8 +22,6 @@ from engines.vllm.constraints.trial_process import TOO_MUCH, Trial
 from engines.vllm.constraints.trials import GrammarTrials
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 
 class Process:
     """A stand-in for the trial's process. It keeps the texts that it gets, and answers after `go_on` is set."""

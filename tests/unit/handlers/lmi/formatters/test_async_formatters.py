@@ -26,8 +26,6 @@ from tests.settings import configured
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.waiting import until
 
-pytestmark = pytest.mark.asyncio
-
 Write = Callable[[Any], Any]
 ASYNCHRONOUS = configured(MODEL, async_mode=True)
 ERROR = b'{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}'

@@ -125,7 +125,6 @@ def test_networks_of_the_operator_are_allowed_and_no_others() -> None:
     assert not is_allowed("::ffff:192.168.0.1", networks)
 
 
-@pytest.mark.asyncio
 async def test_an_inner_address_looks_the_same_whether_something_listens_there_or_not() -> None:
     async with hosting(reply("200 OK", b"secret")) as host:
         with socket.socket() as closed:
@@ -146,7 +145,6 @@ async def test_an_inner_address_looks_the_same_whether_something_listens_there_o
         assert host.requests == []
 
 
-@pytest.mark.asyncio
 async def test_a_name_is_judged_by_the_address_that_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name has a public address when it is looked at, and an inner one after that."""
     resolve = socket.getaddrinfo
@@ -162,14 +160,12 @@ async def test_a_name_is_judged_by_the_address_that_is_connected_to(monkeypatch:
         assert await fetch(url, Downloader(LOOPBACK, ["rebound.example"])) == b"secret"
 
 
-@pytest.mark.asyncio
 async def test_an_allowed_network_is_fetched_from() -> None:
     async with hosting(reply("200 OK", b"image")) as host:
         assert await fetch(f"http://127.0.0.1:{host.port}/a?b=c", Downloader(LOOPBACK, [])) == b"image"
         assert host.requests[0].startswith("GET /a?b=c HTTP/1.1\r\n")
 
 
-@pytest.mark.asyncio
 async def test_a_redirect_is_not_followed() -> None:
     async with hosting(reply("200 OK", b"secret")) as target:
         location = f"Location: http://127.0.0.1:{target.port}/"
@@ -181,7 +177,6 @@ async def test_a_redirect_is_not_followed() -> None:
             assert await fetch(url, Downloader(LOOPBACK, [], redirects=True)) == b"secret"
 
 
-@pytest.mark.asyncio
 async def test_a_redirect_that_is_followed_leads_to_no_inner_address() -> None:
     async with hosting(reply("200 OK", b"secret")) as target:
         location = f"Location: http://[::ffff:127.0.0.2]:{target.port}/"
@@ -190,7 +185,6 @@ async def test_a_redirect_that_is_followed_leads_to_no_inner_address() -> None:
             assert await failure(f"http://127.0.0.1:{host.port}/", downloader) == UNREACHABLE
 
 
-@pytest.mark.asyncio
 async def test_other_hosts_than_the_allowed_ones_are_not_asked() -> None:
     async with hosting(reply("200 OK", b"secret")) as host:
         for name in ("127.0.0.2", "media.example@127.0.0.2", "media.example%2f@127.0.0.2"):
@@ -202,12 +196,10 @@ async def test_other_hosts_than_the_allowed_ones_are_not_asked() -> None:
 @pytest.mark.parametrize(
     "url", ["ftp://a/b", "gopher://a", "http://", "http:///x", "/x", "file:///etc/passwd", "http://xn--a/x"]
 )
-@pytest.mark.asyncio
 async def test_other_urls_are_refused(url: str) -> None:
     assert await failure(url, Downloader(LOOPBACK, [])) == "must be an http, https or data URL"
 
 
-@pytest.mark.asyncio
 async def test_a_body_without_an_end_is_left_at_the_limit() -> None:
     async def endless(path: str, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
@@ -220,14 +212,12 @@ async def test_a_body_without_an_end_is_left_at_the_limit() -> None:
             await fetch(f"http://127.0.0.1:{host.port}/", Downloader(LOOPBACK, []))
 
 
-@pytest.mark.asyncio
 async def test_nothing_is_decompressed() -> None:
     bomb = gzip.compress(bytes(8 << 20))
     async with hosting(reply("200 OK", bomb, "Content-Encoding: gzip")) as host:
         assert await fetch(f"http://127.0.0.1:{host.port}/", Downloader(LOOPBACK, []), limit=len(bomb)) == bomb
 
 
-@pytest.mark.asyncio
 async def test_a_host_that_does_not_answer_is_left() -> None:
     async def silent(path: str, writer: asyncio.StreamWriter) -> None:
         await asyncio.Event().wait()
@@ -239,7 +229,6 @@ async def test_a_host_that_does_not_answer_is_left() -> None:
         )
 
 
-@pytest.mark.asyncio
 async def test_a_busy_host_is_asked_again() -> None:
     answers = [reply("503 Busy"), reply("200 OK", b"image")]
 
@@ -251,14 +240,12 @@ async def test_a_busy_host_is_asked_again() -> None:
 
 
 @pytest.mark.parametrize("status", ["404 Not Found", "503 Busy"])
-@pytest.mark.asyncio
 async def test_an_error_of_the_host_is_told(status: str) -> None:
     async with hosting(reply(status, b"secret")) as host:
         text = await failure(f"http://127.0.0.1:{host.port}/", Downloader(LOOPBACK, []))
         assert text.endswith(status[:3])
 
 
-@pytest.mark.asyncio
 async def test_a_proxy_of_the_environment_is_used_and_not_led_to_inner_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

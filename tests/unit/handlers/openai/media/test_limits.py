@@ -65,7 +65,6 @@ def test_a_video_has_a_time_to_be_decoded(monkeypatch: pytest.MonkeyPatch) -> No
         media.check_decoding()
 
 
-@pytest.mark.asyncio
 async def test_a_request_takes_only_some_of_the_places_for_downloads() -> None:
     memory = MediaMemory(SETTINGS)
     first, second = RequestMedia(memory), RequestMedia(memory)

@@ -59,7 +59,6 @@ def test_a_field_of_a_form_is_found(body: bytes, kind: str, text: str | None) ->
     assert form_text(body, kind, "model") == text
 
 
-@pytest.mark.asyncio
 async def test_bytes_that_look_like_costly_json_reach_the_application_unchanged() -> None:
     body = FORM + b"{[" * 200_000
     seen: list[Any] = []
