@@ -19,9 +19,10 @@ def load_settings(
     environ: Mapping[str, str],
     command_line: Mapping[str, str] | None = None,
     *,
+    gpus: int | None = None,
     one_model: bool = False,
 ) -> Settings:
-    return load.load_settings(model_dir, replace(read_environment(environ), one_model=one_model), command_line)
+    return load.load_settings(model_dir, replace(read_environment(environ, gpus), one_model=one_model), command_line)
 
 
 def further_settings(

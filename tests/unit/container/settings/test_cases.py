@@ -1,0 +1,108 @@
+"""Runs the rows of `cases/*.yaml`: settings of a user, and their effect. UPDATE_CASES=1 writes the effects.
+
+A user sets lines of serving.properties, variables, and options of the command line, beside the files of the model
+directory (`config.json`, unless the row has others). The effect is the fields that differ from their defaults, notes,
+warnings and variables for libraries, or the problems that stop the start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from container.settings.server import ServerConfig
+from container.settings.settings import SettingsError
+from handlers.custom.settings import HandlerConfig
+from handlers.model_config import ModelConfig
+from tests.settings import load_settings
+
+CASES = {path: yaml.safe_load(path.read_text()) for path in sorted((Path(__file__).parent / "cases").glob("*.yaml"))}
+assert CASES
+GIVEN = ("properties", "environ", "command_line", "files", "gpus", "one_model")
+NO_HANDLER = HandlerConfig(entry_point="")
+
+
+def difference(value: Any, default: Any) -> Any:
+    """Return the fields of a dataclass that differ from those of another one, as plain data."""
+    if is_dataclass(value) and not isinstance(value, type):
+        default = NO_HANDLER if default is None else default
+        pairs = {field.name: (getattr(value, field.name), getattr(default, field.name)) for field in fields(value)}
+        return {name: difference(*pair) for name, pair in pairs.items() if pair[0] != pair[1]}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple | frozenset):
+        return sorted(value) if isinstance(value, frozenset) else list(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def effect(case: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the effect of a row."""
+    for name, text in case.get("files", {"config.json": "{}"}).items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+    lines = case.get("properties", [])
+    text = lines if isinstance(lines, str) else "\n".join(lines)
+    (directory / "serving.properties").write_text(text.replace("<model>", str(directory)))
+    environ = {name: text.replace("<model>", str(directory)) for name, text in case.get("environ", {}).items()}
+    alone = case.get("one_model", False)
+    try:
+        settings = load_settings(
+            directory, environ, case.get("command_line"), gpus=case.get("gpus", 0), one_model=alone
+        )
+    except SettingsError as error:
+        return {"problems": list(error.problems)}
+    names = [entry.name for entry in settings.entries if not entry.note.startswith("ignored")]
+    assert len(names) == len(set(names))
+    default = ModelConfig(name=directory.name, model_dir=directory, model_id=str(directory))
+    given = {
+        "model": difference(settings.model, default),
+        "server": difference(settings.server, ServerConfig()),
+        "exports": dict(settings.exports),
+        "notes": {
+            entry.name: entry.note for entry in settings.entries if entry.note not in ("", "the model directory")
+        },
+        "warnings": list(settings.warnings),
+    }
+    return {name: found for name, found in given.items() if found}
+
+
+def without_place(found: Any, place: str) -> Any:
+    """Return an effect in which the model directory is `<model>`."""
+    if isinstance(found, str):
+        return found.replace(place, "<model>")
+    if isinstance(found, dict):
+        return {name: without_place(value, place) for name, value in found.items()}
+    return [without_place(value, place) for value in found] if isinstance(found, list) else found
+
+
+def write(path: Path, cases: dict[str, list[dict[str, Any]]]) -> None:
+    """Write a line for each row."""
+    with path.open("w") as file:
+        for title, rows in cases.items():
+            file.write(f"{title}:\n")
+            for row in rows:
+                line = yaml.safe_dump(row, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**6)
+                file.write(f"- {line}")
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_settings_have_the_effect_of_the_case(path: Path, tmp_path: Path) -> None:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for title, rows in CASES[path].items():
+        found[title] = []
+        for place, row in enumerate(rows):
+            directory = tmp_path / f"{len(found)}-{place}" / "model"
+            directory.mkdir(parents=True)
+            given = {name: row[name] for name in GIVEN if name in row}
+            found[title].append(given | without_place(effect(row, directory), str(directory)))
+    if os.environ.get("UPDATE_CASES"):
+        write(path, found)
+        return
+    for title, rows in CASES[path].items():
+        assert found[title] == rows, title
