@@ -42,13 +42,6 @@ def test_the_asynchronous_schema_takes_a_name_or_an_array_of_one(value: Any) -> 
     assert (reply.status, reply.body) == (424, b'{"error":"the adapter \\u0027a\\u0027 is not registered","code":424}')
 
 
-def test_the_asynchronous_schema_refuses_several() -> None:
-    reply = test_lmi_async.refusal({"inputs": "x", "adapters": ["a", "b"]}, enable_lora=True)
-    assert reply.status == 424
-    assert b"one adapter for each prompt: got 2 for 1" in reply.body
-    assert test_lmi_async.parse({"inputs": "x", "adapters": ["a", "b"]}).requests[0].adapter is None
-
-
 def test_formatters_pass_on_what_the_request_says() -> None:
     def read(*_: Any, **__: Any) -> TextInput:
         return TextInput(input_text="x", adapters="f")
@@ -61,32 +54,10 @@ def test_formatters_pass_on_what_the_request_says() -> None:
     assert by_formatter.parse(replace(exchange.call(document), headers=HEADER)).requests[0].adapter == "h"
 
 
-@pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream"])
-def test_tgis_adapter_id_is_the_adapters_name(path: str) -> None:
-    assert tgi_exchange.requests_of({"adapter_id": "a"}, path, enable_lora=True).adapter == "a"
-    assert tgi_exchange.requests_of({"adapter_id": ""}, path, enable_lora=True).adapter is None
-    assert tgi_exchange.requests_of({}, path, enable_lora=True).adapter is None
-
-
 def test_tgis_requests_of_several_candidates_all_have_the_adapter() -> None:
     parameters = {"adapter_id": "a", "best_of": 2, "do_sample": True}
     parsed = tgi_exchange.parse("/generate", {"inputs": "x", "parameters": parameters}, enable_lora=True)
     assert [request.adapter for request in parsed.requests] == ["a", "a"]
-
-
-@pytest.mark.parametrize("route", ["generate", "generate_stream"])
-def test_tritons_lora_name_is_the_adapters_name(route: str) -> None:
-    document = {"text_input": "x", "lora_name": "a"}
-    assert triton_exchange.request_of(document, route, enable_lora=True).adapter == "a"
-    assert triton_exchange.request_of({**document, "lora_name": ""}, route, enable_lora=True).adapter is None
-    within = {"text_input": "x", "sampling_parameters": '{"lora_name": "a"}'}
-    assert triton_exchange.request_of(within, route, enable_lora=True).adapter == "a"
-
-
-def test_tritons_lora_name_must_be_a_text() -> None:
-    reply = triton_exchange.refused({"text_input": "x", "lora_name": 5}, enable_lora=True)
-    assert reply.status == 400
-    assert b"`lora_name` must be a string, got a number" in reply.body
 
 
 def by_header(contract: Contract, document: dict[str, Any], name: str = "h") -> GenerationRequest:
@@ -132,16 +103,6 @@ def test_the_header_is_refused_by_a_server_without_adapters(name: str) -> None:
     except RequestError as error:
         body = family.refuse(error).body
     assert b"`X-Amzn-SageMaker-Adapter-Identifier` cannot be used: this server has no adapters" in body
-
-
-@pytest.mark.parametrize("name", ["lora_name", "guided_regex", "min_tokens", "stop"])
-def test_triton_refuses_beside_sampling_parameters_what_would_have_no_effect(name: str) -> None:
-    document = {"text_input": "x", "sampling_parameters": "{}", "parameters": {name: "a"}}
-    reply = triton_exchange.refused(document, enable_lora=True)
-    message = b"`%b` has no effect beside `sampling_parameters`: put it there" % name.encode()
-    assert (reply.status, message in reply.body) == (400, True), reply.body
-    unknown = {"text_input": "x", "sampling_parameters": "{}", "parameters": {"temperature": 0.5}}
-    assert triton_exchange.request_of(unknown).sampling.temperature == 1.0
 
 
 def test_the_list_of_models_has_the_adapters_with_their_parent() -> None:

@@ -99,13 +99,13 @@ def token(number: int, text: str, logprob: float | None = None, fields: dict[str
     return Token(number, text, logprob, **fields | {"top": tuple(token(*one) for one in fields.get("top", ()))})
 
 
-async def exchanged(case: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the reply of the application to a case's request."""
+async def exchanged(case: dict[str, Any], directory: Path, engine: CaseEngine | None = None) -> dict[str, Any]:
+    """Return the reply of the application to a case's request. `engine`: one that does not play the case."""
     options = {"option.rolling_batch": "lmi-dist"} | case.get("options", {})
     (directory / "config.json").write_text("{}")
     (directory / "serving.properties").write_text("".join(f"{key}={value}\n" for key, value in options.items()))
     settings = load_settings(directory, case.get("environment", {}))
-    engine = CaseEngine(case)
+    engine = engine or CaseEngine(case)
     overload_status = settings.server.throttle_error_http_code
     queue = EngineQueue(engine, case.get("places", 100), overload_status)
     vllm = case.get("vllm", {"status": 501, "body": ""})

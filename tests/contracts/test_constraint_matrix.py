@@ -74,7 +74,6 @@ from tests.settings import configured
 from tests.stand_ins.scripted_engine import ScriptedEngine
 from tests.unit.container.one_model import make
 
-pytestmark = pytest.mark.asyncio
 Client = tuple[httpx.AsyncClient, "Seen"]
 
 ADAPTERS = (ADAPTER, OTHER_ADAPTER)

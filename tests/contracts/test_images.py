@@ -30,12 +30,6 @@ def test_tgis_markdown_becomes_the_models_marks_in_place() -> None:
     assert exchange.requests[0].images == ()
 
 
-@pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream"])
-def test_tgis_markdown_stays_text_for_a_model_without_images(path: str) -> None:
-    exchange = tgi_exchange.parse(path, {"inputs": f"Is ![]({URL}) a cat?"})
-    assert (exchange.requests[0].prompt, exchange.images) == (f"Is ![]({URL}) a cat?", ())
-
-
 @pytest.mark.parametrize(
     "inputs", [f"![a]({URL})", f"[]({URL})", "![](", f"!({URL})", f"![ ]({URL})", "!\\[]()", "![](" * 100_000]
 )

@@ -35,7 +35,7 @@ from handlers.lmi.adapter_choice import adapters_in, adapters_of, named_adapter
 from handlers.lmi.management import adapters as adapter_management
 from handlers.openai import routes as vllm
 from tests.contracts import exchange
-from tests.contracts.exchange import a_joke, answer, parse, refusal
+from tests.contracts.exchange import a_joke, answer, parse
 from tests.stand_ins.request_headers import request_headers
 
 HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
@@ -224,28 +224,11 @@ def test_the_header_goes_before_the_body_and_the_body_before_the_query() -> None
     assert named_adapter(body(b'{"adapters":')) is None
 
 
-def test_a_rolling_batch_request_has_the_adapter_that_it_names() -> None:
-    document = {"inputs": "x", "adapters": "a"}
-    assert parse(document, enable_lora=True).requests[0].adapter == "a"
-    assert parse({"inputs": "x", "adapters": ""}, enable_lora=True).requests[0].adapter is None
-    several = parse({"inputs": ["x", "y"], "adapters": ["a", "b"]}, enable_lora=True)
-    assert [request.adapter for request in several.requests] == ["a", "b"]
-    assert several.notes == ()
-    form = b"inputs=x&adapter=a"
-    assert parse(form, "application/x-www-form-urlencoded", enable_lora=True).requests[0].adapter == "a"
-
-
 def test_adapters_are_ignored_with_a_note_where_they_are_off() -> None:
     for value in ("a", ["a", "b"], 5):
         exchange = parse({"inputs": "x", "adapters": value})
         assert exchange.requests[0].adapter is None
         assert exchange.notes == ("fields without effect: adapters",)
-
-
-def test_adapters_of_the_wrong_kind_are_refused() -> None:
-    for adapters in (5, ["a", "b"]):
-        reply = refusal({"inputs": "x", "adapters": adapters}, enable_lora=True)
-        assert (reply.status, b"`adapters`" in reply.body) == (424, True)
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}])

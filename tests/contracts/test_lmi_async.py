@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,47 +34,12 @@ def refusal(document: Any, **settings: Any) -> Reply:
     return reply
 
 
-@pytest.mark.parametrize(
-    ("parameters", "field", "expected"),
-    [
-        ({}, "max_tokens", 30),
-        ({"max_new_tokens": 5}, "max_tokens", 5),
-        ({"max_tokens": 6}, "max_tokens", 6),
-        ({"max_tokens": 6, "max_new_tokens": 5}, "max_tokens", 6),
-        ({"max_tokens": None, "max_new_tokens": 5}, "max_tokens", 5),
-        ({"ignore_eos": False, "ignore_eos_token": True}, "ignore_eos", False),
-        ({}, "temperature", 1.0),
-        ({"do_sample": False}, "temperature", 0.0),
-        ({"do_sample": False, "temperature": 0.7}, "temperature", 0.0),
-        ({"do_sample": True}, "temperature", 1.0),
-        ({"temperature": 0.7}, "temperature", 0.7),
-        ({"top_p": 0.5}, "top_p", 0.5),
-        ({"ignore_eos_token": True}, "ignore_eos", True),
-        ({"stop": ["a"]}, "stop", ("a",)),
-        ({"stop_sequences": ["b"], "stop": "a"}, "stop", ("b", "a")),
-        ({"min_tokens": 2}, "min_tokens", 2),
-        ({"seed": 5}, "seed", 5),
-        ({"temperature": None}, "temperature", 1.0),
-    ],
-)
-def test_parameters_are_translated_as_lmi_does(parameters: dict[str, Any], field: str, expected: Any) -> None:
-    assert getattr(request_of(parameters).sampling, field) == expected
-
-
 def test_the_models_own_defaults_count_where_the_request_says_nothing() -> None:
     defaults = {"temperature": 0.6, "top_p": 0.9, "max_tokens": 99, "unknown": 1}
     sampling = request_of({}, defaults).sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.6, 0.9, 30)
     assert request_of({"temperature": 0.1}, defaults).sampling.temperature == 0.1
     assert request_of({"do_sample": False}, defaults).sampling.greedy
-
-
-def test_truncation_and_streaming_reach_the_engine() -> None:
-    request = request_of({"truncate": 8}, stream=True)
-    assert (request.truncate_prompt_tokens, request.stream, request.want_tokens) == (8, True, True)
-    assert request_of({"stream": True}).stream
-    assert request_of({"details": True, "decoder_input_details": True}).want_prompt_tokens
-    assert not request_of({"decoder_input_details": True}).want_prompt_tokens
 
 
 def test_parameters_without_effect_are_noted_and_refused_when_strict() -> None:
@@ -85,10 +49,6 @@ def test_parameters_without_effect_are_noted_and_refused_when_strict() -> None:
         "fields without effect: adapters",
     )
     assert refusal(document, strict_parameters=True).status == 424
-
-
-def test_an_array_of_one_prompt_is_that_prompt() -> None:
-    assert parse({"inputs": ["Tell me"]}).requests[0].prompt == "Tell me"
 
 
 JSON = st.recursive(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from engines.request import FinishReason, TokenDelta
 from handlers.contract import Exchange
 from handlers.lmi.dynamic_batch import LmiDynamicContract
 from tests.contracts.exchange import MODEL, call, whole
@@ -21,14 +21,6 @@ PAD = "<pad>"
 def parse(document: Any, content_type: str = "application/json", pad_text: str = "", **settings: Any) -> Exchange:
     contract = LmiDynamicContract(configured(MODEL, **settings), pad_text=pad_text)
     return contract.parse(call(document, content_type))
-
-
-def request_of(document: Any, **settings: Any) -> GenerationRequest:
-    return parse(document, **settings).requests[0]
-
-
-def with_parameters(**parameters: Any) -> dict[str, Any]:
-    return {"inputs": "Tell me", "parameters": parameters}
 
 
 def step(text: str, finish: FinishReason | None = None) -> TokenDelta:
@@ -53,56 +45,6 @@ def test_any_texts_come_back_as_json_writes_them(prompts: list[str], data: st.Da
     assert bodies[-1] == json.dumps(expected, ensure_ascii=False, indent=2, separators=(",", ":")).encode()
 
 
-def test_the_defaults_are_thirty_greedy_tokens_or_fifty_when_streamed() -> None:
-    request = request_of({"inputs": "Tell me"})
-    assert (request.prompt, request.stream, request.sampling) == ("Tell me", False, SamplingParameters(max_tokens=30))
-    request = request_of({"inputs": "Tell me"}, enable_streaming="true")
-    assert (request.stream, request.sampling) == (True, SamplingParameters(max_tokens=50))
-
-
-@pytest.mark.parametrize("streaming", ["false", "true"])
-def test_an_explicit_limit_holds(streaming: str) -> None:
-    for parameters in ({"max_new_tokens": 7}, {"max_tokens": 7}):
-        assert request_of(with_parameters(**parameters), enable_streaming=streaming).sampling.max_tokens == 7
-
-
-def test_each_prompt_is_a_request_of_its_own_with_the_same_parameters() -> None:
-    requests = parse({"inputs": ["a", "b"], "parameters": {"temperature": 0.5, "truncate": 9}}).requests
-    assert [(r.request_id, r.prompt, r.truncate_prompt_tokens) for r in requests] == [("r-0", "a", 9), ("r-1", "b", 9)]
-    assert requests[0].sampling == requests[1].sampling == SamplingParameters(max_tokens=30, temperature=0.5)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "inferred", "temperature"),
-    [
-        ({}, True, 0.0),
-        ({"top_p": 0.5}, True, 1.0),
-        ({"typical_p": 0.5}, True, 1.0),
-        ({"top_p": 0.5}, False, 0.0),
-        ({"do_sample": True}, False, 1.0),
-        ({"do_sample": False, "temperature": 0.5}, True, 0.0),
-    ],
-)
-def test_do_sample_decides_or_is_inferred(parameters: dict[str, Any], inferred: bool, temperature: float) -> None:
-    request = request_of(with_parameters(**parameters), do_sample_inferred=inferred)
-    assert request.sampling.temperature == temperature
-
-
-def test_manual_seed_is_another_name_of_seed() -> None:
-    assert request_of(with_parameters(manual_seed=7)).sampling.seed == 7
-    assert request_of(with_parameters(manual_seed=7, seed=8)).sampling.seed == 8
-    assert parse(with_parameters(manual_seed=7), strict_parameters=True).notes == ()
-
-
-def test_beam_search_and_several_candidates_are_asked_of_the_engine() -> None:
-    request = request_of(with_parameters(num_beams=3, length_penalty=0.5, early_stopping=True))
-    assert request.beam_search == BeamSearch(width=3, length_penalty=0.5, early_stopping=True)
-    request = request_of(with_parameters(best_of=3, do_sample=True))
-    assert (request.sequences, request.candidates) == (1, 3)
-    request = request_of(with_parameters(n=3, do_sample=True), enable_streaming="true")
-    assert (request.sequences, request.candidates) == (1, 1)
-
-
 def test_what_has_no_effect_here_is_noted() -> None:
     document = {"inputs": "x", "stream": True, "parameters": {"details": True, "no_repeat_ngram_size": 2}}
     exchange = parse(document)
@@ -112,10 +54,6 @@ def test_what_has_no_effect_here_is_noted() -> None:
     )
     assert not exchange.requests[0].stream
     assert not exchange.requests[0].want_tokens
-
-
-def test_text_plain_is_the_prompt_itself() -> None:
-    assert [r.prompt for r in parse(b"Tell me", "text/plain").requests] == ["Tell me"]
 
 
 @pytest.mark.parametrize(("pad_text", "entry"), [("", b'""'), (PAD, b'"<pad>"')])

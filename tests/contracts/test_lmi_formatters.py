@@ -16,7 +16,7 @@ from djl_python import Input
 from djl_python.request_io import RequestInput, RequestOutput, TextGenerationOutput, TextInput
 from engines.errors import EngineDead, GenerationFailed, Overloaded
 from engines.request import FinishReason, Token, TokenDelta
-from handlers.contract import Call, Contract, ContractError, Exchange, Reply
+from handlers.contract import Call, Contract, ContractError, Exchange, Reply, read_steering
 from handlers.custom.formatters import Formatters
 from handlers.formatter_thread import FormatterThread
 from handlers.lmi.asynchronous import LmiAsyncContract
@@ -140,10 +140,12 @@ def test_an_input_formatter_reads_the_request() -> None:
         seen.update(keywords, session=given.get_property("x-session"))
         return TextInput(input_text=document["question"], parameters={"max_new_tokens": document["length"]})
 
-    request = replace(call({"question": "Why?", "length": 5}), headers=request_headers(("X-Session", "s1")))
+    headers = request_headers(("X-Session", "s1"), ("X-Cache-Salt", "own"))
+    steering, _ = read_steering(headers, "of the key")
+    request = replace(call({"question": "Why?", "length": 5}), headers=headers, steering=steering)
     exchange = contract(read=read).parse(request)
     (asked,) = exchange.requests
-    assert (asked.prompt, asked.sampling.max_tokens) == ("Why?", 5)
+    assert (asked.prompt, asked.sampling.max_tokens, asked.cache_salt) == ("Why?", 5, "own")
     assert (seen["tokenizer"], seen["is_rolling_batch"], seen["session"]) == ("tokenizer", True, "s1")
     assert body(exchange) == '{"generated_text": " a joke"}'
 

@@ -1,4 +1,4 @@
-"""The requests of LMI's contracts for vectors, scores and classes. `cases/lmi_vectors` has the bytes of the answers."""
+"""LMI's contracts for vectors, scores and classes, with other models than `requests/lmi_vectors.yaml`."""
 
 from __future__ import annotations
 
@@ -65,23 +65,6 @@ def refusal(model: PoolingModel, document: Any, **settings: Any) -> Reply:
 
 # Vectors
 
-DJL = Pooling(task="embed", activation=True, cut="right")
-
-
-def test_djls_engines_take_numbers_and_booleans_as_texts() -> None:
-    texts = [text for text, _ in requests(EMBEDDING, {"inputs": ["é", 5, 1.5, True]})]
-    assert texts == ["é", "5", "1.5", "true"]
-    assert requests(EMBEDDING, {"inputs": "a"}) == [("a", DJL)]
-    assert requests(EMBEDDING, {"inputs": "a"}, normalize=False)[0][1] == Pooling(
-        task="embed", activation=False, cut="right"
-    )
-
-
-def test_lmis_vllm_handler_takes_token_ids_and_an_empty_text() -> None:
-    assert requests(EMBEDDING, {}, vector_format="vllm") == [("", Pooling(task="embed", activation=True))]
-    assert requests(EMBEDDING, {"inputs": [1, 2]}, vector_format="vllm")[0][0] == (1, 2)
-    assert [text for text, _ in requests(EMBEDDING, {"inputs": ["a", "b"]}, vector_format="vllm")] == ["a", "b"]
-
 
 def test_lmis_vllm_handler_takes_texts_in_lower_case_if_the_model_says_so() -> None:
     model, given = replace(EMBEDDING, lower_case=True), {"inputs": ["Hello"]}
@@ -89,48 +72,7 @@ def test_lmis_vllm_handler_takes_texts_in_lower_case_if_the_model_says_so() -> N
     assert requests(model, given)[0][0] == "Hello"
 
 
-def test_the_requests_have_room_for_nothing_and_their_own_ids() -> None:
-    parsed = contract(EMBEDDING).parse(call({"inputs": ["a", "b"]})).requests
-    assert [(request.request_id, request.room) for request in parsed] == [("r-0", 0), ("r-1", 0)]
-
-
-def test_adapters_are_those_of_the_header_and_the_body() -> None:
-    given = call({"inputs": ["a", "b"], "adapters": ["one", "two"]})
-    parsed = contract(EMBEDDING, enable_lora=True).parse(given).requests
-    assert [request.adapter for request in parsed] == ["one", "two"]
-    with pytest.raises(ContractError):
-        contract(EMBEDDING, enable_lora=True).parse(call({"inputs": ["a", "b"], "adapters": ["one"]}))
-
-
 # TEI's options beside `inputs`
-
-WITH_PROMPTS = replace(EMBEDDING, prompts={"query": "query: "})
-
-
-@pytest.mark.parametrize(
-    ("options", "pooling"),
-    [
-        ({"normalize": False}, Pooling(task="embed", activation=False, cut="right")),
-        ({"normalize": None, "truncate": None}, DJL),
-        ({"truncate": False}, Pooling(task="embed", activation=True)),
-        ({"truncation_direction": "Left"}, Pooling(task="embed", activation=True, cut="left")),
-        ({"dimensions": 1}, Pooling(task="embed", activation=False, cut="right")),
-    ],
-)
-def test_options_of_tei_have_their_effect(options: dict[str, Any], pooling: Pooling) -> None:
-    assert requests(WITH_PROMPTS, {"inputs": "a", **options}) == [("a", pooling)]
-
-
-def test_the_handlers_texts_are_cut_only_if_a_call_says_so() -> None:
-    given = {"inputs": "a", "truncate": True}
-    assert requests(EMBEDDING, given, vector_format="vllm") == [("a", DJL)]
-    left = {"inputs": "a", "truncation_direction": "left"}
-    assert requests(EMBEDDING, left, vector_format="vllm") == [("a", Pooling(task="embed", activation=True))]
-
-
-def test_a_named_prompt_goes_in_front_of_each_text() -> None:
-    texts = [text for text, _ in requests(WITH_PROMPTS, {"inputs": ["a", "b"], "prompt_name": "query"})]
-    assert texts == ["query: a", "query: b"]
 
 
 def test_a_model_without_prompts_has_none_of_a_name() -> None:
@@ -148,11 +90,6 @@ def test_pairs_keep_their_order() -> None:
 
 
 # Classes
-
-
-def test_a_pipeline_takes_pairs() -> None:
-    pair = {"inputs": [{"text": "q", "text_pair": "d"}]}
-    assert requests(CLASSIFIER, pair) == [("q", Pooling(task="classify", activation=False, second="d", cut="right"))]
 
 
 @pytest.mark.parametrize(

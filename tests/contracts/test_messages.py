@@ -14,15 +14,13 @@ from tests.contracts.test_cases import exchanged
 MESSAGES = Path(__file__).parent / "messages.yaml"
 
 
-def write_messages(replies: dict[str, list[dict[str, Any]]]) -> None:
-    """Write a line for each exchange."""
-    with MESSAGES.open("w") as file:
-        for path, exchanges in replies.items():
-            file.write(f"{path}:\n")
-            for exchange in exchanges:
-                line = yaml.safe_dump(
-                    exchange, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**6
-                )
+def write_lines(path: Path, rows_by_title: dict[str, list[dict[str, Any]]]) -> None:
+    """Write a line for each row."""
+    with path.open("w") as file:
+        for title, rows in rows_by_title.items():
+            file.write(f"{title}:\n")
+            for row in rows:
+                line = yaml.safe_dump(row, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**6)
                 file.write(f"- {line}")
 
 
@@ -36,5 +34,5 @@ def test_each_wrong_request_has_its_message(tmp_path: Path) -> None:
             reply = asyncio.run(exchanged({"request": sent}, directory))
             replies[path].append({"request": exchange["request"], "status": reply["status"], "reply": reply["body"]})
     if os.environ.get("UPDATE_CASES"):
-        write_messages(replies)
+        write_lines(MESSAGES, replies)
     assert replies == yaml.safe_load(MESSAGES.read_text())

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from container.api_keys import ApiKeys
 from container.models.life_cycle import State
 from tests.contracts.pooling_exchange import Kind, ask
-
-pytestmark = pytest.mark.asyncio
-
 
 PATHS = ["/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode", "/", "/tokenize"]
 

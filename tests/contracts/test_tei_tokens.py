@@ -10,8 +10,6 @@ import pytest
 from container.models.life_cycle import State
 from tests.contracts.pooling_exchange import Kind, ask
 
-pytestmark = pytest.mark.asyncio
-
 
 async def test_many_ids_are_decoded_as_few_are() -> None:
     answer = await ask("/decode", {"ids": [2, *[4] * 5000, 3]})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engines.request import FinishReason, Token, TokenDelta
 from tests.contracts.exchange import whole
-from tests.contracts.tgi_exchange import TURN, parse
+from tests.contracts.tgi_exchange import parse
 
 PROMPT = {"inputs": "Tell me"}
 A, JOKE = Token(7, " a", -0.4000000059604645), Token(9, " joke", -0.25)
@@ -94,9 +94,3 @@ def number(logprob: float | None) -> str:
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_a_number_of_single_precision_is_read_back_as_it_was(value: float) -> None:
     assert struct.pack("<f", json.loads(number(value))) == struct.pack("<f", value)
-
-
-def test_special_tokens_that_are_stop_texts_are_stop_tokens() -> None:
-    request = parse("/generate", PROMPT | {"parameters": {"stop": ["<|turn|>", "x", "</s>"]}}).requests[0]
-    assert request.sampling.stop == ("x",)
-    assert request.sampling.stop_token_ids == (TURN,), "the end token ends the text anyway, as an end token"

@@ -1,4 +1,4 @@
-"""TGI's bodies and parameters: the engine requests that result, and the refusal of wrong ones."""
+"""TGI's seeds, errors, and bodies of any kind. `requests/tgi.yaml` has the requests that bodies become."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engines.errors import (
     Overloaded,
     RequestError,
 )
-from engines.request import Constraint, SamplingParameters
+from engines.request import SamplingParameters
 from handlers.contract import Exchange
 from handlers.route_declarations import GenerationRoute
 from handlers.tgi.request import RequestParameters
@@ -28,62 +28,6 @@ ROUTES = ("/", "/generate", "/generate_stream")
 
 def sampling(parameters: dict[str, Any] | None, **model: Any) -> SamplingParameters:
     return requests_of(parameters, **model).sampling
-
-
-def test_given_parameters_decode_greedily_to_the_end_of_the_context() -> None:
-    request = requests_of({})
-    assert request.prompt == "Tell me"
-    assert request.sampling == SamplingParameters(include_stop_str_in_output=True)
-    assert not any((request.stream, request.want_tokens, request.want_logprobs, request.want_prompt_tokens))
-
-
-def test_missing_parameters_sample() -> None:
-    assert sampling(None) == SamplingParameters(temperature=1.0, include_stop_str_in_output=True)
-    assert requests_of(None, "/generate_stream").stream
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "field", "meaning"),
-    [
-        ("max_new_tokens", 5, "max_tokens", 5),
-        ("repetition_penalty", 1.2, "repetition_penalty", 1.2),
-        ("frequency_penalty", -2, "frequency_penalty", -2.0),
-        ("seed", 7, "seed", 7),
-        ("seed", 2**64 - 1, "seed", -1),
-        ("stop", ["a", "b"], "stop", ("a", "b")),
-    ],
-)
-def test_parameters_are_translated(name: str, value: Any, field: str, meaning: Any) -> None:
-    assert getattr(sampling({name: value}), field) == meaning
-
-
-@pytest.mark.parametrize(("name", "value"), [("temperature", 0.5), ("top_k", 5), ("top_p", 0.9), ("typical_p", 0.9)])
-def test_parameters_of_sampling_switch_it_on_unless_the_model_says_that_do_sample_alone_does(
-    name: str, value: float
-) -> None:
-    for given_parameters in ({name: value}, {name: value, "do_sample": False}, {name: value, "do_sample": True}):
-        samples = sampling(given_parameters)
-        assert not samples.greedy
-        assert getattr(samples, name) == value
-    assert sampling({name: value}, do_sample_inferred=False) == sampling({})
-    assert not sampling({name: value, "do_sample": True}, do_sample_inferred=False).greedy
-
-
-def test_a_temperature_of_one_alone_does_not_sample() -> None:
-    assert sampling({"temperature": 1.0}).greedy
-
-
-def test_null_is_absent_as_the_python_client_sends_it() -> None:
-    assert sampling(dict.fromkeys(RequestParameters.__struct_fields__)) == sampling({})
-
-
-def test_log_probabilities_are_computed_only_where_they_are_shown() -> None:
-    assert requests_of({"details": True}).want_logprobs
-    assert requests_of({"details": True, "top_n_tokens": 3}).top_tokens == 3
-    assert requests_of({"top_n_tokens": 3}).top_tokens == 0
-    stream = requests_of({"top_n_tokens": 3}, "/generate_stream")
-    assert (stream.stream, stream.want_tokens, stream.want_logprobs, stream.top_tokens) == (True, True, True, 3)
-    assert requests_of({"decoder_input_details": True}).want_prompt_tokens
 
 
 def test_a_seed_is_drawn_where_it_will_be_shown() -> None:
@@ -101,32 +45,7 @@ def test_best_of_is_as_many_requests_with_a_seed_each() -> None:
     assert all(request.want_logprobs for request in requests)
 
 
-@pytest.mark.parametrize(("asked", "room"), [(None, 1), (20, 20), (1024, 1024), (100_000, 1024)])
-def test_the_context_must_have_room_for_the_new_tokens_up_to_1024(asked: int | None, room: int) -> None:
-    request = requests_of({"max_new_tokens": asked})
-    assert (request.room, request.sampling.max_tokens) == (room, asked)
-
-
 SCHEMA = {"properties": {"a": {"type": "string"}}}
-
-
-@pytest.mark.parametrize(
-    ("grammar", "constraint"),
-    [
-        ({"type": "regex", "value": "[0-9]+"}, {"regex": "[0-9]+"}),
-        ({"type": "json", "value": SCHEMA}, {"json_schema": SCHEMA}),
-        ({"type": "json_object", "value": SCHEMA}, {"json_schema": SCHEMA}),
-        ({"type": "json", "value": json.dumps(SCHEMA, separators=(",", ":"))}, {"json_schema": SCHEMA}),
-        ({"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
-    ],
-)
-def test_a_grammar_is_a_constraint(grammar: dict[str, Any], constraint: dict[str, Any]) -> None:
-    if "json_schema" in constraint:
-        constraint = {"json_schema": json.dumps(SCHEMA, separators=(",", ":"))}
-    expected = Constraint(parameter="grammar", any_whitespace=False, **constraint)
-    if expected.regex is not None:
-        expected = Constraint(parameter="grammar", **constraint)
-    assert sampling({"grammar": grammar}).constraint == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,75 @@
+"""Bodies by contract in `requests/*.yaml`, and the requests that the engine gets. UPDATE_CASES=1 writes the requests.
+
+A row without a request for the engine has the reply. Fields that have their defaults are left out, and so is the id of
+a request that is alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from engines.interface import Generation, Sink
+from engines.request import FinishReason, GenerationRequest, TokenDelta
+from tests.contracts.test_cases import CaseEngine, exchanged
+from tests.contracts.test_messages import write_lines
+from tests.stand_ins.scripted_engine import ScriptedGeneration
+
+FILES = sorted((Path(__file__).parent / "requests").glob("*.yaml"))
+assert FILES
+NUMBERS = {"reranker": [[1.0]], "classifier": [[1.0, 2.0, 3.0]]}
+GIVEN = ("path", "options", "environment", "model", "headers", "body")
+
+
+class RequestEngine(CaseEngine):
+    """Answers each request with one token, and keeps the requests."""
+
+    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
+        if request.pooling is not None:
+            return await super().submit(request, sink)
+        self.seen.append(request)
+        for sequence in range(request.sequences):
+            last = sequence == request.sequences - 1
+            sink.on_delta(TokenDelta("a", [], sequence, FinishReason.LENGTH, 1, 1, -0.5, last=last))
+        return ScriptedGeneration(request, sink, self)
+
+
+def without_defaults(value: Any) -> Any:
+    """Return a struct as plain data, without the fields that have their defaults."""
+    if isinstance(value, msgspec.Struct):
+        fields = {field.name: field.default for field in msgspec.structs.fields(value) if field.name != "memo"}
+        pairs = {name: getattr(value, name) for name, default in fields.items() if getattr(value, name) != default}
+        return {name: without_defaults(found) for name, found in pairs.items()}
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+def effect(row: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the requests that the engine gets for a row, or the reply."""
+    model = row.get("model", "generating")
+    case = {"model": model, "numbers": NUMBERS.get(model, [[0.5] * 4]), "request": row, **row}
+    engine = RequestEngine(case)
+    reply = asyncio.run(exchanged(case, directory, engine))
+    if engine.seen:
+        alone = engine.seen if len(engine.seen) > 1 else [msgspec.structs.replace(engine.seen[0], request_id="")]
+        return {"engine": [without_defaults(request) for request in alone]}
+    return {"status": reply["status"], "reply": reply["body"]}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_engine_gets_the_requests_of_the_row(path: Path, tmp_path: Path) -> None:
+    (directory := tmp_path / "model").mkdir()
+    given: dict[str, list[dict[str, Any]]] = yaml.safe_load(path.read_text())
+    found: dict[str, list[dict[str, Any]]] = {}
+    for title, rows in given.items():
+        found[title] = [{name: row[name] for name in GIVEN if name in row} | effect(row, directory) for row in rows]
+    if os.environ.get("UPDATE_CASES"):
+        write_lines(path, found)
+        return
+    for title, rows in given.items():
+        assert found[title] == rows, title
