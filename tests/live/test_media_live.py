@@ -68,6 +68,34 @@ def test_images_are_a_part_of_the_prompt(vision: Server, path: str) -> None:
     assert tokens == [text, text + TOKENS_OF_AN_IMAGE, text + TOKENS_OF_AN_IMAGE, text + 2 * TOKENS_OF_AN_IMAGE]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/invocations"])
+def test_a_prompt_with_an_image_is_explained_and_can_be_sent_afterwards(vision: Server, path: str) -> None:
+    image = data_url(drawn(len(path)))
+    body = chat(image) | {"model": vision.name, "max_tokens": 1, "temperature": 0.5}
+    explained = vision.client.post(path, json=body, headers={"x-slipway-explain": "1"})
+    assert explained.status_code == 200, explained.text
+    found = explained.json()
+    assert found["parameters"]["temperature"] == {"value": 0.5, "from": None}
+    assert found["origins_known"] is False
+    answer = ask(vision, image, path=path, max_tokens=1)
+    assert answer.status_code == 200, answer.text
+    (prompt,) = found["prompts"]
+    assert prompt["tokens"] == len(prompt["token_ids"]) == answer.json()["usage"]["prompt_tokens"]
+
+
+def test_an_image_in_tgis_prompt_is_explained_and_can_be_sent_afterwards(vision: Server) -> None:
+    inputs = f"![]({data_url(drawn(55))})Hello"
+    body = {"inputs": inputs, "parameters": {"max_new_tokens": 1, "decoder_input_details": True, "details": True}}
+    headers = {"X-Amzn-SageMaker-Custom-Attributes": "route=/generate; explain=1"}
+    explained = vision.client.post("/invocations", json=body, headers=headers)
+    assert explained.status_code == 200, explained.text
+    (prompt,) = explained.json()["prompts"]
+    answer = tgi(vision, "/generate", inputs, max_new_tokens=1, decoder_input_details=True, details=True)
+    assert answer.status_code == 200, answer.text
+    prefill = (answer.json()[0] if isinstance(answer.json(), list) else answer.json())["details"]["prefill"]
+    assert prompt["token_ids"] == [token["id"] for token in prefill]
+
+
 def test_an_image_of_a_refused_prompt_can_be_sent_again(vision: Server) -> None:
     refusals: list[dict[str, Any]] = [{"structured_outputs": {"regex": "("}}, {"temperature": -1}, {"max_tokens": 5000}]
     for number, fields in enumerate(refusals):
