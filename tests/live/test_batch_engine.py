@@ -64,7 +64,6 @@ async def answer(engine: Engine, request: GenerationRequest) -> list[TokenDelta]
     return [delta async for delta in generate(engine, request)]
 
 
-@pytest.mark.asyncio
 async def test_a_model_with_attention_of_its_own_is_run(tmp_path: Path, sample_model: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, CodeGenConfig
 
@@ -180,7 +179,6 @@ def test_over_http_a_stream_has_a_record_for_each_step(host: Server, tmp_path: P
             assert [record[number] for record in together] == [text for [text] in steps(prompt)]
 
 
-@pytest.mark.asyncio
 async def test_a_model_that_is_unloaded_leaves_no_formatter_and_no_thread_for_them(tmp_path: Path) -> None:
     code = tmp_path / "model.py"
     code.write_text(

@@ -178,7 +178,6 @@ class _Sequences:
         return [str(error) for error in self.states[name].errors]
 
 
-@pytest.mark.asyncio
 async def test_a_request_that_kills_each_engine_is_found_and_gets_the_error_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -221,7 +220,6 @@ async def test_a_request_that_kills_each_engine_is_found_and_gets_the_error_alon
     assert not sequences.errors("b")
 
 
-@pytest.mark.asyncio
 async def test_a_suspect_is_only_tried_on_the_copy_that_was_just_started(monkeypatch: pytest.MonkeyPatch) -> None:
     from engines.errors import EngineDead
 
@@ -273,7 +271,6 @@ async def test_a_suspect_is_only_tried_on_the_copy_that_was_just_started(monkeyp
     assert set(client.placed) == set(names) - {"killer"}
 
 
-@pytest.mark.asyncio
 async def test_a_sequence_goes_on_after_the_tokens_that_are_still_to_be_handled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -303,7 +300,6 @@ async def test_a_sequence_goes_on_after_the_tokens_that_are_still_to_be_handled(
     assert sequences.states["a"].detokenizer.output_token_ids == [4, 5, 5, 5]
 
 
-@pytest.mark.asyncio
 async def test_suspects_that_wait_for_a_copy_get_an_error_if_none_will_come(monkeypatch: pytest.MonkeyPatch) -> None:
     from engines.errors import EngineDead
 
@@ -321,7 +317,6 @@ async def test_suspects_that_wait_for_a_copy_get_an_error_if_none_will_come(monk
     assert not sequences.errors("b"), "it ran at one death"
 
 
-@pytest.mark.asyncio
 async def test_a_suspect_that_another_copy_has_got_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two copies are started at once: the second one tries a suspect while the first one waits for another."""
     from engines.errors import EngineDead

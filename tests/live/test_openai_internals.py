@@ -116,7 +116,6 @@ def test_a_clients_error_is_told_where_a_reply_had_begun() -> None:
     assert refusal(ValueError("a bug of vLLM's")) is refusal(RuntimeError()) is None
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("error", [UnicodeEncodeError("utf-8", "\ud800", 0, 1, "x"), OverflowError(), "cancelled"])
 async def test_what_fails_after_vllm_has_registered_it_is_taken_out_again_and_nothing_else(

@@ -133,7 +133,6 @@ def completion(cluster: Cluster, model: str) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.asyncio
 async def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next_one_has_the_adapter(
     cluster: Cluster,
 ) -> None:

@@ -374,7 +374,6 @@ def test_numbers_at_an_odd_address_are_copied() -> None:
         assert array.ravel().tolist() == list(range(300))
 
 
-@pytest.mark.asyncio
 async def test_messages_to_the_engine_keep_their_order_and_their_frames() -> None:
     import zmq
     import zmq.asyncio
@@ -680,7 +679,6 @@ def test_an_aborted_sequence_ends_with_what_there_is_and_true_counts(
     assert (processor.statistics.aborted_requests, processor.statistics.finished_requests) == (1, 0)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("orderly", [True, False])
 async def test_an_engine_that_ends_is_a_failure_of_the_output_loop_unless_it_was_stopped(
     orderly: bool, monkeypatch: pytest.MonkeyPatch

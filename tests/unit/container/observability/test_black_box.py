@@ -334,7 +334,6 @@ def test_a_signal_has_a_box_each_time_and_the_thread_ends(tmp_path: Path) -> Non
     assert (box["reason"], box["findings"][0]) == ("the server got SIGQUIT", "the event loop is late by 99.0 s")
 
 
-@pytest.mark.asyncio
 async def test_each_death_of_a_copy_has_a_box_that_ping_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(black_box, "_PAUSE_SECONDS", 0.0)
     engine = CopiedEngine()
@@ -352,7 +351,6 @@ async def test_each_death_of_a_copy_has_a_box_that_ping_names(tmp_path: Path, mo
         assert len(files(tmp_path)) == 2
 
 
-@pytest.mark.asyncio
 async def test_a_drain_that_runs_out_of_time_has_a_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with watched(monkeypatch, CopiedEngine(), blackbox_dir=str(tmp_path), drain_timeout=0.0) as one:
         one.life.open_calls = 1
@@ -362,7 +360,6 @@ async def test_a_drain_that_runs_out_of_time_has_a_box(tmp_path: Path, monkeypat
         one.life.open_calls = 0
 
 
-@pytest.mark.asyncio
 async def test_the_box_of_a_drain_is_written_while_its_calls_may_still_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,7 +373,6 @@ async def test_the_box_of_a_drain_is_written_while_its_calls_may_still_end(
         await draining
 
 
-@pytest.mark.asyncio
 async def test_a_drain_whose_calls_end_in_time_has_no_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with watched(monkeypatch, CopiedEngine(), blackbox_dir=str(tmp_path), drain_timeout=600.0) as one:
         one.life.open_calls = 1
@@ -387,7 +383,6 @@ async def test_a_drain_whose_calls_end_in_time_has_no_box(tmp_path: Path, monkey
         assert not files(tmp_path)
 
 
-@pytest.mark.asyncio
 async def test_a_box_that_hangs_does_not_put_off_the_end_of_a_drain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,7 +397,6 @@ async def test_a_box_that_hangs_does_not_put_off_the_end_of_a_drain(
         one.life.open_calls = 0
 
 
-@pytest.mark.asyncio
 async def test_only_the_listener_of_the_management_api_has_it_and_no_other_site_gets_it() -> None:
     settings = ServerConfig(management_address="http://127.0.0.1:1", blackbox_dir="")
     applications = ModelServer(Startup(settings, ())).applications

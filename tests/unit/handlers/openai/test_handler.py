@@ -559,7 +559,6 @@ async def test_a_call_that_has_no_request_yet_ends_at_its_deadline(streams: bool
     assert (handler.open_sequences, handler.engine.statistics.deadlines) == (0, {"partial": 0, "nothing": 1})
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", [b"text/event-stream; charset=utf-8", b"application/json"])
 async def test_a_transcription_that_is_streamed_has_the_deadline_of_streams(kind: bytes) -> None:
     queue, writer = EngineQueue(NoEngine(), 4, deadlines=DeadlineConfig(answer=60.0, stream=450.0)), CollectedReply()  # type: ignore[arg-type]
