@@ -151,7 +151,7 @@ modules = [owner.partition(":")[0].split(" | ") for owner in owners]
 print([names for names in modules if not sys.modules.keys() & set(names)])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout == "[]\n", done.stderr
+    assert done.stdout.endswith("[]\n"), done.stdout + done.stderr  # vLLM may log lines about a GPU before
 
 
 def test_a_vllm_of_another_release_or_with_other_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
