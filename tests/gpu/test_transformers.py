@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.gpu.conftest import ON_CPU, used_gpu_memory
-from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
+from tests.gpu.conftest import ON_CPU, TOKENS, OneServer, used_gpu_memory
+from tests.live import prompts
 from tests.live.server import METRIC_SECONDS, Server, hosted, records, serving, write_model
 
-pytestmark = pytest.mark.timeout(600)
-
+PROMPTS = prompts.PROMPTS[:2] if ON_CPU else prompts.PROMPTS
 CONTEXT_MIB = 100
 """The memory of a GPU that each process takes from its first use on."""
 
@@ -33,42 +31,41 @@ def texts(gpu_model: Path) -> dict[str, str]:
     found = {}
     for prompt in PROMPTS:
         given = tokenizer(prompt, return_tensors="pt").to(device)
-        ids = model.generate(**given, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)[0]
+        ids = model.generate(**given, max_new_tokens=TOKENS, do_sample=False)[0]
         found[prompt] = tokenizer.decode(ids[given["input_ids"].shape[1] :], skip_special_tokens=True)
     return found
 
 
 @pytest.fixture(scope="module")
-def used_before(texts: dict[str, str]) -> int:
-    return 0 if ON_CPU else used_gpu_memory()
+def used_by_tests(one_server: OneServer, texts: dict[str, str]) -> int:
+    """Return the MiB of GPU memory that are used without a server. This process has its model there."""
+    one_server.stop()
+    return used_gpu_memory()
 
 
-@pytest.fixture(scope="module")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, gpu_options: dict[str, object], used_before: int
-) -> Iterator[Server]:
+@pytest.fixture
+def server(one_server: OneServer, gpu_options: dict[str, object], used_by_tests: int) -> Server:
     options = {name: gpu_options[name] for name in ("model_id", "dtype")}
     batch = {"rolling_batch": "disable", "batch_size": 8}
-    with serving(tmp_path_factory.mktemp("server"), **options, **batch) as running:
-        yield running
+    return one_server.of("transformers", lambda directory: serving(directory, **options, **batch))
 
 
 def test_its_texts_are_those_of_transformers_on_the_gpu(
-    server: Server, texts: dict[str, str], used_before: int
+    server: Server, texts: dict[str, str], used_by_tests: int
 ) -> None:
     for prompt in PROMPTS:
-        answer = server.invoke(prompt, max_new_tokens=MAX_NEW_TOKENS)
+        answer = server.invoke(prompt, max_new_tokens=TOKENS)
         assert answer.status_code == 200, answer.text
         assert answer.json()[0]["generated_text"].removeprefix(prompt) == texts[prompt]
     if not ON_CPU:
-        assert used_gpu_memory() > used_before + CONTEXT_MIB, "it is on the GPU"
+        assert used_gpu_memory() > used_by_tests + CONTEXT_MIB, "it is on the GPU"
 
 
 def test_calls_together_get_what_each_gets_alone(server: Server, texts: dict[str, str]) -> None:
-    prompts = list(PROMPTS) * 2
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda prompt: server.invoke(prompt, max_new_tokens=MAX_NEW_TOKENS), prompts))
-    for prompt, answer in zip(prompts, answers, strict=True):
+    asked = PROMPTS * 2
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(lambda prompt: server.invoke(prompt, max_new_tokens=TOKENS), asked))
+    for prompt, answer in zip(asked, answers, strict=True):
         assert answer.json()[0]["generated_text"].removeprefix(prompt) == texts[prompt]
 
 
@@ -76,19 +73,22 @@ def test_a_model_that_is_removed_gives_its_memory_back(
     server: Server, gpu_options: dict[str, object], tmp_path: Path
 ) -> None:
     options = {name: gpu_options[name] for name in ("model_id", "dtype")}
-    before = 0 if ON_CPU else used_gpu_memory()
+    before = used_gpu_memory()
     with hosted(server, write_model(tmp_path / "second", rolling_batch="disable", **options)) as second:
-        assert second.invoke(PROMPTS[0], max_new_tokens=MAX_NEW_TOKENS).status_code == 200
+        assert second.invoke(PROMPTS[0], max_new_tokens=TOKENS).status_code == 200
         if not ON_CPU:
             assert used_gpu_memory() > before + CONTEXT_MIB
     if not ON_CPU:
         assert used_gpu_memory() < before + CONTEXT_MIB
 
 
-def test_a_stream_has_the_text(tmp_path: Path, gpu_options: dict[str, object], texts: dict[str, str]) -> None:
-    options = {name: gpu_options[name] for name in ("model_id", "dtype")}
-    with serving(tmp_path, rolling_batch="disable", enable_streaming="true", **options) as streaming:
-        streamed = streaming.invoke(PROMPTS[0], max_new_tokens=MAX_NEW_TOKENS)
+def test_a_stream_has_the_text(
+    server: Server, tmp_path: Path, gpu_options: dict[str, object], texts: dict[str, str]
+) -> None:
+    options = {name: gpu_options[name] for name in ("model_id", "dtype")} | {"rolling_batch": "disable"}
+    model = write_model(tmp_path / "streaming" / "model", enable_streaming="true", **options)
+    with hosted(server, model) as streaming:
+        streamed = streaming.invoke(PROMPTS[0], max_new_tokens=TOKENS)
     assert streamed.status_code == 200, streamed.text
     assert "".join(record["outputs"][0] for record in records(streamed.text)) == texts[PROMPTS[0]]
 

@@ -1,0 +1,69 @@
+"""Copies of the model are one engine for their clients: one on each GPU, or two on a machine's only GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from container.gpus import gpu_count
+from tests.gpu.conftest import LONG, ON_CPU, TOKENS, OneServer
+from tests.live.continued_calls import kill
+from tests.live.server import Server, write_model
+from tests.waiting import wait_until
+
+PROMPTS = [f"{number} is a number, and the next one is" for number in range(6 if ON_CPU else 16)]
+COPIES = max(gpu_count(), 2)
+ON_ONE_GPU = ("tests.gpu.places_on_one_gpu", "slipway", "serve")
+
+
+@pytest.fixture
+def server(one_server: OneServer, gpu_options: dict[str, object]) -> Server:
+    """Start a server whose copies use all GPUs. On one GPU or a CPU there are two copies."""
+
+    @contextlib.contextmanager
+    def serve(directory: Path) -> Iterator[Server]:
+        environment = {"SERVING_ENGINE_RESTART": "3"} | ({"SERVING_MAX_WORKERS": "2"} if gpu_count() < 2 else {})
+        program = ON_ONE_GPU if gpu_count() == 1 else ("slipway", "serve")
+        model = write_model(directory / "model", rolling_batch="vllm", **gpu_options)
+        running = Server(model, directory / "server.log", environment, program=program)
+        try:
+            running.wait_until_ready()
+            yield running
+        finally:
+            running.stop()
+
+    return one_server.of("copies", serve)
+
+
+def text(server: Server, prompt: str, tokens: int) -> str:
+    answer: str = server.invoke(prompt, max_new_tokens=tokens, ignore_eos_token=True).json()["generated_text"]
+    return answer
+
+
+def texts(server: Server, tokens: int) -> list[str]:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(lambda prompt: text(server, prompt, tokens), PROMPTS))
+
+
+def test_each_copy_has_its_share_of_the_calls(server: Server) -> None:
+    assert len(server.workers()) == COPIES
+    alone = [text(server, prompt, TOKENS) for prompt in PROMPTS]
+    assert texts(server, TOKENS) == alone
+    tokens = server.by_engine("vllm:generation_tokens_total")
+    assert len(tokens) == COPIES
+    assert min(tokens.values()) > 0
+
+
+def test_a_copy_dies_and_its_calls_go_on_at_once(server: Server) -> None:
+    right = texts(server, LONG)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(texts, server, LONG)
+        kill(server, 4)
+        assert found.result() == right
+    assert server.ping() == 200
+    wait_until(lambda: [worker["status"] for worker in server.workers()] == ["READY"] * COPIES)
+    assert texts(server, LONG) == right
