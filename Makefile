@@ -16,7 +16,13 @@ UNIT_WORKERS ?= 3
 SLOW_WORKERS ?= 2
 # The Pythons of `make pythons`, in addition to that of VENV. uv downloads those that it does not find.
 OTHER_PYTHONS ?= 3.12 3.13
-UNIT := tests --ignore tests/live -m "not live and not image and not gpu and not slow"
+ROOMS := djl_python engines handlers container deploy replay slipway benchmarks tests
+UNIT_ONLY := -m "not live and not image and not gpu and not slow"
+UNIT := tests --ignore tests/live $(UNIT_ONLY)
+# Tests of `make unit` that take minutes, and show little of another Python: they start programs, load models, imitate AWS,
+# or look for reference cycles.
+LEFT_OUT := container/image container/models container/sources container/test_model_management.py container/test_open_files.py \
+	container/test_server.py deploy/sagemaker engines/memory handlers/parsing/test_json_limits.py replay slipway test_next_vllm.py
 # The duration and the random seed of `chaos`, `fuzz`, `soak`, `overload` and `deaths`.
 MINUTES ?= 2
 SEED ?= 1
@@ -27,8 +33,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := $(BIN)/uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
 
-.PHONY: help install install-dev run test lint unit coverage pythons live slow live-and-slow long chaos fuzz soak overload deaths \
-	engine-arguments next-vllm \
+.PHONY: help install install-dev run test lint unit coverage pythons other-pythons live slow live-and-slow long chaos fuzz soak \
+	overload deaths engine-arguments next-vllm \
 	bench bench-front-end gpu-proof gpu-needs next-vllm-needs image image-test lock clean
 
 help: ## Show this list
@@ -80,20 +86,27 @@ unit: install-dev ## Run tests that start no engine
 
 coverage: install-dev ## Run the tests of `make unit`, and show the share of the branches that they run in each room
 	$(BIN)/python -m pytest $(UNIT) -n $(UNIT_WORKERS) --cov --cov-report=
-	@for room in djl_python engines handlers container deploy replay slipway benchmarks tests; do \
+	@for room in $(ROOMS); do \
 		printf '%-12s %s %%\n' $$room $$($(BIN)/coverage report --include="$$room/*" --format=total --precision=1); done
 
-pythons: $(OTHER_PYTHONS:%=unit-%) ## Run the tests of `make unit` that need no engine with Python 3.12 and 3.13
+pythons: $(OTHER_PYTHONS:%=python-%) ## Compile all code with Python 3.12 and 3.13, and run most unit tests that need no engine
 
-# dev.txt has no torch. Tests that need it are skipped.
-unit-%: build/python%/.installed
-	build/python$*/bin/python -m pytest $(UNIT) -n $(UNIT_WORKERS) --hypothesis-profile=few
+# Python 3.12 warns of escapes that strings do not have. dev.txt has no torch: tests that need it are skipped.
+python-%: build/python%/.installed
+	build/python$*/bin/python -W error::SyntaxWarning -m compileall -q -f $(ROOMS) examples slipway_torchvision.py
+	build/python$*/bin/python -m pytest tests/contracts tests/unit $(LEFT_OUT:%=--ignore tests/unit/%) -k "not cycle" $(UNIT_ONLY) \
+		-n $(WORKERS) --hypothesis-profile=few
 
-.PRECIOUS: build/python%/.installed
+# CI asks for the Pythons first, because a machine may have none and no way to download one.
+other-pythons: $(OTHER_PYTHONS:%=build/python%/bin/python)
+
+.PRECIOUS: build/python%/bin/python build/python%/.installed
 # pyenv shows the Python that PYENV_VERSION names.
-build/python%/.installed: export PYENV_VERSION = $*
-build/python%/.installed: requirements/dev.txt pyproject.toml | install-dev
+build/python%/bin/python: export PYENV_VERSION = $*
+build/python%/bin/python: | install-dev
 	$(BIN)/uv venv --quiet --clear --seed --python $* build/python$*
+
+build/python%/.installed: requirements/dev.txt pyproject.toml | build/python%/bin/python
 	$(BIN)/uv pip install --quiet --python build/python$* --no-deps --require-hashes -r requirements/dev.txt
 	$(BIN)/uv pip install --quiet --python build/python$* --no-deps --editable .
 	touch $@
