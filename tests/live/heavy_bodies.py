@@ -1,23 +1,14 @@
-"""Bodies that cost the most to read, and the time that `/ping` waits while a server reads them.
-
-    python -m tests.live.heavy_bodies http://127.0.0.1:8080 --megabytes 64 --at-a-time 8 [--only TEXT]
-
-Prints a line for each route and body: the status, the seconds until the reply, and the longest wait of `/ping` in ms.
-The server's model is named "model".
-"""
+"""Bodies that cost the most to read, and the time that `/ping` waits while a server reads them."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
-from urllib.parse import urlsplit
 
 MODEL = b'"model":"model"'
 _PING_SECONDS = 0.02
@@ -36,30 +27,11 @@ def _keys(size: int) -> bytes:
 
 SHAPES: dict[str, Callable[[int], bytes]] = {
     "different keys": _keys,
-    "one key again and again": lambda size: _many(b'{"max_new_tokens":1', b',"a":1', b"}", size),
-    "empty objects": lambda size: _many(b"[{}", b",{}", b"]", size),
     "empty arrays": lambda size: _many(b"[[]", b",[]", b"]", size),
-    "arrays of one": lambda size: _many(b"[[1]", b",[1]", b"]", size),
-    "deep arrays": lambda size: b"[" * (size // 2) + b"]" * (size // 2),
-    "deep objects": lambda size: b'{"a":' * (size // 6) + b"1" + b"}" * (size // 6),
     "large exponents": lambda size: _many(b"[1", b",1e300", b"]", size),
-    "long integers": lambda size: _many(b"[1", b"," + b"1" * 4000, b"]", size),
-    "long fractions": lambda size: _many(b"[1", b",1." + b"3" * 800, b"]", size),
-    "short integers": lambda size: _many(b"[1", b",1", b"]", size),
-    "token ids": lambda size: _many(b"[1", b",12345", b"]", size),
-    "short strings": lambda size: _many(b'["b"', b',"a"', b"]", size),
     "different strings": lambda size: b"[" + b",".join([b'"%x"' % place for place in range(size // 10)]) + b"]",
     "messages": lambda size: _many(b'[{"role":"user","content":"a"}', b',{"role":"user","content":"a"}', b"]", size),
-    "text parts": lambda size: _many(
-        b'[{"role":"user","content":[{"type":"text","text":"a"}', b',{"type":"text","text":"a"}', b"]}]", size
-    ),
     "plain text": lambda size: _many(b'"', b"a", b'"', size),
-    "words": lambda size: _many(b'"', b"some words, and more: ", b'"', size),
-    "escaped line feeds": lambda size: _many(b'"', b"\\n", b'"', size),
-    "escaped characters": lambda size: _many(b'"', b"\\ud83d\\ude00", b'"', size),
-    "escaped JSON": lambda size: _many(b'"', b'{\\"a\\":[1]},', b'"', size),
-    "characters beyond ASCII": lambda size: _many(b'"', "é".encode(), b'"', size),
-    "white space": lambda size: b" " * (size - 1) + b"1",
 }
 """JSON values by the names of their contents."""
 
@@ -73,16 +45,13 @@ class Target:
     others: bytes = MODEL
     """The rest of the body, which makes the body a request."""
     content_type: str = "application/json"
-    extra: dict[str, str] = field(default_factory=dict)
-    """Further headers."""
 
-    def bodies(self, size: int, only: Callable[[str], bool] = lambda _: True) -> Iterator[tuple[str, bytes]]:
+    def bodies(self, size: int, shapes: Iterable[str] = SHAPES) -> Iterator[tuple[str, bytes]]:
         """Yield each body of about `size` bytes, with its title."""
         for name in self.fields:
-            for shape, value in SHAPES.items():
-                title = f"{self.path} {name}: {shape}"
-                if only(title):
-                    yield title, b'{%b,"%b":%b}' % (self.others, name.encode(), value(size - 100))
+            for shape in shapes:
+                value = SHAPES[shape](size - 100)
+                yield f"{self.path} {name}: {shape}", b'{%b,"%b":%b}' % (self.others, name.encode(), value)
 
 
 _INPUTS, _LIMIT = b'"inputs":"a"', b',"parameters":{"max_new_tokens":1}'
@@ -223,43 +192,3 @@ class PingWatch:
     def stop(self) -> None:
         self._pipe.send(None)
         self._process.join(10)
-
-
-async def _measure(arguments: argparse.Namespace) -> None:
-    place = urlsplit(arguments.url)
-    host, port = str(place.hostname), int(place.port or 80)
-    size = arguments.megabytes << 20
-
-    def only(title: str) -> bool:
-        return all(word in title for word in arguments.only)
-
-    watch, worst = PingWatch(host, port), (0.0, "")
-    for title, path, content_type, body in _bodies(size, only):
-        began = time.monotonic()
-        sent = [send(host, port, path, content_type, body) for _ in range(arguments.at_a_time)]
-        replies: list[Any] = await asyncio.gather(*sent, return_exceptions=True)
-        seconds, longest = time.monotonic() - began, watch.longest()
-        status, reply = replies[0] if isinstance(replies[0], tuple) else (0, repr(replies[0]).encode())
-        said = reply.partition(b"\r\n\r\n")[2][:100]
-        print(f"{longest * 1000:7.0f} ms  {seconds:6.2f} s  {status}  {title}  {said!r}", flush=True)
-        worst = max(worst, (longest, title))
-    print(f"the longest: {worst[0] * 1000:.0f} ms: {worst[1]}")
-    watch.stop()
-
-
-def _bodies(size: int, only: Callable[[str], bool]) -> Iterator[tuple[str, str, str, bytes]]:
-    for target in ALL:
-        for title, body in target.bodies(size, only):
-            yield title, target.path, target.content_type, body
-    for shape, (content_type, body) in forms(size).items():
-        if only(title := f"/invocations {shape}"):
-            yield title, "/invocations", content_type, body
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("url")
-    parser.add_argument("--megabytes", type=int, default=64)
-    parser.add_argument("--at-a-time", type=int, default=1)
-    parser.add_argument("--only", action="append", default=[], help="words that a line must have")
-    asyncio.run(_measure(parser.parse_args()))

@@ -57,12 +57,7 @@ def asking(directory: Path, small_options: dict[str, object]) -> Iterator[Server
         running.stop()
 
 
-@pytest.fixture(params=[KEY, FROM_FILE], ids=["of the variable", "of the file"])
-def key(request: pytest.FixtureRequest) -> str:
-    text: str = request.param
-    return text
-
-
+@pytest.mark.parametrize("key", [KEY, FROM_FILE], ids=["of the variable", "of the file"])
 def test_openais_client(asking: Server, key: str) -> None:
     arguments: dict[str, Any] = {"model": "model", "max_tokens": 4, "temperature": 0.0}
     with openai.OpenAI(base_url=f"{asking.url}/v1", api_key=key, max_retries=0) as client:
@@ -79,45 +74,45 @@ def test_openais_client(asking: Server, key: str) -> None:
             stranger.models.list()
 
 
-def test_anthropics_client(asking: Server, key: str) -> None:
+def test_anthropics_client(asking: Server) -> None:
     arguments: dict[str, Any] = {"model": "model", "max_tokens": 4, "messages": MESSAGES}
     stranger = anthropic.Anthropic(base_url=asking.url, api_key="sk-wrong", max_retries=0)
     with stranger, pytest.raises(anthropic.AuthenticationError):
         stranger.messages.create(**arguments)
-    with anthropic.Anthropic(base_url=asking.url, api_key=key, max_retries=0) as client:
+    with anthropic.Anthropic(base_url=asking.url, api_key=KEY, max_retries=0) as client:
         assert client.messages.create(**arguments).usage.output_tokens
         with client.messages.stream(**arguments) as stream:
             assert stream.get_final_message().usage.output_tokens
 
 
-def test_the_hubs_client_and_tgis(asking: Server, key: str) -> None:
-    client = InferenceClient(model=asking.url, token=key, timeout=120)
+def test_the_hubs_client_and_tgis(asking: Server) -> None:
+    client = InferenceClient(model=asking.url, token=KEY, timeout=120)
     assert client.text_generation("a", max_new_tokens=4, return_full_text=False)
     assert list(client.text_generation("a", max_new_tokens=4, stream=True))
     stranger = InferenceClient(model=asking.url, token="sk-wrong", timeout=120)
     for stream in (False, True):
         with pytest.raises(huggingface_hub.errors.HfHubHTTPError, match="401"):
             list(stranger.text_generation("a", max_new_tokens=4, stream=stream))
-    assert Client(asking.url, headers={"Authorization": f"Bearer {key}"}).generate("a", max_new_tokens=4).details
+    assert Client(asking.url, headers={"Authorization": f"Bearer {KEY}"}).generate("a", max_new_tokens=4).details
     with pytest.raises((UnknownError, ValueError)):
         Client(asking.url).generate("a", max_new_tokens=4)
 
 
-def test_boto3_on_the_local_endpoint(asking: Server, key: str) -> None:
+def test_boto3_on_the_local_endpoint(asking: Server) -> None:
     call = {
         "EndpointName": "my-endpoint",
         "ContentType": "application/json",
         "Body": json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 4}}),
     }
     knowing, stranger = runtime_at(asking.url), runtime_at(asking.url)
-    knowing.meta.events.register("before-sign", lambda request, **_: request.headers.add_header("x-api-key", key))
+    knowing.meta.events.register("before-sign", lambda request, **_: request.headers.add_header("x-api-key", KEY))
     assert json.loads(knowing.invoke_endpoint(**call)["Body"].read())["generated_text"]
     events = knowing.invoke_endpoint_with_response_stream(**call)["Body"]
     assert b"".join(event["PayloadPart"]["Bytes"] for event in events)
     with pytest.raises(botocore.exceptions.ClientError) as refused:
         stranger.invoke_endpoint(**call)
     assert refused.value.response["ResponseMetadata"]["HTTPStatusCode"] == 401
-    with openai.OpenAI(base_url=f"{asking.url}/endpoints/my-endpoint/openai/v1", api_key=key) as through:
+    with openai.OpenAI(base_url=f"{asking.url}/endpoints/my-endpoint/openai/v1", api_key=KEY) as through:
         assert through.completions.create(model="", prompt="a", max_tokens=4).choices[0].text
 
 
@@ -132,11 +127,9 @@ CALLS: list[tuple[str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(("path", "document"), CALLS, ids=lambda value: value if isinstance(value, str) else "")
-def test_every_other_contract_takes_both_headers(
-    asking: Server, key: str, path: str, document: dict[str, object]
-) -> None:
+def test_every_other_contract_takes_both_headers(asking: Server, path: str, document: dict[str, object]) -> None:
     assert asking.client.post(path, json=document).status_code == 401
-    for headers in ({"authorization": f"bearer {key}"}, {"x-api-key": key}):
+    for headers in ({"authorization": f"bearer {KEY}"}, {"x-api-key": KEY}):
         with asking.client.stream("POST", path, json=document, headers=headers) as reply:
             assert reply.status_code == 200
             assert reply.read()
@@ -264,11 +257,11 @@ def _started(model: Path, directory: Path, environment: dict[str, str]) -> tuple
         server.stop()
 
 
-def test_an_explanation_needs_a_key(asking: Server, key: str) -> None:
+def test_an_explanation_needs_a_key(asking: Server) -> None:
     for headers in ({"x-slipway-explain": "1"}, {"x-amzn-sagemaker-custom-attributes": "explain=1"}):
         reply = asking.client.post("/invocations", json={"inputs": "a"}, headers=headers)
         assert (reply.status_code, "prompts" in reply.text) == (401, False)
-        given = headers | {"authorization": f"Bearer {key}"}
+        given = headers | {"authorization": f"Bearer {KEY}"}
         explained = asking.client.post("/invocations", json={"inputs": "a"}, headers=given).json()
         assert explained["cache_salt"] == "key"
-        assert key not in str(explained)
+        assert KEY not in str(explained)

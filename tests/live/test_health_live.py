@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import os
 import signal
 import socket
@@ -12,14 +11,12 @@ import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from djl_python.session import EXPIRATION, Session
 from tests.live.draining import lives, open_stream
 from tests.live.server import START_SECONDS, Server, records, stopped, write_model
 from tests.live.small_model import ENDLESS_COMPLETION
@@ -27,7 +24,6 @@ from tests.waiting import wait_until
 
 STALL_TIMEOUT, PREDICT_TIMEOUT = 8.0, 20.0
 """Seconds. A busy machine can keep the engine from a step for some of them."""
-SESSION_SECONDS = 600
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +36,6 @@ def starting(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, 
         **options,
         predict_timeout=PREDICT_TIMEOUT,
         sessions_path=directory / "sessions",
-        sessions_expiration=SESSION_SECONDS,
     )
     environment = {"SERVING_STALL_TIMEOUT": str(STALL_TIMEOUT)}
     server = Server(model_dir, directory / "server.log", environment)
@@ -167,17 +162,6 @@ def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on
     wait_until(stalls_ended, about=vllm_server.log_text)
 
 
-@pytest.mark.slow
-def test_openais_calls_alone_show_that_the_engine_stands_still(vllm_server: Server) -> None:
-    completion = {"model": "model", "prompt": "Once", "max_tokens": 300, "ignore_eos": True}
-    with ThreadPoolExecutor(1) as pool:
-        with stopped(vllm_server.engine_process()):
-            whole = pool.submit(vllm_server.client.post, "/v1/completions", json=completion)
-            wait_for_ping(vllm_server, 500)
-        assert whole.result().status_code == 200
-    wait_for_ping(vllm_server, 200)
-
-
 LONE_SURROGATE = '["a\\ud800"]'
 """A grammar that the engine's messages cannot hold."""
 
@@ -253,53 +237,6 @@ def test_a_session_is_created_used_by_all_kinds_of_calls_and_closed(vllm_server:
     assert session(vllm_server, plain).status_code == 200
 
 
-def test_a_session_ends_by_itself_and_its_files_go_with_the_next_one(vllm_server: Server) -> None:
-    sessions = vllm_server.model_dir.parent / "sessions"
-    first = session(vllm_server, {"requestType": "NEW_SESSION"}).json()["result"].split()[1]
-    assert [path.name for path in sessions.iterdir()] == [first]
-    ends = Session(first, str(sessions)).expiration_ts
-    assert ends is not None
-    assert 0 < ends - time.time() <= SESSION_SECONDS
-    Session(first, str(sessions)).put(EXPIRATION, time.time() - 1)  # as if so much time had gone by
-    plain = {"inputs": "Once", "parameters": {"max_new_tokens": 2}}
-    expired = session(vllm_server, plain, first)
-    assert (expired.status_code, expired.json()["error"]) == (424, f"session has expired: {first}")
-    second = session(vllm_server, {"requestType": "NEW_SESSION"}).json()["result"].split()[1]
-    assert [path.name for path in sessions.iterdir()] == [second]
-
-
-def test_sagemakers_headers_name_the_request_and_harm_nothing(vllm_server: Server) -> None:
-    body = {"inputs": "Once", "parameters": {"max_new_tokens": 2}}
-    headers = {
-        "X-Amzn-SageMaker-Inference-Id": "my-inference-7",
-        "X-Amzn-SageMaker-Forwarded-Api": "InvokeEndpoint",
-        "X-Amzn-SageMaker-Target-Model": "other.tar.gz",
-        "X-Amzn-SageMaker-Custom-Attributes": "trace=7",
-        "X-Amzn-SageMaker-Prefix-Aware-Id": "p",
-    }
-    answer = vllm_server.client.post("/invocations", json=body, headers=headers)
-    assert answer.status_code == 200
-    assert answer.headers["x-request-id"] == "my-inference-7"
-    assert "x-amzn-sagemaker-custom-attributes" not in answer.headers
-    own = vllm_server.client.post("/invocations", json=body, headers=headers | {"x-request-id": "mine"})
-    assert own.headers["x-request-id"] == "mine"
-    vllm_server.wait_for_log("my-inference-7")
-
-
-def test_a_client_that_expects_100_continue_gets_it_before_it_sends_its_body(vllm_server: Server) -> None:
-    body = json.dumps({"inputs": "Once", "parameters": {"max_new_tokens": 2}}).encode()
-    head = (
-        "POST /invocations HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
-        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    with socket.create_connection(("127.0.0.1", vllm_server.port), timeout=60) as client:
-        client.sendall(head.encode())
-        assert client.recv(64).startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
-        client.sendall(body)
-        answer = b"".join(iter(lambda: client.recv(4096), b""))
-    assert answer.startswith(b"HTTP/1.1 200")
-
-
 def command_line(process: psutil.Process) -> str:
     """Return the command line of a process, or "" if it has ended since it was listed."""
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -323,16 +260,3 @@ def test_nothing_outlives_a_server_that_is_killed(vllm_server: Server) -> None:
     vllm_server.process.wait(60)
     wait_until(lambda: not any(map(lives, children)), about=lambda: list(filter(lives, children)))
     print(f"killed: {len(children)} processes ended within {time.monotonic() - killed:.2f} s")
-
-
-def test_a_model_that_fails_to_load_says_why_for_a_while_and_ends_with_1(tmp_path: Path) -> None:
-    model_dir = write_model(tmp_path / "model", entryPoint="model.py")
-    (model_dir / "model.py").write_text("raise RuntimeError('no such weights')\ndef handle(inputs):\n    return None\n")
-    server = Server(model_dir, tmp_path / "server.log")
-    try:
-        wait_until(lambda: server.ping() == 500, START_SECONDS, about=server.log_text)
-        assert status(server)[1]["status"] == "FAILED"
-        assert "no such weights" in status(server)[1]["reason"]
-        assert server.process.wait(60) == 1
-    finally:
-        server.stop()

@@ -123,23 +123,14 @@ OF_LMI = {"inputs": "Hi", "parameters": {"max_new_tokens": 2}}
 OF_OPENAI: dict[str, Any] = {"model": "model", **LIMIT}
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("/invocations", OF_LMI),
-    ("/invocations", OF_LMI | {"stream": True}),
     ("/predictions/model", LIMIT | {"messages": MESSAGES, "stream": True}),
     ("/v1/completions", OF_OPENAI | {"prompt": "Hi"}),
-    ("/v1/chat/completions", OF_OPENAI | {"messages": MESSAGES, "stream": True}),
     ("/v1/chat/completions", OF_OPENAI | {"messages": MESSAGES, "user": "é" * 40_000}),
-    ("/v1/messages", OF_OPENAI | {"messages": MESSAGES}),
     ("/v1/responses", {"model": "model", "input": "Hi", "max_output_tokens": 2, "temperature": 0}),
     ("/", OF_LMI),
-    ("/generate", OF_LMI),
     ("/generate_stream", OF_LMI),
-    ("/chat_tokenize", {"messages": MESSAGES}),
-    ("/tokenize", {"model": "model", "prompt": "Hi"}),
     ("/v2/models/model/generate", LIMIT | {"text_input": "Hi"}),
-    ("/v2/models/model/generate_stream", LIMIT | {"text_input": "Hi", "stream": True}),
-    ("/v1/generate", LIMIT | {"prompt": "Hi"}),
     ("/v1/generate_stream", LIMIT | {"prompt": "Hi"}),
-    ("/v2/tokenizer", {"messages": MESSAGES}),
     ("/v1/generate", {"prompt": 5}),
 ]
 # Parts of answers that differ from call to call.
