@@ -107,6 +107,18 @@ def cases(text: str = "Once", tokens: int = TOKENS) -> dict[str, Case]:
 CASES = cases()
 PLAIN = {name: case for name, case in CASES.items() if "adapters" not in case.body and case.body.get("model") != "red"}
 """Those that need no adapter."""
+FEW = (
+    *("LMI, stream", "LMI, constraint", "LMI, beam search", "TGI", "Triton, stream", "happy_vllm, stream"),
+    *(
+        "completions of several prompts",
+        "completions, vLLM's way",
+        "chat",
+        "chat, stream",
+        "response",
+        "message, stream",
+    ),
+)
+"""Names of calls without an adapter: some of each contract, whole and streamed."""
 _VARYING = re.compile(
     r'"(created|created_at|completed_at)":\s?\d+(\.\d+)?|(resp|msg|rs)_[0-9a-f]{16,}|"id":\s?"(chatcmpl|cmpl|embd|pooling)-[^"]+"'
     r'|"(request_id|total_time|queue_time|inference_time)":\s?"?[\w.-]+"?|^:\n\n',
