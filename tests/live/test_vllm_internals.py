@@ -265,7 +265,7 @@ def tokenizers(tokenizer: Any) -> dict[str, Any]:
     return {"sample": tokenizer, "bytes": MODEL.tokenizer, "fallback": byte_fallback()[0]}
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["sample", "bytes", "fallback"])
 def test_a_whole_answer_has_the_text_that_its_tokens_have_one_by_one(
