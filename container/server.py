@@ -281,7 +281,7 @@ class ModelServer:
     async def drain(self) -> None:
         """Refuse new calls, and wait at most `drain_timeout` for running calls.
 
-        If calls still run shortly before that, a black box is written while they go on.
+        If calls still run shortly before that, a black box is written, and the calls continue.
         """
         self.models.draining = True
         seconds = self.settings.drain_timeout

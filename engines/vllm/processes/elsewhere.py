@@ -15,7 +15,7 @@ _MOST_BYTES = 2048
 
 
 def workers_elsewhere(executor: Executor) -> str:
-    """Return the workers that do not run below the engine process, and their machines. Empty if there are none."""
+    """Return the workers that do not run below the engine process, and their machines. Empty if all do."""
     found = "; ".join(
         f"{'workers' if len(ranks) > 1 else 'worker'} {', '.join(map(str, ranks))} {place}"
         for place, ranks in _by_place(_places(executor)).items()

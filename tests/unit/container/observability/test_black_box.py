@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from container import server
 from container.models.life_cycle import State
 from container.models.registry import Model, Models
-from container.observability import black_box, black_box_content
+from container.observability import black_box, black_box_content, event_loop_delay
 from container.observability.black_box import MOST_FILES, BlackBoxes, box_directory
 from container.observability.black_box_content import MOST_BYTES, Box, _names_of_call, _places, _steps
 from container.observability.process_report import ProcessReport
@@ -304,6 +304,18 @@ def test_processes_that_run_elsewhere_are_named(tmp_path: Path, monkeypatch: pyt
     assert f"copy 2: no stacks of {place}" in box["findings"]
 
 
+def test_processes_that_the_kernel_has_killed_since_the_start_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(black_box, "killed_for_memory", lambda: 5)
+    found = boxes(tmp_path)
+    monkeypatch.setattr(black_box, "killed_for_memory", lambda: 7)
+    found.write_now("death", "the engine has died")
+    box = json.loads(files(tmp_path)[0].read_text())
+    assert box["findings"] == ["the kernel has killed 2 processes because memory was short"]
+    assert box["memory"]["killed_since_start"] == 2
+
+
 def test_an_nvidia_smi_that_hangs_with_its_gpu_does_not_hold_up_the_box(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     monkeypatch.setattr(black_box_content, "gpu_figures", lambda _: ended.wait())
@@ -395,6 +407,28 @@ async def test_a_box_that_hangs_does_not_put_off_the_end_of_a_drain(
         assert not ended.is_set()
         ended.set()
         one.life.open_calls = 0
+
+
+async def test_an_event_loop_that_stands_still_has_a_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop_delay, "_STUCK_SECONDS", 0.5)
+    settings = ServerConfig(blackbox_dir=str(tmp_path), multi_model=True)
+    found = ModelServer(Startup(settings, ()))
+    await found.load()
+    wait_until(lambda: [path.suffix for path in files(tmp_path)] == [".json"])  # It holds up this event loop.
+    await found.stop()
+    box = json.loads(files(tmp_path)[0].read_text())
+    assert box["cause"] == "event loop"
+    assert box["reason"].startswith("the event loop has stood still for ")
+
+
+def test_a_server_that_does_not_end_in_time_has_a_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, codes = server.Process(Startup(ServerConfig(blackbox_dir=str(tmp_path)), ())), []
+    written = lambda _: wait_until(lambda: [path.suffix for path in files(tmp_path)] == [".json"])  # noqa: E731
+    monkeypatch.setattr(server, "time", Mock(sleep=written))
+    monkeypatch.setattr(process, "_end_now", codes.append)
+    process._end_late(signal.SIGTERM, 25.0)
+    assert json.loads(files(tmp_path)[0].read_text())["cause"] == "end"
+    assert codes == [128 + signal.SIGTERM]
 
 
 async def test_only_the_listener_of_the_management_api_has_it_and_no_other_site_gets_it() -> None:

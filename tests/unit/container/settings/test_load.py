@@ -59,6 +59,13 @@ def test_on_sagemaker_the_request_id_comes_in_its_header(model_dir: Path, monkey
     assert given_header == "x-id"
 
 
+def test_on_sagemaker_the_short_form_of_a_black_box_is_logged(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not load(model_dir).server.blackbox_log
+    monkeypatch.setattr(server_module, "SAGEMAKER_METADATA", model_dir / "config.json")
+    assert load(model_dir).server.blackbox_log
+    assert not load(model_dir, environ={"SERVING_BLACKBOX_LOG": "false"}).server.blackbox_log
+
+
 MODEL_LAYERS = [
     ("environment: SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS", 1.0),
     ("serving.properties: option.predict_timeout", 2.0),
