@@ -155,7 +155,13 @@ def test_vllm_is_served_and_its_processes_end_with_sigterm(
         assert left == []
 
 
-@pytest.mark.parametrize("arguments", [(), ("--host", "127.0.0.1", "--model-name", "echo")], ids=["alone", "arguments"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="alone", marks=pytest.mark.long),
+        pytest.param(("--host", "127.0.0.1", "--model-name", "echo"), id="arguments"),
+    ],
+)
 def test_a_custom_handler_is_served(start: Start, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     model_dir = tmp_path / "model"
     shutil.copytree(ECHO, model_dir)
@@ -166,6 +172,7 @@ def test_a_custom_handler_is_served(start: Start, tmp_path: Path, arguments: tup
         assert server.terminate() == 0
 
 
+@pytest.mark.long
 def test_rolling_batch_disable_is_served(start: Start, tmp_path: Path, sample_model: Path) -> None:
     options = {"model_id": sample_model, "rolling_batch": "disable", "dtype": "fp32", "max_model_len": 1024}
     with start(write_model(tmp_path / "model", **options)) as server:
