@@ -15,7 +15,7 @@ from tests.without_make import without_make
 
 ROOT = Path(__file__).parents[2]
 NEED_A_GPU = {"fp8", "offload"}
-"""vLLM's CPU build refuses their options."""
+"""vLLM's CPU build cannot run them."""
 
 
 @pytest.mark.slow
