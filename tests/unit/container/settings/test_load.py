@@ -102,14 +102,6 @@ def test_precedence_of_server_settings_holds_for_any_layers(model_dir: Path, cho
     assert entry(settings, "port") == (value, source)
 
 
-def test_a_batch_size_that_does_not_count_is_warned_of(model_dir: Path) -> None:
-    (warning,) = load(model_dir, "batch_size=2\nmax_dynamic_batch_size=4").warnings
-    assert warning == (
-        "max_dynamic_batch_size (serving.properties: max_dynamic_batch_size) is ignored: "
-        'batch_size is "2" (serving.properties, line 1)'
-    )
-
-
 def test_without_served_names_a_model_has_its_own(model_dir: Path) -> None:
     model = load(model_dir, "").model
     assert model.public_names == (model.name,)
