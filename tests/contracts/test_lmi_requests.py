@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 from engines.request import SamplingParameters
 from handlers.contract import Reply
 from handlers.lmi.rolling_batch import LmiRollingContract
-from tests.contracts.exchange import MODEL, attempt, call, parse, refusal, request_of
-
-
-def sampling(settings: dict[str, Any] | None = None, **parameters: Any) -> SamplingParameters:
-    return request_of({"inputs": "x", "parameters": parameters}, **(settings or {})).sampling
+from tests.contracts.exchange import MODEL, attempt, call, parse, refusal
 
 
 def test_the_same_parameters_are_read_once_and_mean_the_same() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from engines.errors import RequestError
 from engines.pooling import PoolingModel
-from engines.request import GenerationRequest, Token
+from engines.request import Token
 from engines.statistics import EngineStatistics
 from handlers.contract import Call, ContractError, Exchange, Reply
 from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, ModelView, State
@@ -77,10 +77,6 @@ def refused(document: Any, route: str = "generate", **more: Any) -> Reply:
     reply = attempt(document, route, **more)
     assert isinstance(reply, Reply), "the call was not refused"
     return reply
-
-
-def request_of(document: Any, route: str = "generate", **more: Any) -> GenerationRequest:
-    return parse(document, route, **more).requests[0]
 
 
 def view(state: State = "ready", reason: str = "", loaded: Any = None, **settings: Any) -> ModelView:

@@ -3,36 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-
-from container.settings import environment
 from container.settings.load import further_settings, load_startup
-from container.settings.settings import Settings
 from container.settings.values import Value
-from tests.settings import load_settings
 
 FITTING = None  # As many copies as the GPUs hold.
-
-
-def load(
-    model_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    properties: str = "",
-    environ: Mapping[str, str] | None = None,
-    *,
-    gpus: int = 4,
-    one_model: bool = True,
-) -> Settings:
-    monkeypatch.setattr(environment, "gpu_count", lambda: gpus)
-    (model_dir / "serving.properties").write_text(properties)
-    return load_settings(model_dir, environ or {}, one_model=one_model)
-
-
-def copies(settings: Settings) -> tuple[int | None, int | None]:
-    return settings.model.min_copies, settings.model.max_copies
 
 
 def startup(place: Path | None, environ: dict[str, str]) -> list[int | None]:
