@@ -94,7 +94,7 @@ class Distribution:
         return self._total
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return each upper bound, as text, with the number of values up to this bound. This is Prometheus' form."""
+        """Return each upper bound as text, with the number of values up to this bound. Prometheus expects this form."""
         running, pairs = 0, []
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
             running += count

@@ -96,8 +96,8 @@ def file_states(directory: Path) -> tuple[tuple[str | int, ...], ...]:
 def read_ahead(directory: Path, max_rank: int, base: Shapes) -> AdapterFiles:
     """Check an adapter as `check_adapter` does. Also read and check its weights, so that they are in the page cache.
 
-    May block for a long time. An engine makes no token while it loads an adapter. If the files came over a network at
-    that time, this could take a minute.
+    May block for a long time. An engine makes no token while it loads an adapter. Without this function, it might read
+    the files over a network, which can take a minute.
 
     Args:
         base: The known shapes of the base model's weights.

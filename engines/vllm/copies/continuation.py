@@ -141,7 +141,7 @@ class Continuations:
         """Create the continuations.
 
         Args:
-            deaths: The number of deaths after which a sequence still continues together with others.
+            deaths: The number of deaths up to which a sequence continues together with others.
         """
         self._llm, self._client, self._statistics = llm, client, statistics
         self._adapters, self._allowed = adapters, deaths
