@@ -124,7 +124,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _is_elsewhere(value: Any) -> bool:
-    """Return True for another executor than those that vLLM has for one machine."""
+    """Return True for an executor that runs processes on several machines, unlike vLLM's `mp` and `uni`."""
     return bool(value) and str(value).strip() not in ("mp", "uni")
 
 
@@ -132,8 +132,8 @@ def _is_on(value: Any) -> bool:
     return str(value).strip().lower() in TRUE
 
 
-# Engine arguments with which a model has one copy, with the values that count. vLLM itself then shares the model out to
-# GPUs or machines, or opens ports that are there once.
+# Engine arguments that limit a model to one copy, each with a check of its value. With such an argument, vLLM itself
+# divides the model among GPUs or machines, or opens fixed ports.
 _OF_ONE_COPY: Mapping[str, Callable[[Any], bool]] = {
     "data_parallel_size": _is_above_one,
     "nnodes": _is_above_one,
@@ -147,21 +147,21 @@ _OF_ONE_COPY: Mapping[str, Callable[[Any], bool]] = {
     "enable_expert_parallel": _is_on,
     "enable_fault_tolerance": _is_on,
 }
-# Of these, the arguments with which Slipway does not choose the GPUs.
+# The arguments among these with which vLLM, and not Slipway, chooses the GPUs.
 _OF_CHOSEN_GPUS = frozenset({"nnodes", "device_ids", "distributed_executor_backend", "data_parallel_backend"})
 
 
 def why_one_copy(arguments: Mapping[str, Any]) -> str:
-    """Return the engine argument with which a model runs in one copy only; "" if it may have several.
+    """Return the engine argument that limits the model to one copy; "" if there may be several copies.
 
     Args:
-        arguments: vLLM's engine arguments, typed or as texts.
+        arguments: vLLM's engine arguments, as typed values or as text.
     """
     return next((name for name, counts in _OF_ONE_COPY.items() if counts(arguments.get(name))), "")
 
 
 def chooses_gpus(arguments: Mapping[str, Any]) -> bool:
-    """Return True if vLLM or an argument chooses the GPUs. Otherwise Slipway does. `arguments`: as above."""
+    """Return True if vLLM or an argument chooses the GPUs, and not Slipway. `arguments`: as in `why_one_copy`."""
     return any(_OF_ONE_COPY[name](arguments.get(name)) for name in _OF_CHOSEN_GPUS)
 
 

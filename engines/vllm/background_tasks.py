@@ -8,7 +8,7 @@ from typing import Any
 
 
 class BackgroundTasks(set[asyncio.Task[None]]):
-    """The running tasks of one owner. The errors of those that fail are logged."""
+    """The running tasks of one owner. If a task fails, its error is logged."""
 
     def __init__(self, log_error: Callable[[BaseException], None]) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ class Copies:
         self.gave_up = False  # No copy runs, and no copy will be started.
         self._turns = asyncio.Semaphore(len(self._places) if settings.parallel_loading else 1)  # Limits loads.
         self._openings: dict[Copy, asyncio.Task[None]] = {}
-        self._ends: dict[int, asyncio.Task[None]] = {}  # Of former copies, whose memory is being freed.
+        self._ends: dict[int, asyncio.Task[None]] = {}  # Ends former copies and frees their memory.
         self._tasks = BackgroundTasks(_log_error)
         self._adapters: VllmAdapters | None = None
         self._continuations: Continuations | None = None  # None until the first copy takes requests.
@@ -369,7 +369,7 @@ class Copies:
             self.up.clear()
             self._down_since = time.monotonic()
         if not self._sends_whole_media and self._llm.renderer.mm_processor is not None:
-            # Prompts that are made from now on wait for the new process, which has no media.
+            # New prompts wait for the new process, which has no media.
             self._tasks.begin(self._llm.renderer.clear_mm_cache_async())
 
     def _retire(self, copy: Copy) -> None:

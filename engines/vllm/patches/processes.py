@@ -67,10 +67,10 @@ def patch_engine_process(
 
 
 def patch_executor(started: Callable[[Executor], None]) -> None:
-    """Patch the engine process. vLLM tells the server nothing of workers that Ray or another machine runs.
+    """Patch the engine process. vLLM does not tell the server about workers in Ray or on other machines.
 
     Args:
-        started: Called with the executor when its workers run.
+        started: Called with the executor when its workers have started.
     """
     start = Executor.__init__
 

@@ -14,7 +14,7 @@ workers notice the end of the engine process only between two steps, and a suspe
 worker has died, the workers that wait for it are killed, so that the engine process reports the death at once.
 tests/live/test_health_live.py kills a server and checks that no process is left.
 
-Workers elsewhere: the engine process names the workers that Ray or another machine runs (`elsewhere`).
+Workers elsewhere: the engine process reports the workers that run in Ray or on other machines (`elsewhere`).
 
 Failures: vLLM only logs the errors of its processes. With this module, the engine process reports an error of the
 function that vLLM runs in it, and each worker reports an error of `WorkerProc()`. tests/live/test_management_live.py
@@ -144,7 +144,7 @@ def first_failure(reports: Connection) -> StartFailure | None:
 
 
 def told_elsewhere(reports: Connection) -> tuple[str, ...]:
-    """Return the workers that run elsewhere, of each engine process that has some. The engine has started."""
+    """Return the engine processes' reports of workers that run elsewhere. Call it when the engine has started."""
     found: list[str] = []
     while reports.poll():
         if isinstance(report := reports.recv(), str):
@@ -290,7 +290,7 @@ def prepare_engine(report: Connection, processors: Collection[int] = ()) -> None
         try:
             if found := workers_elsewhere(executor):
                 report.send(found)
-        except Exception:  # The engine serves all the same.
+        except Exception:  # The engine still serves.
             logger.exception("the server does not learn which workers run elsewhere")
 
     processes.patch_engine_process(context, _end_workers, _meeting_place)

@@ -1,6 +1,6 @@
-"""The workers of an engine that are no processes of its server: those of Ray, and those on other machines.
+"""The workers of an engine that are not processes of the server, because they run in Ray or on other machines.
 
-The server cannot ask them for their stacks. It knows the workers and their machines, as the engine process tells them.
+The server cannot ask these workers for their stacks. It knows them and their machines from the engine process.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 from vllm.v1.executor.abstract import Executor
 
-# They go through a pipe that nobody reads during the start, and a message of this size is never mixed with another one.
+# The limit on a message. Nobody reads the pipe during the start, and a pipe never mixes messages of this size.
 _MOST_BYTES = 2048
 
 
 def workers_elsewhere(executor: Executor) -> str:
-    """Return the workers that do not run below the engine process, and their machines. Empty if all do."""
+    """Return the workers that are not children of the engine process, and their machines; "" if all are children."""
     found = "; ".join(
         f"{'workers' if len(ranks) > 1 else 'worker'} {', '.join(map(str, ranks))} {place}"
         for place, ranks in _by_place(_places(executor)).items()
@@ -33,7 +33,7 @@ def _by_place(places: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _places(executor: Executor) -> Iterator[str]:
-    """Yield the place of each worker, by its rank. A place is empty if the worker runs below the engine process."""
+    """Yield the place of each worker, in the order of ranks. It is "" for a child of the engine process."""
     if executor.uses_ray:
         import ray
 
@@ -49,7 +49,7 @@ def _places(executor: Executor) -> Iterator[str]:
 
 
 def _ray_nodes(executor: Any) -> list[str]:
-    """Return the node of each worker of Ray, by its rank."""
+    """Return the node of each Ray worker, in the order of ranks."""
     if (handles := getattr(executor, "ray_worker_handles", None)) is not None:
         return [handle.node_id for handle in handles]
     import ray
