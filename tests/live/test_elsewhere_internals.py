@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from vllm.config import ParallelConfig
 from vllm.v1.executor.abstract import Executor
 
 from engines.vllm.copies.core_client import engines_elsewhere
-from engines.vllm.patches import processes
+from engines.vllm.patches import grammars, processes
 from engines.vllm.processes import contexts
 from engines.vllm.processes.elsewhere import workers_elsewhere
 
@@ -82,8 +83,8 @@ def test_the_server_learns_them_from_the_engine_process(monkeypatch: pytest.Monk
 
     for name in ("patch_engine_process", "patch_waiting"):
         monkeypatch.setattr(processes, name, lambda *_: None)
-    monkeypatch.setattr(contexts.grammars, "patch_grammars", lambda _: None)
-    monkeypatch.setattr(contexts.os, "setpgid", lambda *_: None)
+    monkeypatch.setattr(grammars, "patch_grammars", lambda _: None)
+    monkeypatch.setattr(os, "setpgid", lambda *_: None)
     monkeypatch.setattr(Executor, "__init__", start)
     with contexts.tied_to_this_thread() as reports:
         contexts.prepare_engine(contexts._this_thread.report)
