@@ -261,6 +261,7 @@ class Engine(LoadedModel, Protocol):
         Raises:
             InvalidRequest: The engine would refuse the request.
             UnknownAdapter: The request names an adapter that was not added.
+            EngineDead: The engine has died.
         """
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,9 +16,10 @@ from typing import Any
 import pytest
 
 from tests.live.recorded_requests import RECORDED
-from tests.live.server import Server, copy_model, hosted, write_model
+from tests.live.server import START_SECONDS, Server, copy_model, hosted, write_model
 from tests.live.small_model import MAX_MODEL_LEN
 from tests.live.small_pooling_models import prepare_small_encoder
+from tests.waiting import wait_until
 
 EXPLAIN = {"x-slipway-explain": "1"}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -251,6 +254,38 @@ def test_the_command_shows_an_explanation(server: Server, tmp_path: Path) -> Non
     )
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "the server refuses the request (400)" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_model_that_loads_or_is_dead_refuses_an_explanation_as_a_call(
+    tmp_path: Path, small_options: dict[str, Any]
+) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("/invocations", LMI),
+        ("/generate", {"inputs": "a"}),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 2}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "unknown": 1}),
+    ]
+
+    def assert_refused() -> None:
+        for path, body in calls:
+            headers = {"x-request-id": "one"}
+            refused = server.client.post(path, json=body, headers=headers)
+            explained = server.client.post(path, json=body, headers=headers | EXPLAIN)
+            assert refused.status_code in (424, 500, 503), refused.text
+            assert (explained.status_code, explained.text) == (refused.status_code, refused.text), path
+
+    server = Server(write_model(tmp_path / "model", **small_options), tmp_path / "server.log")
+    try:
+        wait_until(lambda: server.ping() != 0, START_SECONDS, about=server.log_text)
+        if server.ping() != 200:  # A fast machine has loaded the model.
+            assert_refused()
+        server.wait_until_ready()
+        os.kill(server.engine_process(), signal.SIGKILL)
+        wait_until(lambda: server.ping() != 200, about=server.log_text)
+        assert_refused()
+    finally:
+        server.stop()
 
 
 def test_vectors_are_explained_whoever_makes_the_request(host: Server, tmp_path: Path) -> None:

@@ -247,6 +247,8 @@ class EngineClient:
     async def _explained_prompt(
         self, call: OpenAICall, prompt: Any, params: Any, options: Mapping[str, Any]
     ) -> ExplainedPrompt:
+        with _vllms_errors():
+            await self._engine.wait_until_ready()
         inner, adapter = prompt.get("decoder_prompt") or prompt, options.get("lora_request")
         token_ids = inner.get("prompt_token_ids") or ()
         if isinstance(params, BeamSearchParams):
