@@ -1,4 +1,4 @@
-"""The commands of the pages in docs/tasks and of docs/migrating.md run, and their output is the one on the pages.
+"""The commands of docs/tasks, docs/migrating.md and docs/explain.md run, and print what the pages show.
 
 tests/live/page_commands.py says which blocks are commands and which are outputs.
 """
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TASKS = sorted((ROOT / "docs" / "tasks").glob("*.md"))
 # The commands of the page on Kubernetes need a cluster.
-PAGES = [*(page for page in TASKS if page.stem != "kubernetes"), ROOT / "docs" / "migrating.md"]
+OTHERS = [ROOT / "docs" / name for name in ("migrating.md", "explain.md")]
+PAGES = [*(page for page in TASKS if page.stem != "kubernetes"), *OTHERS]
 SMALL: dict[str, object] = {"dtype": "fp32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 512}
 AWS = {
     "AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME": "http://localhost:8080",
