@@ -156,6 +156,24 @@ def test_over_http_what_needs_vllm_is_refused_by_name(server: Server) -> None:
         assert reply.json()["detail"][0]["loc"] == ["body", name]
 
 
+def test_over_http_a_call_is_explained(server: Server, sample_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    document = {
+        "inputs": "The capital of France is",
+        "parameters": {"max_new_tokens": 3, "top_p": 0.5, "details": True},
+    }
+    reply = server.client.post("/invocations", json=document, headers={"x-slipway-explain": "1"})
+    assert reply.status_code == 200, reply.text
+    found = reply.json()
+    assert found["parameters"]["top_p"] == {"value": 0.5, "from": "body", "fields": ["parameters.top_p"]}
+    assert found["parameters"]["max_tokens"] == {"value": 3, "from": "body", "fields": ["parameters.max_new_tokens"]}
+    assert found["without_effect"] == ["parameters.details"]
+    (prompt,) = found["prompts"]
+    assert (prompt["copy"], prompt["cached_tokens"]) == (1, None)
+    assert prompt["token_ids"] == AutoTokenizer.from_pretrained(sample_model).encode("The capital of France is")
+
+
 def test_over_http_a_stream_has_a_record_for_each_step(host: Server, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "model_id": prepare_small_model(),

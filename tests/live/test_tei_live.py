@@ -251,6 +251,26 @@ def test_classes_are_those_of_transformers(tei: Server, classifier: str) -> None
     assert [len(labels) for labels in batch] == [3, 3]
 
 
+def test_scores_and_classes_are_explained(tei: Server, reranker: str, classifier: str) -> None:
+    def explained(path: str, document: dict[str, Any]) -> Any:
+        answer = tei.client.post(path, json=document, headers={"x-slipway-explain": "1"})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["contract"] == "tei"
+        return answer.json()
+
+    query = "what is the capital ?"
+    found = explained("/rerank", {"model": reranker, "query": query, "texts": TEXTS, "raw_scores": True})
+    assert found["prompt_count"] == len(TEXTS)
+    assert found["parameters"]["task"] == {"value": "classify", "from": "default"}
+    assert "raw_scores" in found["without_effect"], "it is about the form of the answer"
+    tokens = post(tei, "/score", {"model": reranker, "text_1": query, "text_2": TEXTS})["usage"]["prompt_tokens"]
+    assert sum(prompt["tokens"] for prompt in found["prompts"]) == tokens
+    found = explained("/predict", {"model": classifier, "inputs": TEXTS[1]})
+    assert found["parameters"]["task"] == {"value": "classify", "from": "default"}
+    answer = post(tei, "/classify", {"model": classifier, "input": TEXTS[1]})
+    assert [prompt["tokens"] for prompt in found["prompts"]] == [answer["usage"]["prompt_tokens"]]
+
+
 @pytest.mark.slow
 def test_sparse_vectors_are_those_of_a_splade_model(tei: Server, tmp_path: Path) -> None:
     import torch
