@@ -429,6 +429,7 @@ async def test_an_answer_that_does_not_block_does_not_wait_for_formatters(
     await blocking
 
 
+@pytest.mark.usefixtures("no_collection_by_itself")
 async def test_a_formatted_call_that_has_ended_is_in_no_cycle(queue: EngineQueue, engine: ScriptedEngine) -> None:
     class Long(ShoutingContract):
         def parse(self, call: Call) -> Exchange:

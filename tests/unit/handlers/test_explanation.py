@@ -154,6 +154,7 @@ async def test_a_refusal_of_the_engine_is_the_contracts() -> None:
     assert refused.value.reply == always.value.reply
 
 
+@pytest.mark.usefixtures("no_collection_by_itself")
 async def test_a_call_leaves_no_cycle_when_it_was_explained() -> None:
     handler = handler_of(ScriptedEngine(), LmiRollingContract(MODEL))
     body = {"inputs": "a" * 1_000_000, "parameters": {"top_p": 0.5}}

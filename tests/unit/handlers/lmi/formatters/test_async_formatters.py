@@ -206,6 +206,7 @@ async def test_nothing_more_is_formatted_for_a_client_that_has_gone() -> None:
     assert (running.times, client.status, client.parts) == (1, 0, [])
 
 
+@pytest.mark.usefixtures("no_collection_by_itself")
 @pytest.mark.parametrize("write", [marked, failing_at("x")])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_reply_that_has_ended_is_in_no_cycle(write: Write, stream: bool) -> None:
