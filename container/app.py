@@ -40,7 +40,7 @@ from handlers.djl_errors import front_end_refusal
 from handlers.model_config import ModelConfig
 
 # The API description shows this model if the server has several models, or none yet.
-_ANY_MODEL = ModelConfig(name="{model}", model_dir=Path(), model_id="")
+_ANY_CONFIG = ModelConfig(name="{model}", model_dir=Path(), model_id="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class _Page:
 
 def create_app(
     models: Models,
-    settings: ServerConfig,
+    server_config: ServerConfig,
     registrar: Registrar,
     mounts: Sequence[Mount] = (),
     lag: Distribution | None = None,
@@ -139,7 +139,7 @@ def create_app(
 
     Args:
         models: The server's models.
-        settings: The server's settings.
+        server_config: The server's settings.
         registrar: Loads and unloads models for the management API.
         mounts: Further applications that the main listener serves.
         lag: Delays of the event loop in seconds, for `/metrics`.
@@ -147,8 +147,8 @@ def create_app(
         boxes: Show the black box of this moment to those who may manage models.
     """
     counts = HttpCounts()
-    state = AppState(models, settings, counts)
-    contracts = all_contracts(settings.wlm_error_http_code, settings.server_error_http_code)
+    state = AppState(models, server_config, counts)
+    contracts = all_contracts(server_config.wlm_error_http_code, server_config.server_error_http_code)
     below = {
         prefix: HttpRoute(
             state,
@@ -165,11 +165,11 @@ def create_app(
     options = _Page(lambda: Response(b"{}\n", media_type=JSON))
     router.add("/", "OPTIONS", options)
     management = router
-    if settings.management_address is not None:
+    if server_config.management_address is not None:
         management = Router(not_found, (), below, state.id_header)
         management.add("/", "OPTIONS", options)
     _add_server_pages(router, state, Metrics(models, counts, lag))
-    if settings.console:
+    if server_config.console:
         endpoints = tuple(name for mount in mounts for name in mount.endpoints)
         for path, file in console.files().items():
             router.add(path, "GET", file, without_key=True)
@@ -180,22 +180,24 @@ def create_app(
     if boxes is not None:
         management.add("/server/blackbox", "GET", _Page(boxes.page, state.hosts))
     add_contracts(router, state, contracts)
-    add_management(management, state, contracts, ModelManagement(models, registrar, multi_model=settings.multi_model))
+    add_management(
+        management, state, contracts, ModelManagement(models, registrar, multi_model=server_config.multi_model)
+    )
     return Applications(
         router,
         None if management is router else management,
-        settings.api_keys,
+        server_config.api_keys,
         not_found,
-        None if settings.capture is None else RecordFiles(Path(settings.capture)),
+        None if server_config.capture is None else RecordFiles(Path(server_config.capture)),
     )
 
 
 def _add_server_pages(router: Router, state: AppState, metrics: Metrics) -> None:
     """Add `/ping`, `/execution-parameters`, `/metrics`, and the API description."""
     models = state.models
-    health = _Page(lambda: _response(ping(models, state.settings, state.error_rates)))
+    health = _Page(lambda: _response(ping(models, state.server_config, state.error_rates)))
     router.add("/ping", ANY_METHOD, health, without_key=True)
-    transform = _Page(lambda: _response(execution_parameters(models, state.settings)))
+    transform = _Page(lambda: _response(execution_parameters(models, state.server_config)))
     router.add("/execution-parameters", "GET", transform)
     rendered = _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE}), state.hosts)
     for address in ("/metrics", "/server/metrics"):  # LMI has both.
@@ -203,7 +205,7 @@ def _add_server_pages(router: Router, state: AppState, metrics: Metrics) -> None
     router.add("/openapi.json", "GET", _Page(_Description(models), state.hosts, in_thread=True))
     assets = swagger_assets()
     if assets:
-        name = models.startup().name if models.single else _ANY_MODEL.name
+        name = models.startup().name if models.single else _ANY_CONFIG.name
         router.add("/docs", "GET", _Page(lambda: HTMLResponse(swagger_page(f"Slipway: {name}"))))
     for file, (path, kind) in assets.items():
         router.add(f"/docs/{file}", "GET", _Page(partial(FileResponse, path, media_type=kind)))
@@ -239,7 +241,7 @@ class _Description:
             for document in self._of_kinds.values():
                 paths |= document.get("paths", {})
                 schemas |= document.get("components", {}).get("schemas", {})
-            config = self._models.startup().lifecycle.model if self._models.single else _ANY_MODEL
+            config = self._models.startup().lifecycle.config if self._models.single else _ANY_CONFIG
             content = openapi_document(config, {"paths": paths, "components": {"schemas": schemas}})
             self._document = msgspec.json.encode(content)
         return Response(self._document, media_type=JSON)

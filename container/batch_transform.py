@@ -16,14 +16,14 @@ _PAYLOAD = 6  # SageMaker's default of MaxPayloadInMB. A larger payload would le
 _ROOM = 100  # SageMaker's limit of MaxPayloadInMB times MaxConcurrentTransforms.
 
 
-def execution_parameters(models: Models, settings: ServerConfig) -> Reply:
+def execution_parameters(models: Models, server_config: ServerConfig) -> Reply:
     """Return the reply of the route.
 
     A record is a body of `/invocations`, and a body holds one request. So records are never joined (SINGLE_RECORD). The
     number of calls that are sent at a time is the number that can run together, within SageMaker's limit.
     """
-    payload = max(1, min(_PAYLOAD, settings.max_request_size // _MEBIBYTE))
-    together = min((_together(model, settings) for model in models), default=1)
+    payload = max(1, min(_PAYLOAD, server_config.max_request_size // _MEBIBYTE))
+    together = min((_together(model, server_config) for model in models), default=1)
     parameters = {
         "MaxConcurrentTransforms": min(together, _ROOM // payload),
         "BatchStrategy": "SINGLE_RECORD",
@@ -32,7 +32,7 @@ def execution_parameters(models: Models, settings: ServerConfig) -> Reply:
     return Reply(200, JSON, msgspec.json.encode(parameters))
 
 
-def _together(model: Model, settings: ServerConfig) -> int:
+def _together(model: Model, server_config: ServerConfig) -> int:
     """Return the number of calls that a model runs together. A custom handler's calls may have to wait in the queue."""
-    given = model.lifecycle.model
-    return min(given.rolling_batch_size, settings.job_queue_size) if given.handler else given.rolling_batch_size
+    given = model.lifecycle.config
+    return min(given.rolling_batch_size, server_config.job_queue_size) if given.handler else given.rolling_batch_size

@@ -132,7 +132,7 @@ class _GenerationHttpRoute(HttpRoute):
     def _model(self, head: RequestHead, named: str) -> Model | Reply:
         model = self.state.models.called(head.path_parameters, named)
         if self._declared.refuse_path is not None:
-            return self._declared.refuse_path(head.path_parameters, model.lifecycle.model) or model
+            return self._declared.refuse_path(head.path_parameters, model.lifecycle.config) or model
         return model
 
     def answer(self, call: Call, reply: ReplyWriter, service: Service | None) -> Awaitable[Running | None]:
@@ -291,7 +291,7 @@ def _refuse_other_methods(
     allow = ("allow", ", ".join(router.methods(path)))
 
     def reply(head: RequestHead) -> Reply:
-        if head.method == "OPTIONS" and state.settings.cors_allowed_origin and not same_site:
+        if head.method == "OPTIONS" and state.server_config.cors_allowed_origin and not same_site:
             return Reply(200, "", b"", (allow,))
         refusal = contract.wrong_method(head.call(b""))
         return replace(refusal, headers=(*refusal.headers, allow))

@@ -107,17 +107,17 @@ _VLLM_ADAPTERS = {
 }
 
 
-def openapi_document(model: ModelConfig, vllm: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def openapi_document(config: ModelConfig, vllm: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the OpenAPI document of the server's routes.
 
     Args:
-        model: The settings of the model.
+        config: The settings of the model.
         vllm: The OpenAPI document of vLLM's front end. It is known when the model is loaded.
     """
     vllm = vllm or {}
     forwarded = _forwarded(vllm)
     paths: dict[str, Any] = {}
-    for method, path, tag, operation in _operations(model, forwarded):
+    for method, path, tag, operation in _operations(config, forwarded):
         item, verb = _item(method, path, tag, operation), method.lower()
         verbs = paths.setdefault(_PARAMETER.sub(r"{\1}", path), {})
         verbs[verb] = _joined(verbs[verb], item) if "requestBody" in verbs.get(verb, {}) else verbs.get(verb, item)
@@ -131,7 +131,7 @@ def openapi_document(model: ModelConfig, vllm: Mapping[str, Any] | None = None) 
     return {
         "openapi": "3.1.0",
         "info": {
-            "title": f"Slipway: {model.name}",
+            "title": f"Slipway: {config.name}",
             "version": version("slipway"),
             "description": _introduction(forwarded),
         },
@@ -164,18 +164,18 @@ def _tags(paths: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"name": name, "description": meaning} for name, meaning in TAGS.items() if name in used]
 
 
-def _operations(model: ModelConfig, forwarded: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Operation]]:
+def _operations(config: ModelConfig, forwarded: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Operation]]:
     """Yield method, path, tag and description of each route that vLLM's document does not describe.
 
     If several have one method and path, they are joined, or the first counts if they have no body.
     """
     bodies = {path: _body_schema(forwarded[path]["post"]["requestBody"]) for path in _FOR_VLLM if path in forwarded}
-    invocations = invocation(model, bodies)
-    for path in ("/invocations", f"/predictions/{model.name}", "/models/{model}/invoke"):
+    invocations = invocation(config, bodies)
+    for path in ("/invocations", f"/predictions/{config.name}", "/models/{model}/invoke"):
         yield "POST", path, "lmi", invocations
     for (method, path), operation in MANAGEMENT.items():
         yield method, path, "management", operation
-    if model.enable_lora:
+    if config.enable_lora:
         for (method, path), operation in ADAPTERS.items():
             yield method, path, "adapters", _with(operation, _refusals(lmi_adapters.refuse, _OF_ADAPTERS))
         for path, operation in _VLLM_ADAPTERS.items():
@@ -187,7 +187,7 @@ def _operations(model: ModelConfig, forwarded: Mapping[str, Any]) -> Iterator[tu
             if not isinstance(route, GenerationRoute | InfoRoute) or route.about is None:
                 continue
             for method in route.methods:
-                if model.handler is None or method != "POST":  # A custom handler answers only a few of these routes.
+                if config.handler is None or method != "POST":  # A custom handler answers only a few of these routes.
                     yield method, route.path, contract.name, _with(route.about, _errors(contract, route))
 
 

@@ -20,7 +20,7 @@ _TEXT = {
 }
 
 
-def ping(models: Models, settings: ServerConfig, error_rates: ErrorRates) -> Reply:
+def ping(models: Models, server_config: ServerConfig, error_rates: ErrorRates) -> Reply:
     """Return the reply to `/ping`: LMI's body, with a `reason` if something is wrong.
 
     Unlike in LMI, 200 means that all models can serve. With `allow_multi_status` the status is 207 instead of 503 while
@@ -35,18 +35,18 @@ def ping(models: Models, settings: ServerConfig, error_rates: ErrorRates) -> Rep
     exceeded = error_rates.exceeded
     entries = [_entry(model, exceeded) for model in models]
     body = "{\n" + ",\n".join(entries) + "\n}\n" if entries else "{}\n"
-    return Reply(503 if exceeded else _status(models, settings), JSON, body.encode())
+    return Reply(503 if exceeded else _status(models, server_config), JSON, body.encode())
 
 
-def _status(models: Models, settings: ServerConfig) -> int:
+def _status(models: Models, server_config: ServerConfig) -> int:
     """Return the first status that applies, in LMI's order."""
     states = [(model, model.lifecycle.state) for model in models]
     if any(state is State.FAILED or model.lifecycle.unhealthy for model, state in states):
         return 500
-    if settings.workers_health_check and any(s is State.READY and m.lifecycle.short_of_workers for m, s in states):
+    if server_config.workers_health_check and any(s is State.READY and m.lifecycle.short_of_workers for m, s in states):
         return 500
     if any(model.at_startup and state is State.STARTING for model, state in states):
-        return 207 if settings.allow_multi_status else 503
+        return 207 if server_config.allow_multi_status else 503
     ending = any(state in (State.DRAINING, State.STOPPED) for _, state in states)
     return 503 if models.draining or ending else 200
 

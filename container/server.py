@@ -209,7 +209,7 @@ class ModelServer:
     """The models of a server and their applications: loaded, watched, drained and stopped. Its owner listens."""
 
     def __init__(self, startup: Startup, mounts: Sequence[Mount] = ()) -> None:
-        self.settings = startup.server
+        self.server_config = startup.server_config
         self._mounts = mounts
         self._loop_watch = EventLoopWatch(self._on_stuck_loop)
         self.models = Models(Model(Lifecycle(model.settings), model.url, model.version) for model in startup.models)
@@ -217,10 +217,10 @@ class ModelServer:
         def read_settings(url: Value, name: str, arguments: Mapping[str, Value]) -> Settings:
             return further_settings(url, name, startup.environment, startup.command_line, arguments)
 
-        self.registrar = Registrar(self.models, startup.server, read_settings, said=startup.warnings)
-        self.boxes = BlackBoxes(self.models, startup.server, startup.report, lambda: self._loop_watch.late)
+        self.registrar = Registrar(self.models, startup.server_config, read_settings, said=startup.warnings)
+        self.boxes = BlackBoxes(self.models, startup.server_config, startup.report, lambda: self._loop_watch.late)
         self.applications = create_app(
-            self.models, startup.server, self.registrar, mounts, self._loop_watch.lag, startup.report, self.boxes
+            self.models, startup.server_config, self.registrar, mounts, self._loop_watch.lag, startup.report, self.boxes
         )
 
     @property
@@ -248,13 +248,13 @@ class ModelServer:
             logger.critical("the engines are no longer watched: internal error; /ping now answers 500", exc_info=True)
             for model in self.models:
                 model.lifecycle.fail("the engine is no longer watched: internal error")
-            if not self.settings.fail_fast:
+            if not self.server_config.fail_fast:
                 await asyncio.Event().wait()
 
     async def _watch_engines(self) -> None:
         """Start each engine and copy again that dies or stalls, or log it; under `fail_fast`, return then."""
-        server, restarts = self.settings, self.registrar.engine_restarts
-        ends_when_stalled = server.fail_fast and server.fail_fast_when_stalled
+        server_config, restarts = self.server_config, self.registrar.engine_restarts
+        ends_when_stalled = server_config.fail_fast and server_config.fail_fast_when_stalled
         reported: set[Model] = set()
         while True:
             for model in (*self.models, *self.models.leaving):
@@ -270,7 +270,7 @@ class ModelServer:
                     reported.add(model)
                     logs.show_held()
                     logger.critical("%s; /ping now answers 500", ended)
-            if reported and server.fail_fast:
+            if reported and server_config.fail_fast:
                 return
             reported.intersection_update(self.models)
             await asyncio.sleep(_ENGINE_CHECK_SECONDS)
@@ -284,7 +284,7 @@ class ModelServer:
         If calls still run shortly before that, a black box is written, and the calls continue.
         """
         self.models.draining = True
-        seconds = self.settings.drain_timeout
+        seconds = self.server_config.drain_timeout
         before_box = max(seconds - _BOX_SECONDS, 0.0)
         draining = asyncio.gather(
             # Loads are cancelled, and their callers get an error. A restart continues if calls wait for it.
@@ -326,13 +326,13 @@ class Process:
         Args:
             clean_up: Called if the process ends at once.
         """
-        self._settings = startup.server
+        self._server_config = startup.server_config
         self._clean_up = clean_up
         self.server = ModelServer(startup, mounts)
         applications = self.server.applications
-        self.listeners = [(http_server(applications.main), startup.server.host, startup.server.port)]
-        if applications.management is not None and startup.server.management_address is not None:
-            host, port = address(startup.server.management_address)
+        self.listeners = [(http_server(applications.main), startup.server_config.host, startup.server_config.port)]
+        if applications.management is not None and startup.server_config.management_address is not None:
+            host, port = address(startup.server_config.management_address)
             self.listeners.append((http_server(applications.management), host, int(port)))
         self.exit_code = EXIT_OK
         self._loading: asyncio.Task[None] | None = None
@@ -375,7 +375,7 @@ class Process:
             known = isinstance(error, EngineStartError)
             logger.critical("the model cannot be served: %s", error if known else "internal error", exc_info=not known)
             await asyncio.sleep(_FAILED_SECONDS)  # /ping says why, as LMI's does
-            await self.server.models.drain(self._settings.drain_timeout)  # Other models may have calls.
+            await self.server.models.drain(self._server_config.drain_timeout)  # Other models may have calls.
             self._end()
         else:
             self._greet()
@@ -383,20 +383,20 @@ class Process:
 
     def _greet(self) -> None:
         """Log the models, their engines and the addresses: three lines, or one record with fields in the JSON log."""
-        settings = self._settings
-        url = url_of(settings.host, settings.port)
+        server_config = self._server_config
+        url = url_of(server_config.host, server_config.port)
         models = [model.lifecycle.view() for model in self.server.models]
         fields: dict[str, Any] = {
             "version": version("slipway"),
-            "models": [model.settings.name for model in models],
+            "models": [model.config.name for model in models],
             "engines": sorted({f"{_ENGINES.get(m.engine, m.engine)} {m.engine_version}" for m in models}),
             "address": url,
-            "console": f"{url}/console" if settings.console else None,
+            "console": f"{url}/console" if server_config.console else None,
             "docs": f"{url}/docs",
         }
         names = ", ".join(fields["models"]) or "no model yet"
         lines = [f"Slipway {fields['version']} serves {names} ({', '.join(fields['engines']) or 'no engine'}) at {url}"]
-        lines += [f"  console:  {fields['console']}"] if settings.console else []
+        lines += [f"  console:  {fields['console']}"] if server_config.console else []
         lines += [f"  API docs: {fields['docs']}"]
         logger.info("%s", "\n".join(lines), extra={logs.FIELDS: fields})
 
@@ -415,7 +415,7 @@ class Process:
                 logs.show_held()  # somebody may have waited in vain for the start
             logger.warning("%s: ending at once", name)
             self._end_now(EXIT_OK if nothing_runs else 128 + number)
-        drain = self._settings.drain_timeout
+        drain = self._server_config.drain_timeout
         logger.info("%s: draining for at most %g s", name, drain)
         # A thread: no step that hangs can put it off.
         seconds = max(_END_SECONDS, drain + _STOP_SECONDS)
@@ -529,10 +529,10 @@ def prepared(startup: Startup) -> Iterator[None]:
     ensure_home()
     os.environ.update(startup.exports)
     _remove_empty_entries("LD_LIBRARY_PATH")
-    if startup.server.api_keys is not None:
+    if startup.server_config.api_keys is not None:
         for name in KEY_VARIABLES:  # no other process needs the server's keys
             os.environ.pop(name, None)
-        logger.info("callers need one of %d API keys", len(startup.server.api_keys.digests))
+        logger.info("callers need one of %d API keys", len(startup.server_config.api_keys.digests))
     # GPUs are chosen by the numbers of nvidia-smi, so CUDA has to count them in the same order.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     allow_open_files()
@@ -543,8 +543,8 @@ def prepared(startup: Startup) -> Iterator[None]:
         for model in startup.models:
             if model.temporary is not None:
                 stack.callback(shutil.rmtree, model.temporary, ignore_errors=True)
-            begin_import(model.settings.model)
-        if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:
+            begin_import(model.settings.config)
+        if len(startup.models) == 1 and (only := startup.models[0].settings.config).formatters is not None:
             # LMI runs a model's code in its directory, and the code may read files from there.
             os.chdir(only.model_dir)
         yield

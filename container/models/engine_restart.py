@@ -27,9 +27,9 @@ class EngineRestarts:
     restarted together, if one of them has a restart left.
     """
 
-    def __init__(self, models: Models, server: ServerConfig, loads: Loads) -> None:
-        self._models, self._server, self._loads = models, server, loads
-        self._when_stalled = server.engine_restart > 0 and server.engine_restart_when_stalled
+    def __init__(self, models: Models, server_config: ServerConfig, loads: Loads) -> None:
+        self._models, self._server_config, self._loads = models, server_config, loads
+        self._when_stalled = server_config.engine_restart > 0 and server_config.engine_restart_when_stalled
 
     def fault(self, model: Model) -> str:
         """Return the reason to restart the engine of a model, or copies of it. Empty: it needs no restart."""
@@ -53,10 +53,10 @@ class EngineRestarts:
         """
         if model in self._loads.running:
             return True
-        most, lifecycle = self._server.engine_restart, model.lifecycle
+        most, lifecycle = self._server_config.engine_restart, model.lifecycle
         recent = self._recent(model)
         ends = self._models.draining or model in self._models.leaving
-        if recent >= most or not lifecycle.model.runs_on_vllm or (ends and not lifecycle.calls_can_wait()):
+        if recent >= most or not lifecycle.config.runs_on_vllm or (ends and not lifecycle.calls_can_wait()):
             if missing := lifecycle.missing:
                 logs.show_held()
                 limit = f"each copy is started again at most {most} times within {WINDOW_SECONDS / 60:g} minutes"
@@ -96,7 +96,7 @@ class EngineRestarts:
                     what = "a copy"
                 model.restarts.append(EngineRestart(time.monotonic(), _to_restart(model)))
                 await model.lifecycle.restart(
-                    self._loads.place, last=lambda: self._recent(model) >= self._server.engine_restart
+                    self._loads.place, last=lambda: self._recent(model) >= self._server_config.engine_restart
                 )
         except EngineStartError as error:
             raise LoadFailed(f"model {model.name}: {what} cannot be started again: {error}") from None
@@ -111,7 +111,7 @@ class EngineRestarts:
         """
         lifecycle, fault = model.lifecycle, ""
         while not fault or lifecycle.missing:
-            await asyncio.sleep(lifecycle.model.predict_timeout)
+            await asyncio.sleep(lifecycle.config.predict_timeout)
             fault = self.fault(model)
         if lifecycle.fail(f"{fault}; it is started again when another model is loaded"):
             logger.error(

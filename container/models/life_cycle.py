@@ -56,7 +56,7 @@ class Lifecycle:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.model = settings.model  # The model's settings, with the GPUs that were chosen for it.
+        self.config = settings.config  # The model's settings, with the GPUs that were chosen for it.
         self.service: Service | None = None  # None until the model is loaded.
         self._stall: StallWatch | None = None
         self._fetched = False
@@ -135,7 +135,7 @@ class Lifecycle:
             reason = f"the engine's health cannot be read: {error!r}"
             if self._failure != reason:
                 logger.critical(
-                    "model %s: its health cannot be read; /ping now answers 500", self.model.name, exc_info=True
+                    "model %s: its health cannot be read; /ping now answers 500", self.config.name, exc_info=True
                 )
             self.fail(reason)
             self._failure = reason
@@ -155,7 +155,7 @@ class Lifecycle:
     def copy_limits(self) -> tuple[int, int]:
         """The smallest and the largest number of copies of the model. Settings may ask for more than there can be."""
         most = sum(copy.state is not CopyState.DRAINING for copy in self.copies) or 1
-        return min(self.model.min_copies or most, most), most
+        return min(self.config.min_copies or most, most), most
 
     def scale(self, least: int, most: int) -> None:
         """Begin to add or to remove copies of a model that is ready. The numbers also hold if it is loaded anew.
@@ -170,9 +170,9 @@ class Lifecycle:
         engine.scale(least, most)
         if queue is not None:
             queue.limit += engine.max_sequences - sequences
-        self.model = dataclasses.replace(self.model, min_copies=least, max_copies=most)
-        model = dataclasses.replace(self.settings.model, min_copies=least, max_copies=most)
-        self.settings = dataclasses.replace(self.settings, model=model)
+        self.config = dataclasses.replace(self.config, min_copies=least, max_copies=most)
+        config = dataclasses.replace(self.settings.config, min_copies=least, max_copies=most)
+        self.settings = dataclasses.replace(self.settings, config=config)
 
     async def start(self, place: Callable[[ModelConfig], ModelConfig] | None = None) -> None:
         """Load the model and generate a first token.
@@ -227,7 +227,7 @@ class Lifecycle:
                     raise
                 logs.show_held()
                 logger.error(
-                    "model %s: %s; it is loaded anew, and calls that wait get an error", self.model.name, error
+                    "model %s: %s; it is loaded anew, and calls that wait get an error", self.config.name, error
                 )
             reason = self.reason
             engine.give_up()
@@ -254,31 +254,31 @@ class Lifecycle:
 
     def _serve(self, service: Service) -> None:
         self.service = service
-        self._stall = StallWatch(partial(self._health, service), self.settings.server.stall_timeout)
+        self._stall = StallWatch(partial(self._health, service), self.settings.server_config.stall_timeout)
 
     async def _load(self, place: Callable[[ModelConfig], ModelConfig] | None) -> Service:
         started = time.monotonic()
         service: Service | None = None
         try:
-            server = self.settings.server
+            server_config = self.settings.server_config
             limits = Limits(
-                queue_size=server.job_queue_size,
-                overload_status=server.throttle_error_http_code,
-                unavailable_status=server.wlm_error_http_code,
-                model_aliases=server.model_aliases,
+                queue_size=server_config.job_queue_size,
+                overload_status=server_config.throttle_error_http_code,
+                unavailable_status=server_config.wlm_error_http_code,
+                model_aliases=server_config.model_aliases,
                 adapter_faults=self.settings.adapter_faults,
                 adapter_downloads=self.settings.remote_adapters,
             )
             await self.fetch()
             if place is not None:
-                self.model = await asyncio.to_thread(place, self.settings.model)
-            continue_calls = server.continue_calls if server.engine_restart else 0
-            model = dataclasses.replace(self.model, continue_calls=continue_calls)
+                self.config = await asyncio.to_thread(place, self.settings.config)
+            continue_calls = server_config.continue_calls if server_config.engine_restart else 0
+            config = dataclasses.replace(self.config, continue_calls=continue_calls)
             logs.hold_lines()
-            service = await load_service(model, limits, self.startup_times)
+            service = await load_service(config, limits, self.startup_times)
             if service.engine is not None:
                 with self.startup_times.phase("first token"):
-                    await _warm_up(service.engine, self.model)
+                    await _warm_up(service.engine, self.config)
             await asyncio.to_thread(collect_after_load, model_is_here=service.engine is not None)
         except BaseException:
             if service is not None:
@@ -286,7 +286,7 @@ class Lifecycle:
                 service = None  # The traceback holds this frame.
             raise
         seconds = time.monotonic() - started
-        logger.info("model %s is ready after %.1f s: %s", self.model.name, seconds, self.startup_times)
+        logger.info("model %s is ready after %.1f s: %s", self.config.name, seconds, self.startup_times)
         return service
 
     async def fetch(self) -> None:
@@ -300,7 +300,7 @@ class Lifecycle:
         if self._fetched or not self.settings.remote_models:
             return
         with self.startup_times.phase("download"):
-            await fetch_weights(self.settings.remote_models, self.model.model_loading_timeout)
+            await fetch_weights(self.settings.remote_models, self.config.model_loading_timeout)
         # Check again: files that the secure mode forbids may have come with the weights.
         check = self.settings.model_faults
         if check is not None and (faults := await asyncio.to_thread(check)):
@@ -311,19 +311,19 @@ class Lifecycle:
         """Return the model's state for routes that generate nothing."""
         service = self.service if self.stage is not State.STARTING else None
         queue = service.queue if service is not None else None
-        config = service.settings if service is not None else self.model
+        config = service.config if service is not None else self.config
         engine, version = ("python", python_version()) if config.handler is not None else running_engine(config)
         stalled = self.stalled
         return ModelView(
-            settings=self.model,
+            config=self.config,
             state="stalled" if stalled else self.state.value,
             reason=self.unhealthy or self.reason,
             started_at=self._started_at,
             loaded=service.engine if service is not None else None,
             engine=engine,
             engine_version=version,
-            max_requests=queue.limit if queue is not None else self.settings.server.job_queue_size,
-            model_aliases=self.settings.server.model_aliases,
+            max_requests=queue.limit if queue is not None else self.settings.server_config.job_queue_size,
+            model_aliases=self.settings.server_config.model_aliases,
             abort=service.abort if service is not None else lambda _: None,
             adapters=service.adapters.all() if service is not None and service.adapters is not None else (),
         )
@@ -387,7 +387,7 @@ async def until_none(calls: Callable[[], int], limit: float) -> None:
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _warm_up(engine: Engine, model: ModelConfig) -> None:
+async def _warm_up(engine: Engine, config: ModelConfig) -> None:
     """Answer a first request.
 
     Raises:
@@ -399,7 +399,7 @@ async def _warm_up(engine: Engine, model: ModelConfig) -> None:
     try:
         first = await unless_dead(first_delta(engine.submit, request), lambda: not engine.health().alive)
     except RequestError as error:
-        given = f" with {model.engine_options}" if model.engine_options else ""
+        given = f" with {config.engine_options}" if config.engine_options else ""
         message = f"the engine started{given} but failed at its first request; the log has its error: {error.message}"
         raise EngineStartError(message) from error
     if not first.token_count and first.numbers is None:

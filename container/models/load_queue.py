@@ -45,7 +45,7 @@ class Loads:
     async def one_at_a_time(self) -> AsyncIterator[None]:
         """Wait for other loads. During the block the log holds what libraries print."""
         async with self._lock:
-            models = [model.lifecycle.model for model in (*self._models, *self._models.leaving)]
+            models = [model.lifecycle.config for model in (*self._models, *self._models.leaving)]
             # A customer's code may print at any time, and its lines are shown.
             logs.hold_output(not any(m.handler or m.formatters or m.handler_before_engine for m in models))
             try:
@@ -60,11 +60,11 @@ class Loads:
         task.add_done_callback(lambda done: self._ended(model, done))
         return task
 
-    def place(self, model: ModelConfig, check: Settings | None = None) -> ModelConfig:
+    def place(self, config: ModelConfig, check: Settings | None = None) -> ModelConfig:
         """Return a model's settings with the GPUs that have the most room now.
 
         Args:
-            model: The settings.
+            config: The settings.
             check: All settings of the model, if it has to fit into the free memory.
 
         Raises:
@@ -77,7 +77,7 @@ class Loads:
             raise EngineStartError(str(error)) from None
         if check is not None:
             check_room(check, memory)
-        return placed(model, memory)
+        return placed(config, memory)
 
     def _ended(self, model: Model, task: asyncio.Task[None]) -> None:
         del self.running[model]

@@ -90,14 +90,14 @@ def _listed(model: Model) -> ListedModel:
 def described(model: Model) -> DescribedModel:
     """Describe a model with its workers. A copy of a model is a worker."""
     lifecycle = model.lifecycle
-    settings, state, service = lifecycle.model, lifecycle.state, lifecycle.service
+    config, state, service = lifecycle.config, lifecycle.state, lifecycle.service
     status = _STATUS.get(state, "Unhealthy")
     if state is State.READY and lifecycle.short_of_workers:
         status = "Unhealthy"
     workers: list[DescribedWorker] = []
     copies: Sequence[EngineCopy] = ()
     waiting = 0
-    on_gpu = bool(settings.handler.devices) if settings.handler else gpu_count() > 0 and settings.devices != ()
+    on_gpu = bool(config.handler.devices) if config.handler else gpu_count() > 0 and config.devices != ()
     if service is not None and service.custom is not None:
         pool = service.custom.pool
         waiting = pool.queue_length
@@ -111,10 +111,10 @@ def described(model: Model) -> DescribedModel:
         name=model.name,
         version=model.version,
         url=model.url,
-        batch_size=settings.batch_size,
-        max_batch_delay=settings.max_batch_delay,
-        max_idle_time=settings.handler.max_idle_time if settings.handler is not None else 60.0,
-        queue_size=lifecycle.settings.server.job_queue_size,
+        batch_size=config.batch_size,
+        max_batch_delay=config.max_batch_delay,
+        max_idle_time=config.handler.max_idle_time if config.handler is not None else 60.0,
+        queue_size=lifecycle.settings.server_config.job_queue_size,
         waiting=waiting,
         status=status,
         at_startup=model.at_startup,

@@ -53,13 +53,13 @@ def check_room(settings: Settings, memory: Sequence[int]) -> None:
     Raises:
         OutOfMemory: The model does not fit.
     """
-    name, reserved = settings.model.name, settings.reserved_memory * _MEBIBYTE
-    gpus = gpus_of(settings.model, memory)
-    sizes, layout = sharing_gpus(settings.model, len(gpus))
+    name, reserved = settings.config.name, settings.reserved_memory * _MEBIBYTE
+    gpus = gpus_of(settings.config, memory)
+    sizes, layout = sharing_gpus(settings.config, len(gpus))
     if not gpus:
         each, free = _needed(settings, sizes[0], layout), memory[-1]
         need = each if settings.required_memory is not None else each * layout.gpus(sizes[0])
-        need *= settings.model.max_copies or 1
+        need *= settings.config.max_copies or 1
         if need + reserved > free:
             raise OutOfMemory(
                 f"model {name} needs {_mebibytes(need)} of memory and {_mebibytes(reserved)} "
@@ -68,7 +68,7 @@ def check_room(settings: Settings, memory: Sequence[int]) -> None:
         return
     for size in sizes:
         each, count = _needed(settings, size, layout), layout.gpus(size)
-        count *= copies_that_fit(len(gpus), count, settings.model.max_copies)
+        count *= copies_that_fit(len(gpus), count, settings.config.max_copies)
         if all(each + reserved <= memory[index] for index in gpus[:count]):
             return
     where = "GPU memory" if count == 1 else f"memory on each of {count} GPUs"
@@ -82,20 +82,20 @@ def check_room(settings: Settings, memory: Sequence[int]) -> None:
 def _needed(settings: Settings, size: int, layout: Layout) -> int:
     if settings.required_memory is not None:
         return settings.required_memory * _MEBIBYTE
-    cache = integer(settings.model.engine_arguments.get("kv_cache_memory_bytes", ""))
-    return int(_BEYOND_FILES * _loaded(settings.model, layout).each(size, layout)) + cache
+    cache = integer(settings.config.engine_arguments.get("kv_cache_memory_bytes", ""))
+    return int(_BEYOND_FILES * _loaded(settings.config, layout).each(size, layout)) + cache
 
 
-def _loaded(model: ModelConfig, layout: Layout) -> Weights:
+def _loaded(config: ModelConfig, layout: Layout) -> Weights:
     """Return the bytes of the weight files, or of all files if a custom handler's model has no known weight files."""
-    if model.handler is not None:
-        paths = {str(model.model_dir), model.model_id}
+    if config.handler is not None:
+        paths = {str(config.model_dir), config.model_id}
         return Weights(sum(weight_bytes(path) or size_of(path) for path in paths))
-    draft = draft_model(model.engine_arguments.get("speculative_config"))
+    draft = draft_model(config.engine_arguments.get("speculative_config"))
     return Weights(
-        weight_bytes(model.model_id),
-        expert_bytes(model.model_id) if layout.expert_ranks > 1 else 0,
-        weight_bytes(draft) if draft and draft != model.model_id else 0,
+        weight_bytes(config.model_id),
+        expert_bytes(config.model_id) if layout.expert_ranks > 1 else 0,
+        weight_bytes(draft) if draft and draft != config.model_id else 0,
     )
 
 

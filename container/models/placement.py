@@ -144,7 +144,7 @@ def hub_asked_once(models: Sequence[Settings]) -> Iterator[str]:
     named = (
         model
         for settings in models
-        for model in (settings.model.model_id, draft_model(settings.model.engine_arguments.get("speculative_config")))
+        for model in (settings.config.model_id, draft_model(settings.config.engine_arguments.get("speculative_config")))
     )
     on_hub = ", ".join(model for model in named if model and not os.path.isdir(model))
     if not on_hub:
@@ -175,70 +175,70 @@ def gpu_plan(models: Sequence[Settings], gpus: Sequence[int]) -> GpuPlan:
         models: The models that the server starts with.
         gpus: The bytes of each GPU; 0 if unknown.
     """
-    return GpuPlan(tuple(gpus), tuple(_gpu_use(model, gpus) for model in models) if gpus else ())
+    return GpuPlan(tuple(gpus), tuple(_gpu_use(settings, gpus) for settings in models) if gpus else ())
 
 
 def _gpu_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
-    model = settings.model
-    devices = gpus_of(model, (*gpus, 0))
+    config = settings.config
+    devices = gpus_of(config, (*gpus, 0))
     if not devices:
-        return GpuUse(model=model.name, gpus=0, why="load_on_devices is cpu")
-    if model.handler is not None:
-        return GpuUse(model=model.name, gpus=len(devices), why="those of the custom handler's workers")
-    if not is_vllm(model):
-        (size,), _ = sharing_gpus(model, len(devices))
+        return GpuUse(model=config.name, gpus=0, why="load_on_devices is cpu")
+    if config.handler is not None:
+        return GpuUse(model=config.name, gpus=len(devices), why="those of the custom handler's workers")
+    if not is_vllm(config):
+        (size,), _ = sharing_gpus(config, len(devices))
         why = "dynamic batch takes one GPU, and all with option.device_map"
-        return GpuUse(model=model.name, gpus=size, copies=1, why=why)
-    if chooses_gpus(model.engine_arguments):
-        return GpuUse(model=model.name, gpus=None, why="option.device_ids, Ray or several machines choose them")
+        return GpuUse(model=config.name, gpus=size, copies=1, why=why)
+    if chooses_gpus(config.engine_arguments):
+        return GpuUse(model=config.name, gpus=None, why="option.device_ids, Ray or several machines choose them")
     try:
         return _vllm_use(settings, [gpus[device] for device in devices])
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # config.json may have anything
-        return GpuUse(model=model.name, gpus=None, why=f"a number of its config.json is not understood: {error}")
+        return GpuUse(model=config.name, gpus=None, why=f"a number of its config.json is not understood: {error}")
 
 
 def _vllm_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
     """Decide as the engine does, by the model's files."""
-    model, smallest = settings.model, min(gpus)
-    layout, given = _layout(model), model.tensor_parallel_degree
+    config, smallest = settings.config, min(gpus)
+    layout, given = _layout(config), config.tensor_parallel_degree
     memory = model_memory(settings) or ModelMemory({}, Weights(0), layout)
     most = layout.most(len(gpus))
     sizes = tensor_parallel_sizes(memory.config, most)
     if given is not None:
         size, why = given, f"option.tensor_parallel_degree={given}"
     elif most > 1 and not replace(memory, max_model_len=memory.max_model_len or None).sequence_bytes(1):
-        return GpuUse(model=model.name, gpus=None, why="there is no config.json that has all numbers of the model")
-    elif model.tensor_parallel_max:
+        return GpuUse(model=config.name, gpus=None, why="there is no config.json that has all numbers of the model")
+    elif config.tensor_parallel_max:
         size, why = sizes[-1], "option.tensor_parallel_degree=max, the most that the model allows"
     elif not smallest and len(sizes) > 1:
-        return GpuUse(model=model.name, gpus=None, why="their memory decides, which is not known (--gpus 4x24GiB)")
+        return GpuUse(model=config.name, gpus=None, why="their memory decides, which is not known (--gpus 4x24GiB)")
     else:
         size, why = memory.fewest(sizes, smallest)
     is_known = bool(memory.weights.total and smallest)
     holding = [one for one in sizes if not is_known or memory.cache_bytes(one, smallest) > 0]
     useful = [one for one in holding if not is_known or memory.fits(one, smallest)]
-    if is_known and not memory.fits(size, smallest) and (given is not None or model.tensor_parallel_max):
+    if is_known and not memory.fits(size, smallest) and (given is not None or config.tensor_parallel_max):
         why += f"; too few for the weights ({memory.weights.total / _GIB:.1f} GiB) and a useful KV cache"
         why += f", for which {useful[0]} are enough" if useful else ""
     for count, name in ((layout.stages, "pipeline stages"), (layout.replicas, "replicas"), (layout.nodes, "machines")):
         why += f"; {count} {name}" if count > 1 else ""
-    argument = why_one_copy(model.engine_arguments)
+    argument = why_one_copy(config.engine_arguments)
     each = layout.gpus(size)
-    fitting, copies = (copies_that_fit(len(gpus), each, limit) for limit in (None, model.max_copies))
+    fitting, copies = (copies_that_fit(len(gpus), each, limit) for limit in (None, config.max_copies))
     if argument and fitting > 1:
         why += f"; one copy, because of option.{argument}"
     elif copies > 1 or fitting > 1:
         why += "; as many copies as fit" if copies == fitting else f"; {fitting} copies fit, and maxWorkers is {copies}"
     tokens = memory.cache_tokens(size, smallest)
     return GpuUse(
-        model=model.name,
+        model=config.name,
         gpus=each * copies,
         why=why,
-        warning=_missing(model, each, len(gpus), fitting),
+        warning=_missing(config, each, len(gpus), fitting),
         copies=copies,
         cache_tokens=None if tokens is None else int(float(f"{tokens * layout.replicas_here:.3g}")),
         allowed=len(gpus),
-        most_copies=model.max_copies,
+        most_copies=config.max_copies,
         size=size,
         sizes=(useful or holding) if memory.config else (),
         layout=layout,
@@ -246,11 +246,11 @@ def _vllm_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
     )
 
 
-def _missing(model: ModelConfig, each: int, gpus: int, fitting: int) -> str:
+def _missing(config: ModelConfig, each: int, gpus: int, fitting: int) -> str:
     """Return the GPUs or copies that the settings ask for and the machine lacks; "" if it has all of them."""
     if each > gpus:
         return f"it needs {each} GPUs, and has {gpus}"
-    asked = model.min_copies or 1, model.max_copies or 1
+    asked = config.min_copies or 1, config.max_copies or 1
     for name, number in zip(("minWorkers", "maxWorkers"), asked, strict=True):
         if number > fitting:
             return f"{name} asks for {number} copies, and {fitting} fit"
@@ -259,30 +259,30 @@ def _missing(model: ModelConfig, each: int, gpus: int, fitting: int) -> str:
 
 def model_memory(settings: Settings) -> ModelMemory | None:
     """Return the memory that a model needs on vLLM by its files, here or on the hub; None without a config.json."""
-    model = settings.model
-    is_here = os.path.isdir(model.model_id)
-    path = Path(model.model_id, _CONFIG) if is_here else hub_file(model.model_id, _CONFIG, model.revision)
+    config = settings.config
+    is_here = os.path.isdir(config.model_id)
+    path = Path(config.model_id, _CONFIG) if is_here else hub_file(config.model_id, _CONFIG, config.revision)
     try:
-        config = None if path is None else json.loads(path.read_bytes())
+        hf_config = None if path is None else json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None  # loading the model reports the fault
-    if path is None or not isinstance(config, dict):
+    if path is None or not isinstance(hf_config, dict):
         return None
-    arguments, layout = model.engine_arguments, _layout(model)
-    files = str(path.parent) if is_here or weight_bytes(path.parent) else model.model_id
-    weights = weights_of(files, model.revision, arguments.get("speculative_config"), layout)
+    arguments, layout = config.engine_arguments, _layout(config)
+    files = str(path.parent) if is_here or weight_bytes(path.parent) else config.model_id
+    weights = weights_of(files, config.revision, arguments.get("speculative_config"), layout)
     if not weights.total:  # weights on S3 are fetched when the model is loaded
         weights = replace(weights, total=sum(remote.total_bytes for remote in settings.remote_models))
     share = arguments.get("gpu_memory_utilization", "").strip()
     cache = integer(arguments.get("kv_cache_memory_bytes", ""))
     is_fp8 = "fp8" in arguments.get("kv_cache_dtype", "")
     return ModelMemory(
-        config,
+        hf_config,
         weights,
         layout,
         memory_share=float(share) if _SHARE(share) else MEMORY_SHARE,
         max_model_len=_length(arguments.get("max_model_len", "").strip()),
-        cache_element_bytes=1 if is_fp8 else 4 if model.dtype == "float32" else 2,
+        cache_element_bytes=1 if is_fp8 else 4 if config.dtype == "float32" else 2,
         given_cache_bytes=cache or None,
     )
 
@@ -295,52 +295,52 @@ def _length(text: str) -> int | None:
     return int(float(found[1]) * _MULTIPLES[found[2]]) if found else None  # None: the model's own
 
 
-def placed(model: ModelConfig, memory: Sequence[int]) -> ModelConfig:
+def placed(config: ModelConfig, memory: Sequence[int]) -> ModelConfig:
     """Return the settings with `devices` in the order in which the engine takes them: most room first.
 
     They are unchanged for a custom handler, whose workers already have devices, and for an engine that chooses its
     GPUs, such as one on Ray.
     """
-    gpus = gpus_of(model, memory)
-    if model.handler is not None or not gpus or chooses_gpus(model.engine_arguments):
-        return model
-    return replace(model, devices=gpus)
+    gpus = gpus_of(config, memory)
+    if config.handler is not None or not gpus or chooses_gpus(config.engine_arguments):
+        return config
+    return replace(config, devices=gpus)
 
 
-def gpus_of(model: ModelConfig, memory: Sequence[int]) -> tuple[int, ...]:
+def gpus_of(config: ModelConfig, memory: Sequence[int]) -> tuple[int, ...]:
     """Return the GPUs that a model may use, in the order in which it takes them. Empty if it runs in main memory."""
     gpus = range(len(memory) - 1)
-    if model.handler is not None:
-        own = {int(index) for group in model.handler.devices for index in group.split(",")}
+    if config.handler is not None:
+        own = {int(index) for group in config.handler.devices for index in group.split(",")}
         return tuple(index for index in gpus if index in own)
-    allowed = gpus if model.devices is None else [index for index in model.devices if index in gpus]
+    allowed = gpus if config.devices is None else [index for index in config.devices if index in gpus]
     return tuple(sorted(allowed, key=lambda index: (-(memory[index] // _ALIKE), index)))
 
 
-def sharing_gpus(model: ModelConfig, gpus: int) -> tuple[Sequence[int], Layout]:
+def sharing_gpus(config: ModelConfig, gpus: int) -> tuple[Sequence[int], Layout]:
     """Return how many GPUs may share each layer: all possible counts, ascending. Also return the model's layout.
 
     If `gpus` is 0, the model runs in main memory. The counts are then counts of processes.
     """
-    if model.handler is not None:
-        workers = len(model.handler.devices) or 1
+    if config.handler is not None:
+        workers = len(config.handler.devices) or 1
         return ((gpus or 1) // workers or 1,), Layout(replicas=workers, replicas_here=workers)
-    if not is_vllm(model):
-        return ((gpus or 1) if "device_map" in model.engine_arguments else 1,), Layout()
-    layout = _layout(model)
-    if model.tensor_parallel_degree is not None or not gpus:
-        return (model.tensor_parallel_degree or 1,), layout
+    if not is_vllm(config):
+        return ((gpus or 1) if "device_map" in config.engine_arguments else 1,), Layout()
+    layout = _layout(config)
+    if config.tensor_parallel_degree is not None or not gpus:
+        return (config.tensor_parallel_degree or 1,), layout
     most = layout.most(gpus)
-    return range(most if model.tensor_parallel_max else 1, most + 1), layout
+    return range(most if config.tensor_parallel_max else 1, most + 1), layout
 
 
-def gpus_asked_for(model: ModelConfig) -> int:
+def gpus_asked_for(config: ModelConfig) -> int:
     """Return the number of this machine's GPUs that an engine takes with the model's settings, at least."""
-    return _layout(model).gpus(model.tensor_parallel_degree or 1) * (model.max_copies or 1)
+    return _layout(config).gpus(config.tensor_parallel_degree or 1) * (config.max_copies or 1)
 
 
-def _layout(model: ModelConfig) -> Layout:
-    return Layout.of({**model.engine_arguments, "pipeline_parallel_size": model.pipeline_parallel_degree})
+def _layout(config: ModelConfig) -> Layout:
+    return Layout.of({**config.engine_arguments, "pipeline_parallel_size": config.pipeline_parallel_degree})
 
 
 def integer(text: str) -> int:

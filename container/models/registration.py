@@ -50,7 +50,7 @@ class Registrar:
     def __init__(
         self,
         models: Models,
-        server: ServerConfig,
+        server_config: ServerConfig,
         read_settings: ReadSettings,
         free: Callable[[], Sequence[int]] = free_memory,
         said: Iterable[str] = (),
@@ -59,16 +59,16 @@ class Registrar:
 
         Args:
             models: The server's models.
-            server: The server's settings.
+            server_config: The server's settings.
             read_settings: Reads the settings of a model.
             free: Returns the free memory of each device in bytes.
             said: Warnings that were logged already and are not repeated.
         """
-        self._models, self._server = models, server
+        self._models, self._server_config = models, server_config
         self._read_settings = read_settings
         self._said = set(said)
         self._loads = Loads(models, free)
-        self.engine_restarts = EngineRestarts(models, server, self._loads)
+        self.engine_restarts = EngineRestarts(models, server_config, self._loads)
         self._reads: set[asyncio.Future[Settings]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()  # Registrations whose settings are being read, and unloads.
 
@@ -94,7 +94,7 @@ class Registrar:
         gpus = machine_gpus()
         loaded = [model.lifecycle for model in self._models if model.at_startup]
         # A service's settings have the engine that was chosen.
-        models = [replace(one.settings, model=one.service.settings) for one in loaded if one.service is not None]
+        models = [replace(one.settings, config=one.service.config) for one in loaded if one.service is not None]
         if not gpus or not models:
             return
         plan = gpu_plan(models, gpus)
@@ -247,7 +247,7 @@ class Registrar:
     async def _unload(self, model: Model) -> None:
         if not model.lifecycle.calls_can_wait():
             await self._cancel_load(model)
-        await model.lifecycle.drain(self._server.drain_timeout)
+        await model.lifecycle.drain(self._server_config.drain_timeout)
         await self._cancel_load(model)
         await model.lifecycle.stop()
         self._models.leaving.discard(model)
@@ -275,6 +275,6 @@ class Registrar:
 def _is_memory(error: Exception, settings: Settings) -> bool:
     if isinstance(error, OutOfMemory | EngineOutOfMemory):
         return True
-    if settings.model.handler is None:
+    if settings.config.handler is None:
         return False
     return _NO_MEMORY.search(str(error)) is not None or failure_of(error).out_of_memory

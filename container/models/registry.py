@@ -61,7 +61,7 @@ class Model:
 
     @property
     def name(self) -> str:
-        return self.lifecycle.model.name
+        return self.lifecycle.config.name
 
     @property
     def title(self) -> str:
@@ -70,11 +70,11 @@ class Model:
     @property
     def workers(self) -> tuple[int, int]:
         """The smallest and the largest number of workers: processes of a custom handler, or copies of the model."""
-        handler, service = self.lifecycle.model.handler, self.lifecycle.service
+        handler_config, service = self.lifecycle.config.handler, self.lifecycle.service
         if service is not None and service.custom is not None:
             return service.custom.pool.min_workers, service.custom.pool.max_workers
-        if handler is not None:
-            return handler.min_workers, handler.max_workers
+        if handler_config is not None:
+            return handler_config.min_workers, handler_config.max_workers
         return (0, 0) if self.scaled_to_zero else self.lifecycle.copy_limits
 
     def recent_restarts(self, copy: int, since: float) -> int:
@@ -83,7 +83,7 @@ class Model:
 
     def is_called(self, name: str) -> bool:
         """Return True if a body may use this name for the model: one of its names, or the name of an adapter."""
-        if name == self.name or name in self.lifecycle.model.served_model_names:
+        if name == self.name or name in self.lifecycle.config.served_model_names:
             return True
         service = self.lifecycle.service
         return service is not None and service.adapters is not None and name in service.adapters

@@ -20,7 +20,7 @@ def with_parsers_shown(startup: Startup) -> Startup:
 
 
 def _with_entries(settings: Settings) -> Settings:
-    config = settings.model
+    config = settings.config
     if not config.runs_on_vllm or config.task not in GENERATION:
         return settings
     sources = {entry.name: entry.source for entry in settings.entries}

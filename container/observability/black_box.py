@@ -50,19 +50,19 @@ class BlackBoxes:
     """Writes the black boxes of a server."""
 
     def __init__(
-        self, models: Models, settings: ServerConfig, report: ServerReport | None, late: Callable[[], float]
+        self, models: Models, server_config: ServerConfig, report: ServerReport | None, late: Callable[[], float]
     ) -> None:
         """Create the black boxes. Nothing is written yet.
 
         Args:
             models: The server's models.
-            settings: The server's settings.
+            server_config: The server's settings.
             report: Origins of the server's settings. None: the settings of its one model have them.
             late: Returns the seconds for which the event loop is late.
         """
         self._models, self._report, self._late = models, report, late
-        self._setting = settings.blackbox_dir
-        self._logs_short_form = settings.blackbox_log
+        self._setting = server_config.blackbox_dir
+        self._logs_short_form = server_config.blackbox_log
         self._lock = threading.Lock()  # One box is gathered at a time.
         self._latest: dict[tuple[object, ...], float] = {}  # When a box was written, by cause, model and part.
         self._killed_before = killed_for_memory()

@@ -202,7 +202,7 @@ def _places(processes: Iterable[ProcessReport]) -> list[str]:
 
 def _own_frame(frames: Iterable[str], model: Model) -> str:
     """Return the innermost frame of the model's code, or the innermost one of all."""
-    directory = f'File "{os.path.abspath(model.lifecycle.model.model_dir)}/'
+    directory = f'File "{os.path.abspath(model.lifecycle.config.model_dir)}/'
     return next((frame for frame in frames if frame.startswith(directory)), next(iter(frames), "no frame"))
 
 

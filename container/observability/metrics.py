@@ -76,7 +76,7 @@ class Metrics:
             yield _gauge("slipway_engine_running", "Sequences in the engine's batch.", status.running_requests)
             yield _gauge("slipway_engine_waiting", "Sequences that wait for the engine.", status.waiting_requests)
             yield _gauge("slipway_kv_cache_usage_ratio", "Share of the KV cache in use.", status.kv_cache_usage)
-            served_as = model.lifecycle.model.public_names[0] if self._models.single else model.name
+            served_as = model.lifecycle.config.public_names[0] if self._models.single else model.name
             yield from known_metrics(model.name, engine.statistics, status, model.version, served_as)
         if service is not None and service.custom is not None:
             yield from self._workers(service.custom.pool)

@@ -32,7 +32,7 @@ def handler_settings(
     problems = len(lookup.problems)
     gpus = sources.gpus
     layer = sources.workers()
-    config = lookup.read(
+    handler_config = lookup.read(
         HandlerConfig, layer, sources.variables, entry_point=entry_point, function=function, packages=packages
     )
     _show_other_keys(sources)
@@ -42,15 +42,17 @@ def handler_settings(
     if len(lookup.problems) > problems:
         return None
     _warn_of_mpi(sources, degrees)
-    least, most = (number * max(len(devices), 1) for number in (config.min_workers, config.max_workers))
+    least, most = (number * max(len(devices), 1) for number in (handler_config.min_workers, handler_config.max_workers))
     given = layer.get("maxWorkers") or layer.get("max_workers")
     if given is not None and most < least:
         lookup.warnings.append(f"maxWorkers ({given.source}) is below minWorkers: {least} run")
     executable = None
-    if config.python_executable is not None:
-        executable = shutil.which(config.python_executable)
+    if handler_config.python_executable is not None:
+        executable = shutil.which(handler_config.python_executable)
         if executable is None:
-            lookup.problems.append(f'option.pythonExecutable is "{config.python_executable}": there is no such program')
+            lookup.problems.append(
+                f'option.pythonExecutable is "{handler_config.python_executable}": there is no such program'
+            )
     properties = _properties(sources, model_id, degrees)
     if is_hugging_face:
         # LMI sets these for a Hugging Face model. LMI turns `auto` into `disable` if it uses none of its
@@ -59,12 +61,12 @@ def handler_settings(
             properties["rolling_batch"] = "disable"
         properties = {"pipeline_parallel_degree": "1", "max_rolling_batch_size": "32"} | properties
     return replace(
-        config,
+        handler_config,
         min_workers=least,
         max_workers=max(least, most),
         # 0 ends a worker as soon as it is idle. A pause keeps a worker that waits for a full batch from being checked
         # all the time.
-        max_idle_time=max(config.max_idle_time, _LEAST_IDLE_TIME),
+        max_idle_time=max(handler_config.max_idle_time, _LEAST_IDLE_TIME),
         python_executable=executable,
         devices=devices,
         sees_own_gpus=_TENSOR_PARALLEL in degrees,

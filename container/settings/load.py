@@ -81,20 +81,20 @@ def load_settings(
     remote = RemoteModels(environment.downloads, offline=offline)
     found = _model_dir(_place(model_dir, layer), variables, remote, lookup)
     sources = _sources(found, environment, layer, arguments or {}, remote, lookup)
-    config = read_server_config(layer, lookup)
-    model = read_model_config(sources)
+    server_config = read_server_config(layer, lookup)
+    config = read_model_config(sources)
     required, reserved = _memory(sources, "required_memory_mb"), _memory(sources, "reserved_memory_mb")
     secure_mode = read_secure_mode(variables, lookup.problems)
     if secure_mode is not None:
-        secure_mode = _for_model(secure_mode, sources, model, remote)
+        secure_mode = _for_model(secure_mode, sources, config, remote)
         lookup.problems += secure_mode.model_faults()
-    if config.health_check_override and model.handler is not None:
-        model = replace(model, handler=replace(model.handler, retry_threshold=sys.maxsize))
+    if server_config.health_check_override and config.handler is not None:
+        config = replace(config, handler=replace(config.handler, retry_threshold=sys.maxsize))
     if lookup.problems:
         raise SettingsError(lookup.problems, lookup.warnings)
     return Settings(
-        server=config,
-        model=model,
+        server_config=server_config,
+        config=config,
         entries=_in_order(lookup.entries),
         warnings=tuple(dict.fromkeys(lookup.warnings)),
         aliases=environment.aliases,
@@ -104,7 +104,7 @@ def load_settings(
         model_faults=None if secure_mode is None else secure_mode.model_faults,
         adapter_faults=None if secure_mode is None else secure_mode.adapter_faults,
         remote_models=remote.opened,
-        remote_adapters=RemoteAdapters(model.model_loading_timeout, offline=offline, downloads=environment.downloads),
+        remote_adapters=RemoteAdapters(config.model_loading_timeout, offline=offline, downloads=environment.downloads),
     )
 
 
@@ -151,12 +151,12 @@ def load_server(environment: Environment, command_line: Mapping[str, str]) -> Se
     layer = server_layer(variables, command_line, lookup)
     for key in (*SERVER_DEFAULTS_OF_MODEL_KEYS, *(option.key for option in server.FOR_MODELS)):
         layer.pop(key, None)
-    config = read_server_config(layer, lookup)
+    server_config = read_server_config(layer, lookup)
     read_secure_mode(variables, lookup.problems)
     if lookup.problems:
         raise SettingsError(lookup.problems, lookup.warnings)
     return ServerReport(
-        server=config,
+        server_config=server_config,
         entries=_in_order(lookup.entries),
         warnings=tuple(dict.fromkeys(lookup.warnings)),
         aliases=environment.aliases,
@@ -305,17 +305,19 @@ def _memory(sources: Sources, key: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _for_model(mode: SecureMode, sources: Sources, model: ModelConfig, remote: RemoteModels) -> SecureMode:
-    directories, handler = [sources.model_dir], model.handler
-    if os.path.isdir(model.model_id):
-        directories.append(Path(model.model_id))
+def _for_model(mode: SecureMode, sources: Sources, config: ModelConfig, remote: RemoteModels) -> SecureMode:
+    directories, handler_config = [sources.model_dir], config.handler
+    if os.path.isdir(config.model_id):
+        directories.append(Path(config.model_id))
     return replace(
         mode,
         keys=sources.given,
         variables=sources.variables,
         directories=tuple(dict.fromkeys(directories)),
         fetched=tuple(fetched.directory for fetched in remote.opened),
-        handler=Path(handler.entry_point) if handler is not None and os.path.isabs(handler.entry_point) else None,
+        handler=Path(handler_config.entry_point)
+        if handler_config is not None and os.path.isabs(handler_config.entry_point)
+        else None,
     )
 
 
@@ -347,7 +349,7 @@ def load_startup(
     of_one_model = replace(environment, one_model=True)
     variables = environment.variables
     layer = server_layer(variables, command_line, Lookup())  # its faults are reported with the settings
-    if "multi_model" in layer and load_server(environment, command_line).server.multi_model:
+    if "multi_model" in layer and load_server(environment, command_line).server_config.multi_model:
         return _several(environment, command_line, [])
     listed = layer.get("load_models")
     if model_dir is None and listed is not None and LOAD_MODELS.parser(listed.text) != "ALL":
@@ -362,8 +364,8 @@ def load_startup(
         directories = ()  # reading the settings reports the fault
     if len(directories) < 2 and not _has_another(directories, variables):
         settings = load_settings(model_dir, of_one_model, command_line)
-        models = [StartupModel(settings, str(settings.model.model_dir))]
-        return Startup(settings.server, tuple(models), None, environment, command_line)
+        models = [StartupModel(settings, str(settings.config.model_dir))]
+        return Startup(settings.server_config, tuple(models), None, environment, command_line)
     name = layer["model_name"].text if "model_name" in layer else None
     if len(directories) > 1 and name is not None:
         listing = ", ".join(directory.name for directory in directories)
@@ -413,11 +415,11 @@ def _for_each_model(command_line: Mapping[str, str]) -> dict[str, str]:
 
 def _several(environment: Environment, command_line: Mapping[str, str], models: list[StartupModel]) -> Startup:
     report = load_server(environment, {key: text for key, text in command_line.items() if key != "model_name"})
-    titles = [(model.settings.model.name, model.version) for model in models]
+    titles = [(model.settings.config.name, model.version) for model in models]
     for name, version in titles:
         if titles.count((name, version)) > 1:
             raise SettingsError((f"two models are called {name}: give them names with SERVING_LOAD_MODELS",))
-    return Startup(report.server, tuple(models), report, environment, command_line)
+    return Startup(report.server_config, tuple(models), report, environment, command_line)
 
 
 def _one_of_several(

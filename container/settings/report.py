@@ -74,24 +74,22 @@ def _plan_object(plan: GpuPlan) -> dict[str, Any]:
     }
 
 
-def render_text(settings: ServerReport) -> str:
+def render_text(report: ServerReport) -> str:
     """Return a table of name, value and source, then the aliases and the warnings."""
-    rows = [_HEAD, *(_row(entry) for entry in settings.entries)]
+    rows = [_HEAD, *(_row(entry) for entry in report.entries)]
     name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [f"{name:{name_width}}  {value:{value_width}}  {source}" for name, value, source in rows]
-    lines += [f"alias: {alias.variable} ({alias.of}) stands for {alias.target}" for alias in settings.aliases]
-    lines += [f"warning: {_one_line(warning)}" for warning in settings.warnings]
+    lines += [f"alias: {alias.variable} ({alias.of}) stands for {alias.target}" for alias in report.aliases]
+    lines += [f"warning: {_one_line(warning)}" for warning in report.warnings]
     return "\n".join(lines)
 
 
-def report_object(settings: ServerReport) -> dict[str, Any]:
+def report_object(report: ServerReport) -> dict[str, Any]:
     """Return the settings, aliases and warnings as data."""
     return {
-        "settings": [_object(entry) for entry in settings.entries],
-        "aliases": [
-            {"variable": alias.variable, "of": alias.of, "setting": alias.target} for alias in settings.aliases
-        ],
-        "warnings": list(settings.warnings),
+        "settings": [_object(entry) for entry in report.entries],
+        "aliases": [{"variable": alias.variable, "of": alias.of, "setting": alias.target} for alias in report.aliases],
+        "warnings": list(report.warnings),
     }
 
 

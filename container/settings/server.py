@@ -324,12 +324,14 @@ def read_server_config(layer: dict[str, Value], lookup: Lookup) -> ServerConfig:
         for name in (API_KEYS.key, API_KEYS_FILE.key):
             if (given := layer.pop(name, None)) is not None:
                 lookup.warnings.append(f"{name} ({given.source}) is ignored: {_NO_KEYS}")
-    config = lookup.read(ServerConfig, layer, api_keys=_api_keys(layer, lookup))
+    server_config = lookup.read(ServerConfig, layer, api_keys=_api_keys(layer, lookup))
     others: tuple[Setting[Any], ...] = (LOAD_MODELS, _ALLOW_UNKNOWN, *NOT_SERVED)
     for other in others:
         lookup.value(other, layer)
-    if config.management_address is not None and _is_main_listener(layer, config.management_address, config):
-        config = replace(config, management_address=None)
+    if server_config.management_address is not None and _is_main_listener(
+        layer, server_config.management_address, server_config
+    ):
+        server_config = replace(server_config, management_address=None)
     for key, value in sorted(layer.items()):
         if key in IGNORED:
             lookup.ignore(key, value, IGNORED[key])
@@ -340,7 +342,7 @@ def read_server_config(layer: dict[str, Value], lookup: Lookup) -> ServerConfig:
         else:  # DJL ignores such a name, too. Kubernetes sets some, for a service that is called `serving`.
             meant = closest(key, SUGGESTED)
             lookup.unknown(variable(key), value, meant and variable(meant), stops=False)
-    return config
+    return server_config
 
 
 def _api_keys(layer: Mapping[str, Value], lookup: Lookup) -> ApiKeys | None:
@@ -357,8 +359,8 @@ def _api_keys(layer: Mapping[str, Value], lookup: Lookup) -> ApiKeys | None:
     return ApiKeys.of(keys) if keys else None
 
 
-def _is_main_listener(layer: Mapping[str, Value], management: str, config: ServerConfig) -> bool:
+def _is_main_listener(layer: Mapping[str, Value], management: str, server_config: ServerConfig) -> bool:
     inference = layer.get(_INFERENCE_ADDRESS.key)
     if inference is not None and inference.text == layer["management_address"].text:
         return True
-    return address(management) == (config.host, str(config.port))
+    return address(management) == (server_config.host, str(server_config.port))

@@ -34,7 +34,7 @@ class RemoteWeights(Protocol):
 class ServerReport:
     """The settings of a server, with the record of where each came from."""
 
-    server: ServerConfig
+    server_config: ServerConfig
     entries: tuple[SettingEntry, ...] = ()
     warnings: tuple[str, ...] = ()
     aliases: tuple[Alias, ...] = ()  # Those that are in effect.
@@ -46,7 +46,7 @@ class ServerReport:
 class Settings(ServerReport):
     """All settings of a model and of its server."""
 
-    model: ModelConfig
+    config: ModelConfig
     required_memory: int | None = None  # MiB that the model needs; None: to be estimated.
     reserved_memory: int = 500  # MiB that have to stay free.
     # Returns the parts of the model that the secure mode refuses, also after weights were downloaded; None: the mode is
@@ -70,7 +70,7 @@ class StartupModel:
 
     @property
     def title(self) -> str:
-        name = self.settings.model.name
+        name = self.settings.config.name
         return f"{name}:{self.version}" if self.version else name
 
 
@@ -78,7 +78,7 @@ class StartupModel:
 class Startup:
     """All that a server starts with."""
 
-    server: ServerConfig
+    server_config: ServerConfig
     models: tuple[StartupModel, ...]
     # The origins of the server's settings. None: as in the settings of its one model.
     report: ServerReport | None = None

@@ -92,12 +92,14 @@ class LocalOptions:
         )
 
 
-def local_endpoint_of(server: ServerConfig, endpoints: list[str], options: LocalOptions) -> tuple[Mount, str]:
+def local_endpoint_of(server_config: ServerConfig, endpoints: list[str], options: LocalOptions) -> tuple[Mount, str]:
     """Return SageMaker's runtime API in front of the server, and the text that tells users how to reach it."""
     settings = options.settings("--local-endpoint", endpoints)
     _silence_httpx()
-    api = RuntimeApi(settings, KnownHosts(server.allowed_hosts))
-    return Mount(PREFIX, api, settings.endpoints, api.drain), _greeting(server.host, server.port, settings)
+    api = RuntimeApi(settings, KnownHosts(server_config.allowed_hosts))
+    return Mount(PREFIX, api, settings.endpoints, api.drain), _greeting(
+        server_config.host, server_config.port, settings
+    )
 
 
 def local(

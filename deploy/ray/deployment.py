@@ -61,7 +61,7 @@ def application(args: dict[str, Any]) -> serve.Application:
     """
     options = Options(**args)
     startup = load_startup(options.model_dir, os.environ, command_line(options.model_name))
-    drain = max(model.settings.server.drain_timeout for model in startup.models) if startup.models else 0.0
+    drain = max(model.settings.server_config.drain_timeout for model in startup.models) if startup.models else 0.0
     deployment = serve.deployment(Replica, name=NAME).options(
         **_replicas(options),
         **_resources(options, startup),
@@ -93,7 +93,7 @@ def _resources(options: Options, startup: Startup) -> dict[str, Any]:
     These are GPUs of one machine, or a placement group if Ray starts vLLM's workers.
     """
     gpus = _gpus(startup) if options.gpus is None else options.gpus
-    arguments = [model.settings.model.engine_arguments for model in startup.models]
+    arguments = [model.settings.config.engine_arguments for model in startup.models]
     if not any(one.get("distributed_executor_backend") == "ray" for one in arguments):
         return {"ray_actor_options": {"num_cpus": options.cpus, "num_gpus": gpus}}
     # The replica uses the processors of the first bundle. vLLM places its workers on the GPUs of all bundles.
@@ -111,10 +111,10 @@ def _gpus(startup: Startup) -> int:
     if not ray.is_initialized() or not ray.cluster_resources().get("GPU"):
         return 0
     needed = 0
-    for model in (one.settings.model for one in startup.models):
-        if model.tensor_parallel_max:
+    for config in (one.settings.config for one in startup.models):
+        if config.tensor_parallel_max:
             raise ValueError(
                 "option.tensor_parallel_degree=max: set the option `gpus` to the number of GPUs of each replica"
             )
-        needed += gpus_asked_for(model)
+        needed += gpus_asked_for(config)
     return needed

@@ -46,7 +46,7 @@ class Replica:
         """Load the models, and return the application that serves them."""
         model_dir, model_name = self._given
         startup = without_local_sessions(load_startup(model_dir, os.environ, command_line(model_name)))
-        logging_as = startup.server.log_format, startup.server.log_level, self._name
+        logging_as = startup.server_config.log_format, startup.server_config.log_level, self._name
         logs.configure(*logging_as)
         logs.configure_vllm(*logging_as)
         self._stop.enter_context(prepared(startup))
@@ -58,7 +58,7 @@ class Replica:
         applications = server.applications
         transport = httpx.ASGITransport(applications.router)
         self._own = httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=None)
-        application = ReplicaApplication(self.metrics, applications.router, startup.server)
+        application = ReplicaApplication(self.metrics, applications.router, startup.server_config)
         return applications.guarded(application)
 
     async def __del__(self) -> None:
@@ -101,8 +101,8 @@ def without_local_sessions(startup: Startup) -> Startup:
     """
     models = []
     for model in startup.models:
-        settings = model.settings.model
-        if settings.lmi.enable_stateful_sessions and not settings.lmi.sessions_path and not settings.lmi.sessions_s3url:
-            settings = replace(settings, lmi=replace(settings.lmi, enable_stateful_sessions=False))
-        models.append(replace(model, settings=replace(model.settings, model=settings)))
+        config = model.settings.config
+        if config.lmi.enable_stateful_sessions and not config.lmi.sessions_path and not config.lmi.sessions_s3url:
+            config = replace(config, lmi=replace(config.lmi, enable_stateful_sessions=False))
+        models.append(replace(model, settings=replace(model.settings, config=config)))
     return replace(startup, models=tuple(models))

@@ -34,17 +34,17 @@ class ReplicaApplication:
     """The ASGI application of a replica."""
 
     def __init__(
-        self, metrics: Callable[[], Awaitable[bytes]], application: Application, settings: ServerConfig
+        self, metrics: Callable[[], Awaitable[bytes]], application: Application, server_config: ServerConfig
     ) -> None:
         """Create the application.
 
         Args:
             metrics: Returns the metrics of all replicas.
             application: The server's own application.
-            settings: The server's settings.
+            server_config: The server's settings.
         """
         self._metrics, self._application = metrics, application
-        self._hosts = KnownHosts(settings.allowed_hosts)
+        self._hosts = KnownHosts(server_config.allowed_hosts)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one ASGI connection."""

@@ -141,11 +141,11 @@ class BatchEngine:
 
     adapters = None
 
-    def __init__(self, settings: EngineConfig) -> None:
-        self._settings = settings
-        streams = settings.enable_streaming != "false"
-        size = max(settings.batch_size, STREAMED_TOGETHER) if streams else settings.batch_size
-        self._waiting = BatchQueue[Job](size, settings.max_batch_delay if settings.batch_size > 1 else 0.0)
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        streams = config.enable_streaming != "false"
+        size = max(config.batch_size, STREAMED_TOGETHER) if streams else config.batch_size
+        self._waiting = BatchQueue[Job](size, config.max_batch_delay if config.batch_size > 1 else 0.0)
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._free = asyncio.Event()  # The engine's thread has ended its batch.
         self._running: Batch | None = None
@@ -157,14 +157,14 @@ class BatchEngine:
         self._watchdog = Watchdog(self._look)
         self._dispatcher: asyncio.Task[None] | None = None
         self.statistics = EngineStatistics()
-        self.max_sequences = settings.batch_size
+        self.max_sequences = config.batch_size
         self.max_top_tokens = MAX_TOP_TOKENS
         self.pooling: PoolingModel | None = None  # This engine generates text only.
         self.takes_images = False
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        limit = self._settings.model_loading_timeout
+        limit = self._config.model_loading_timeout
         try:
             await asyncio.wait_for(in_daemon_thread(self._load), limit)
         except asyncio.CancelledError:
@@ -179,8 +179,8 @@ class BatchEngine:
         self._started_at = time.time()
 
     def _load(self) -> None:
-        warn_of_arguments_without_effect(self._settings)
-        model = load_model(self._settings)
+        warn_of_arguments_without_effect(self._config)
+        model = load_model(self._config)
         if self._abandoned:
             del model
             release_memory()
@@ -189,10 +189,10 @@ class BatchEngine:
         try:
             runner.try_out()
         except Exception as error:
-            raise failure_of(error).error(f"transformers cannot run {self._settings.model_id}") from error
+            raise failure_of(error).error(f"transformers cannot run {self._config.model_id}") from error
         self._model, self._runner, self.tokenizer = model, runner, copied(model.tokenizer)
         self.texts = ModelTexts(model.tokenizer)
-        self._prompts = PromptTokenizer(self.texts, model.max_model_len, self._settings.max_prompt_tokens)
+        self._prompts = PromptTokenizer(self.texts, model.max_model_len, self._config.max_prompt_tokens)
         self.max_model_len, self.eos_token_ids = model.max_model_len, model.eos_token_ids
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
@@ -349,7 +349,7 @@ class BatchEngine:
         """Fail the requests of a batch that makes no progress. Fail all requests if the engine has died."""
         if self._dead is not None:
             return False
-        batch, now, limit = self._running, time.monotonic(), self._settings.predict_timeout
+        batch, now, limit = self._running, time.monotonic(), self._config.predict_timeout
         self._progress.look(batch is not None, now if batch is None else batch.moved_at)
         if self._dispatcher is not None and self._dispatcher.done():
             error = None if self._dispatcher.cancelled() else self._dispatcher.exception()

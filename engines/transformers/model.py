@@ -42,18 +42,18 @@ class LoadingArguments(msgspec.Struct, frozen=True, kw_only=True):
     load_in_4bit: bool = False
 
 
-def loading_arguments(settings: EngineConfig) -> LoadingArguments:
+def loading_arguments(config: EngineConfig) -> LoadingArguments:
     """Read the engine arguments.
 
     Raises:
         EngineStartError: An argument has a wrong value. The message names it.
     """
-    given = {name: text.strip() for name, text in settings.engine_arguments.items() if text.strip()}
+    given = {name: text.strip() for name, text in config.engine_arguments.items() if text.strip()}
     try:
         return msgspec.convert(given, LoadingArguments, strict=False)
     except msgspec.ValidationError as error:
         why, _, name = str(error).removesuffix("`").partition(" - at `$.")
-        raise EngineStartError(f"{source(settings, name)}: {given[name]!r}: {why}") from None
+        raise EngineStartError(f"{source(config, name)}: {given[name]!r}: {why}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,71 +70,71 @@ class TransformersModel:
     pad_token_id: int
 
 
-def load_model(settings: EngineConfig) -> TransformersModel:
+def load_model(config: EngineConfig) -> TransformersModel:
     """Load the model and its tokenizer. It blocks until both are loaded.
 
     Raises:
         EngineStartError: The model cannot be loaded, or a setting does not fit. The message gives the reason.
     """
-    arguments = model_arguments(settings)
-    device = _device(settings)
+    arguments = model_arguments(config)
+    device = _device(config)
     disable_progress_bar()  # In a log, each of its steps would be a line.
     try:
-        if settings.devices and device.type == "cuda":
+        if config.devices and device.type == "cuda":
             torch.cuda.set_device(device)  # For this thread. transformers sizes the KV cache by the current device.
-        name = loading_arguments(settings).tokenizer
+        name = loading_arguments(config).tokenizer
         tokenizer = AutoTokenizer.from_pretrained(
-            name or settings.model_id,
-            revision=None if name else settings.revision,
-            trust_remote_code=settings.trust_remote_code,
+            name or config.model_id,
+            revision=None if name else config.revision,
+            trust_remote_code=config.trust_remote_code,
         )
-        config = AutoConfig.from_pretrained(
-            settings.model_id, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+        hf_config = AutoConfig.from_pretrained(
+            config.model_id, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-        check_kind(settings, config)
-        model, loading = AutoModelForCausalLM.from_pretrained(settings.model_id, output_loading_info=True, **arguments)
-        check_weights(settings, loading)
-        check_quantization(settings, model.config)
+        check_kind(config, hf_config)
+        model, loading = AutoModelForCausalLM.from_pretrained(config.model_id, output_loading_info=True, **arguments)
+        check_weights(config, loading)
+        check_quantization(config, model.config)
         if "device_map" not in arguments and "quantization_config" not in arguments:
             model = model.to(device)
     except EngineStartError:
         raise
     except Exception as error:
-        raise failure_of(error).error(f"transformers cannot load {settings.model_id}") from error
+        raise failure_of(error).error(f"transformers cannot load {config.model_id}") from error
     model.eval()
-    config = model.config.get_text_config()
+    hf_config = model.config.get_text_config()
     return TransformersModel(
         model=model,
         tokenizer=tokenizer,
         device=model.device,
-        max_model_len=max_model_len(settings, config),
-        vocabulary_size=int(config.vocab_size),
+        max_model_len=max_model_len(config, hf_config),
+        vocabulary_size=int(hf_config.vocab_size),
         eos_token_ids=end_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer),
         special_ids=frozenset(tokenizer.all_special_ids),
-        pad_token_id=pad_token_id(tokenizer, int(config.vocab_size)),
+        pad_token_id=pad_token_id(tokenizer, int(hf_config.vocab_size)),
     )
 
 
-def warn_of_arguments_without_effect(settings: EngineConfig) -> None:
+def warn_of_arguments_without_effect(config: EngineConfig) -> None:
     """Log one warning that names the engine arguments that this engine does not read."""
-    unknown = [name for name in settings.engine_arguments if name not in LoadingArguments.__struct_fields__]
+    unknown = [name for name in config.engine_arguments if name not in LoadingArguments.__struct_fields__]
     if unknown:
-        sources = ", ".join(source(settings, name) for name in unknown)
-        logger.warning("%s: no effect with option.rolling_batch=%s", sources, settings.rolling_batch)
+        sources = ", ".join(source(config, name) for name in unknown)
+        logger.warning("%s: no effect with option.rolling_batch=%s", sources, config.rolling_batch)
 
 
-def model_arguments(settings: EngineConfig) -> dict[str, Any]:
+def model_arguments(config: EngineConfig) -> dict[str, Any]:
     """Return the keyword arguments of `from_pretrained`."""
-    given = loading_arguments(settings)
+    given = loading_arguments(config)
     arguments: dict[str, Any] = {
-        "revision": settings.revision,
-        "trust_remote_code": settings.trust_remote_code,
-        "dtype": settings.dtype if settings.dtype == "auto" else _dtype(settings.dtype),
+        "revision": config.revision,
+        "trust_remote_code": config.trust_remote_code,
+        "dtype": config.dtype if config.dtype == "auto" else _dtype(config.dtype),
     }
     if given.attn_implementation:
         arguments["attn_implementation"] = given.attn_implementation
     if given.device_map:
-        arguments["device_map"] = _device_map(settings, given.device_map)
+        arguments["device_map"] = _device_map(config, given.device_map)
     # The configuration of a quantized model names its quantization, and `quantization` must agree with it.
     bits = _BITS.get(given.quantization.lower())
     bits = "load_in_8bit" if given.load_in_8bit else "load_in_4bit" if given.load_in_4bit else bits
@@ -142,9 +142,9 @@ def model_arguments(settings: EngineConfig) -> dict[str, Any]:
         from transformers import BitsAndBytesConfig
 
         arguments["quantization_config"] = BitsAndBytesConfig(**{bits: True})
-        if settings.devices:
-            arguments.setdefault("device_map", {"": _device(settings)})
-    if (settings.tensor_parallel_degree or 1) * settings.pipeline_parallel_degree > 1 and not given.device_map:
+        if config.devices:
+            arguments.setdefault("device_map", {"": _device(config)})
+    if (config.tensor_parallel_degree or 1) * config.pipeline_parallel_degree > 1 and not given.device_map:
         raise EngineStartError(
             "option.tensor_parallel_degree: transformers runs a model on one device here; option.device_map spreads "
             "its layers over several, option.rolling_batch=vllm shares each layer"
@@ -160,43 +160,43 @@ def _dtype(name: str) -> Any:
     return dtype
 
 
-def _device(settings: EngineConfig) -> Any:
-    if settings.devices == () or not torch.cuda.is_available():
+def _device(config: EngineConfig) -> Any:
+    if config.devices == () or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", settings.devices[0] if settings.devices else 0)
+    return torch.device("cuda", config.devices[0] if config.devices else 0)
 
 
-def _device_map(settings: EngineConfig, text: str) -> Any:
+def _device_map(config: EngineConfig, text: str) -> Any:
     if not text.startswith("{"):
         return text
     try:
         return json.loads(text)
     except ValueError as error:
-        raise EngineStartError(f"{source(settings, 'device_map')}: {text!r} is not JSON: {error}") from None
+        raise EngineStartError(f"{source(config, 'device_map')}: {text!r} is not JSON: {error}") from None
 
 
-def source(settings: EngineConfig, name: str) -> str:
+def source(config: EngineConfig, name: str) -> str:
     """Return where an engine argument was set, for messages."""
-    return settings.engine_argument_sources.get(name, f"option.{name}")
+    return config.engine_argument_sources.get(name, f"option.{name}")
 
 
-def check_kind(settings: EngineConfig, config: Any) -> None:
+def check_kind(config: EngineConfig, hf_config: Any) -> None:
     """Refuse a model that is not a causal language model, even if transformers would load a part of it as such.
 
     Raises EngineStartError: the model is an encoder-decoder model, or an encoder.
     """
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(hf_config, "is_encoder_decoder", False):
         kind = "an encoder-decoder model"
-    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False:
+    elif type(hf_config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(hf_config, "is_decoder", None) is False:
         kind = "an encoder without `is_decoder`"
     else:
         return
     raise EngineStartError(
-        f"{settings.model_id} is {kind} ({config.model_type}); only causal language models are served"
+        f"{config.model_id} is {kind} ({hf_config.model_type}); only causal language models are served"
     )
 
 
-def check_weights(settings: EngineConfig, loading: Mapping[str, Any]) -> None:
+def check_weights(config: EngineConfig, loading: Mapping[str, Any]) -> None:
     """Refuse a checkpoint that lacks weights, because transformers would fill them with random numbers.
 
     Args:
@@ -213,45 +213,43 @@ def check_weights(settings: EngineConfig, loading: Mapping[str, Any]) -> None:
         if names:
             shown = ", ".join(sorted(names)[:3])
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise EngineStartError(f"{settings.model_id} {what}: {shown}{more}")
+            raise EngineStartError(f"{config.model_id} {what}: {shown}{more}")
 
 
-def check_quantization(settings: EngineConfig, config: Any) -> None:
+def check_quantization(config: EngineConfig, hf_config: Any) -> None:
     """Refuse to quantize weights while they are loaded, unless bitsandbytes quantizes them."""
-    wanted = loading_arguments(settings).quantization.lower()
-    if not wanted or wanted in _BITS or getattr(config, "quantization_config", None) is not None:
+    wanted = loading_arguments(config).quantization.lower()
+    if not wanted or wanted in _BITS or getattr(hf_config, "quantization_config", None) is not None:
         return
     raise EngineStartError(
-        f"{source(settings, 'quantization')}: {wanted!r} is only for weights that were quantized so beforehand, which "
+        f"{source(config, 'quantization')}: {wanted!r} is only for weights that were quantized so beforehand, which "
         "these were not; while loading, transformers quantizes with bitsandbytes here"
     )
 
 
-def max_model_len(settings: EngineConfig, config: Any) -> int:
-    """Return the limit on the tokens of prompt and answer together. `config`: the model's text configuration."""
-    longest = longest_context(config)
-    wanted = loading_arguments(settings).max_model_len
+def max_model_len(config: EngineConfig, hf_config: Any) -> int:
+    """Return the limit on the tokens of prompt and answer together. `hf_config`: the model's text configuration."""
+    longest = longest_context(hf_config)
+    wanted = loading_arguments(config).max_model_len
     if wanted is None:
         if longest is None:
-            raise EngineStartError(
-                f"{settings.model_id} does not say how long its context is; set option.max_model_len"
-            )
+            raise EngineStartError(f"{config.model_id} does not say how long its context is; set option.max_model_len")
         return longest
     if longest is not None and wanted > longest:
         raise EngineStartError(
-            f"{source(settings, 'max_model_len')}: {wanted} is more than the model's context of {longest} tokens"
+            f"{source(config, 'max_model_len')}: {wanted} is more than the model's context of {longest} tokens"
         )
     return wanted
 
 
-def longest_context(config: Any) -> int | None:
+def longest_context(hf_config: Any) -> int | None:
     """Return the length of the model's context in tokens; None if the configuration does not have it."""
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len"):
-        if isinstance(length := getattr(config, name, None), int):
+        if isinstance(length := getattr(hf_config, name, None), int):
             break
     else:
         return None
-    rope = getattr(config, "rope_parameters", None)
+    rope = getattr(hf_config, "rope_parameters", None)
     if not isinstance(rope, dict) or rope.get("rope_type") not in _STRETCHED_ROPE:
         return length
     trained = rope.get("original_max_position_embeddings") or length

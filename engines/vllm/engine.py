@@ -78,8 +78,8 @@ class _Prepared(msgspec.Struct, frozen=True):
 class VllmEngine:
     """One model on vLLM. Its engine core runs in a separate process."""
 
-    def __init__(self, settings: EngineConfig) -> None:
-        self._settings = settings
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
         self._ids = itertools.count()
         self.statistics = EngineStatistics()
         self._watchdog = Watchdog(self._look)
@@ -92,11 +92,11 @@ class VllmEngine:
         fork_server.start()
         first = Copy(1)
         try:
-            loaded = await VllmLoader(self._settings, first.threads).load()
+            loaded = await VllmLoader(self._config, first.threads).load()
         except BaseException:
             first.threads.end()
             raise
-        self._copies = Copies(loaded, first, self._settings, self.statistics, lambda: self.waits)
+        self._copies = Copies(loaded, first, self._config, self.statistics, lambda: self.waits)
         try:
             await self._attach(loaded)
             await self._copies.start_others()
@@ -118,7 +118,7 @@ class VllmEngine:
             self.tasks = await unless_dead(llm.get_supported_tasks(), lambda: llm.errored)
         except EngineDead:
             raise EngineStartError("the engine has died right after its start; the log has its error") from None
-        self.pooling = model_of(llm.model_config, self.tasks, self.frontend_arguments, self._settings)
+        self.pooling = model_of(llm.model_config, self.tasks, self.frontend_arguments, self._config)
         self._answers_prompts = "generate" in self.tasks or self.pooling is not None
         media = llm.renderer.mm_processor  # None if the model, or its limits, allow texts only.
         self.takes_images = media is not None and media.info.allowed_mm_limits.get("image", 0) > 0
@@ -143,7 +143,7 @@ class VllmEngine:
         vocabulary_size = self._vocabulary_size = llm.model_config.get_vocab_size()
         most = llm.model_config.max_logprobs
         self.max_top_tokens: int = vocabulary_size if most < 0 else most
-        self._prompts = PromptTokenizer(self.texts, self.max_model_len, self._settings.max_prompt_tokens)
+        self._prompts = PromptTokenizer(self.texts, self.max_model_len, self._config.max_prompt_tokens)
         self.sampling = SamplingTranslator(
             max_model_len=self.max_model_len,
             max_top_tokens=self.max_top_tokens,
@@ -159,11 +159,11 @@ class VllmEngine:
             vocabulary_size,
             structured,
             drafts=drafts,
-            partial_schemas=self._settings.partial_schemas,
+            partial_schemas=self._config.partial_schemas,
         )
         if config.lora_config is not None:
             empty_slots = EMPTY_SLOTS_ON_CPU if vllm.platforms.current_platform.is_cpu() else 0
-            self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)
+            self.adapters = VllmAdapters(llm, self._config.predict_timeout, empty_slots)
         self._copies.begin(self.adapters)
         self._up = self._copies.up
         self._watchdog.start()
@@ -350,7 +350,7 @@ class VllmEngine:
             GenerationFailed: The engine was not restarted within `predict_timeout`.
         """
         if not self._up.is_set():
-            limit = self._settings.predict_timeout
+            limit = self._config.predict_timeout
             try:
                 async with asyncio.timeout(limit):
                     while not self._up.is_set():  # The engine may die again before this task runs.
@@ -506,7 +506,7 @@ class VllmEngine:
         return True
 
     async def _end_overdue(self) -> None:
-        limit = self._settings.predict_timeout
+        limit = self._config.predict_timeout
         overdue = time.monotonic() - limit
         states = async_llm.request_states(self.async_llm).values()
         own = [state for state in states if isinstance(state, OwnState)]
@@ -520,7 +520,7 @@ class VllmEngine:
     @property
     def waits(self) -> bool:
         over = self._stopped or self._copies.gave_up or bool(self._watchdog.failure)
-        return self._settings.continue_calls > 0 and not over
+        return self._config.continue_calls > 0 and not over
 
     async def restart(self) -> None:
         await self._copies.restart()

@@ -87,14 +87,16 @@ def shown_parameters(params: msgspec.Struct) -> dict[str, Any]:
     return {name: _shown(getattr(params, name)) for name in fields if not name.startswith("_") and name not in _OWN}
 
 
-def model_defaults(model: ModelConfig, sampling: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
+def model_defaults(model_config: ModelConfig, sampling: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
     """Return the model's own sampling parameters: the value, and the place that has it.
 
     Args:
-        model: vLLM's configuration of the model.
+        model_config: vLLM's configuration of the model.
         sampling: The parameters, as vLLM has read them.
     """
-    overridden = {"max_tokens" if name == "max_new_tokens" else name for name in model.override_generation_config}
+    overridden = {
+        "max_tokens" if name == "max_new_tokens" else name for name in model_config.override_generation_config
+    }
     return {name: (value, _OVERRIDE if name in overridden else _GENERATION_CONFIG) for name, value in sampling.items()}
 
 

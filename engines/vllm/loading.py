@@ -71,23 +71,23 @@ class StartedEngine:
 class VllmLoader:
     """Loads one copy of a model, once."""
 
-    def __init__(self, settings: EngineConfig, threads: LastingThreads) -> None:
+    def __init__(self, config: EngineConfig, threads: LastingThreads) -> None:
         """Create the vLLM loader.
 
         Args:
-            settings: The settings of the model.
+            config: The settings of the model.
             threads: The threads that start vLLM's processes. The kernel kills spawned processes together with the
                 thread that spawned them.
         """
-        self._settings = settings
+        self._config = config
         self._threads = threads
         self._abandoned = False  # Nothing waits for the copy any longer.
         self.elsewhere: Sequence[
             str
         ] = ()  # The workers that Ray or another machine runs. Known when the copy is loaded.
         # vLLM's errors do not always name the argument that causes them.
-        given = settings.engine_options
-        self._cannot = f"vLLM cannot load {settings.model_id}" + (f" with {given}" if given else "")
+        given = config.engine_options
+        self._cannot = f"vLLM cannot load {config.model_id}" + (f" with {given}" if given else "")
 
     async def load(self) -> StartedEngine:
         """Load the first copy. It takes half a minute or more, in a thread.
@@ -105,8 +105,8 @@ class VllmLoader:
         """
 
         def load() -> AsyncMPClient:
-            config = config_of_copy(llm.vllm_config, place.gpus, place.physical_gpus)
-            client = self._start_processes(config, lambda: start_processes(llm, config), place)
+            vllm_config = config_of_copy(llm.vllm_config, place.gpus, place.physical_gpus)
+            client = self._start_processes(vllm_config, lambda: start_processes(llm, vllm_config), place)
             if self._abandoned:
                 client.shutdown(SHUTDOWN_SECONDS)
             return client
@@ -116,10 +116,10 @@ class VllmLoader:
     async def _in_time(self, load: Callable[[], _T]) -> _T:
         try:
             # In Python 3.11, an error in `wait_for` leaves a reference cycle, which would keep vLLM's client in memory.
-            async with asyncio.timeout(self._settings.model_loading_timeout):
+            async with asyncio.timeout(self._config.model_loading_timeout):
                 return await self._threads.run(load)
         except TimeoutError:
-            limit = self._settings.model_loading_timeout
+            limit = self._config.model_loading_timeout
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
         except EngineStartError:
             raise
@@ -136,41 +136,41 @@ class VllmLoader:
         on_cpu = vllm.platforms.current_platform.is_cpu()
         if on_cpu:
             go_without_compiler(os.environ)
-        settings = with_parsers(self._settings)
-        arguments = engine_arguments(settings, on_cpu)
+        config = with_parsers(self._config)
+        arguments = engine_arguments(config, on_cpu)
         # Parsed here, so that errors are reported before the model is loaded.
-        frontend = frontend_arguments(settings)
+        frontend = frontend_arguments(config)
         engine_args = AsyncEngineArgs(**serve_defaults() | arguments)
-        most = self._settings.max_copies
-        places = processor_places(most or 1) if on_cpu else gpu_places(engine_args, self._settings)
+        most = self._config.max_copies
+        places = processor_places(most or 1) if on_cpu else gpu_places(engine_args, self._config)
         if len(places[:most]) > 1:
             send_whole_media(engine_args)
         # The usage context selects the default batch sizes, here those of `vllm serve`.
-        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-        choose_backend(config, self._settings.engine_arguments.get("structured_outputs_config", ""))
-        if self._settings.djl_engine and self._settings.pooling is None:
-            pool_as_djl(config.model_config)
-        is_pooling = config.model_config.runner_type == "pooling"
-        refusal = "the model generates no text" if is_pooling else load_typical(config)
-        if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
-            llm = self._start_on_cpu(config, places)
+        vllm_config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        choose_backend(vllm_config, self._config.engine_arguments.get("structured_outputs_config", ""))
+        if self._config.djl_engine and self._config.pooling is None:
+            pool_as_djl(vllm_config.model_config)
+        is_pooling = vllm_config.model_config.runner_type == "pooling"
+        refusal = "the model generates no text" if is_pooling else load_typical(vllm_config)
+        if on_cpu and vllm_config.cache_config.kv_cache_memory_bytes is None:
+            llm = self._start_on_cpu(vllm_config, places)
         else:
-            llm = self._start(config, places[0])
+            llm = self._start(vllm_config, places[0])
         if self._abandoned:
             end_processes(llm.engine_core, SHUTDOWN_SECONDS)
             free(llm)
         reports = next(one for one in stat_loggers(llm) if isinstance(one, EngineReports))
         return StartedEngine(llm, reports, frontend, refusal, places, self.elsewhere)
 
-    def _start(self, config: VllmConfig, place: Place) -> AsyncLLM:
+    def _start(self, vllm_config: VllmConfig, place: Place) -> AsyncLLM:
         llm: AsyncLLM = self._start_processes(
-            config, lambda: AsyncLLM.from_vllm_config(config, stat_loggers=[EngineReports]), place
+            vllm_config, lambda: AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[EngineReports]), place
         )
         return llm
 
-    def _start_processes(self, config: VllmConfig, start: Callable[[], _T], place: Place) -> _T:
-        is_spawned = config.parallel_config.numa_bind
-        with tied_to_this_thread(place.processors, spawned=is_spawned) as reports, devices_kept(config):
+    def _start_processes(self, vllm_config: VllmConfig, start: Callable[[], _T], place: Place) -> _T:
+        is_spawned = vllm_config.parallel_config.numa_bind
+        with tied_to_this_thread(place.processors, spawned=is_spawned) as reports, devices_kept(vllm_config):
             try:
                 started = start()
             except Exception as error:  # vLLM's error says only that a process has failed.
@@ -180,20 +180,20 @@ class VllmLoader:
             self.elsewhere = told_elsewhere(reports)
             return started
 
-    def _start_on_cpu(self, config: VllmConfig, places: Sequence[Place]) -> AsyncLLM:
+    def _start_on_cpu(self, vllm_config: VllmConfig, places: Sequence[Place]) -> AsyncLLM:
         """Choose the size of the KV cache. If vLLM refuses it and names the available memory, choose a smaller one."""
-        demand = cache_demand(config, len(places))
-        limits = memory_limits(config.parallel_config.local_world_size)
-        config.cache_config.kv_cache_memory_bytes = kv_cache_size(demand, limits)
+        demand = cache_demand(vllm_config, len(places))
+        limits = memory_limits(vllm_config.parallel_config.local_world_size)
+        vllm_config.cache_config.kv_cache_memory_bytes = kv_cache_size(demand, limits)
         try:
-            return self._start(config, places[0])
+            return self._start(vllm_config, places[0])
         except EngineOutOfMemory as error:
             smaller = smaller_size(demand, str(error))
             if smaller is None or self._abandoned:
                 raise
             logger.warning("%s; trying once more with a KV cache of %.2f GiB", error, smaller / (1 << 30))
-        config.cache_config.kv_cache_memory_bytes = smaller
-        return self._start(config, places[0])
+        vllm_config.cache_config.kv_cache_memory_bytes = smaller
+        return self._start(vllm_config, places[0])
 
 
 async def shut_down(llm: AsyncLLM) -> None:

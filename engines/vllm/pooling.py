@@ -26,29 +26,29 @@ _SPARSE = "BertSpladeSparseEmbeddingModel"  # vLLM's only model with sparse vect
 
 
 def model_of(
-    config: ModelConfig, tasks: Collection[str], frontend: Mapping[str, Any], settings: EngineConfig
+    model_config: ModelConfig, tasks: Collection[str], frontend: Mapping[str, Any], config: EngineConfig
 ) -> PoolingModel | None:
     """Return the description of a pooling model; None if the model generates text.
 
     Args:
-        config: vLLM's configuration of the model.
+        model_config: vLLM's configuration of the model.
         tasks: The model's tasks in vLLM's engine.
         frontend: The arguments of vLLM's front end.
-        settings: Slipway's settings of the model.
+        config: Slipway's settings of the model.
 
     Raises:
         EngineStartError: The model has no prompt named `default_prompt_name`, or `default_prompt` is given as well.
     """
     if "generate" in tasks or not frozenset(tasks).intersection(POOLING_TASKS):
         return None
-    task: Any = config.get_pooling_task(tuple(tasks))
-    hf_config = config.hf_config
+    task: Any = model_config.get_pooling_task(tuple(tasks))
+    hf_config = model_config.hf_config
     # transformers gives a configuration without labels two labels: `LABEL_0` and `LABEL_1`.
     labels = {int(number): str(name) for number, name in (getattr(hf_config, "id2label", None) or {}).items()}
-    pooler = config.pooler_config
-    sparse = config.architecture == _SPARSE
-    size = config.get_vocab_size() if sparse else config.embedding_size
-    prompts = _prompts(config)
+    pooler = model_config.pooler_config
+    sparse = model_config.architecture == _SPARSE
+    size = model_config.get_vocab_size() if sparse else model_config.embedding_size
+    prompts = _prompts(model_config)
     return PoolingModel(
         kind=kind_of_model(task, getattr(hf_config, "num_labels", 0)),
         task=task,
@@ -56,21 +56,21 @@ def model_of(
         vector_size=size if task in ("embed", "token_embed") else 0,
         labels=labels,
         pooling="SPLADE" if sparse else (pooler.seq_pooling_type or "") if pooler is not None else "",
-        dtype=str(config.dtype).removeprefix("torch."),
+        dtype=str(model_config.dtype).removeprefix("torch."),
         problem_type=getattr(hf_config, "problem_type", None) or "",
-        lower_case=bool((config.encoder_config or {}).get("do_lower_case")),
-        pairs_refusal=_pairs_refusal(config, frontend) if task == "classify" else "the model scores no pairs",
+        lower_case=bool((model_config.encoder_config or {}).get("do_lower_case")),
+        pairs_refusal=_pairs_refusal(model_config, frontend) if task == "classify" else "the model scores no pairs",
         prompts=prompts,
-        default_prompt=_default_prompt(settings, prompts),
+        default_prompt=_default_prompt(config, prompts),
     )
 
 
-def pool_as_djl(config: ModelConfig) -> None:
+def pool_as_djl(model_config: ModelConfig) -> None:
     """Use the mean of the tokens' vectors, as DJL's engines do, if the model's files do not define the pooling."""
-    pooler = config.pooler_config
-    if pooler is None or any("ForSequenceClassification" in name for name in config.architectures):
+    pooler = model_config.pooler_config
+    if pooler is None or any("ForSequenceClassification" in name for name in model_config.architectures):
         return
-    if get_pooling_config(config.model, config.revision) is None:
+    if get_pooling_config(model_config.model, model_config.revision) is None:
         pooler.seq_pooling_type = "MEAN"
 
 
@@ -100,23 +100,23 @@ def check_pooling(pooling: Pooling | None, model: PoolingModel | None) -> None:
         raise InvalidRequest(model.pairs_refusal)
 
 
-def _pairs_refusal(config: ModelConfig, frontend: Mapping[str, Any]) -> str:
+def _pairs_refusal(model_config: ModelConfig, frontend: Mapping[str, Any]) -> str:
     """Return the reason why the model's pairs cannot be tokenized together; "" if they can.
 
     Rerankers that are made from generative models have a template for pairs. Only vLLM's own routes apply it.
     """
-    if frontend.get("chat_template") is not None or supports_score_template(get_model_cls(config)):
+    if frontend.get("chat_template") is not None or supports_score_template(get_model_cls(model_config)):
         return "the model has a template for pairs; send `query` and `documents` to /rerank"
-    if not config.use_sep_token:
+    if not model_config.use_sep_token:
         return "the model joins pairs in its own way; send `query` and `documents` to /rerank"
     return ""
 
 
-def _default_prompt(settings: EngineConfig, prompts: Mapping[str, str]) -> str | None:
-    name = settings.default_prompt_name
+def _default_prompt(config: EngineConfig, prompts: Mapping[str, str]) -> str | None:
+    name = config.default_prompt_name
     if name is None:
-        return settings.default_prompt
-    if settings.default_prompt is not None:
+        return config.default_prompt
+    if config.default_prompt is not None:
         raise EngineStartError("only one of option.default_prompt and option.default_prompt_name can be set")
     if name not in prompts:
         known = f"allowed: {', '.join(prompts)}" if prompts else f"the model has no prompts in {_SENTENCE_TRANSFORMERS}"
@@ -124,10 +124,10 @@ def _default_prompt(settings: EngineConfig, prompts: Mapping[str, str]) -> str |
     return prompts[name]
 
 
-def _prompts(config: ModelConfig) -> dict[str, str]:
+def _prompts(model_config: ModelConfig) -> dict[str, str]:
     """Return the prefixes for texts, by their names in sentence-transformers' file."""
     try:
-        given = get_hf_file_to_dict(_SENTENCE_TRANSFORMERS, config.model, config.revision) or {}
+        given = get_hf_file_to_dict(_SENTENCE_TRANSFORMERS, model_config.model, model_config.revision) or {}
     except (OSError, ValueError) as error:
         logger.warning("%s cannot be read, so no prompts are known by name: %s", _SENTENCE_TRANSFORMERS, error)
         return {}

@@ -37,7 +37,7 @@ class CustomHandler:
 
     def __init__(
         self,
-        settings: ModelConfig,
+        config: ModelConfig,
         *,
         queue_size: int,
         overload_status: int,
@@ -48,7 +48,7 @@ class CustomHandler:
         """Prepare the workers without starting them.
 
         Args:
-            settings: The model's settings, with a handler.
+            config: The model's settings, with a handler.
             queue_size: The number of calls that may wait while all workers are busy.
             overload_status: The status of calls that the queue cannot take.
             unavailable_status: The status of calls that fail because a worker has ended or hangs.
@@ -58,37 +58,37 @@ class CustomHandler:
         Raises:
             ValueError: The settings name no handler.
         """
-        if settings.handler is None:
+        if config.handler is None:
             raise ValueError("the settings name no handler")
-        self._settings, self._handler = settings, settings.handler
+        self._config, self._handler_config = config, config.handler
         # Async handlers and handlers with a rolling batch get each request immediately.
-        uses_batches = not self._handler.async_mode and not self._handler.rolling_batch
+        uses_batches = not self._handler_config.async_mode and not self._handler_config.rolling_batch
         limits = CallLimits(
             queue_size=queue_size,
             overload_status=overload_status,
             unavailable_status=unavailable_status,
-            predict_timeout=settings.predict_timeout,
-            async_mode=self._handler.async_mode,
+            predict_timeout=config.predict_timeout,
+            async_mode=self._handler_config.async_mode,
             # An async handler runs up to `queue_size` calls at the same time.
-            concurrency=max(queue_size, 1) if self._handler.async_mode else 1,
-            batch_size=min(settings.batch_size, MAX_BATCH) if uses_batches else 1,
-            max_batch_delay=settings.max_batch_delay,
-            max_rolling_batch_size=settings.rolling_batch_size,
+            concurrency=max(queue_size, 1) if self._handler_config.async_mode else 1,
+            batch_size=min(config.batch_size, MAX_BATCH) if uses_batches else 1,
+            max_batch_delay=config.max_batch_delay,
+            max_rolling_batch_size=config.rolling_batch_size,
         )
         self._grace, self._load_engine = grace, load_engine
-        self.adapter_host = WorkerAdapterHost(lambda: self.pool.serving, settings.predict_timeout)
-        rolling = self._handler.rolling_batch and not self._handler.async_mode
+        self.adapter_host = WorkerAdapterHost(lambda: self.pool.serving, config.predict_timeout)
+        rolling = self._handler_config.rolling_batch and not self._handler_config.async_mode
         batcher = RollingBatcher if rolling else DynamicBatcher
-        self.pool = WorkerPool(self._handler, limits, batcher, self.adapter_host.register_all)
+        self.pool = WorkerPool(self._handler_config, limits, batcher, self.adapter_host.register_all)
         self._load_request = LoadRequest(
-            model_dir=os.path.abspath(settings.model_dir),
-            entry_point=self._handler.entry_point,
-            function=self._handler.function,
-            async_mode=self._handler.async_mode,
-            properties=dict(self._handler.properties),
-            model_name=settings.name,
+            model_dir=os.path.abspath(config.model_dir),
+            entry_point=self._handler_config.entry_point,
+            function=self._handler_config.function,
+            async_mode=self._handler_config.async_mode,
+            properties=dict(self._handler_config.properties),
+            model_name=config.name,
             server_version=version("slipway"),
-            sets_python_path="PYTHONPATH" not in self._handler.environment,
+            sets_python_path="PYTHONPATH" not in self._handler_config.environment,
         )
         self.adapters: Container[str] | None = None  # Allowed values of a call's `adapter`. None allows all.
 
@@ -99,10 +99,10 @@ class CustomHandler:
             EngineStartError: The handler cannot be loaded. The message has the cause, and the file and the line if the
                 customer's code failed.
         """
-        handler = self._handler
-        python = await prepare_interpreter(requirements_dir(self._settings.model_dir, handler), handler)
-        timeout = self._settings.model_loading_timeout
-        environment, metrics = environment_variables(handler, python), self.pool.metrics
+        handler_config = self._handler_config
+        python = await prepare_interpreter(requirements_dir(self._config.model_dir, handler_config), handler_config)
+        timeout = self._config.model_loading_timeout
+        environment, metrics = environment_variables(handler_config, python), self.pool.metrics
         await self.pool.start(WorkerPlan(python, environment, self._load_request, timeout, self._load_engine, metrics))
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Request:
@@ -112,7 +112,7 @@ class CustomHandler:
         if call.explanation is not None and EXPLAIN in call.headers:
             if call.steering_fault is not None:
                 raise call.steering_fault
-            handler = f"{os.path.basename(self._handler.entry_point)}, function {self._handler.function}"
+            handler = f"{os.path.basename(self._handler_config.entry_point)}, function {self._handler_config.function}"
             call.explanation.because.append(f"the model's own handler takes every body: {handler}")
             raise Explained
         # A long form takes seconds to read, so a thread reads it.

@@ -130,7 +130,7 @@ def _type_names(annotation: Any) -> set[str]:
     return set(re.findall(r"\w+", str(annotation)))
 
 
-def load_formatters(settings: ModelConfig, imports: ModelImports) -> Formatters:
+def load_formatters(config: ModelConfig, imports: ModelImports) -> Formatters:
     """Import the model's `model.py` and return its formatters.
 
     The formatters work until `imports` is removed.
@@ -139,28 +139,28 @@ def load_formatters(settings: ModelConfig, imports: ModelImports) -> Formatters:
         EngineStartError: The file cannot be imported; the message has the file and the line. Or the file does not have
             the function that `option.output_formatter` names. Or the model's mode cannot call a formatter.
     """
-    thread, path = FormatterThread(settings.predict_timeout), settings.formatters
+    thread, path = FormatterThread(config.predict_timeout), config.formatters
     if path is None:
         return Formatters(thread)
     imports.add_own(path.parent)
     try:
-        module = load_model_service(str(path.parent), path.name, namespace=settings.name).module
+        module = load_model_service(str(path.parent), path.name, namespace=config.name).module
     except BaseException as error:
         logger.exception("%s cannot be imported", path.name)
         raise EngineStartError(f"{path.name} cannot be imported: {describe_error(error, str(path.parent))}") from error
     found = _found(module, thread)
-    if settings.lmi.formatter_function is not None:
-        output = getattr(module, settings.lmi.formatter_function, None)
+    if config.lmi.formatter_function is not None:
+        output = getattr(module, config.lmi.formatter_function, None)
         if not callable(output):
             raise EngineStartError(
-                f"option.output_formatter is {settings.lmi.formatter_function}: {path.name} has no such function"
+                f"option.output_formatter is {config.lmi.formatter_function}: {path.name} has no such function"
             )
         found = replace(found, output=output)
-    elif settings.lmi.output_formatter is not None:  # The settings choose a built-in formatter.
+    elif config.lmi.output_formatter is not None:  # The settings choose a built-in formatter.
         found = replace(found, output=None)
     if found.input is None and found.output is None:
         logger.warning("%s has neither a handler nor formatters; the engine serves the model without it", path.name)
-    if fault := signature_fault(found, async_mode=settings.lmi.async_mode):
+    if fault := signature_fault(found, async_mode=config.lmi.async_mode):
         raise EngineStartError(f"{path.name}: {fault}")
     return found
 

@@ -110,15 +110,15 @@ def _is_there(name: str, directory: Path) -> bool:
     return (directory / f"{top}.py").is_file() or (directory / top).is_dir()
 
 
-async def add_packages(settings: ModelConfig, imports: ModelImports) -> None:
+async def add_packages(config: ModelConfig, imports: ModelImports) -> None:
     """Install the model's `requirements.txt` and add the packages to `sys.path`.
 
     Raises:
         EngineStartError: The environment cannot be created, or pip fails.
     """
-    handler = HandlerConfig(entry_point=str(settings.formatters or ""), packages=settings.packages)
-    if not needs_packages(settings.model_dir, handler):
+    handler_config = HandlerConfig(entry_point=str(config.formatters or ""), packages=config.packages)
+    if not needs_packages(config.model_dir, handler_config):
         return
-    python = Path(await prepare_interpreter(settings.model_dir, handler))
+    python = Path(await prepare_interpreter(config.model_dir, handler_config))
     for directory in (python.parents[1] / "lib").glob("python*/site-packages"):
         imports.add_packages(directory)

@@ -42,7 +42,7 @@ _PIP_FILES = frozenset({".txt", ".whl", ".gz", ".zip", ".toml"})
 _LAST_LINES = 5  # Lines of pip's output that the error message repeats.
 
 
-def environment_variables(settings: HandlerConfig, python: str = "") -> Mapping[str, str]:
+def environment_variables(handler_config: HandlerConfig, python: str = "") -> Mapping[str, str]:
     """Return the server's variables and those of `option.env`.
 
     Another interpreter does not get the variables that concern the server's packages.
@@ -50,33 +50,33 @@ def environment_variables(settings: HandlerConfig, python: str = "") -> Mapping[
     Args:
         python: The interpreter. Programs that its packages have installed are found first.
     """
-    foreign = settings.python_executable is not None
+    foreign = handler_config.python_executable is not None
     inherited = {name: value for name, value in os.environ.items() if not (foreign and name in _SERVER_VARIABLES)}
     if python:
         inherited["PATH"] = os.pathsep.join((str(Path(python).parent), inherited.get("PATH", os.defpath)))
-    return inherited | dict(settings.environment)
+    return inherited | dict(handler_config.environment)
 
 
-def needs_packages(model_dir: Path, settings: HandlerConfig) -> bool:
+def needs_packages(model_dir: Path, handler_config: HandlerConfig) -> bool:
     """True if packages have to be installed for the model."""
-    packages = settings.packages
+    packages = handler_config.packages
     return packages.install_requirements and (bool(packages.pip_arguments) or os.path.isfile(model_dir / REQUIREMENTS))
 
 
-def requirements_dir(model_dir: Path, settings: HandlerConfig) -> Path:
+def requirements_dir(model_dir: Path, handler_config: HandlerConfig) -> Path:
     """Return the directory of `requirements.txt`.
 
     This is the model's directory. If only the directory of the handler's file has a `requirements.txt`, it is that
     directory, such as SageMaker's `code/`.
     """
-    own = Path(settings.entry_point).parent
+    own = Path(handler_config.entry_point).parent
     elsewhere = (
         os.path.isabs(own) and os.path.isfile(own / REQUIREMENTS) and not os.path.isfile(model_dir / REQUIREMENTS)
     )
     return own if elsewhere else model_dir
 
 
-async def prepare_interpreter(model_dir: Path, settings: HandlerConfig) -> str:
+async def prepare_interpreter(model_dir: Path, handler_config: HandlerConfig) -> str:
     """Return the interpreter for the model's workers.
 
     Install the requirements if that has not been done yet.
@@ -84,15 +84,15 @@ async def prepare_interpreter(model_dir: Path, settings: HandlerConfig) -> str:
     Raises:
         EngineStartError: The interpreter cannot be run or cannot create an environment, or pip fails.
     """
-    python = settings.python_executable or sys.executable
-    if not settings.enable_venv and not needs_packages(model_dir, settings):
+    python = handler_config.python_executable or sys.executable
+    if not handler_config.enable_venv and not needs_packages(model_dir, handler_config):
         return python
-    variables = {**environment_variables(settings), **_PIP_VARIABLES}
+    variables = {**environment_variables(handler_config), **_PIP_VARIABLES}
     answer = await _run([python, "-c", _DESCRIBE], model_dir, variables)
     if answer.returncode:
         raise EngineStartError(f"{python} cannot be used for the handler: {answer.stdout}")
     *interpreter, packages = json.loads(answer.stdout.splitlines()[-1])
-    arguments = _pip_arguments(model_dir, settings)
+    arguments = _pip_arguments(model_dir, handler_config)
     key = await asyncio.to_thread(_requirements_key, model_dir, (*interpreter, *packages, *arguments))
     folder = cache_dir() / "environments" / key
     try:
@@ -116,14 +116,14 @@ async def prepare_interpreter(model_dir: Path, settings: HandlerConfig) -> str:
     return own_python
 
 
-def _pip_arguments(model_dir: Path, settings: HandlerConfig) -> list[str]:
+def _pip_arguments(model_dir: Path, handler_config: HandlerConfig) -> list[str]:
     """Return the arguments of `pip install`, or an empty list if no packages have to be installed."""
-    if not needs_packages(model_dir, settings):
+    if not needs_packages(model_dir, handler_config):
         return []
-    arguments = list(settings.packages.pip_arguments) or ["-r", REQUIREMENTS]
-    if not settings.packages.pip_arguments and (model_dir / "requirements").is_dir():
+    arguments = list(handler_config.packages.pip_arguments) or ["-r", REQUIREMENTS]
+    if not handler_config.packages.pip_arguments and (model_dir / "requirements").is_dir():
         arguments += ["--find-links", str(model_dir / "requirements")]
-    return arguments + (["--no-index", "--no-build-isolation"] if settings.packages.offline else [])
+    return arguments + (["--no-index", "--no-build-isolation"] if handler_config.packages.offline else [])
 
 
 async def _install(python: str, model_dir: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> None:

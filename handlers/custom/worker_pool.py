@@ -51,11 +51,14 @@ class WorkerPool:
     """Starts workers, gives them requests, and restarts workers that have ended."""
 
     def __init__(
-        self, settings: HandlerConfig, limits: CallLimits, batcher: type[Batcher], prepare_worker: PrepareWorker
+        self, handler_config: HandlerConfig, limits: CallLimits, batcher: type[Batcher], prepare_worker: PrepareWorker
     ) -> None:
-        self._settings, self._limits = settings, limits
+        self._handler_config, self._limits = handler_config, limits
         self._batcher, self._prepare_worker = batcher, prepare_worker
-        self.min_workers, self.max_workers = settings.min_workers, max(settings.min_workers, settings.max_workers)
+        self.min_workers, self.max_workers = (
+            handler_config.min_workers,
+            max(handler_config.min_workers, handler_config.max_workers),
+        )
         self._queue: list[Request] = []  # Waiting requests, ordered by priority and then by arrival.
         self._batchers: dict[Worker, Batcher] = {}  # The workers that take requests, and their batchers.
         self._starting: set[Worker] = set()
@@ -83,7 +86,7 @@ class WorkerPool:
             EngineStartError: A worker cannot be started. All other workers have been ended.
         """
         self._plan = plan
-        parallel = self._settings.properties.get("parallel_loading", "").lower() == "true"
+        parallel = self._handler_config.properties.get("parallel_loading", "").lower() == "true"
         try:
             # A worker that ends while another worker loads is restarted by `_on_end`, and counts as a pending start.
             while len(self._batchers) + self._pending_starts < self.min_workers:
@@ -212,8 +215,10 @@ class WorkerPool:
 
     async def _start_worker(self) -> None:
         self._pending_starts += 1
-        device = least_used(self._settings.devices, [worker.device for worker in (*self._batchers, *self._starting)])
-        plan = on_device(self._plan, device, self._settings.sees_own_gpus)
+        device = least_used(
+            self._handler_config.devices, [worker.device for worker in (*self._batchers, *self._starting)]
+        )
+        plan = on_device(self._plan, device, self._handler_config.sees_own_gpus)
         worker = Worker(next(self._worker_ids), device, plan, self._on_end)
         self._starting.add(worker)
         try:
@@ -244,7 +249,9 @@ class WorkerPool:
         elif len(self._batchers) > self.min_workers:
             self._end_timer(worker)
             later = asyncio.get_running_loop().call_later
-            self._idle_timers[worker] = later(self._settings.max_idle_time, self._end_surplus, worker, worker.calls)
+            self._idle_timers[worker] = later(
+                self._handler_config.max_idle_time, self._end_surplus, worker, worker.calls
+            )
 
     def _end_timer(self, worker: Worker) -> None:
         if (timer := self._idle_timers.pop(worker, None)) is not None:
@@ -285,8 +292,8 @@ class WorkerPool:
         """
         self.failures += 1
         self._recent_failures += 1
-        if self.failures > self._settings.retry_threshold:
-            limit = self._settings.retry_threshold
+        if self.failures > self._handler_config.retry_threshold:
+            limit = self._handler_config.retry_threshold
             self.failed = f"the handler failed {self.failures} times (retry_threshold: {limit}); at last {reason}"
             logger.error("%s", self.failed)
 

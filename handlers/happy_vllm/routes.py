@@ -68,7 +68,7 @@ def info(call: Call, view: ModelView) -> Reply:
             "application": "happy_vllm",
             "version": version("slipway"),
             "vllm_version": view.engine_version if view.engine == "vllm" else f"{view.engine} {view.engine_version}",
-            "model_name": view.settings.name,
+            "model_name": view.config.name,
             "truncation_side": model.texts.truncation_side,
             "max_length": model.max_model_len,
             "extra_information": {},

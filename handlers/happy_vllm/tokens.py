@@ -146,8 +146,8 @@ def _with_texts(read: FieldReader) -> bool:
 
 def _check_model(read: FieldReader, view: ModelView) -> None:
     name = read.optional_string("model")
-    settings = view.settings
-    names = ("", *settings.public_names, settings.name, settings.model_id, *view.model_aliases)
+    config = view.config
+    names = ("", *config.public_names, config.name, config.model_id, *view.model_aliases)
     if name is not None and name not in names and not is_address(name):
         raise UnknownModel(name[:SHOWN], f"The model `{name[:SHOWN]}` does not exist.")
 

@@ -56,21 +56,21 @@ _LAST = ("finish_reason", "seed", "generated_tokens", "input_length")
 class LmiAsyncContract:
     """Parses bodies with `inputs` for one model."""
 
-    def __init__(self, settings: ModelConfig, model_defaults: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: ModelConfig, model_defaults: Mapping[str, Any] | None = None) -> None:
         """Create the contract.
 
         Args:
-            settings: The model's settings.
+            config: The model's settings.
             model_defaults: The default sampling parameters that vLLM takes from the model's generation config.
         """
-        self._settings, self._model_defaults = settings, model_defaults or {}
+        self._config, self._model_defaults = config, model_defaults or {}
         self._memo = ParameterMemo[AsyncParameters]()
-        self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
+        self._fields = _FIELDS | {"adapters"} if config.enable_lora else _FIELDS
 
     def parse(self, call: Call) -> Exchange:
         try:
             document, prompt, stream, parameters = self._read(call)
-            adapter = adapters_of(call, document.get("adapters"), 1)[0] if self._settings.enable_lora else None
+            adapter = adapters_of(call, document.get("adapters"), 1)[0] if self._config.enable_lora else None
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
         request = msgspec.structs.replace(
@@ -125,14 +125,14 @@ class LmiAsyncContract:
         stream = stream_of(document.get("stream", values.get("stream")))
         key = msgspec.json.encode((stream, values))
         if (parameters := self._memo.get(key)) is None:
-            strict = self._settings.strict_parameters
+            strict = self._config.strict_parameters
             parameters = _read_parameters(values, self._model_defaults, stream=stream, strict=strict)
             want_tokens = stream or bool(parameters.form.details)
             request = msgspec.structs.replace(
                 parameters.vllm.request,
                 stream=stream,
                 want_tokens=want_tokens,
-                want_logprobs=want_tokens and self._settings.lmi.token_logprobs,
+                want_logprobs=want_tokens and self._config.lmi.token_logprobs,
                 want_prompt_tokens=parameters.prompt_details and not stream,
             )
             parameters = replace(parameters, vllm=replace(parameters.vllm, request=request))

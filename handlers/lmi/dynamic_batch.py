@@ -30,18 +30,18 @@ _FIELDS = frozenset({"inputs", "parameters"})
 _WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_n_tokens")
 
 
-def default_max_new_tokens(settings: ModelConfig) -> int:
+def default_max_new_tokens(config: ModelConfig) -> int:
     """Return the limit on new tokens of a request that does not set one."""
-    return DEFAULT_MAX_NEW_TOKENS if settings.enable_streaming == "false" else STREAMED_MAX_NEW_TOKENS
+    return DEFAULT_MAX_NEW_TOKENS if config.enable_streaming == "false" else STREAMED_MAX_NEW_TOKENS
 
 
-def parameter_rules(settings: ModelConfig) -> ParameterRules:
+def parameter_rules(config: ModelConfig) -> ParameterRules:
     """Return the rules by which parameters are read under these settings."""
     return ParameterRules(
-        do_sample_inferred=settings.do_sample_inferred,
+        do_sample_inferred=config.do_sample_inferred,
         typical_p=True,
-        max_sequences=settings.rolling_batch_size,
-        strict=settings.strict_parameters,
+        max_sequences=config.rolling_batch_size,
+        strict=config.strict_parameters,
         token_logprobs=False,
     )
 
@@ -49,18 +49,18 @@ def parameter_rules(settings: ModelConfig) -> ParameterRules:
 class LmiDynamicContract:
     """Parses dynamic-batch bodies for one model."""
 
-    def __init__(self, settings: ModelConfig, pad_text: str = "") -> None:
+    def __init__(self, config: ModelConfig, pad_text: str = "") -> None:
         """Create the contract.
 
         Args:
-            settings: The model's settings.
+            config: The model's settings.
             pad_text: The text of the model's pad token. Streamed records have it for finished prompts.
         """
         self._pad_text = pad_text
-        self._streaming = settings.enable_streaming
-        self._stop_sequences = settings.lmi.stop_sequences
-        self._max_new_tokens = default_max_new_tokens(settings)
-        self._rules = parameter_rules(settings)
+        self._streaming = config.enable_streaming
+        self._stop_sequences = config.lmi.stop_sequences
+        self._max_new_tokens = default_max_new_tokens(config)
+        self._rules = parameter_rules(config)
         self._memo = ParameterMemo[LmiParameters]()
 
     def parse(self, call: Call) -> Exchange:

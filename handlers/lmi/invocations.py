@@ -54,7 +54,7 @@ class InvocationsHandler:
         self,
         lmi: Handler,
         openai: OpenAIHandler | None,
-        settings: ModelConfig,
+        config: ModelConfig,
         sessions: Sessions,
         overload_status: int = 503,
         contract: LmiAsyncContract | None = None,
@@ -65,21 +65,21 @@ class InvocationsHandler:
         Args:
             lmi: Answers bodies with `inputs`.
             openai: Answers chats and completions. None if the engine is not vLLM.
-            settings: The model's settings.
+            config: The model's settings.
             sessions: Answers `requestType`.
             overload_status: The status of a reply if the queue is full.
             contract: The contract of bodies with `inputs` in LMI's asynchronous mode.
             formatters: The formatters of that mode. If there is an output formatter, vLLM's front end answers bodies
                 with `inputs` too.
         """
-        self._lmi, self._openai, self._settings, self._sessions = lmi, openai, settings, sessions
+        self._lmi, self._openai, self._config, self._sessions = lmi, openai, config, sessions
         self._overload_status, self._contract, self._formatters = overload_status, contract, formatters
-        self._order = _ASYNCHRONOUS if settings.lmi.async_mode else _ROLLING_BATCH
+        self._order = _ASYNCHRONOUS if config.lmi.async_mode else _ROLLING_BATCH
         self._forms = dict.fromkeys(_PATHS, VLLM_FORM)
-        if settings.lmi.async_mode:
+        if config.lmi.async_mode:
             self._forms = dict.fromkeys(_PATHS, AsyncForm(overload_status))
-        elif settings.lmi.chat_format != "openai":
-            sse = settings.lmi.output_formatter == "sse"
+        elif config.lmi.chat_format != "openai":
+            sse = config.lmi.output_formatter == "sse"
             self._forms["messages"] = LmiChatForm(sse=sse, overload_status=overload_status)
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
@@ -137,7 +137,7 @@ class InvocationsHandler:
     async def _begin(
         self, openai: OpenAIHandler, call: Call, field: str, body: Body | None, writer: ReplyWriter, form: AnswerForm
     ) -> Running | None:
-        adapter = self._adapter(call) if self._settings.enable_lora else None
+        adapter = self._adapter(call) if self._config.enable_lora else None
         if call.method != "POST" or call.content_type != JSON or call.query:
             call = replace(call, method="POST", content_type=JSON, query=())
         try:

@@ -26,23 +26,23 @@ _FRONT_END_ERROR = an_answer(
 )
 
 
-def invocation(model: ModelConfig, for_vllm: Mapping[str, Schema]) -> Operation:
+def invocation(config: ModelConfig, for_vllm: Mapping[str, Schema]) -> Operation:
     """Return the description of `/invocations` under these settings.
 
     Args:
-        model: The model's settings.
+        config: The model's settings.
         for_vllm: The schemas of the bodies that vLLM's front end answers there, by vLLM's path for them.
     """
-    if model.handler is not None:
-        return _custom_handler(model.handler)
-    if model.rolling_batch == "disable":
-        return _dynamic_batch(model)
-    if model.lmi.async_mode:
-        name, request = "asynchronous handler", _asynchronous_request(model)
+    if config.handler is not None:
+        return _custom_handler(config.handler)
+    if config.rolling_batch == "disable":
+        return _dynamic_batch(config)
+    if config.lmi.async_mode:
+        name, request = "asynchronous handler", _asynchronous_request(config)
     else:
-        rules = rolling_batch.parameter_rules(model)
+        rules = rolling_batch.parameter_rules(config)
         parameters = parameter_schemas(lambda reader: read_parameters({}, rules, reader))
-        name, request = "rolling batch", _request("LmiRequest", parameters, stream=_FALSE, **_adapters(model))
+        name, request = "rolling batch", _request("LmiRequest", parameters, stream=_FALSE, **_adapters(config))
     names = [f"LMI {name}", *(f"OpenAI's {path.removeprefix('/v1/')}" for path in for_vllm)]
     return Operation(
         summary=f"Generate text ({', '.join(names)})",
@@ -51,18 +51,18 @@ def invocation(model: ModelConfig, for_vllm: Mapping[str, Schema]) -> Operation:
     )
 
 
-def _asynchronous_request(model: ModelConfig) -> Schema:
+def _asynchronous_request(config: ModelConfig) -> Schema:
     schemas = parameter_schemas(lambda reader: read_vllm_parameters({}, reader=reader))
     passed = {name: schema for name, schema in schemas.items() if name in VLLM_PARAMETERS}
     passed |= {"max_tokens": {**schemas["max_tokens"], "default": DEFAULT_MAX_NEW_TOKENS}, "structured_outputs": OBJECT}
     passed |= {name: passed[vllm_name] for name, vllm_name in VLLM_NAMES.items()}
     own = dict.fromkeys(("details", "decoder_input_details", "return_full_text"), _FALSE)
     more = {"do_sample": {"type": "boolean"}, "stop_sequences": an_array(STRING)}
-    return _request("LmiAsyncRequest", {**passed, **own, **more}, stream=_FALSE, **_adapters(model))
+    return _request("LmiAsyncRequest", {**passed, **own, **more}, stream=_FALSE, **_adapters(config))
 
 
-def _adapters(model: ModelConfig) -> dict[str, Schema]:
-    return {"adapters": _ONE_OR_MORE} if model.enable_lora else {}
+def _adapters(config: ModelConfig) -> dict[str, Schema]:
+    return {"adapters": _ONE_OR_MORE} if config.enable_lora else {}
 
 
 def _request(name: str, parameters: Mapping[str, Schema], **more: Schema) -> Schema:
@@ -70,10 +70,10 @@ def _request(name: str, parameters: Mapping[str, Schema], **more: Schema) -> Sch
     return an_object(fields, "inputs", name=name, description="A body of type text/plain is the prompt alone.")
 
 
-def _dynamic_batch(model: ModelConfig) -> Operation:
-    rules = dynamic_batch.parameter_rules(model)
+def _dynamic_batch(config: ModelConfig) -> Operation:
+    rules = dynamic_batch.parameter_rules(config)
     parameters = parameter_schemas(lambda reader: read_parameters({}, rules, reader))
-    limit = {**parameters["max_new_tokens"], "default": dynamic_batch.default_max_new_tokens(model)}
+    limit = {**parameters["max_new_tokens"], "default": dynamic_batch.default_max_new_tokens(config)}
     return Operation(
         summary="Generate text (LMI dynamic batch)",
         request=_request("LmiRequest", {**parameters, "max_new_tokens": limit}),
@@ -83,9 +83,9 @@ def _dynamic_batch(model: ModelConfig) -> Operation:
     )
 
 
-def _custom_handler(handler: HandlerConfig) -> Operation:
+def _custom_handler(handler_config: HandlerConfig) -> Operation:
     return Operation(
-        summary=f"Call the model's own handler ({Path(handler.entry_point).name})",
+        summary=f"Call the model's own handler ({Path(handler_config.entry_point).name})",
         request=ANYTHING,
         request_type="*/*",
         answers={

@@ -37,16 +37,16 @@ _FORMATTERS = ("json", "jsonlines", "sse")
 _FIELDS = frozenset({"inputs", "parameters", "stream"})
 
 
-def parameter_rules(settings: ModelConfig) -> ParameterRules:
+def parameter_rules(config: ModelConfig) -> ParameterRules:
     """Return the rules by which parameters are read under these settings."""
     return ParameterRules(
-        do_sample_inferred=settings.do_sample_inferred,
-        details_by_default=settings.lmi.tgi_compat,
-        typical_p=settings.rolling_batch in ("lmi-dist", "scheduler"),
-        trtllm=settings.rolling_batch == "trtllm",
-        max_sequences=settings.rolling_batch_size,
-        strict=settings.strict_parameters,
-        token_logprobs=settings.lmi.token_logprobs,
+        do_sample_inferred=config.do_sample_inferred,
+        details_by_default=config.lmi.tgi_compat,
+        typical_p=config.rolling_batch in ("lmi-dist", "scheduler"),
+        trtllm=config.rolling_batch == "trtllm",
+        max_sequences=config.rolling_batch_size,
+        strict=config.strict_parameters,
+        token_logprobs=config.lmi.token_logprobs,
     )
 
 
@@ -63,10 +63,10 @@ class _ParsedParameters(msgspec.Struct, frozen=True):
 class LmiRollingContract:
     """Parses rolling-batch bodies for one model."""
 
-    def __init__(self, settings: ModelConfig) -> None:
-        self._settings = settings
-        self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
-        self._rules = parameter_rules(settings)
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._fields = _FIELDS | {"adapters"} if config.enable_lora else _FIELDS
+        self._rules = parameter_rules(config)
         self._memo = ParameterMemo[_ParsedParameters]()
 
     def parse(self, call: Call) -> Exchange:
@@ -74,7 +74,7 @@ class LmiRollingContract:
             body = read_body(call, _prompts)
             stream = stream_of(body.document.get("stream"))
             adapters: tuple[str | None, ...] = (None,) * len(body.prompts)
-            if self._settings.enable_lora:  # Otherwise LMI ignores them.
+            if self._config.enable_lora:  # Otherwise LMI ignores them.
                 adapters = adapters_of(call, body.document.get("adapters"), len(body.prompts))
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
@@ -90,10 +90,10 @@ class LmiRollingContract:
         except InvalidParameter as error:
             formatter = self._formatter(body.parameters.get("output_formatter"), stream)
             write = request_error if formatter == "json" and not stream else stream_error
-            refusal = _failure(error, write, tgi=self._settings.lmi.tgi_compat)
+            refusal = _failure(error, write, tgi=self._config.lmi.tgi_compat)
             raise ContractError(refusal, error.message) from None
         answer: Answer
-        tgi = self._settings.lmi.tgi_compat
+        tgi = self._config.lmi.tgi_compat
         if records:
             answer = RecordAnswer(parsed.form, prompts[0], sse=parsed.formatter == "sse", tgi=tgi)
         else:
@@ -120,7 +120,7 @@ class LmiRollingContract:
         left_out = [name for name, asked in asked_for.items() if not asked]
         names = _SEVERAL if several else _LAST if records else _DETAILS
         form = msgspec.structs.replace(
-            _TGI_FORM if self._settings.lmi.tgi_compat else _FORM,
+            _TGI_FORM if self._config.lmi.tgi_compat else _FORM,
             details=without(names, left_out) if parameters.details or several else (),
             others=without(_OTHER, left_out),
             full_text=parameters.return_full_text,
@@ -145,11 +145,11 @@ class LmiRollingContract:
     def _formatter(self, asked: Any, stream: bool) -> str:
         if asked in _FORMATTERS:
             return str(asked)
-        if self._settings.lmi.output_formatter is not None:
-            return self._settings.lmi.output_formatter
+        if self._config.lmi.output_formatter is not None:
+            return self._config.lmi.output_formatter
         if not stream:
             return "json"
-        return "sse" if self._settings.lmi.tgi_compat else "jsonlines"
+        return "sse" if self._config.lmi.tgi_compat else "jsonlines"
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:

@@ -154,7 +154,7 @@ class Sessions:
         return ContractError(overloaded(Overloaded(message, self._overload_status)), message)
 
 
-async def load_sessions(settings: ModelConfig, overload_status: int) -> Sessions:
+async def load_sessions(config: ModelConfig, overload_status: int) -> Sessions:
     """Return the sessions of a model with these settings.
 
     Sessions are off if they cannot be stored in the default directory.
@@ -162,22 +162,22 @@ async def load_sessions(settings: ModelConfig, overload_status: int) -> Sessions
     Raises:
         EngineStartError: Sessions cannot be stored in the place that the settings name.
     """
-    if not settings.lmi.enable_stateful_sessions:
+    if not config.lmi.enable_stateful_sessions:
         return Sessions(None, overload_status)
     properties = {
-        "sessions_expiration": settings.lmi.sessions_expiration,
-        "sessions_path": settings.lmi.sessions_path,
-        "sessions_s3url": settings.lmi.sessions_s3url,
+        "sessions_expiration": config.lmi.sessions_expiration,
+        "sessions_path": config.lmi.sessions_path,
+        "sessions_s3url": config.lmi.sessions_s3url,
     }
     try:
         manager = await asyncio.to_thread(SessionManager, properties)
     except (ValueError, OSError) as error:
-        if settings.lmi.sessions_path or settings.lmi.sessions_s3url:
+        if config.lmi.sessions_path or config.lmi.sessions_s3url:
             raise EngineStartError(f"sessions cannot be kept: {error}") from None
         logger.warning("stateful sessions are off: %s", error)
         return Sessions(None, overload_status)
     sessions = Sessions(manager, overload_status)
-    if not settings.lmi.sessions_path:
+    if not config.lmi.sessions_path:
         _in_default_directory.append(sessions)
     return sessions
 

@@ -64,21 +64,21 @@ _PREFIXES = ("chatcmpl-", "cmpl-", "transcribe-", "translate-")
 _ONE_OF_MANY = re.compile(r"[-_]\d+$")
 
 
-def import_front_end(settings: ModelConfig) -> None:
+def import_front_end(config: ModelConfig) -> None:
     """Import vLLM's front end if it is going to serve the model. Call it in a thread: it takes a second."""
-    if is_vllm(settings):
+    if is_vllm(config):
         from handlers.openai.vllm import engine_client  # noqa: F401
         from handlers.openai.vllm.app import routers
 
         routers()
 
 
-async def openai_handler(queue: EngineQueue, settings: ModelConfig, aliases: Sequence[str]) -> OpenAIHandler | None:
+async def openai_handler(queue: EngineQueue, config: ModelConfig, aliases: Sequence[str]) -> OpenAIHandler | None:
     """Create the handler for a loaded model.
 
     Args:
         queue: The queue of the model's engine.
-        settings: The model's settings.
+        config: The model's settings.
         aliases: Further names by which a request may call the model.
 
     Returns:
@@ -87,7 +87,7 @@ async def openai_handler(queue: EngineQueue, settings: ModelConfig, aliases: Seq
     Raises:
         EngineStartError: vLLM's front end refuses an option of the model.
     """
-    if not is_vllm(settings):
+    if not is_vllm(config):
         return None
     from handlers.openai.media.connector import SOUND_MIB, VllmImages
     from handlers.openai.vllm.app import build
@@ -97,20 +97,20 @@ async def openai_handler(queue: EngineQueue, settings: ModelConfig, aliases: Seq
 
     engine: Any = queue.engine
     adapters = engine.adapters
-    names, public = settings.public_names, adapters.public if adapters is not None else {}
-    accepted = frozenset({*aliases, *names, settings.name, settings.model_id})
+    names, public = config.public_names, adapters.public if adapters is not None else {}
+    accepted = frozenset({*aliases, *names, config.name, config.model_id})
 
     def accepts(name: str) -> bool:
         return name in accepted or is_address(name)
 
     app = await build(
-        EngineClient(engine, settings),
+        EngineClient(engine, config),
         engine.frontend_arguments,
         names=names,
         accepts=lambda name: accepts(name) or current_call.get().any_model,
         adapters=adapters.public if adapters is not None else None,
         tasks=engine.tasks,
-        parses_only_tools=not is_named(settings),
+        parses_only_tools=not is_named(config),
     )
     contract: OpenAIContract | EmbeddingsContract | None = None
     if engine.pooling is not None:
@@ -120,7 +120,7 @@ async def openai_handler(queue: EngineQueue, settings: ModelConfig, aliases: Seq
     elif (common := front_end(app, engine.async_llm.vllm_config, names[0], accepts, public)) is not None:
         contract = OpenAIContract(common)
     parses_tools = bool(app.state.args.tool_call_parser)
-    media = MediaMemory(settings)
+    media = MediaMemory(config)
     vllm_app = VllmApp(
         app,
         engine.async_llm,

@@ -75,9 +75,9 @@ def model(call: Call, views: Sequence[ModelView]) -> Reply:
 
 def _cards(view: ModelView, created: int) -> list[dict[str, Any]]:
     max_model_len = view.loaded.max_model_len if view.loaded is not None else None
-    base = view.settings.public_names[0]
+    base = view.config.public_names[0]
     return [
-        *(_card(name, created, max_model_len, view.settings.model_id) for name in view.settings.public_names),
+        *(_card(name, created, max_model_len, view.config.model_id) for name in view.config.public_names),
         *(_card(adapter.name, created, None, adapter.src, base) for adapter in view.adapters),
     ]
 

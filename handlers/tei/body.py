@@ -140,22 +140,22 @@ def _wrong_pair() -> Exception:
     )
 
 
-def cut_of(body: _Cut, settings: ModelConfig) -> Side | None:
+def cut_of(body: _Cut, config: ModelConfig) -> Side | None:
     """Return the side at which texts are cut. None: texts that are too long are refused."""
-    if not (settings.tei.auto_truncate if body.truncate is None else body.truncate):
+    if not (config.tei.auto_truncate if body.truncate is None else body.truncate):
         return None
     return "left" if body.truncation_direction.lower() == "left" else "right"
 
 
-def check_batch(size: int, settings: ModelConfig) -> None:
+def check_batch(size: int, config: ModelConfig) -> None:
     """Check the number of texts.
 
     Raises:
         TeiRefusal: There are too many.
     """
-    if size > settings.tei.max_client_batch_size:
+    if size > config.tei.max_client_batch_size:
         raise TeiRefusal(
-            "Validation", f"batch size {size} > maximum allowed batch size {settings.tei.max_client_batch_size}"
+            "Validation", f"batch size {size} > maximum allowed batch size {config.tei.max_client_batch_size}"
         )
 
 

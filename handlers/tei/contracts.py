@@ -53,7 +53,7 @@ class TeiContract:
     shape: type[msgspec.Struct]
 
     def __init__(self, setting: ContractSetting) -> None:
-        self._settings, self._loaded, self._setting = setting.settings, setting.model, setting
+        self._config, self._loaded, self._setting = setting.config, setting.model, setting
         self._model = setting.model.pooling  # None if the model generates text.
 
     def parse(self, call: Call) -> Exchange:
@@ -75,7 +75,7 @@ class TeiContract:
         unknown = sorted(document.keys() - set(self.shape.__struct_fields__))
         if not unknown:
             return ()
-        if self._settings.strict_parameters:
+        if self._config.strict_parameters:
             raise InvalidRequest(f"`{unknown[0]}` is not known to this server (option.strict_parameters is on)")
         return (f"fields without effect: {', '.join(unknown)}",)
 
@@ -102,7 +102,7 @@ class TeiContract:
         """Return a request for each text of `inputs`, and the length of all texts."""
         prompts, in_batch = prompts_of(body.inputs)
         if in_batch:
-            check_batch(len(prompts), self._settings)
+            check_batch(len(prompts), self._config)
         self._check_task(task, refusal)
         front = text_in_front(body.prompt_name, self._model)
         requests = [request_for(prompt, front, pooling, self._loaded) for prompt in prompts]
@@ -115,7 +115,7 @@ class EmbedContract(TeiContract):
     shape = EmbedBody
 
     def requests_and_answer(self, body: EmbedBody) -> Parsed:
-        cut, dimensions = cut_of(body, self._settings), body.dimensions
+        cut, dimensions = cut_of(body, self._config), body.dimensions
         # The engine scales vectors to the length 1, unless they have to be cut first.
         pooling = Pooling(task="embed", activation=body.normalize and dimensions is None, cut=cut)
         requests, characters = self._for_texts(body, "embed", NOT_EMBEDDING, pooling)
@@ -141,7 +141,7 @@ class EmbedAllContract(TeiContract):
     def requests_and_answer(self, body: EmbedAllBody) -> Parsed:
         if self._model is not None and self._model.pooling == SPLADE:
             raise WrongKind("`embed_all` is not available for SPLADE models")
-        pooling = Pooling(task="token_embed", activation=False, cut=cut_of(body, self._settings))
+        pooling = Pooling(task="token_embed", activation=False, cut=cut_of(body, self._config))
         requests, characters = self._for_texts(body, "token_embed", NOT_EMBEDDING, pooling)
         return requests, Vectors(len(requests), characters)
 
@@ -154,7 +154,7 @@ class EmbedSparseContract(TeiContract):
     def requests_and_answer(self, body: EmbedAllBody) -> Parsed:
         if self._model is None or self._model.pooling != SPLADE:
             raise WrongKind(_NOT_SPARSE)
-        pooling = Pooling(task="embed", activation=False, cut=cut_of(body, self._settings))
+        pooling = Pooling(task="embed", activation=False, cut=cut_of(body, self._config))
         requests, characters = self._for_texts(body, "embed", _NOT_SPARSE, pooling)
         return requests, SparseVectors(len(requests), characters)
 
@@ -171,7 +171,7 @@ class SimilarityContract(TeiContract):
         texts = [inputs.source_sentence, *inputs.sentences]
         options = msgspec.structs.asdict(parameters) if parameters is not None else {}
         embed = EmbedAllBody(inputs=list(texts), **options)
-        pooling = Pooling(task="embed", activation=False, cut=cut_of(embed, self._settings))
+        pooling = Pooling(task="embed", activation=False, cut=cut_of(embed, self._config))
         requests, characters = self._for_texts(embed, "embed", NOT_EMBEDDING, pooling)
         return requests, Similarities(len(requests), characters)
 
@@ -185,8 +185,8 @@ class RerankContract(TeiContract):
         if not body.texts:
             raise empty("texts", prefixed=False)
         self._check_kind(_NOT_RERANKER, "reranker")
-        check_batch(len(body.texts), self._settings)
-        front, pooling = text_in_front(None, self._model), _scores(cut_of(body, self._settings))
+        check_batch(len(body.texts), self._config)
+        front, pooling = text_in_front(None, self._model), _scores(cut_of(body, self._config))
         requests = [request_for_pair((body.query, text), front, pooling, self._loaded) for text in body.texts]
         characters = len(body.query) * len(body.texts) + sum(map(len, body.texts))
         return requests, Ranks(body.texts, characters, raw=body.raw_scores, with_text=body.return_text)
@@ -200,10 +200,10 @@ class PredictContract(TeiContract):
     def requests_and_answer(self, body: PredictBody) -> Parsed:
         pairs, in_batch = pairs_of(body.inputs)
         if in_batch:
-            check_batch(len(pairs), self._settings)
+            check_batch(len(pairs), self._config)
         self._check_kind(_NOT_CLASSIFIER, "reranker", "classifier")
         labels = self._model.labels if self._model is not None else {}
-        front, pooling = text_in_front(None, self._model), _scores(cut_of(body, self._settings))
+        front, pooling = text_in_front(None, self._model), _scores(cut_of(body, self._config))
         requests = [request_for_pair(pair, front, pooling, self._loaded) for pair in pairs]
         characters = sum([len(first) + len(second or "") for first, second in pairs])
         return requests, Predictions(len(pairs), characters, labels, raw=body.raw_scores, in_batch=in_batch)

@@ -28,23 +28,23 @@ def health(_: Call, views: Sequence[ModelView]) -> Reply:
 
 def info(_: Call, view: ModelView) -> Reply:
     """Return the model's name, its kind, and its limits."""
-    loaded, settings = view.text(), view.settings
+    loaded, config = view.text(), view.config
     model = loaded.pooling
     if model is None:
         raise NotServed("the model generates text")
     most = loaded.max_model_len
     info: dict[str, Any] = {
-        "model_id": settings.model_id,
-        "model_sha": settings.revision,
+        "model_id": config.model_id,
+        "model_sha": config.revision,
         "model_dtype": model.dtype,
-        "served_model_name": settings.public_names[0],
+        "served_model_name": config.public_names[0],
         "model_type": _model_type(model),
         "max_concurrent_requests": view.max_requests,
-        "max_input_length": min(most, settings.max_prompt_tokens or most),
+        "max_input_length": min(most, config.max_prompt_tokens or most),
         "max_batch_tokens": _MAX_BATCH_TOKENS,
         "max_batch_requests": None,
-        "max_client_batch_size": settings.tei.max_client_batch_size,
-        "auto_truncate": settings.tei.auto_truncate,
+        "max_client_batch_size": config.tei.max_client_batch_size,
+        "auto_truncate": config.tei.auto_truncate,
         "tokenization_workers": _TOKENIZATION_WORKERS,
         "version": TEI_VERSION,
         "sha": None,

@@ -25,7 +25,7 @@ def tokenize(call: Call, view: ModelView) -> Reply:
     if not texts:
         raise empty("inputs", prefixed=False)
     if not isinstance(body.inputs, str):
-        check_batch(len(texts), view.settings)
+        check_batch(len(texts), view.config)
     front = text_in_front(body.prompt_name, model.pooling) or ""
     for text in texts:
         _check(text, model)
@@ -68,7 +68,7 @@ def decode(call: Call, view: ModelView) -> Reply:
     body, _ = read_request(call, DecodeBody)
     lists, in_batch = _lists(body.ids)
     if in_batch:
-        check_batch(len(lists), view.settings)
+        check_batch(len(lists), view.config)
     if not all(lists):
         raise empty("input_ids")
     if (count := sum(map(len, lists))) > MOST_IDS:

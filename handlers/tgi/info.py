@@ -27,13 +27,13 @@ def info(_: Call, view: ModelView) -> Reply:
     """Return the model's name and its limits."""
     model = view.text()
     info: dict[str, Any] = {
-        "model_id": view.settings.model_id,
-        "model_sha": view.settings.revision,
+        "model_id": view.config.model_id,
+        "model_sha": view.config.revision,
         "model_pipeline_tag": "text-generation",
         "max_concurrent_requests": view.max_requests,
-        "max_best_of": view.settings.tgi.max_best_of,
-        "max_stop_sequences": view.settings.tgi.max_stop_sequences,
-        "max_input_tokens": max_input_tokens(model, view.settings),
+        "max_best_of": view.config.tgi.max_best_of,
+        "max_stop_sequences": view.config.tgi.max_stop_sequences,
+        "max_input_tokens": max_input_tokens(model, view.config),
         "max_total_tokens": model.max_model_len,
         "validation_workers": _VALIDATION_WORKERS,
         "max_client_batch_size": _MAX_CLIENT_BATCH_SIZE,

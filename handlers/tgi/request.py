@@ -68,10 +68,10 @@ class TgiRequest(msgspec.Struct, frozen=True):
     stream: bool | None = None  # Only / reads it.
 
 
-def max_input_tokens(model: LoadedModel, settings: ModelConfig) -> int:
+def max_input_tokens(model: LoadedModel, config: ModelConfig) -> int:
     """Return the length in tokens of the longest prompt that is accepted."""
     context = model.max_model_len - 1
-    return context if settings.max_prompt_tokens is None else min(settings.max_prompt_tokens, context)
+    return context if config.max_prompt_tokens is None else min(config.max_prompt_tokens, context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def validate(inputs: str, given: RequestParameters | None, setting: ContractSett
         InvalidRequest: A value is wrong. The message is TGI's, without its prefix "Input validation error".
     """
     parameters = RequestParameters(do_sample=True) if given is None else given
-    best_of = _best_of(parameters, setting.settings.tgi.max_best_of, streams)
+    best_of = _best_of(parameters, setting.config.tgi.max_best_of, streams)
     sampling = _sampling(parameters, setting, best_of)
     top_tokens = parameters.top_n_tokens or 0
     if top_tokens > MAX_TOP_N_TOKENS:
@@ -114,7 +114,7 @@ def validate(inputs: str, given: RequestParameters | None, setting: ContractSett
     if not inputs:
         raise InvalidRequest("`inputs` cannot be empty")
     sampling = msgspec.structs.replace(sampling, constraint=_constraint(parameters.grammar))
-    truncate, most = parameters.truncate, max_input_tokens(setting.model, setting.settings)
+    truncate, most = parameters.truncate, max_input_tokens(setting.model, setting.config)
     if truncate is not None and not 0 < truncate <= most:
         raise InvalidRequest(f"`truncate` must be strictly positive and less than {most}. Given: {truncate}")
     prefill = bool(parameters.decoder_input_details)
@@ -164,10 +164,10 @@ def _sampling(parameters: RequestParameters, setting: ContractSetting, best_of: 
     seed = _seed(parameters.seed, best_of)
     if parameters.watermark:
         raise InvalidRequest("`watermark` is not supported by this server")
-    if parameters.adapter_id is not None and not setting.settings.enable_lora:
+    if parameters.adapter_id is not None and not setting.config.enable_lora:
         raise InvalidParameter("adapter_id", NO_ADAPTERS)
     samples = bool(parameters.do_sample) or best_of > 1
-    if not samples and setting.settings.do_sample_inferred:
+    if not samples and setting.config.do_sample_inferred:
         samples = parameters.temperature not in (None, 1.0) or _limits_choice(parameters)
     return SamplingParameters(
         max_tokens=parameters.max_new_tokens,
@@ -204,7 +204,7 @@ def _fraction(name: str, value: float | None) -> float:
 
 def _stop(stop: tuple[str, ...], setting: ContractSetting) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the stop texts, and the ids of those that are special tokens. The text does not show special tokens."""
-    most = setting.settings.tgi.max_stop_sequences
+    most = setting.config.tgi.max_stop_sequences
     if len(stop) > most:
         raise InvalidRequest(f"`stop` supports up to {most} stop sequences. Given: {len(stop)}")
     if not all(0 < len(text) <= MAX_STRING_LENGTH for text in stop):

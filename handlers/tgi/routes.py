@@ -71,7 +71,7 @@ class TgiContract:
         except InvalidRequest as error:
             if not streams:
                 raise
-            headers = stream_headers(self._setting.settings.rolling_batch, len(body.inputs))
+            headers = stream_headers(self._setting.config.rolling_batch, len(body.inputs))
             raise ContractError(refuse_stream(error, headers), error.message) from None
         candidates = [parameters] * parameters.best_of
         if parameters.details:
@@ -101,7 +101,7 @@ class TgiContract:
             full_text=self._streams is None if full_text is None else full_text,
         )
         seeds = [candidate.shown_seed for candidate in candidates]
-        compute_type = self._setting.settings.rolling_batch
+        compute_type = self._setting.config.rolling_batch
         if streams:
             answer = StreamAnswer(form, body.inputs, seeds[0], compute_type)
             return Exchange(requests, answer, notes, images, _NAMES, IDLE_COMMENT)
@@ -113,7 +113,7 @@ class TgiContract:
         unknown = unread_names(document)
         if not unknown:
             return ()
-        if self._setting.settings.strict_parameters:
+        if self._setting.config.strict_parameters:
             raise InvalidRequest(f"`{unknown[0]}` is not known to this server (option.strict_parameters is on)")
         return (f"fields without effect: {', '.join(unknown)}",)
 

@@ -53,7 +53,7 @@ class GeneratedEmbeddingContract:
 
     def parse(self, call: Call) -> Exchange:
         request_id, inputs, _ = read_inputs(call.body, self._setting)
-        name = self._setting.settings.name
+        name = self._setting.config.name
         if inputs.get("embedding_request") is None:
             raise InvalidRequest(f"Model {name} does not support 'generate' request")
         size = check_embeds(self._setting)
@@ -78,7 +78,7 @@ def check_embeds(setting: ContractSetting) -> int:
     """
     model = setting.model.pooling
     if model is None or "embed" not in model.tasks:
-        raise InvalidRequest(f"Model {setting.settings.name} does not support 'embed' request")
+        raise InvalidRequest(f"Model {setting.config.name} does not support 'embed' request")
     return model.vector_size
 
 
@@ -166,7 +166,7 @@ class InferContract:
             pooling_request(text, _POOLING, request_id=f"{call.request_id}-{place}", adapter=adapter, **call.steering)
             for place, text in enumerate(texts)
         ]
-        return Exchange(tuple(requests), _TensorAnswer(len(texts), self._setting.settings.name, body.id, size))
+        return Exchange(tuple(requests), _TensorAnswer(len(texts), self._setting.config.name, body.id, size))
 
 
 def _texts(inputs: Sequence[_Tensor]) -> Sequence[str]:

@@ -80,10 +80,10 @@ def unknown_model(name: str, version: str | None = None) -> str:
     return f"Request for unknown model: '{name[: errors.SHOWN]}'{which} is not found"
 
 
-def missing_model(names: Mapping[str, str], settings: ModelConfig) -> Reply | None:
+def missing_model(names: Mapping[str, str], config: ModelConfig) -> Reply | None:
     """Return the error for a path that does not name the served model and version. None if it names them."""
     name, version = names["model"], names.get("version")
-    if name != settings.name:
+    if name != config.name:
         return error_reply(404, unknown_model(name))
     if version is None or version.lstrip("0") == VERSION:
         return None

@@ -42,7 +42,7 @@ def of_served_model(tell: Tell) -> Tell:
     """Return a function that answers with Triton's error unless the path names the model that is served."""
 
     def checked(call: Call, view: ModelView) -> Reply:
-        return missing_model(call.path_parameters, view.settings) or tell(call, view)
+        return missing_model(call.path_parameters, view.config) or tell(call, view)
 
     return checked
 
@@ -64,7 +64,7 @@ def server_metadata(call: Call, views: Sequence[ModelView]) -> Reply:
 
 def model_ready(call: Call, view: ModelView) -> Reply:
     """Return 200 if the model is ready. A model that is not served counts as not ready, as in Triton."""
-    if view.state != "ready" or missing_model(call.path_parameters, view.settings):
+    if view.state != "ready" or missing_model(call.path_parameters, view.config):
         return error_reply(400, "Model version not ready")
     return _YES
 
@@ -75,7 +75,7 @@ def metadata(call: Call, view: ModelView) -> Reply:
     inputs, outputs = _tensors(view)
     return _json(
         {
-            "name": view.settings.name,
+            "name": view.config.name,
             "versions": [VERSION],
             "platform": "python",
             "inputs": [
@@ -94,7 +94,7 @@ def configuration(call: Call, view: ModelView) -> Reply:
     inputs, outputs = _tensors(view)
     return _json(
         {
-            "name": view.settings.name,
+            "name": view.config.name,
             "platform": "",
             "backend": _backend(view),
             "version_policy": {"latest": {"num_versions": 1}},
@@ -136,7 +136,7 @@ def configuration(call: Call, view: ModelView) -> Reply:
 
 def model_statistics(call: Call, view: ModelView) -> Reply:
     """Return counts and times of the model. 400 for a model that is not served, as in Triton."""
-    missing = missing_model(call.path_parameters, view.settings)
+    missing = missing_model(call.path_parameters, view.config)
     return statistics(call, (view,)) if missing is None else Reply(400, JSON, missing.body)
 
 
@@ -155,7 +155,7 @@ def _statistics(view: ModelView) -> dict[str, Any]:
     # limited to the time of the calls.
     waited = min(statistics.queue_time.total, calls.succeeded_seconds)
     return {
-        "name": view.settings.name,
+        "name": view.config.name,
         "version": VERSION,
         "last_inference": int(calls.last_at * 1000),
         "inference_count": calls.succeeded,
@@ -207,15 +207,15 @@ def _object_of(body: bytes) -> dict[str, Any] | Reply:
 
 def _indexed(view: ModelView) -> dict[str, str]:
     state = _REPOSITORY_STATES.get(view.state, "UNAVAILABLE")
-    model = {"name": view.settings.name, "version": VERSION, "state": state}
+    model = {"name": view.config.name, "version": VERSION, "state": state}
     return model | {"reason": view.reason} if view.reason else model
 
 
 def load(call: Call, view: ModelView) -> Reply:
     """Return 200 for the served model if it is ready. Other models, and other configurations, cannot be loaded."""
     name = call.path_parameters["model"]
-    if name != view.settings.name:
-        return error_reply(404, f"failed to load '{name[:SHOWN]}': this server serves '{view.settings.name}' only")
+    if name != view.config.name:
+        return error_reply(404, f"failed to load '{name[:SHOWN]}': this server serves '{view.config.name}' only")
     document = _object_of(call.body)
     if isinstance(document, Reply):
         return document
@@ -228,15 +228,15 @@ def load(call: Call, view: ModelView) -> Reply:
 
 def unload(call: Call, view: ModelView) -> Reply:
     """Refuse to unload the served model. Other models count as unloaded already, as in Triton."""
-    if call.path_parameters["model"] != view.settings.name:
+    if call.path_parameters["model"] != view.config.name:
         return _YES
-    return error_reply(501, f"unload is not supported: this server serves '{view.settings.name}' as long as it runs")
+    return error_reply(501, f"unload is not supported: this server serves '{view.config.name}' as long as it runs")
 
 
 @of_served_model
 def infer(call: Call, view: ModelView) -> Reply:
     """Refuse KServe's inference with tensors, as Triton does for a streaming model."""
-    if view.settings.handler is not None:
+    if view.config.handler is not None:
         return error_reply(501, f"/infer is not served: {OWN_HANDLER}")
     path = call.path.removesuffix("/infer")
     return error_reply(501, f"/infer is not served; use POST {path}/generate or POST {path}/generate_stream")
@@ -245,13 +245,13 @@ def infer(call: Call, view: ModelView) -> Reply:
 def _backend(view: ModelView) -> str:
     if view.engine != "vllm":
         return "python"
-    return "tensorrtllm" if view.settings.rolling_batch == "trtllm" else "vllm"
+    return "tensorrtllm" if view.config.rolling_batch == "trtllm" else "vllm"
 
 
 def _tensors(view: ModelView) -> tuple[Mapping[str, Kind], Mapping[str, str]]:
-    if view.settings.handler is not None:
+    if view.config.handler is not None:
         return {}, {}
-    if view.settings.rolling_batch == "trtllm":
+    if view.config.rolling_batch == "trtllm":
         return VLLM_INPUTS | TENSORRT_LLM_INPUTS, _VLLM_OUTPUTS | _TENSORRT_LLM_OUTPUTS
     return VLLM_INPUTS, _VLLM_OUTPUTS
 

@@ -168,7 +168,7 @@ def _read(
     """Read a request's body. `names` takes the client's names by vLLM's and the engine's, where they differ."""
     request_id, inputs, parameters = read_inputs(body, setting)
     if inputs.pop("embedding_request", None) is not None:
-        raise InvalidRequest(f"Model {setting.settings.name} does not support 'embed' request")
+        raise InvalidRequest(f"Model {setting.config.name} does not support 'embed' request")
     prompt = inputs.pop("text_input")
     images = inputs.pop("image", [])
     if images and setting.model.texts.image_mark is None:
@@ -192,7 +192,7 @@ def _read_parameters(
     given = set(values)
     if sampling_parameters is not None and "bad_words" not in inputs:
         given.discard("bad_words")  # vLLM's own parameter. TensorRT-LLM's is an input.
-    tensorrt_llm = setting.settings.rolling_batch == "trtllm" or any(
+    tensorrt_llm = setting.config.rolling_batch == "trtllm" or any(
         name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in given
     )
     if tensorrt_llm:
@@ -296,7 +296,7 @@ def _inputs_and_parameters(
         given = ", ".join(f"'{name}'" for name in inputs)
         raise TritonRefusal(
             f"{whose} expected number of inputs between 1 and {len(VLLM_INPUTS)} but got {len(inputs)} inputs for "
-            f"model '{setting.settings.name}'. Got input(s) [{given}], but missing required input(s) ['text_input']. "
+            f"model '{setting.config.name}'. Got input(s) [{given}], but missing required input(s) ['text_input']. "
             "Please provide all required input(s)."
         )
     return inputs, parameters
@@ -381,7 +381,7 @@ def switch(values: dict[str, Any], name: str) -> bool | None:
 def _adapter(name: Any, setting: ContractSetting) -> str | None:
     if name is None:
         return None
-    if not setting.settings.enable_lora:
+    if not setting.config.enable_lora:
         raise TritonRefusal("LoRA feature is not enabled.")
     if not isinstance(name, str):
         raise InvalidParameter("lora_name", f"must be a string, got {json_kind(name)}")

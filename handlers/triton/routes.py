@@ -48,7 +48,7 @@ class TritonContract:
         most = self._setting.model.max_top_tokens
         if (request.vllm.logprobs or 0) > most:
             raise InvalidParameter("logprobs", f"must be at most {most}, got {request.vllm.logprobs}")
-        model = self._setting.settings.name
+        model = self._setting.config.name
         if request.stream and self._events:
             answer: Answer = EventAnswer(model, request)
         else:

@@ -12,5 +12,5 @@ from tests.settings import configured
 
 
 def contract(*, stream: bool = False, **settings: Any) -> HappyVllmContract:
-    setting = ContractSetting(settings=configured(MODEL, **settings), model=FakeModel())
+    setting = ContractSetting(config=configured(MODEL, **settings), model=FakeModel())
     return HappyVllmContract(setting, stream=stream)

@@ -161,17 +161,17 @@ class Exchange:
 
 def service_of(engine: PoolingEngine, **settings: Any) -> Service:
     """Return a loaded model on the engine, with the handlers that the entry point makes."""
-    model = configured(MODEL, model_id="org/model", revision="abc", **settings)
+    config = configured(MODEL, model_id="org/model", revision="abc", **settings)
     if engine.pooling is not None:
-        engine.pooling = replace(engine.pooling, default_prompt=model.default_prompt)
+        engine.pooling = replace(engine.pooling, default_prompt=config.default_prompt)
     queue = EngineQueue(engine, 100)
-    handlers = generation_handlers(model, queue)
+    handlers = generation_handlers(config, queue)
     if engine.pooling is None:
         return Service(
-            model, EngineHandler(queue, LmiRollingContract(model)), engine, handlers, queue=queue, engine=engine
+            config, EngineHandler(queue, LmiRollingContract(config)), engine, handlers, queue=queue, engine=engine
         )
-    invocations = pooling_invocations(model, queue, engine.pooling, None)
-    return Service(model, invocations, engine, handlers, queue=queue, engine=engine)
+    invocations = pooling_invocations(config, queue, engine.pooling, None)
+    return Service(config, invocations, engine, handlers, queue=queue, engine=engine)
 
 
 async def ask(
@@ -201,11 +201,11 @@ async def ask(
     """
     engine = PoolingEngine(kind, numbers)
     service = service_of(engine, **settings)
-    server_settings = ServerConfig(**(server or {}))
-    lifecycle = Lifecycle(Settings(server=server_settings, model=service.settings))
+    server_config = ServerConfig(**(server or {}))
+    lifecycle = Lifecycle(Settings(server_config=server_config, config=service.config))
     lifecycle.stage, lifecycle.service = state, service if state is not State.STARTING else None
     models = Models([Model(lifecycle, "model")])
-    app = create_app(models, server_settings, Registrar(models, server_settings, Mock())).main
+    app = create_app(models, server_config, Registrar(models, server_config, Mock())).main
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         if document is None and content is None:
             answer = await client.get(path, headers=headers)

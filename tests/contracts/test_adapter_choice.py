@@ -68,7 +68,7 @@ def by_header(contract: Contract, document: dict[str, Any], name: str = "h") -> 
 
 def contracts(**settings: Any) -> dict[str, tuple[Contract, dict[str, Any], dict[str, Any], ContractRoutes]]:
     """Return each contract, a request, a request that names the adapter `a`, and the family."""
-    setting = ContractSetting(settings=configured(exchange.MODEL, **settings), model=tgi_exchange.FakeModel())
+    setting = ContractSetting(config=configured(exchange.MODEL, **settings), model=tgi_exchange.FakeModel())
     prompt = {"inputs": "x"}
     named = {"inputs": "x", "parameters": {"adapter_id": "a"}}
     return {
@@ -110,7 +110,7 @@ def test_the_list_of_models_has_the_adapters_with_their_parent() -> None:
     view = replace(triton_exchange.view(served_model_names=("base", "other")), adapters=(adapter,))
     cards = msgspec.json.decode(models(Call(body=b"", request_id="r"), (view,)).body)["data"]
     shown = [(card["id"], card["root"], card["parent"]) for card in cards]
-    model = view.settings.model_id
+    model = view.config.model_id
     assert shown == [("base", model, None), ("other", model, None), ("a", "/x", "base")]
 
 

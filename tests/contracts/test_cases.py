@@ -106,7 +106,7 @@ async def exchanged(case: dict[str, Any], directory: Path, engine: CaseEngine | 
     (directory / "serving.properties").write_text("".join(f"{key}={value}\n" for key, value in options.items()))
     settings = load_settings(directory, case.get("environment", {}))
     engine = engine or CaseEngine(case)
-    overload_status = settings.server.throttle_error_http_code
+    overload_status = settings.server_config.throttle_error_http_code
     queue = EngineQueue(engine, case.get("places", 100), overload_status)
     vllm = case.get("vllm", {"status": 501, "body": ""})
     media_type = vllm.get("content-type", "application/json")
@@ -115,20 +115,20 @@ async def exchanged(case: dict[str, Any], directory: Path, engine: CaseEngine | 
     common = OpenAIContract(FRONT_END) if engine.pooling is None else embeddings
     openai = OpenAIHandler(front_end, queue, common, FRONT_END.model)
     if engine.pooling is None:
-        lmi = EngineHandler(queue, lmi_contract(settings.model, engine), refuse_unread=overloaded)
+        lmi = EngineHandler(queue, lmi_contract(settings.config, engine), refuse_unread=overloaded)
         invocations: Any = InvocationsHandler(
-            lmi, openai, settings.model, Sessions(None, overload_status), overload_status
+            lmi, openai, settings.config, Sessions(None, overload_status), overload_status
         )
     else:
-        invocations = pooling_invocations(settings.model, queue, engine.pooling, openai)
-    handlers = generation_handlers(settings.model, queue)
+        invocations = pooling_invocations(settings.config, queue, engine.pooling, openai)
+    handlers = generation_handlers(settings.config, queue)
     lifecycle = Lifecycle(settings)
     lifecycle.stage = State.READY
     lifecycle.service = Service(
-        settings.model, invocations, engine, handlers, openai=openai, queue=queue, engine=engine
+        settings.config, invocations, engine, handlers, openai=openai, queue=queue, engine=engine
     )
     models = Models([Model(lifecycle, "model")])
-    app = create_app(models, settings.server, Registrar(models, settings.server, Mock())).main
+    app = create_app(models, settings.server_config, Registrar(models, settings.server_config, Mock())).main
     request = case["request"]
     body = request.get("body")
     sent: dict[str, Any] = {"content": body.encode()} if isinstance(body, str) else {"json": body}

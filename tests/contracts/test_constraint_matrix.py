@@ -270,13 +270,13 @@ async def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return OpenAIHandler(VllmApp(vllm, None, parses_tools=parses_tools), queue, contract, "m", ADAPTERS)
 
     name = request.node.callspec.params["name"]
-    parses_tools, settings = name in TOOLS_TARGETS, SETTINGS.get(name, ENGINE_SETTINGS)
+    parses_tools, config = name in TOOLS_TARGETS, SETTINGS.get(name, ENGINE_SETTINGS)
     monkeypatch.setattr(entry_point, "choose_engine", lambda settings: settings)  # vLLM need not be installed.
     monkeypatch.setattr(entry_point, "engine_factory", lambda _: lambda _: engine)
     for name in ("begin_import", "import_front_end"):
         monkeypatch.setattr(entry_point, name, lambda _: None)
     monkeypatch.setattr(entry_point, "openai_handler", openai)
-    service: Service = await entry_point.load_service(settings, Limits(64, 503, 503))
+    service: Service = await entry_point.load_service(config, Limits(64, 503, 503))
     lifecycle, http = make()
     lifecycle.service = service
     async with http:

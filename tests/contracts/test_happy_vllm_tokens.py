@@ -117,7 +117,7 @@ class Model:
 
 LIKE_GPT, LIKE_LLAMA = Model(_like_gpt()), Model(_like_llama())
 VIEW = ModelView(
-    settings=MODEL,
+    config=MODEL,
     state="ready",
     reason="",
     started_at=0.0,
@@ -478,7 +478,7 @@ def test_an_abort_answers_null_and_reaches_the_engine() -> None:
 
 def test_routes_on_tokens_need_a_loaded_model() -> None:
     loading = replace(VIEW, state="starting", loaded=None)
-    handler = replace(loading, settings=replace(MODEL, handler=HandlerConfig(entry_point="model.py")))
+    handler = replace(loading, config=replace(MODEL, handler=HandlerConfig(entry_point="model.py")))
     for path, document in (("/v1/tokenizer", {"text": "a"}), ("/v1/info", b""), ("/live_metrics", b"")):
         with pytest.raises(NotReady):
             TELLS[path].answer(call(document), loading)

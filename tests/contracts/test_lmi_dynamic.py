@@ -87,6 +87,6 @@ def test_entries_of_a_prompt_joined_are_its_text_in_whatever_order_deltas_come(
 
 
 def test_stop_strings_of_the_settings_are_added_to_those_of_the_request() -> None:
-    model = configured(MODEL, rolling_batch="disable", stop_sequences=("###",))
-    exchange = LmiDynamicContract(model).parse(call({"inputs": "x", "parameters": {"stop_sequences": ["a"]}}))
+    config = configured(MODEL, rolling_batch="disable", stop_sequences=("###",))
+    exchange = LmiDynamicContract(config).parse(call({"inputs": "x", "parameters": {"stop_sequences": ["a"]}}))
     assert exchange.requests[0].sampling.stop == ("a", "###")

@@ -36,9 +36,9 @@ PROMPT = {"inputs": "Tell me", "parameters": {"max_new_tokens": 2}}
 def contract(
     read: Callable[..., Any] | None = None, write: Callable[..., Any] | None = None, **options: Any
 ) -> FormatterContract:
-    model = configured(MODEL, **options)
+    config = configured(MODEL, **options)
     given = Formatters(FormatterThread(5), read, write)
-    return FormatterContract(LmiRollingContract(model), model, given, "tokenizer")
+    return FormatterContract(LmiRollingContract(config), config, given, "tokenizer")
 
 
 def body(exchange: Exchange, *deltas: TokenDelta) -> str:

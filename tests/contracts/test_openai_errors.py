@@ -88,7 +88,7 @@ def test_models_can_be_listed_whatever_runs_them() -> None:
 
 def view(**settings: object) -> ModelView:
     return ModelView(
-        settings=ModelConfig(name="model", model_dir=Path("."), model_id="m", **settings),  # type: ignore[arg-type]
+        config=ModelConfig(name="model", model_dir=Path("."), model_id="m", **settings),  # type: ignore[arg-type]
         state="starting",
         reason="",
         started_at=0.0,

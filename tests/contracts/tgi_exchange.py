@@ -80,7 +80,7 @@ def contract(path: str, image_mark: Callable[[int], str] | None = None, **settin
     route = next(route for route in TGI.routes if isinstance(route, GenerationRoute) and route.path == path)
     assert route.contract is not None
     return route.contract(
-        ContractSetting(settings=configured(MODEL, rolling_batch="lmi-dist", **settings), model=FakeModel(image_mark))
+        ContractSetting(config=configured(MODEL, rolling_batch="lmi-dist", **settings), model=FakeModel(image_mark))
     )
 
 
@@ -111,7 +111,7 @@ def refusal(path: str, document: Any, content_type: str = "application/json", **
 
 def view(state: State = "ready", loaded: bool = True) -> ModelView:
     return ModelView(
-        settings=replace(MODEL, model_id="org/model", revision="abc"),
+        config=replace(MODEL, model_id="org/model", revision="abc"),
         state=state,
         reason="",
         started_at=0.0,

@@ -55,11 +55,11 @@ def parse(
 ) -> Exchange:
     path = "/v2/models/{model}" + ("/versions/{version:int}" if "version" in names else "") + f"/{route}"
     found = next(one for one in TRITON.routes if isinstance(one, GenerationRoute) and one.path == path)
-    model = configured(MODEL, **settings)
-    if found.refuse_path is not None and (refusal := found.refuse_path(names, model)) is not None:
+    config = configured(MODEL, **settings)
+    if found.refuse_path is not None and (refusal := found.refuse_path(names, config)) is not None:
         raise ContractError(refusal, "the path is wrong")
     assert found.contract is not None
-    contract = found.contract(ContractSetting(settings=model, model=LoadedText(image_mark)))
+    contract = found.contract(ContractSetting(config=config, model=LoadedText(image_mark)))
     call = Call(body=body_of(document), request_id="r", headers=headers or {}, path_parameters=names)
     return contract.parse(call)
 
@@ -81,7 +81,7 @@ def refused(document: Any, route: str = "generate", **more: Any) -> Reply:
 
 def view(state: State = "ready", reason: str = "", loaded: Any = None, **settings: Any) -> ModelView:
     return ModelView(
-        settings=configured(MODEL, **settings),
+        config=configured(MODEL, **settings),
         state=state,
         reason=reason,
         started_at=0.0,

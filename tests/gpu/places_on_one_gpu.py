@@ -19,7 +19,7 @@ from engines.vllm import loading
 from engines.vllm.copies.places import Place
 
 
-def two_places(engine_args: AsyncEngineArgs, settings: EngineConfig) -> list[Place]:
+def two_places(engine_args: AsyncEngineArgs, config: EngineConfig) -> list[Place]:
     """Return two places on the GPU that vLLM takes first. It takes the place of `gpu_places`."""
     return [Place((0,))] * 2
 

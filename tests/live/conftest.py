@@ -146,8 +146,8 @@ def bare_texts(sample_model: Path) -> dict[str, dict[str, Any]]:
     arguments = {name: ENGINE[name] for name in ("max_model_len", "kv_cache_memory_bytes")}
     arguments |= {"model": str(sample_model), "dtype": "float32", "enforce_eager": True}
     script = Path(__file__).with_name("bare_vllm.py").read_text()
-    model = ModelConfig(name="m", model_dir=sample_model, model_id=str(sample_model), rolling_batch="vllm")
-    made_by = [arguments, script, PROMPTS, MAX_NEW_TOKENS, running_engine(model), version("torch")]
+    config = ModelConfig(name="m", model_dir=sample_model, model_id=str(sample_model), rolling_batch="vllm")
+    made_by = [arguments, script, PROMPTS, MAX_NEW_TOKENS, running_engine(config), version("torch")]
     digest = sha256(json.dumps(made_by).encode()).hexdigest()[:16]
 
     def write(directory: Path) -> None:

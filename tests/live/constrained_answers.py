@@ -84,9 +84,9 @@ async def longest_wait(engine: Any, stop: asyncio.Event) -> float:
 
 
 async def answers_of(directory: str, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    settings = settings_for(directory)
-    begin_import(settings)
-    engine = engine_factory(settings)(settings)
+    config = settings_for(directory)
+    begin_import(config)
+    engine = engine_factory(config)(config)
     await engine.start()
     try:
         stop = asyncio.Event()

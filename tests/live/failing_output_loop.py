@@ -30,7 +30,7 @@ async def _text(engine: Engine, number: int) -> str:
 
 async def _main(model: Path) -> dict[str, Any]:
     arguments = {"max_model_len": "1024", "kv_cache_memory_bytes": str(64 << 20)}
-    settings = ModelConfig(
+    config = ModelConfig(
         name="m",
         model_dir=model,
         model_id=str(model),
@@ -40,8 +40,8 @@ async def _main(model: Path) -> dict[str, Any]:
         continue_calls=1,
         engine_arguments=arguments,
     )
-    begin_import(settings)
-    engine = engine_factory(settings)(settings)
+    begin_import(config)
+    engine = engine_factory(config)(config)
     await engine.start()
     from engines.vllm.output_processor import LeanOutputProcessor
 

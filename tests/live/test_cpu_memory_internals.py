@@ -72,13 +72,13 @@ def test_what_a_model_will_need_is_read_from_its_files(sample_model: Path) -> No
     from engines.vllm.loading import cache_demand
 
     arguments = {"max_model_len": "1000"}
-    settings = ModelConfig(name="m", model_dir=sample_model, model_id=str(sample_model), engine_arguments=arguments)
-    config = AsyncEngineArgs(**engine_arguments(settings, on_cpu=True)).create_engine_config()
-    demand = cache_demand(config, 1)
+    config = ModelConfig(name="m", model_dir=sample_model, model_id=str(sample_model), engine_arguments=arguments)
+    vllm_config = AsyncEngineArgs(**engine_arguments(config, on_cpu=True)).create_engine_config()
+    demand = cache_demand(vllm_config, 1)
     assert demand.sequence == 1000 * 30 * 3 * 64 * 2 * 2
     assert demand.weights == (sample_model / "model.safetensors").stat().st_size
     assert demand.workers == 1
-    assert cache_demand(config, 3).workers == 3, "each copy has a worker"
+    assert cache_demand(vllm_config, 3).workers == 3, "each copy has a worker"
 
 
 def test_a_machine_that_is_too_small_is_told_before_vllm_starts_a_process(sample_model: Path, monkeypatch: Any) -> None:
@@ -89,7 +89,7 @@ def test_a_machine_that_is_too_small_is_told_before_vllm_starts_a_process(sample
     def nothing_starts(*_: Any) -> None:
         raise AssertionError("vLLM was started")
 
-    settings = ModelConfig(name="m", model_dir=sample_model, model_id=str(sample_model))
+    config = ModelConfig(name="m", model_dir=sample_model, model_id=str(sample_model))
     monkeypatch.setattr(vllm_loading, "memory_limits", lambda *_: [Limit("NUMA node0", 1 << 30, 2 << 30)])
     monkeypatch.setattr(AsyncLLM, "from_vllm_config", nothing_starts)
     thread = LastingThreads("loading")
@@ -97,6 +97,6 @@ def test_a_machine_that_is_too_small_is_told_before_vllm_starts_a_process(sample
         with pytest.raises(
             EngineOutOfMemory, match=r"too little memory for .* and NUMA node0 has 1\.00 GiB of 2\.00 GiB"
         ):
-            asyncio.run(vllm_loading.VllmLoader(settings, thread).load())
+            asyncio.run(vllm_loading.VllmLoader(config, thread).load())
     finally:
         thread.end()

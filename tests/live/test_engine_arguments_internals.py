@@ -44,7 +44,7 @@ GIB = 1 << 30
 
 
 @pytest.fixture
-def settings(sample_model: Path) -> ModelConfig:
+def config(sample_model: Path) -> ModelConfig:
     return ModelConfig(name="model", model_dir=sample_model, model_id=str(sample_model))
 
 
@@ -52,7 +52,7 @@ class _StoppedHere(Exception):
     """The arguments were seen; no engine is needed."""
 
 
-def arguments_seen(settings: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+def arguments_seen(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """Start loading a model; return vLLM's arguments and usage context as vLLM gets them."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -68,7 +68,7 @@ def arguments_seen(settings: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> tu
     thread = LastingThreads("engine")
     try:
         with pytest.raises(EngineStartError):
-            asyncio.run(VllmLoader(settings, thread).load())
+            asyncio.run(VllmLoader(config, thread).load())
     finally:
         thread.end()
     (found,) = seen
@@ -104,18 +104,18 @@ def documented_differences() -> set[str]:
     ids=["default", "adapters", "scheduler"],
 )
 def test_the_documentation_has_what_differs_from_vllm_serve(
-    settings: ModelConfig, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], expected: set[str]
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], expected: set[str]
 ) -> None:
-    ours, context = arguments_seen(replace(settings, **more), monkeypatch)
+    ours, context = arguments_seen(replace(config, **more), monkeypatch)
     assert context.value == "OPENAI_API_SERVER", "batches are as large as those of `vllm serve`"
-    served = serve_arguments(settings.model_dir)
+    served = serve_arguments(config.model_dir)
     names = [field.name for field in dataclasses.fields(served)]
     differing = {name for name in names if getattr(ours, name) != getattr(served, name)}
     assert differing == ON_CPU | expected
     assert differing - set(more) <= documented_differences()
 
 
-def test_the_documentation_has_what_is_changed_in_vllms_configuration(settings: ModelConfig) -> None:
+def test_the_documentation_has_what_is_changed_in_vllms_configuration(config: ModelConfig) -> None:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -124,7 +124,7 @@ def test_the_documentation_has_what_is_changed_in_vllms_configuration(settings: 
     from engines.vllm.sampling import load_typical
 
     def made() -> VllmConfig:
-        arguments = engine_arguments(settings, on_cpu=True) | {"max_model_len": 64}
+        arguments = engine_arguments(config, on_cpu=True) | {"max_model_len": 64}
         return AsyncEngineArgs(**serve_defaults() | arguments).create_engine_config()
 
     before, changed = made(), made()
@@ -202,11 +202,11 @@ def test_gpus_that_share_each_layer_are_as_few_as_hold_the_model_or_as_many_as_i
     ],
 )
 def test_settings_become_arguments(
-    settings: ModelConfig, given: dict[str, Any], on_cpu: bool, expected: dict[str, Any]
+    config: ModelConfig, given: dict[str, Any], on_cpu: bool, expected: dict[str, Any]
 ) -> None:
     from engines.vllm.arguments.from_settings import engine_arguments
 
-    found = engine_arguments(replace(settings, **given), on_cpu)
+    found = engine_arguments(replace(config, **given), on_cpu)
     assert {name: found.get(name, False) for name in expected} == expected
 
 
@@ -259,19 +259,19 @@ def test_the_table_of_arguments_has_those_of_vllm_serve_and_each_has_an_effect_o
     ("name", "text"), [("api_key", "hidden"), ("no_such_thing", "1"), ("enable_auto_tool_chioce", "true")]
 )
 def test_an_argument_that_is_not_the_engines_is_warned_of(
-    settings: ModelConfig, caplog: pytest.LogCaptureFixture, name: str, text: str
+    config: ModelConfig, caplog: pytest.LogCaptureFixture, name: str, text: str
 ) -> None:
     from engines.vllm.arguments.from_settings import engine_arguments
 
     given = {name: text, "response_role": "assistant"}
-    assert not given.keys() & engine_arguments(replace(settings, engine_arguments=given), on_cpu=True).keys()
+    assert not given.keys() & engine_arguments(replace(config, engine_arguments=given), on_cpu=True).keys()
     assert f"option.{name} is none of LMI's and not of vLLM's engine; it has no effect" in caplog.text
     assert "hidden" not in caplog.text
     assert "response_role" not in caplog.text, "the front end has it"
 
 
 def test_the_map_of_reasoning_efforts_is_read_and_checked_as_the_next_vllm_does(
-    settings: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from engines.vllm.arguments import from_settings
 
@@ -290,7 +290,7 @@ def test_the_map_of_reasoning_efforts_is_read_and_checked_as_the_next_vllm_does(
     monkeypatch.setattr(from_settings, "FRONT_END", FRONT_END | {"reasoning_effort_map"})
 
     def arguments(**given: str) -> dict[str, Any]:
-        return from_settings.frontend_arguments(replace(settings, engine_arguments=given))
+        return from_settings.frontend_arguments(replace(config, engine_arguments=given))
 
     assert arguments()["reasoning_effort_map"] is None
     assert arguments(reasoning_effort_map='{"xhigh": "max"}')["reasoning_effort_map"] == {"xhigh": "max"}
@@ -305,39 +305,39 @@ def test_the_map_of_reasoning_efforts_is_read_and_checked_as_the_next_vllm_does(
         ("speculative_config", "ngram", "Value ngram cannot be converted to JSON"),
     ],
 )
-def test_a_value_of_another_type_is_refused(settings: ModelConfig, name: str, text: str, message: str) -> None:
+def test_a_value_of_another_type_is_refused(config: ModelConfig, name: str, text: str, message: str) -> None:
     from engines.vllm.arguments.from_settings import engine_arguments
 
     with pytest.raises(EngineStartError, match=message):
-        engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
+        engine_arguments(replace(config, engine_arguments={name: text}), on_cpu=True)
 
 
-def test_an_error_of_vllm_names_the_options_that_were_given_or_the_model(settings: ModelConfig, tmp_path: Path) -> None:
+def test_an_error_of_vllm_names_the_options_that_were_given_or_the_model(config: ModelConfig, tmp_path: Path) -> None:
     from engines.vllm.loading import VllmLoader
 
-    def refusal(model: ModelConfig) -> str:
+    def refusal(changed: ModelConfig) -> str:
         thread = LastingThreads("engine")
         try:
             with pytest.raises(EngineStartError) as refused:
-                asyncio.run(VllmLoader(model, thread).load())
+                asyncio.run(VllmLoader(changed, thread).load())
         finally:
             thread.end()
         return str(refused.value)
 
     given = {"enable_sleep_mode": "true", "sleep_preserve_parameter_names": "lm_head.weight"}
-    assert refusal(replace(settings, engine_arguments=given)) == (
-        f"vLLM cannot load {settings.model_id} with option.enable_sleep_mode, option.sleep_preserve_parameter_names: "
+    assert refusal(replace(config, engine_arguments=given)) == (
+        f"vLLM cannot load {config.model_id} with option.enable_sleep_mode, option.sleep_preserve_parameter_names: "
         "Sleep mode is not supported on current platform."
     )
     nothing = tmp_path / "nothing"
-    assert str(nothing) in refusal(replace(settings, model_dir=nothing, model_id=str(nothing)))
+    assert str(nothing) in refusal(replace(config, model_dir=nothing, model_id=str(nothing)))
 
 
 def front_end(model_dir: Path = Path("."), **options: str) -> dict[str, Any]:
     from engines.vllm.arguments.from_settings import frontend_arguments
 
-    model = ModelConfig(name="model", model_dir=model_dir, model_id="m", engine_arguments=options)
-    return frontend_arguments(model)
+    config = ModelConfig(name="model", model_dir=model_dir, model_id="m", engine_arguments=options)
+    return frontend_arguments(config)
 
 
 def test_options_are_read_as_vllm_reads_its_arguments(tmp_path: Path) -> None:
@@ -421,11 +421,11 @@ def test_each_option_of_the_table_becomes_what_vllm_serve_makes_of_it(sample_mod
             continue
         options = trial.options(name, paths)
         model_dir = write_model(tmp_path / name, model_id=sample_model, rolling_batch="vllm", **options)
-        model = load_settings(model_dir, {}).model
-        ours = dataclasses.asdict(AsyncEngineArgs(**defaults | engine_arguments(model, on_cpu=False)))
+        config = load_settings(model_dir, {}).config
+        ours = dataclasses.asdict(AsyncEngineArgs(**defaults | engine_arguments(config, on_cpu=False)))
         parsed = parser.parse_args(["--model", str(sample_model), *command_line(options)])
         theirs = dataclasses.asdict(AsyncEngineArgs.from_cli_args(parsed))
-        front_end = frontend_arguments(model)
+        front_end = frontend_arguments(config)
         ours |= {argument: front_end[argument] for argument in FRONT_END}
         theirs |= {argument: getattr(parsed, argument) for argument in FRONT_END}
         if different := {argument for argument, value in theirs.items() if ours[argument] != value} - ALWAYS:

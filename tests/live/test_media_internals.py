@@ -25,7 +25,7 @@ from tests.live.media_host import hosting
 from tests.live.pictures import bomb, data_url, encoded
 from tests.settings import configured
 
-SETTINGS = ModelConfig(name="model", model_dir=Path("."), model_id="m")
+CONFIG = ModelConfig(name="model", model_dir=Path("."), model_id="m")
 
 
 class Loading:
@@ -35,7 +35,7 @@ class Loading:
         from handlers.openai.media.connector import bound_media
 
         bound_media()
-        self.memory = MediaMemory(configured(SETTINGS, **limits))
+        self.memory = MediaMemory(configured(CONFIG, **limits))
         queue = EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4)  # type: ignore[arg-type]
         self.call = OpenAICall(queue, media=self.memory)
 
@@ -286,7 +286,7 @@ def test_frames_may_not_grow_and_none_is_decoded_for_a_request_that_has_ended() 
     frames = [np.zeros((48, 64, 3), np.uint8), np.zeros((4800, 6400, 3), np.uint8)]
     sides = iter((64, 48))
     capture = SimpleNamespace(get=lambda _: next(sides), grab=lambda: True, retrieve=lambda: (True, frames.pop(0)))
-    media = RequestMedia(MediaMemory(SETTINGS))
+    media = RequestMedia(MediaMemory(CONFIG))
     bounded = _Capture(capture, media)
     assert bounded.read()[1].shape == (48, 64, 3)
     with pytest.raises(InvalidRequest, match="frames larger than its 64x48"):
@@ -358,7 +358,7 @@ def test_the_prompts_images_are_dropped_when_the_engine_has_it() -> None:
     loading.load("image", data_url(encoded(40, 30)))
     config = SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None)
     engine = SimpleNamespace(async_llm=SimpleNamespace(vllm_config=config), sampling=None, tokenizer=None)
-    client = EngineClient(engine, SETTINGS)  # type: ignore[arg-type]
+    client = EngineClient(engine, CONFIG)  # type: ignore[arg-type]
 
     async def generate() -> None:
         from vllm import SamplingParams

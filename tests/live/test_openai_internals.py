@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from engines.errors import InvalidParameter
 from handlers.model_config import ModelConfig
 
-SETTINGS = ModelConfig(name="model", model_dir=Path("."), model_id="m")
+CONFIG = ModelConfig(name="model", model_dir=Path("."), model_id="m")
 
 
 def params(**fields: Any) -> Any:
@@ -160,7 +160,7 @@ async def test_what_fails_after_vllm_has_registered_it_is_taken_out_again_and_no
     engine: Any = _engine(llm)
     call = OpenAICall(EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4))  # type: ignore[arg-type]
     call.take(sequences)
-    stream = EngineClient(engine, SETTINGS)._generate(call, {}, SamplingParams(n=sequences), "a", {}, places=sequences)
+    stream = EngineClient(engine, CONFIG)._generate(call, {}, SamplingParams(n=sequences), "a", {}, places=sequences)
     task = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     task.cancel()
@@ -441,7 +441,7 @@ def test_ids_that_the_engine_would_repeat_are_bounded() -> None:
 
     from handlers.openai.vllm.engine_client import EngineClient
 
-    client = EngineClient(_engine(None), SETTINGS)
+    client = EngineClient(_engine(None), CONFIG)
     with pytest.raises(VLLMValidationError, match="`request_id` may have 512 characters"):
         client.generate({}, SamplingParams(), "x" * 513)
 
@@ -506,7 +506,7 @@ def test_each_prompt_of_a_call_is_explained_once() -> None:
     engine.sampling = SimpleNamespace(
         prompt_logprobs_refusal="", typical_refusal="", check_listed_tokens=lambda _: None
     )
-    client = EngineClient(engine, SETTINGS)
+    client = EngineClient(engine, CONFIG)
     assert asyncio.run(ask(explains_one=False)) == [[number] for number in range(100)]
     assert len(prepared) == 100
     assert asyncio.run(ask(explains_one=True)) == [[0]]

@@ -39,39 +39,39 @@ EMPTY_SLOTS_ON_CPU = 1
 _PATHS = frozenset({"chat_template", "tool_parser_plugin"})
 
 
-def engine_arguments(settings: EngineConfig, on_cpu: bool) -> dict[str, Any]:
+def engine_arguments(config: EngineConfig, on_cpu: bool) -> dict[str, Any]:
     """Return keyword arguments for vLLM's `AsyncEngineArgs`. `serve_defaults` has the values of all other arguments.
 
     Raises EngineStartError: vLLM's argument parser refuses the value of an option. The message names the option.
     """
-    given = {name: text for name, text in settings.engine_arguments.items() if name not in FRONT_END}
-    passed = _parse(AsyncEngineArgs.add_cli_args, settings, given)
+    given = {name: text for name, text in config.engine_arguments.items() if name not in FRONT_END}
+    passed = _parse(AsyncEngineArgs.add_cli_args, config, given)
     arguments: dict[str, Any] = {
-        "model": settings.model_id,
-        "served_model_name": list(settings.public_names),  # vLLM's errors show it. They would show a path instead.
-        "revision": settings.revision,
-        "trust_remote_code": settings.trust_remote_code,
-        "dtype": settings.dtype,
-        "tensor_parallel_size": settings.tensor_parallel_degree or 1,
-        "pipeline_parallel_size": settings.pipeline_parallel_degree,
+        "model": config.model_id,
+        "served_model_name": list(config.public_names),  # vLLM's errors show it. They would show a path instead.
+        "revision": config.revision,
+        "trust_remote_code": config.trust_remote_code,
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.tensor_parallel_degree or 1,
+        "pipeline_parallel_size": config.pipeline_parallel_degree,
         "enable_log_requests": False,
     }
-    if settings.max_rolling_batch_size is not None:
-        arguments["max_num_seqs"] = settings.max_rolling_batch_size
+    if config.max_rolling_batch_size is not None:
+        arguments["max_num_seqs"] = config.max_rolling_batch_size
     if on_cpu:
         # On a CPU, compilation takes minutes and gains little.
         arguments["enforce_eager"] = True
-    if settings.rolling_batch == "scheduler":
+    if config.rolling_batch == "scheduler":
         arguments["model_impl"] = "transformers"
     arguments.update(passed)
     arguments["limit_mm_per_prompt"] = DEFAULT_MEDIA_COUNTS | passed.get("limit_mm_per_prompt", {})
-    if settings.enable_lora:
+    if config.enable_lora:
         arguments |= _lora_arguments(passed, on_cpu)
-    if settings.task in ("embed", "classify"):
+    if config.task in ("embed", "classify"):
         # These tasks turn a model that generates text into a pooling model. For a pooling model, they change nothing.
-        arguments = {"runner": "pooling", "convert": settings.task, **arguments}
-    if settings.pooling is not None:
-        arguments.setdefault("pooler_config", PoolerConfig(seq_pooling_type=settings.pooling))
+        arguments = {"runner": "pooling", "convert": config.task, **arguments}
+    if config.pooling is not None:
+        arguments.setdefault("pooler_config", PoolerConfig(seq_pooling_type=config.pooling))
     return arguments
 
 
@@ -95,20 +95,20 @@ def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
     return arguments
 
 
-def frontend_arguments(settings: EngineConfig) -> dict[str, Any]:
+def frontend_arguments(config: EngineConfig) -> dict[str, Any]:
     """Return all arguments of vLLM's front end: the model's options, and vLLM's defaults.
 
     Raises:
         EngineStartError: vLLM refuses the value of an option. The message names the option.
     """
     given = {
-        name: _in_model_dir(settings, text) if name in _PATHS else text
-        for name, text in settings.engine_arguments.items()
+        name: _in_model_dir(config, text) if name in _PATHS else text
+        for name, text in config.engine_arguments.items()
         if name in FRONT_END
     }
     defaults = vars(_cli_args.FrontendArgs.add_cli_args(FlexibleArgumentParser(add_help=False)).parse_args([]))
-    arguments: dict[str, Any] = defaults | _parse(_cli_args.FrontendArgs.add_cli_args, settings, given)
-    _check_parsers(arguments, settings)
+    arguments: dict[str, Any] = defaults | _parse(_cli_args.FrontendArgs.add_cli_args, config, given)
+    _check_parsers(arguments, config)
     if (check := getattr(_cli_args, "validate_reasoning_effort_map", None)) is not None:  # Only in vLLM 0.33.
         try:
             check(arguments["reasoning_effort_map"])
@@ -117,15 +117,15 @@ def frontend_arguments(settings: EngineConfig) -> dict[str, Any]:
     return arguments
 
 
-def _in_model_dir(settings: EngineConfig, text: str) -> str:
+def _in_model_dir(config: EngineConfig, text: str) -> str:
     """Return the path of a file in the model directory, which is LMI's working directory, or else the text itself."""
-    path = os.path.join(settings.model_dir, text)
+    path = os.path.join(config.model_dir, text)
     return path if os.path.isfile(path) else text
 
 
-def _check_parsers(arguments: Mapping[str, Any], settings: EngineConfig) -> None:
+def _check_parsers(arguments: Mapping[str, Any], config: EngineConfig) -> None:
     """Check the names of parsers, as vLLM's own server does (`vllm.entrypoints.launchers.launcher`)."""
-    given: dict[str, Any] = {name: text.strip() for name, text in settings.engine_arguments.items()}
+    given: dict[str, Any] = {name: text.strip() for name, text in config.engine_arguments.items()}
     given.update(arguments)
     for name, load in (
         ("tool_parser_plugin", parsers.import_plugin),
@@ -145,12 +145,12 @@ def _check_parsers(arguments: Mapping[str, Any], settings: EngineConfig) -> None
             raise EngineStartError(f"option.{name}: vLLM has no parser {value!r}; allowed: {allowed}")
 
 
-def _parse(add_arguments: Callable[[Any], Any], settings: EngineConfig, given: Mapping[str, str]) -> dict[str, Any]:
+def _parse(add_arguments: Callable[[Any], Any], config: EngineConfig, given: Mapping[str, str]) -> dict[str, Any]:
     """Parse options with vLLM's argument parser.
 
     Args:
         add_arguments: Adds vLLM's arguments to a parser.
-        settings: The settings of the model.
+        config: The settings of the model.
         given: The options.
 
     Raises:
@@ -162,7 +162,7 @@ def _parse(add_arguments: Callable[[Any], Any], settings: EngineConfig, given: M
         action.default = argparse.SUPPRESS
     parsed: dict[str, Any] = {}
     for name, text in given.items():
-        source = settings.engine_argument_sources.get(name, f"option.{name}")
+        source = config.engine_argument_sources.get(name, f"option.{name}")
         if name in actions:
             parsed |= _parse_one(parser, actions[name], text.strip(), source)
         else:

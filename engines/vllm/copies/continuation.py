@@ -100,8 +100,8 @@ def _loss(request: EngineCoreRequest, params: Any, config: VllmConfig) -> str | 
 
 
 def _is_constrained_from_start(request: EngineCoreRequest, config: VllmConfig) -> bool:
-    settings = config.structured_outputs_config
-    return bool(request.reasoning_ended or not settings.reasoning_parser or settings.enable_in_reasoning)
+    outputs_config = config.structured_outputs_config
+    return bool(request.reasoning_ended or not outputs_config.reasoning_parser or outputs_config.enable_in_reasoning)
 
 
 def _is_own(processor: Any) -> bool:

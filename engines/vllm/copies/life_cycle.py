@@ -37,7 +37,7 @@ class Copies:
         self,
         loaded: StartedEngine,
         first: Copy,
-        settings: EngineConfig,
+        config: EngineConfig,
         statistics: EngineStatistics,
         waits: Callable[[], bool],
     ) -> None:
@@ -46,22 +46,22 @@ class Copies:
         Args:
             loaded: vLLM with the first copy.
             first: The first copy.
-            settings: The settings of the model.
+            config: The settings of the model.
             statistics: Counts the continued requests, and the seconds in which no copy accepted requests.
             waits: Returns True if requests wait when no copy runs. If False, they get an error.
         """
-        self._llm, self._places, self._settings = loaded.llm, loaded.places, settings
+        self._llm, self._places, self._config = loaded.llm, loaded.places, config
         self._reports, self._statistics, self._waits = loaded.reports, statistics, waits
         self._by_number = {1: first}
-        self._most = len(self._places[: settings.max_copies])
-        self._least = min(settings.min_copies or self._most, self._most)
+        self._most = len(self._places[: config.max_copies])
+        self._least = min(config.min_copies or self._most, self._most)
         self._sends_whole_media = self._most > 1
         # Set while a copy accepts new requests, and if no copy will ever accept requests again. Requests that have
         # survived a death are sent before it is set.
         self.up = asyncio.Event()
         self._down_since = 0.0
         self.gave_up = False  # No copy runs, and no copy will be started.
-        self._turns = asyncio.Semaphore(len(self._places) if settings.parallel_loading else 1)  # Limits loads.
+        self._turns = asyncio.Semaphore(len(self._places) if config.parallel_loading else 1)  # Limits loads.
         self._openings: dict[Copy, asyncio.Task[None]] = {}
         self._ends: dict[int, asyncio.Task[None]] = {}  # Ends former copies and frees their memory.
         self._tasks = BackgroundTasks(_log_error)
@@ -81,7 +81,7 @@ class Copies:
             EngineStartError: The copy has died.
         """
         self._adapters = adapters
-        deaths = self._settings.continue_calls
+        deaths = self._config.continue_calls
         self._continuations = Continuations(self._llm, self.client, self._statistics, adapters, deaths)
         if (first := self._by_number[1]).state is CopyState.DEAD:
             raise EngineStartError(_DIED_AT_START)
@@ -292,7 +292,7 @@ class Copies:
                 if (former := self._ends.get(copy.number)) is not None:
                     await asyncio.wait([former])
                 started = time.monotonic()
-                loader = VllmLoader(self._settings, copy.threads)
+                loader = VllmLoader(self._config, copy.threads)
                 copy.client = await loader.load_copy(self._llm, copy.place)
                 copy.workers = worker_processes(copy.client)
                 copy.elsewhere = (*loader.elsewhere, *core_client.engines_elsewhere(copy.client))

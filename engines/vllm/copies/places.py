@@ -47,7 +47,7 @@ def processor_places(copies: int) -> list[Place]:
     return [Place(processors=tuple(share)) for share in shares]
 
 
-def gpu_places(engine_args: AsyncEngineArgs, settings: EngineConfig) -> list[Place]:
+def gpu_places(engine_args: AsyncEngineArgs, config: EngineConfig) -> list[Place]:
     """Return a place for each copy for which the GPUs have room.
 
     If the tensor-parallel size is not given, it is set in `engine_args`. So are the GPUs of the first copy, which are
@@ -57,14 +57,14 @@ def gpu_places(engine_args: AsyncEngineArgs, settings: EngineConfig) -> list[Pla
         EngineStartError: The model needs more GPUs than there are.
     """
     visible = range(vllm.platforms.current_platform.device_count())
-    devices = visible if settings.devices is None else settings.devices
-    if settings.devices == ():
+    devices = visible if config.devices is None else config.devices
+    if config.devices == ():
         raise EngineStartError("load_on_devices is cpu, but this vLLM is built for GPUs")
-    if settings.tensor_parallel_degree is None:
-        share_layers(engine_args, devices, settings.tensor_parallel_max)
+    if config.tensor_parallel_degree is None:
+        share_layers(engine_args, devices, config.tensor_parallel_max)
     count = Layout.of(vars(engine_args)).gpus(engine_args.tensor_parallel_size)
     alone = why_one_copy(vars(engine_args))
-    if engine_args.device_ids or (settings.devices is None and (alone or count >= len(visible))):
+    if engine_args.device_ids or (config.devices is None and (alone or count >= len(visible))):
         return [Place()]
     if count > len(devices):
         if len(devices) == len(visible):
@@ -77,7 +77,7 @@ def gpu_places(engine_args: AsyncEngineArgs, settings: EngineConfig) -> list[Pla
         return [Place()]
     engine_args.device_ids = chosen[0]
     logger.info("GPUs of each copy that there is room for: %s", "; ".join(", ".join(map(str, gpus)) for gpus in chosen))
-    if (most := settings.max_copies) is not None and most > copies:
+    if (most := config.max_copies) is not None and most > copies:
         logger.warning("maxWorkers is %d, and there is room for %d copies", most, copies)
     return [Place(tuple(gpus), tuple(core_client.physical_gpus(engine_args, gpus))) for gpus in chosen]
 

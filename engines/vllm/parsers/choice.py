@@ -204,27 +204,27 @@ def _most_specific(families: Sequence[Family]) -> list[Family]:
     return [one for one in families if not any(marks(one) < marks(other) for other in families)]
 
 
-def parser_of(kind: str, settings: EngineConfig) -> Choice:
+def parser_of(kind: str, config: EngineConfig) -> Choice:
     """Return the parser of a model. An option names it, or the model's files decide.
 
     If the files are not on this machine, they are read from the hub.
     """
-    arguments = settings.engine_arguments
+    arguments = config.engine_arguments
     given = arguments.get(kind, "").strip() or _DEFAULTS[kind]
     if given.lower() == NONE:
         return Choice("")
     if given.lower() != AUTO:
         return Choice(given)
-    if settings.task not in GENERATION:
+    if config.task not in GENERATION:
         return Choice("", "the model generates no text")
     if kind == TOOLS and arguments.get(_SWITCH, "").strip().lower() in FALSE:
         return Choice("", f"option.{_SWITCH} is off")
-    files = _Files(settings.model_id, settings.revision)
+    files = _Files(config.model_id, config.revision)
     tokenizer = arguments.get("tokenizer", "").strip()
     of_tokenizer = _Files(tokenizer, arguments.get("tokenizer_revision")) if tokenizer else files
     if not (files.are_known and of_tokenizer.are_known):
         return Choice("", "the files of the model cannot be looked up")
-    template = _given_template(settings) or of_tokenizer.template()
+    template = _given_template(config) or of_tokenizer.template()
     if template is None and kind == TOOLS and of_tokenizer.path("tekken.json") is not None:
         return Choice("mistral", "Mistral: there is a tekken.json and no chat template")
     architectures = files.json("config.json").get("architectures")
@@ -232,24 +232,24 @@ def parser_of(kind: str, settings: EngineConfig) -> Choice:
     return choose(kind, template, [name for name in listed if isinstance(name, str)])
 
 
-def is_named(settings: EngineConfig) -> bool:
+def is_named(config: EngineConfig) -> bool:
     """Return True if an option names the tool-call parser."""
-    return settings.engine_arguments.get(TOOLS, "").strip().lower() not in ("", AUTO)
+    return config.engine_arguments.get(TOOLS, "").strip().lower() not in ("", AUTO)
 
 
-def with_parsers(settings: EngineConfig) -> EngineConfig:
+def with_parsers(config: EngineConfig) -> EngineConfig:
     """Return the settings with the names of the parsers. A tool-call parser also enables automatic tool calls."""
-    arguments = dict(settings.engine_arguments)
+    arguments = dict(config.engine_arguments)
     for kind in NAMES:
-        given, choice = arguments.pop(kind, None), parser_of(kind, settings)
+        given, choice = arguments.pop(kind, None), parser_of(kind, config)
         if choice.parser:
             arguments[kind] = choice.parser
-        if given or (kind == TOOLS and settings.task in GENERATION):
+        if given or (kind == TOOLS and config.task in GENERATION):
             reason = f": {choice.reason}" if choice.reason else ""
             logger.info("option.%s is %s%s", kind, choice.parser or NONE, reason)
     if TOOLS in arguments:
         arguments.setdefault(_SWITCH, "true")
-    return replace(settings, engine_arguments=arguments)
+    return replace(config, engine_arguments=arguments)
 
 
 def name_fault(kind: str, arguments: Mapping[str, str]) -> str:
@@ -271,10 +271,10 @@ def allowed_names(kind: str) -> str:
     return ", ".join((AUTO, NONE, *NAMES[kind]))
 
 
-def _given_template(settings: EngineConfig) -> str:
+def _given_template(config: EngineConfig) -> str:
     """Return the template that `option.chat_template` gives; "" if the option is not set."""
-    given = settings.engine_arguments.get("chat_template", "")
-    path = os.path.join(settings.model_dir, given.strip())
+    given = config.engine_arguments.get("chat_template", "")
+    path = os.path.join(config.model_dir, given.strip())
     return (_text(Path(path)) or "") if given and os.path.isfile(path) else given
 
 

@@ -199,13 +199,13 @@ def constrained_text(config: VllmConfig, tokenizer: Any, state: Any, options: Ma
     Returns:
         The text. None if the reasoning parser cannot split the answer.
     """
-    settings = config.structured_outputs_config
+    outputs_config = config.structured_outputs_config
     ended = options.get("reasoning_ended")
     try:  # A plugin may be the parser.
         whole = str(state.detokenizer.output_text)
-        if ended or settings.enable_in_reasoning:
+        if ended or outputs_config.enable_in_reasoning:
             return whole
-        find = ReasoningParserManager.get_reasoning_parser(settings.reasoning_parser)
+        find = ReasoningParserManager.get_reasoning_parser(outputs_config.reasoning_parser)
         parser = find(tokenizer, **(options.get("reasoning_parser_kwargs") or {}))
         if ended is None and parser.is_reasoning_end(list(state.prompt_token_ids or ())):
             return whole

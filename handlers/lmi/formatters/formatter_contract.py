@@ -41,26 +41,26 @@ _STREAMING = frozenset({"jsonlines", "sse"})
 class FormatterContract:
     """Calls a customer's formatters before and after another contract."""
 
-    def __init__(self, contract: Contract, settings: ModelConfig, formatters: Formatters, tokenizer: Any) -> None:
+    def __init__(self, contract: Contract, config: ModelConfig, formatters: Formatters, tokenizer: Any) -> None:
         """Create the contract.
 
         Args:
             contract: The contract that parses the request after the input formatter.
-            settings: The model's settings.
+            config: The model's settings.
             formatters: The formatters.
             tokenizer: The value of the input formatter's argument `tokenizer`.
         """
-        self._contract, self._settings, self._tokenizer = contract, settings, tokenizer
+        self._contract, self._config, self._tokenizer = contract, config, tokenizer
         self._by_token = formatters.output_takes_tokens
         self._formatters = formatters.offering(
             configs=SimpleNamespace(
-                model_id_or_path=settings.model_id,
-                model_dir=str(settings.model_dir),
-                rolling_batch=settings.rolling_batch,
-                tgi_compat=settings.lmi.tgi_compat,
-                output_formatter=settings.lmi.output_formatter,
-                trust_remote_code=settings.trust_remote_code,
-                revision=settings.revision,
+                model_id_or_path=config.model_id,
+                model_dir=str(config.model_dir),
+                rolling_batch=config.rolling_batch,
+                tgi_compat=config.lmi.tgi_compat,
+                output_formatter=config.lmi.output_formatter,
+                trust_remote_code=config.trust_remote_code,
+                revision=config.revision,
             ),
             tokenizer=tokenizer,
             adapter_registry={},
@@ -68,7 +68,7 @@ class FormatterContract:
             peft_config=None,
             rolling_batch=None,
             image_placeholder_token=None,
-            is_rolling_batch=settings.rolling_batch != "disable",
+            is_rolling_batch=config.rolling_batch != "disable",
         )
         self._ids = itertools.count()
 
@@ -101,7 +101,7 @@ class FormatterContract:
             exchange.requests[0],
             stream=True,
             want_tokens=True,
-            want_logprobs=self._settings.lmi.token_logprobs,
+            want_logprobs=self._config.lmi.token_logprobs,
             memo=None,
         )
         return Exchange(
@@ -141,8 +141,8 @@ class FormatterContract:
         parameters, write = request.parameters, self._formatters.output
         request.request_id = next(self._ids)
         request.client_request_id = call.request_id
-        request.tgi_compat = self._settings.lmi.tgi_compat
-        formatter = parameters.get("output_formatter", request.output_formatter or self._settings.lmi.output_formatter)
+        request.tgi_compat = self._config.lmi.tgi_compat
+        formatter = parameters.get("output_formatter", request.output_formatter or self._config.lmi.output_formatter)
         request.output_formatter = write if formatter is None and write is not None else formatter
         seed = parameters.get("seed")
         own = {"seed": random.getrandbits(31) if seed is None else seed, "output_formatter": request.output_formatter}

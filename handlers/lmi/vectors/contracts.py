@@ -36,17 +36,17 @@ _FIELDS = frozenset(
 _VECTOR_FIELDS = frozenset({"inputs", "parameters", "adapters", "stream"}) | FIELDS
 
 
-def pooling_contract(settings: ModelConfig, model: PoolingModel) -> Contract:
+def pooling_contract(config: ModelConfig, model: PoolingModel) -> Contract:
     """Return the contract of `/invocations` for LMI's bodies."""
     match model.kind:
         case "embedding":
-            if settings.lmi.vector_format == "vllm":
-                return HandlerVectorContract(settings, model)
-            return DjlVectorContract(settings, model)
+            if config.lmi.vector_format == "vllm":
+                return HandlerVectorContract(config, model)
+            return DjlVectorContract(config, model)
         case "reranker":
-            return PairContract(settings)
+            return PairContract(config)
         case "classifier":
-            return DjlClassContract(settings, model) if settings.djl_engine else PipelineContract(settings, model)
+            return DjlClassContract(config, model) if config.djl_engine else PipelineContract(config, model)
         case _:
             return NoContract(model)
 
@@ -104,8 +104,8 @@ class PoolingContract:
     refusals: ClassVar[Refusals] = _DJL
     fields: ClassVar[frozenset[str]] = _FIELDS  # The fields of a body that have an effect.
 
-    def __init__(self, settings: ModelConfig) -> None:
-        self._lora = settings.enable_lora
+    def __init__(self, config: ModelConfig) -> None:
+        self._lora = config.enable_lora
 
     def parse(self, call: Call) -> Exchange:
         try:
@@ -179,9 +179,9 @@ class DjlVectorContract(PoolingContract):
 
     fields = _VECTOR_FIELDS
 
-    def __init__(self, settings: ModelConfig, model: PoolingModel) -> None:
-        super().__init__(settings)
-        self._defaults = VectorDefaults(model, normalize=settings.lmi.normalize, cut="right")
+    def __init__(self, config: ModelConfig, model: PoolingModel) -> None:
+        super().__init__(config)
+        self._defaults = VectorDefaults(model, normalize=config.lmi.normalize, cut="right")
 
     def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
         texts, is_list = _djl_texts(document)
@@ -207,9 +207,9 @@ class HandlerVectorContract(PoolingContract):
     refusals = _HANDLER
     fields = _VECTOR_FIELDS
 
-    def __init__(self, settings: ModelConfig, model: PoolingModel) -> None:
-        super().__init__(settings)
-        self._defaults = VectorDefaults(model, normalize=settings.lmi.normalize, cut=None)
+    def __init__(self, config: ModelConfig, model: PoolingModel) -> None:
+        super().__init__(config)
+        self._defaults = VectorDefaults(model, normalize=config.lmi.normalize, cut=None)
         self._lower_case = model.lower_case
 
     def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
@@ -259,9 +259,9 @@ class _HandlerVectors(LmiPooledAnswer):
 class PairContract(PoolingContract):
     """Scores of pairs, in the order of the pairs, in the form of DJL's engines."""
 
-    def __init__(self, settings: ModelConfig) -> None:
-        super().__init__(settings)
-        self._sigmoid = settings.lmi.sigmoid
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self._sigmoid = config.lmi.sigmoid
 
     def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
         pairs, is_list = _pairs(document)
@@ -314,8 +314,8 @@ class _PairScores(LmiPooledAnswer):
 class DjlClassContract(PoolingContract):
     """The most probable classes of each text, in the form of DJL's engines."""
 
-    def __init__(self, settings: ModelConfig, model: PoolingModel) -> None:
-        super().__init__(settings)
+    def __init__(self, config: ModelConfig, model: PoolingModel) -> None:
+        super().__init__(config)
         self._labels = model.labels
         self._pooling = Pooling(task="classify", cut="right")
 
@@ -351,8 +351,8 @@ class PipelineContract(PoolingContract):
 
     refusals = _HANDLER
 
-    def __init__(self, settings: ModelConfig, model: PoolingModel) -> None:
-        super().__init__(settings)
+    def __init__(self, config: ModelConfig, model: PoolingModel) -> None:
+        super().__init__(config)
         self._model = model
 
     def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:

@@ -279,7 +279,7 @@ class _BoundedIO(MediaIO):  # type: ignore[misc]
         try:
             image = open_image(BytesIO(data))
         except DecompressionBombError:
-            most = self._media.settings.media.max_image_pixels
+            most = self._media.config.media.max_image_pixels
             raise InvalidRequest(f"is an image of more than {most} pixels (option.max_image_pixels)") from None
         except UnidentifiedImageError:
             raise InvalidRequest(f"is no image; taken are {_SHOWN_FORMATS}") from None
@@ -380,7 +380,7 @@ class _Connection(HTTPConnection):  # type: ignore[misc]
     def __init__(self, media: RequestMedia, domains: Sequence[str]) -> None:
         super().__init__()
         self._media = media
-        networks = [ipaddress.ip_network(network) for network in media.settings.media.allowed_media_networks]
+        networks = [ipaddress.ip_network(network) for network in media.config.media.allowed_media_networks]
         # In vLLM redirects are followed unless this is 0. Here they are followed only if it is set to something else.
         redirects = os.environ.get(_REDIRECTS, "0") != "0"
         self._downloader = Downloader(

@@ -23,8 +23,8 @@ _MOST_OWN_DOWNLOADS = 10  # Of one request, so that hosts that do not answer do 
 class MediaMemory:
     """The media of all requests to a model that are in memory. Threads decode media, so there is a lock."""
 
-    def __init__(self, settings: ModelConfig) -> None:
-        self.settings = settings
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
         self.lock = threading.Lock()
         self.used = 0  # Bytes.
         self.downloads = asyncio.Semaphore(_MOST_DOWNLOADS)
@@ -40,7 +40,7 @@ class RequestMedia:
     """
 
     def __init__(self, memory: MediaMemory) -> None:
-        self._memory, self.settings, self._downloads = memory, memory.settings, memory.downloads
+        self._memory, self.config, self._downloads = memory, memory.config, memory.downloads
         self._own_downloads = asyncio.Semaphore(_MOST_OWN_DOWNLOADS)
         self._decode_until = 0.0  # By `time.monotonic`. 0 until a video is decoded.
         self._pixels = self._downloaded = self._held = 0
@@ -66,7 +66,7 @@ class RequestMedia:
         Raises:
             InvalidRequest: The request has ended, or its videos take too long.
         """
-        limit, now = self.settings.predict_timeout, time.monotonic()
+        limit, now = self.config.predict_timeout, time.monotonic()
         self._decode_until = self._decode_until or now + limit
         if self._closed:
             raise InvalidRequest("the request has ended")
@@ -75,7 +75,7 @@ class RequestMedia:
 
     def add_download(self, size: int) -> None:
         """Count bytes that a URL has sent."""
-        most = self.settings.media.max_media_download_mb
+        most = self.config.media.max_media_download_mb
         with self._memory.lock:
             self._downloaded += size
             if self._downloaded > most * _MIB:
@@ -102,7 +102,7 @@ class RequestMedia:
         self.release()
 
     def _add_pixels(self, pixels: int, count: int, found: str, item_bytes: int) -> None:
-        one, most = self.settings.media.max_image_pixels, self.settings.media.max_request_pixels
+        one, most = self.config.media.max_image_pixels, self.config.media.max_request_pixels
         if pixels > one:
             raise InvalidRequest(f"is {found} pixels; at most {one} pixels are taken (option.max_image_pixels)")
         with self._memory.lock:
@@ -115,7 +115,7 @@ class RequestMedia:
             self._hold(pixels * count * item_bytes)
 
     def _hold(self, size: int) -> None:
-        most = self.settings.media.max_media_memory_mb
+        most = self.config.media.max_media_memory_mb
         limit = most * _MIB
         if self._closed:
             raise InvalidRequest("the request has ended")

@@ -64,8 +64,8 @@ _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
 class EngineClient:
     """The engine for vLLM's serving classes; all other attributes are `AsyncLLM`'s."""
 
-    def __init__(self, engine: VllmEngine, settings: ModelConfig) -> None:
-        self._engine, self._settings = engine, settings
+    def __init__(self, engine: VllmEngine, config: ModelConfig) -> None:
+        self._engine, self._config = engine, config
         self._llm = engine.async_llm
 
     def __getattr__(self, name: str) -> Any:
@@ -181,7 +181,7 @@ class EngineClient:
     async def _encode(
         self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        statistics, limit, began = self._engine.statistics, self._settings.predict_timeout, time.monotonic()
+        statistics, limit, began = self._engine.statistics, self._config.predict_timeout, time.monotonic()
         queue: Any = None
         timer: asyncio.TimerHandle | None = None
         has_ended = False
@@ -216,7 +216,7 @@ class EngineClient:
         await abort(self._llm, [queue.request_id])
 
     def _check_length(self, prompt: Any) -> None:
-        most = self._settings.max_prompt_tokens
+        most = self._config.max_prompt_tokens
         if most is not None and (tokens := len(prompt.get("prompt_token_ids", ()))) > most:  # a sound has none
             raise VLLMValidationError(PromptTooLong(tokens, most).message, parameter="input_tokens", value=tokens)
 
@@ -277,7 +277,7 @@ class EngineClient:
             preparing = self._prepared(call, prompt, params, request_id, options)
             queue, check_answer = await (preparing if call.deadline is None else call.deadline.limit(preparing))
             self._engine.statistics.partial_requests += check_answer is not None
-            request = _Request(self._llm, queue, statistics, self._settings.predict_timeout, check_answer)
+            request = _Request(self._llm, queue, statistics, self._config.predict_timeout, check_answer)
             request.watch(request_id)
             call.add(request)
             finished = False

@@ -30,15 +30,15 @@ class Api:
     def __init__(
         self, environ: dict[str, str], memory: tuple[int, ...], startup: tuple[str, ...], **server: Any
     ) -> None:
-        settings = ServerConfig(**server)
+        server_config = ServerConfig(**server)
 
         def read(url: Value, name: str, arguments: Mapping[str, Value]) -> Settings:
             return further_settings(url, name, environ, arguments)
 
         models = [Model(Lifecycle(read(Value(ECHO, "startup"), name, {})), ECHO) for name in startup]
         self.models = Models(models)
-        self.registrar = Registrar(self.models, settings, read, free=lambda: memory)
-        self.applications: Applications = create_app(self.models, settings, self.registrar)
+        self.registrar = Registrar(self.models, server_config, read, free=lambda: memory)
+        self.applications: Applications = create_app(self.models, server_config, self.registrar)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.applications.main), base_url="http://server", timeout=60
         )

@@ -27,11 +27,13 @@ from tests.stand_ins.scripted_engine import ScriptedEngine
 def make(
     state: State = State.READY, *, mounts: Sequence[Mount] = (), **server: Any
 ) -> tuple[Lifecycle, httpx.AsyncClient]:
-    settings = ServerConfig(**server)
-    lifecycle = Lifecycle(Settings(server=settings, model=MODEL))
+    server_config = ServerConfig(**server)
+    lifecycle = Lifecycle(Settings(server_config=server_config, config=MODEL))
     lifecycle.stage = state
-    models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
-    transport = httpx.ASGITransport(create_app(models, settings, Registrar(models, settings, Mock()), mounts).main)
+    models = Models([Model(lifecycle, str(lifecycle.config.model_dir))])
+    transport = httpx.ASGITransport(
+        create_app(models, server_config, Registrar(models, server_config, Mock()), mounts).main
+    )
     return lifecycle, httpx.AsyncClient(transport=transport, base_url="http://server")
 
 

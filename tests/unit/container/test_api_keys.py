@@ -62,11 +62,13 @@ async def mounted(scope: Any, receive: Any, send: Any) -> None:
 
 
 def applications(keys: ApiKeys | None = KEYS, **server: Any) -> Applications:
-    settings = ServerConfig(api_keys=keys, **server)
-    lifecycle = Lifecycle(Settings(server=settings, model=MODEL))
+    server_config = ServerConfig(api_keys=keys, **server)
+    lifecycle = Lifecycle(Settings(server_config=server_config, config=MODEL))
     lifecycle.stage = State.READY
-    models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
-    return create_app(models, settings, Registrar(models, settings, Mock()), [Mount("/endpoints/", mounted, ("e",))])
+    models = Models([Model(lifecycle, str(lifecycle.config.model_dir))])
+    return create_app(
+        models, server_config, Registrar(models, server_config, Mock()), [Mount("/endpoints/", mounted, ("e",))]
+    )
 
 
 def client_of(application: Any) -> httpx.AsyncClient:
@@ -335,7 +337,7 @@ def test_keys_of_the_command_line_count(tmp_path: Path) -> None:
     given = {"api_keys": '["sk-first", "sk,second"]'}
     environ = {"SAGEMAKER_MULTI_MODEL": "true"}
     startup = load_startup(None, environ, given)
-    assert startup.server.api_keys == KEYS
+    assert startup.server_config.api_keys == KEYS
     assert "sk-first" not in startup_text(startup) + startup_json(startup)
     with pytest.raises(SettingsError, match=r"--api-key .*VLLM_API_KEY"):
         load_startup(None, {**environ, "VLLM_API_KEY": "k"}, given)

@@ -23,7 +23,7 @@ HANDLER = HandlerConfig(entry_point="model.py")
 class Life:
     """A life cycle of which the route asks for the model's settings alone."""
 
-    model: ModelConfig
+    config: ModelConfig
     state: State = State.STARTING
 
 

@@ -85,8 +85,8 @@ async def test_a_short_body_is_answered_at_once() -> None:
 
 async def test_of_two_versions_the_one_with_the_adapter_answers_for_it() -> None:
     def version(number: str, *adapters: str) -> Model:
-        model = ModelConfig(name="m", model_dir=Path(), model_id="m")
-        life: Any = Lifecycle(Settings(server=ServerConfig(), model=model))
+        config = ModelConfig(name="m", model_dir=Path(), model_id="m")
+        life: Any = Lifecycle(Settings(server_config=ServerConfig(), config=config))
         life.service = SimpleNamespace(adapters=set(adapters))
         return Model(life, "m", number, at_startup=False)
 

@@ -18,7 +18,7 @@ from tests.unit.container.one_model import make, with_engine
 
 def serving(engine: CopiedEngine, **settings: Any) -> tuple[Lifecycle, httpx.AsyncClient]:
     lifecycle, client = make(**settings)
-    lifecycle.model = replace(lifecycle.model, max_copies=None, min_copies=None)
+    lifecycle.config = replace(lifecycle.config, max_copies=None, min_copies=None)
     with_engine(lifecycle, engine)
     return lifecycle, client
 
@@ -41,7 +41,7 @@ def limits(model: dict[str, Any]) -> list[tuple[int, int]]:
 async def test_copies_are_workers_in_a_group_for_the_first_gpu_of_each() -> None:
     engine = CopiedEngine(4)
     lifecycle, client = serving(engine)
-    lifecycle.model = replace(lifecycle.model, min_copies=2)
+    lifecycle.config = replace(lifecycle.config, min_copies=2)
     engine.states |= {2: CopyState.DRAINING, 3: CopyState.DEAD, 4: CopyState.STARTING}
     model = await described(client)
     groups = model["workerGroups"]
@@ -82,7 +82,7 @@ async def test_copies_are_added_and_removed(query: str, now: tuple[int, int], le
     assert (engine.least, len(engine.copies)) == (least, copies)
     assert lifecycle.copy_limits == now
     assert lifecycle.view().max_requests == places + 2 * (copies - 2), "the queue has the places of all copies"
-    assert (lifecycle.settings.model.min_copies, lifecycle.settings.model.max_copies) == now, "for a later load"
+    assert (lifecycle.settings.config.min_copies, lifecycle.settings.config.max_copies) == now, "for a later load"
     sums = [sum(numbers) for numbers in zip(*limits(await described(client)), strict=True)]
     assert tuple(sums) == now
 
@@ -125,7 +125,7 @@ async def test_too_few_copies_are_unhealthy_as_in_lmi(settings: dict[str, bool],
     engine = CopiedEngine(3)
     lifecycle, client = serving(engine, **settings)
     for least, status in ((2, "Healthy"), (3, "Unhealthy")):
-        lifecycle.model = replace(lifecycle.model, min_copies=least)
+        lifecycle.config = replace(lifecycle.config, min_copies=least)
         engine.die(3)
         answer = await client.get("/ping")
         assert (answer.status_code, answer.json()["model"]["status"]) == (200 if status == "Healthy" else code, status)

@@ -103,8 +103,8 @@ async def test_an_engine_gets_the_gpus_with_room_and_is_507_where_too_few_have_i
     (tmp_path / "serving.properties").write_text("option.tensor_parallel_degree=2\nrequired_memory_mb=20000\n")
     loaded: list[ModelConfig] = []
 
-    async def load(settings: ModelConfig, *_: object) -> None:
-        loaded.append(settings)
+    async def load(config: ModelConfig, *_: object) -> None:
+        loaded.append(config)
         raise EngineStartError("enough is known")
 
     monkeypatch.setattr(life_cycle, "load_service", load)
@@ -127,8 +127,8 @@ async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot
     (tmp_path / "config.json").write_text("{}")
     loaded: list[ModelConfig] = []
 
-    async def load(settings: ModelConfig, *_: object) -> None:
-        loaded.append(settings)
+    async def load(config: ModelConfig, *_: object) -> None:
+        loaded.append(config)
         raise EngineStartError("enough is known")
 
     def divided() -> tuple[int, ...]:
@@ -140,7 +140,7 @@ async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot
     for free, message in ((lambda: room, "enough is known"), (divided, "set CUDA_VISIBLE_DEVICES")):
         model = Model(Lifecycle(settings), str(tmp_path))
         with pytest.raises(EngineStartError, match=message):
-            await Registrar(Models([model]), settings.server, Mock(), free=free).start()
+            await Registrar(Models([model]), settings.server_config, Mock(), free=free).start()
         assert model.lifecycle.reason == message
     assert [one.devices for one in loaded] == [(1, 0)], "what it needs is not compared: the engine knows it better"
 
@@ -148,8 +148,8 @@ async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot
 async def test_the_start_of_a_server_tells_the_plan_of_the_gpus_and_warns_of_idle_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def load(settings: ModelConfig, *_: object) -> Mock:
-        return Mock(settings=settings, custom=None, engine=None, running_engine=None)
+    async def load(config: ModelConfig, *_: object) -> Mock:
+        return Mock(config=config, custom=None, engine=None, running_engine=None)
 
     monkeypatch.setattr(life_cycle, "load_service", load)
     (tmp_path / "config.json").write_text("{}")
@@ -166,7 +166,7 @@ async def test_the_start_of_a_server_tells_the_plan_of_the_gpus_and_warns_of_idl
         caplog.clear()
         with caplog.at_level("INFO"):
             models = Models([Model(Lifecycle(settings), str(tmp_path))])
-            await Registrar(models, settings.server, Mock(), free=lambda: (PLENTY,)).start()
+            await Registrar(models, settings.server_config, Mock(), free=lambda: (PLENTY,)).start()
         said = [record for record in caplog.records if record.name == registration.__name__]
         assert [record.levelname for record in said] == levels
         assert ("to use them: maxWorkers=4" in caplog.text) == ("WARNING" in levels)

@@ -36,15 +36,15 @@ def references(value: Any) -> set[str]:
     return set().union(*map(references, value)) if isinstance(value, list) else set()
 
 
-@pytest.mark.parametrize("model", MODES.values(), ids=MODES)
-def test_every_schema_that_is_named_is_there_and_no_other(model: ModelConfig) -> None:
-    document = as_json(openapi_document(model))
+@pytest.mark.parametrize("config", MODES.values(), ids=MODES)
+def test_every_schema_that_is_named_is_there_and_no_other(config: ModelConfig) -> None:
+    document = as_json(openapi_document(config))
     assert references(document) == document["components"]["schemas"].keys()
 
 
-@pytest.mark.parametrize("model", MODES.values(), ids=MODES)
-def test_the_tags_have_descriptions_and_inference_is_before_management(model: ModelConfig) -> None:
-    document = as_json(openapi_document(model, vllms()))
+@pytest.mark.parametrize("config", MODES.values(), ids=MODES)
+def test_the_tags_have_descriptions_and_inference_is_before_management(config: ModelConfig) -> None:
+    document = as_json(openapi_document(config, vllms()))
     names = [tag["name"] for tag in document["tags"]]
     assert set(names) == {tag for operation in operations(document) for tag in operation["tags"]}
     assert all(tag["description"] for tag in document["tags"])
@@ -199,9 +199,9 @@ def test_our_schemas_and_vllms_have_different_names() -> None:
     assert [name for name in ours if not name.startswith(prefixes)] == []
 
 
-@pytest.mark.parametrize("model", MODES.values(), ids=MODES)
-def test_every_field_of_a_request_has_a_meaning(model: ModelConfig) -> None:
-    document = as_json(openapi_document(model))
+@pytest.mark.parametrize("config", MODES.values(), ids=MODES)
+def test_every_field_of_a_request_has_a_meaning(config: ModelConfig) -> None:
+    document = as_json(openapi_document(config))
     schemas = {name: schema for name, schema in document["components"]["schemas"].items() if name.endswith("Request")}
     found = [schema["requestBody"]["content"].values() for schema in operations(document) if "requestBody" in schema]
     for schema in (*schemas.values(), *(content["schema"] for contents in found for content in contents)):

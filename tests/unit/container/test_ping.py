@@ -30,7 +30,7 @@ class Life:
     missing: str = ""
     reason: str = ""
     short_of_workers: bool = False
-    model: ModelConfig = MODEL
+    config: ModelConfig = MODEL
 
 
 def models(*lives: Any) -> Models:
@@ -87,7 +87,7 @@ def test_too_many_errors_go_before_everything_else() -> None:
 
 def test_one_model_that_is_not_well_makes_the_server_unhealthy_and_its_entry_alone_says_so() -> None:
     other = ModelConfig(name="other", model_dir=Path("."), model_id="m")
-    reply = ping(models(Life(), Life(unhealthy=STALLED, model=other)), ServerConfig(), ErrorRates({}, frozenset()))
+    reply = ping(models(Life(), Life(unhealthy=STALLED, config=other)), ServerConfig(), ErrorRates({}, frozenset()))
     assert reply.status == 500
     assert json.loads(reply.body) == {
         "m": {"status": "Healthy"},

@@ -328,11 +328,11 @@ async def test_a_fault_of_our_own_is_500_without_its_traceback(path: str) -> Non
 @pytest.mark.parametrize("path", [path for path in POSTS if path not in ("/invocations", "/v1/chat/completions")])
 async def test_a_model_with_a_handler_of_its_own_refuses_other_contracts_and_says_why(path: str) -> None:
     lifecycle, client = make()
-    lifecycle.model = MODEL.__class__(
+    lifecycle.config = MODEL.__class__(
         name="model", model_dir=MODEL.model_dir, model_id="model", handler=HandlerConfig(entry_point="/x/model.py")
     )
     custom: Any = Custom()
-    lifecycle.service = Service(lifecycle.model, Faulty(), custom, custom=custom)
+    lifecycle.service = Service(lifecycle.config, Faulty(), custom, custom=custom)
     async with client:
         response = await client.post(path, json={"inputs": "x", "prompt": "x", "text_input": "x", "model": "model"})
     assert 400 <= response.status_code <= 501

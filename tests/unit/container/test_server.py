@@ -33,7 +33,7 @@ class Stalled:
     state = State.READY
     reason = ""
     open_calls = 0
-    model = ModelConfig(name="m", model_dir=Path("."), model_id="m")
+    config = ModelConfig(name="m", model_dir=Path("."), model_id="m")
     stalled = "the engine is stalled"
     missing = lost = ""
     died_while_draining = False
@@ -60,7 +60,7 @@ async def watched(monkeypatch: pytest.MonkeyPatch, lifecycle: Any = None, **sett
     monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
     lifecycle = lifecycle or Stalled()
     process = server.Process(Startup(ServerConfig(blackbox_dir="", **settings), ()))
-    process.server.models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
+    process.server.models = Models([Model(lifecycle, str(lifecycle.config.model_dir))])
     try:
         await asyncio.wait_for(process.watch(), 1.0)
     except TimeoutError:

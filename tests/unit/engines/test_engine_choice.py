@@ -38,8 +38,8 @@ def test_auto_is_vllm_whatever_the_model_is(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.usefixtures("without_vllm")
 def test_auto_without_vllm_is_the_dynamic_batch(caplog: pytest.LogCaptureFixture) -> None:
-    model = choose_engine(settings())
-    assert (model.rolling_batch, is_vllm(model), running_engine(model)[0]) == ("disable", False, "dynamic_batch")
+    config = choose_engine(settings())
+    assert (config.rolling_batch, is_vllm(config), running_engine(config)[0]) == ("disable", False, "dynamic_batch")
     [message] = caplog.messages
     assert message.startswith("option.rolling_batch=auto: ")
 
@@ -48,8 +48,8 @@ def test_auto_without_vllm_is_the_dynamic_batch(caplog: pytest.LogCaptureFixture
 def test_the_dynamic_batch_runs_one_copy_and_says_so_if_more_were_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     for most, said in ((None, False), (1, False), (4, True)):
         caplog.clear()
-        model = choose_engine(settings(max_copies=most, min_copies=most))
-        assert (model.max_copies, model.min_copies) == (1, None)
+        config = choose_engine(settings(max_copies=most, min_copies=most))
+        assert (config.max_copies, config.min_copies) == (1, None)
         assert [("maxWorkers" in message) for message in caplog.messages] == [said]
 
 

@@ -90,7 +90,7 @@ async def test_sequences_count_and_what_does_not_fit_is_refused(queue: EngineQue
     assert queue.open_sequences == 3
 
 
-SETTING = ContractSetting(settings=MODEL, model=FakeModel())
+SETTING = ContractSetting(config=MODEL, model=FakeModel())
 TRITON = TritonContract(SETTING, events=False)
 HAPPY = HappyVllmContract(SETTING, stream=False)
 TGI = TgiContract(SETTING, streams=False)
@@ -467,7 +467,7 @@ async def test_a_body_that_takes_long_to_read_is_read_in_a_thread(queue: EngineQ
 async def test_an_answer_that_has_room_for_one_response_ends_the_call_at_the_second(
     queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
-    setting = ContractSetting(settings=MODEL, model=engine)
+    setting = ContractSetting(config=MODEL, model=engine)
     body = b'{"text_input": "x", "stream": true}'
     writer = CollectedReply()
     generate = TritonContract(setting, events=False)
@@ -487,7 +487,7 @@ async def test_an_answer_that_has_room_for_one_response_ends_the_call_at_the_sec
 async def cumulative(queue: EngineQueue, sequences: int) -> CollectedReply:
     writer = CollectedReply()
     body = {"prompt": "x", "n": sequences, "temperature": 1.0}
-    setting = ContractSetting(settings=MODEL, model=queue.engine)
+    setting = ContractSetting(config=MODEL, model=queue.engine)
     await EngineHandler(queue, HappyVllmContract(setting, stream=True)).handle(call(body), writer)
     return writer
 

@@ -42,8 +42,8 @@ async def test_an_engine_that_a_call_has_loaded_is_the_services() -> None:
     loaded: Any = Mock(stop=AsyncMock())
     loaded.runtime.health.return_value = EngineHealth(False, "it has died")
     model = Model(AsyncMock(return_value=loaded))
-    settings = ModelConfig(name="m", model_dir=Path(), model_id="m")
-    service = Service(settings, Mock(), model.both, custom=model.handler)
+    config = ModelConfig(name="m", model_dir=Path(), model_id="m")
+    service = Service(config, Mock(), model.both, custom=model.handler)
     assert service.running_engine is None
     assert model.call_engine is not None
     await model.call_engine()

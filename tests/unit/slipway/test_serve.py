@@ -63,7 +63,7 @@ def test_slipway_serve_takes_api_keys(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (tmp_path / "model.py").write_text("def handle(inputs): ...\n")
     arguments = ["serve", "--model-dir", str(tmp_path), "--api-key", "one", "--api-key", "two"]
     assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert served[0].server.api_keys is not None
+    assert served[0].server_config.api_keys is not None
 
 
 def test_a_refusal_comes_with_the_warnings_that_may_explain_it(
@@ -100,7 +100,7 @@ def test_a_model_of_the_hub_is_served_by_its_name_whatever_the_environment_names
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     (model,) = _served(form, monkeypatch).models
-    assert (model.settings.model.model_id, model.settings.model.name) == ("org/name", "org_name")
+    assert (model.settings.config.model_id, model.settings.config.name) == ("org/name", "org_name")
 
 
 @pytest.mark.parametrize("option", [[], ["--model"], ["--model-dir"]])
@@ -109,7 +109,7 @@ def test_a_directory_may_be_given_as_the_model(
 ) -> None:
     folder = write_model(tmp_path, "Llama-3.2-1B")
     (model,) = _served([*option, str(folder)], monkeypatch).models
-    assert model.settings.model.model_id == str(folder)
+    assert model.settings.config.model_id == str(folder)
 
 
 def _served(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Startup:

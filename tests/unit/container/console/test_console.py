@@ -59,8 +59,8 @@ def settings_of(model_dir: Path, environ: dict[str, str]) -> Settings:
 def applications(settings: Settings, *mounts: Mount) -> Applications:
     lifecycle = Lifecycle(settings)
     lifecycle.stage = State.READY
-    models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
-    return create_app(models, settings.server, Registrar(models, settings.server, Mock()), mounts)
+    models = Models([Model(lifecycle, str(lifecycle.config.model_dir))])
+    return create_app(models, settings.server_config, Registrar(models, settings.server_config, Mock()), mounts)
 
 
 def client_of(application: Any) -> httpx.AsyncClient:
@@ -199,8 +199,8 @@ async def test_a_model_that_has_failed_shows_why(model_dir: Path) -> None:
     lifecycle = Lifecycle(settings)
     lifecycle.stage = State.READY
     lifecycle.fail("the engine is gone")
-    models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
-    app = create_app(models, settings.server, Registrar(models, settings.server, Mock())).main
+    models = Models([Model(lifecycle, str(lifecycle.config.model_dir))])
+    app = create_app(models, settings.server_config, Registrar(models, settings.server_config, Mock())).main
     state = (await client_of(app).get("/console/state")).json()
     assert state["health"]["status"] == 500
     assert (state["models"][0]["state"], state["models"][0]["reason"]) == ("failed", "the engine is gone")
@@ -273,8 +273,8 @@ async def test_the_kind_of_a_model_is_shown(
 async def test_a_server_without_a_model_shows_its_own_settings() -> None:
     startup = load_startup(None, {"SAGEMAKER_MULTI_MODEL": "true"}, {})
     models = Models()
-    registrar = Registrar(models, startup.server, Mock())
-    app = create_app(models, startup.server, registrar, report=startup.report).main
+    registrar = Registrar(models, startup.server_config, Mock())
+    app = create_app(models, startup.server_config, registrar, report=startup.report).main
     state = (await client_of(app).get("/console/state")).json()
     assert (state["models"], state["single"]) == ([], False)
     assert {"name": "multi_model", "value": True, "source": "environment: SAGEMAKER_MULTI_MODEL"} in state["settings"][
@@ -304,9 +304,9 @@ def console_of(model_dir: Path, restarts: str, restarted: Sequence[EngineRestart
         waits=restarts != "0",
         copies=COPIES,
     )
-    lifecycle.service = Service(lifecycle.model, Mock(), engine, engine=engine)
-    models = Models([Model(lifecycle, str(lifecycle.model.model_dir), restarts=list(restarted))])
-    return client_of(create_app(models, settings.server, Registrar(models, settings.server, Mock())).main)
+    lifecycle.service = Service(lifecycle.config, Mock(), engine, engine=engine)
+    models = Models([Model(lifecycle, str(lifecycle.config.model_dir), restarts=list(restarted))])
+    return client_of(create_app(models, settings.server_config, Registrar(models, settings.server_config, Mock())).main)
 
 
 async def test_an_engine_that_is_started_again_is_shown_with_its_restarts_and_calls(model_dir: Path) -> None:

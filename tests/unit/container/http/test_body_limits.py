@@ -200,8 +200,8 @@ async def test_a_route_gives_the_memory_back_when_the_reply_is_complete() -> Non
 
 
 async def test_a_route_says_in_its_contract_that_there_is_no_memory() -> None:
-    settings = ServerConfig(max_request_memory=1, max_request_size=2 * PIECE, throttle_error_http_code=429)
-    state = AppState(Models(), settings, HttpCounts())
+    server_config = ServerConfig(max_request_memory=1, max_request_size=2 * PIECE, throttle_error_http_code=429)
+    state = AppState(Models(), server_config, HttpCounts())
 
     async def answer(call: Call, reply: ReplyWriter) -> None:
         raise AssertionError("it has no body")

@@ -227,9 +227,11 @@ async def test_the_attribute_gives_no_call_to_another_model_than_its_path(path: 
     ],
 )
 def test_a_call_keeps_the_model_that_it_names(path: str, headers: dict[str, str], named: dict[str, str]) -> None:
-    settings = ServerConfig()
-    models = Models([Model(Lifecycle(Settings(server=settings, model=model)), "m") for model in two_models()])
-    router = create_app(models, settings, Registrar(models, settings, Mock())).router
+    server_config = ServerConfig()
+    models = Models(
+        [Model(Lifecycle(Settings(server_config=server_config, config=config)), "m") for config in two_models()]
+    )
+    router = create_app(models, server_config, Registrar(models, server_config, Mock())).router
     sent = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     scope = {"method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": sent}
     head = RequestHead(scope)

@@ -39,15 +39,15 @@ class Watched:
 
     def __init__(self, engine: CopiedEngine, **settings: Any) -> None:
         self.engine = engine
-        self.settings = ServerConfig(
+        self.server_config = ServerConfig(
             **{"engine_restart": RESTARTS, "drain_timeout": 60.0, "blackbox_dir": "", **settings}
         )
-        model = ModelConfig(name="m", model_dir=Path(), model_id="m", rolling_batch="vllm", max_copies=None)
-        model = replace(model, min_copies=engine.least)
-        self.life = Lifecycle(Settings(server=self.settings, model=model))
+        config = ModelConfig(name="m", model_dir=Path(), model_id="m", rolling_batch="vllm", max_copies=None)
+        config = replace(config, min_copies=engine.least)
+        self.life = Lifecycle(Settings(server_config=self.server_config, config=config))
         self.life.service, self.life.stage = service_of(engine), State.READY
         self.model = Model(self.life, "m")
-        self.server = server.ModelServer(Startup(self.settings, ()))
+        self.server = server.ModelServer(Startup(self.server_config, ()))
         self.server.models.add(self.model)
 
     @property
@@ -56,7 +56,7 @@ class Watched:
         return not self.server.registrar.loading and not self.server.registrar.engine_restarts.fault(self.model)
 
     def ping(self) -> tuple[int, bytes]:
-        reply = ping(self.server.models, self.settings, ErrorRates({}, frozenset()))
+        reply = ping(self.server.models, self.server_config, ErrorRates({}, frozenset()))
         return reply.status, reply.body
 
 
@@ -197,8 +197,8 @@ async def test_if_all_copies_are_given_up_the_model_is_loaded_anew(monkeypatch: 
     old.broken = {1, 2}
     loaded: list[ModelConfig] = []
 
-    async def load(settings: ModelConfig, *_: object) -> Service:
-        loaded.append(settings)
+    async def load(config: ModelConfig, *_: object) -> Service:
+        loaded.append(config)
         return service_of(new)
 
     async def warmed_up(*_: object) -> None: ...
@@ -211,7 +211,7 @@ async def test_if_all_copies_are_given_up_the_model_is_loaded_anew(monkeypatch: 
         await until(lambda: one.life.service is not None and one.life.service.engine is new)
         assert (len(old.attempts), old.waits, old.stopped) == (2, False, "the engine has died")
         assert one.life.state is State.READY
-        assert [(settings.min_copies, settings.max_copies) for settings in loaded] == [(1, 2)], "as it was scaled"
+        assert [(config.min_copies, config.max_copies) for config in loaded] == [(1, 2)], "as it was scaled"
 
 
 async def test_a_copy_that_dies_while_the_model_drains_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ async def test_a_restart_that_waits_for_another_load_fails_the_model_only_if_no_
 ) -> None:
     engine = CopiedEngine(2)
     async with watched(monkeypatch, engine) as one:
-        one.life.model = replace(one.life.model, predict_timeout=0.05)
+        one.life.config = replace(one.life.config, predict_timeout=0.05)
         async with one.server.registrar.engine_restarts._loads.one_at_a_time():
             engine.die(1)
             await asyncio.sleep(0.3)
@@ -297,5 +297,5 @@ async def test_a_stalled_copy_that_cannot_be_started_again_leaves_the_others_alo
     engine.may_start.set()
     engine.die(2)
     with pytest.raises(EngineStartError):
-        await one.life.restart(lambda settings: settings)
+        await one.life.restart(lambda config: config)
     assert (engine.stopped, one.life.state, engine.states[1]) == (None, State.READY, CopyState.READY)

@@ -53,7 +53,7 @@ class Engine:
         self.why = why
 
 
-SETTINGS = ServerConfig(engine_restart=3, drain_timeout=60.0, blackbox_dir="")
+SERVER_CONFIG = ServerConfig(engine_restart=3, drain_timeout=60.0, blackbox_dir="")
 
 
 class Watched:
@@ -61,12 +61,12 @@ class Watched:
 
     def __init__(self) -> None:
         self.engine = Engine()
-        model = ModelConfig(name="m", model_dir=Path(), model_id="m", rolling_batch="vllm")
-        self.life = Lifecycle(Settings(server=SETTINGS, model=model))
+        config = ModelConfig(name="m", model_dir=Path(), model_id="m", rolling_batch="vllm")
+        self.life = Lifecycle(Settings(server_config=SERVER_CONFIG, config=config))
         service: Any = self.engine
         self.life.service, self.life.stage, self.life.open_calls = service, State.READY, 1
         self.model = Model(self.life, "m")
-        self.server = server.ModelServer(Startup(SETTINGS, ()))
+        self.server = server.ModelServer(Startup(SERVER_CONFIG, ()))
         self.server.models.add(self.model)
 
     async def drain(self, *, unregister: bool) -> None:

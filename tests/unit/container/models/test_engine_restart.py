@@ -33,7 +33,7 @@ class Failed:
     copies = ()
 
     def __init__(self) -> None:
-        self.model = ModelConfig(name="m", model_dir=Path(), model_id="m")
+        self.config = ModelConfig(name="m", model_dir=Path(), model_id="m")
         self.reasons: list[str] = []
         self.attempts = 0
         self.gave_up = False
@@ -102,7 +102,7 @@ async def test_a_model_whose_restart_waits_for_another_load_longer_than_its_call
     monkeypatch.setattr(engine_restart, "LONGEST_PAUSE_SECONDS", 0.01)
     life: Any = Failed()
     life.waits, life.attempts = True, 1
-    life.model = replace(life.model, predict_timeout=0.05)
+    life.config = replace(life.config, predict_timeout=0.05)
     model = Model(life, "m")
     models = Models([model])
     loads = Loads(models, lambda: ())

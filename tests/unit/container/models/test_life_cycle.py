@@ -72,8 +72,8 @@ async def test_an_engine_that_dies_of_its_first_request_names_the_options_that_w
         return found
 
     monkeypatch.setattr(life_cycle, "load_service", loaded)
-    model = ModelConfig(name="m", model_dir=Path(), model_id="m", engine_arguments={"mamba_cache_mode": "align"})
-    life = Lifecycle(Settings(server=ServerConfig(), model=model))
+    config = ModelConfig(name="m", model_dir=Path(), model_id="m", engine_arguments={"mamba_cache_mode": "align"})
+    life = Lifecycle(Settings(server_config=ServerConfig(), config=config))
     with pytest.raises(EngineStartError) as failure:
         await life.start()
     assert str(failure.value) == (
@@ -96,12 +96,14 @@ async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure
 
     monkeypatch.setattr(life_cycle, "load_service", loaded)
     monkeypatch.setattr(life_cycle, "_warm_up", nothing)
-    settings = ServerConfig()
-    life = Lifecycle(Settings(server=settings, model=ModelConfig(name="m", model_dir=Path(), model_id="m")))
+    server_config = ServerConfig()
+    life = Lifecycle(
+        Settings(server_config=server_config, config=ModelConfig(name="m", model_dir=Path(), model_id="m"))
+    )
     models = Models([Model(life, "m", at_startup=False)])
     start = asyncio.create_task(life.start())
     await service.ending.wait()
-    reply = ping(models, settings, ErrorRates({}, frozenset()))
+    reply = ping(models, server_config, ErrorRates({}, frozenset()))
     assert (reply.status, life.state) == (200, State.STARTING)
     service.may_end.set()
     with pytest.raises(EngineStartError):
@@ -130,11 +132,13 @@ async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says
         return service
 
     monkeypatch.setattr(life_cycle, "load_service", loaded)
-    settings = ServerConfig()
-    life = Lifecycle(Settings(server=settings, model=ModelConfig(name="m", model_dir=Path(), model_id="m")))
+    server_config = ServerConfig()
+    life = Lifecycle(
+        Settings(server_config=server_config, config=ModelConfig(name="m", model_dir=Path(), model_id="m"))
+    )
     await life.start()
     assert life.stalled == ""
-    reply = ping(Models([Model(life, str(life.model.model_dir))]), settings, ErrorRates({}, frozenset()))
+    reply = ping(Models([Model(life, str(life.config.model_dir))]), server_config, ErrorRates({}, frozenset()))
     assert (reply.status, life.state) == (500, State.FAILED)
     assert life.reason == "the engine's health cannot be read: RuntimeError('no such process')"
     await life.drain(0.0)
@@ -194,8 +198,8 @@ async def test_a_model_that_is_loaded_again_serves_when_its_adapters_are_registe
         return found
 
     monkeypatch.setattr(life_cycle, "load_service", loaded)
-    model = ModelConfig(name="m", model_dir=Path(), model_id="m")
-    life = Lifecycle(Settings(server=ServerConfig(), model=model))
+    config = ModelConfig(name="m", model_dir=Path(), model_id="m")
+    life = Lifecycle(Settings(server_config=ServerConfig(), config=config))
     await life.start()
     old.adapters.names.append("a")
     life.fail("the engine has died; it is started again")
@@ -239,13 +243,15 @@ async def test_calls_wait_through_several_deaths_while_restarts_are_left(
     service, engine = WithAdapters(), WaitingEngine()
     given: Any = engine
     monkeypatch.setattr(service, "running_engine", given, raising=False)
-    life = Lifecycle(Settings(server=ServerConfig(), model=ModelConfig(name="m", model_dir=Path(), model_id="m")))
+    life = Lifecycle(
+        Settings(server_config=ServerConfig(), config=ModelConfig(name="m", model_dir=Path(), model_id="m"))
+    )
     life.service, life.stage = as_service(service), State.DRAINING if draining else State.READY
     for _ in range(2):
         with pytest.raises(EngineStartError):
-            await life.restart(lambda settings: settings, last=lambda: False)
+            await life.restart(lambda config: config, last=lambda: False)
         assert (engine.gave_up, service.stopped, life.calls_can_wait()) == (False, False, True)
-    await life.restart(lambda settings: settings, last=lambda: True)
+    await life.restart(lambda config: config, last=lambda: True)
     assert (engine.attempts, engine.gave_up, service.stopped) == (3, False, False)
 
 

@@ -169,7 +169,7 @@ def test_what_has_to_stay_free_is_added(model_dir: Path) -> None:
 def test_a_model_larger_than_one_gpu_fits_on_two_with_room(large_model: Path) -> None:
     settings = load(large_model)
     check_room(settings, (FULL, EMPTY, EMPTY, MAIN))
-    assert placed(settings.model, (FULL, EMPTY, EMPTY, MAIN)).devices == (1, 2, 0)
+    assert placed(settings.config, (FULL, EMPTY, EMPTY, MAIN)).devices == (1, 2, 0)
     with pytest.raises(OutOfMemory) as caught:
         check_room(settings, (FULL, EMPTY, FULL, MAIN))
     assert str(caught.value).split(" needs ")[1] == (
@@ -182,9 +182,9 @@ def test_a_model_stays_on_the_devices_that_it_may_use(large_model: Path, monkeyp
     monkeypatch.setattr(environment, "gpu_count", lambda: 4)
     room = (EMPTY, EMPTY, FULL, EMPTY, MAIN)
     settings = load(large_model, "load_on_devices=1;gpu3")
-    assert settings.model.devices == (1, 3)
+    assert settings.config.devices == (1, 3)
     check_room(settings, room)
-    assert placed(settings.model, room).devices == (1, 3)
+    assert placed(settings.config, room).devices == (1, 3)
     with pytest.raises(OutOfMemory, match=r"2 GPUs .*80896 MiB of GPU 0, 1024 MiB of GPU 2$"):
         check_room(load(large_model, "load_on_devices=0;2"), room)
 
@@ -210,10 +210,10 @@ def test_each_copy_needs_main_memory_without_gpus(model_dir: Path) -> None:
 def test_a_model_on_the_cpu_needs_main_memory(large_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "gpu_count", lambda: 2)
     settings = load(large_model, "load_on_devices=cpu\noption.rolling_batch=disable")
-    assert settings.model.devices == ()
+    assert settings.config.devices == ()
     with pytest.raises(OutOfMemory, match=r"122880 MiB .*500 MiB .*100 MiB"):
         check_room(settings, (EMPTY, EMPTY, MAIN))
-    assert placed(settings.model, (EMPTY, EMPTY, MAIN)).devices == ()
+    assert placed(settings.config, (EMPTY, EMPTY, MAIN)).devices == ()
 
 
 @pytest.mark.parametrize(
@@ -226,19 +226,21 @@ def test_a_model_on_the_cpu_needs_main_memory(large_model: Path, monkeypatch: py
     ],
 )
 def test_where_vllm_or_ray_choose_the_gpus_they_go_on_to(model_dir: Path, properties: str) -> None:
-    model = load(model_dir, properties).model
-    assert placed(model, (FULL, EMPTY, MAIN)) is model
+    config = load(model_dir, properties).config
+    assert placed(config, (FULL, EMPTY, MAIN)) is config
 
 
 def test_a_custom_handlers_workers_keep_their_devices_and_all_of_them_need_room(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("def handle(inputs): ...")
     settings = load(tmp_path, "required_memory_mb=2000")
-    handler = settings.model.handler
-    assert handler is not None
-    on_gpus = replace(settings, model=replace(settings.model, handler=replace(handler, devices=("0,1", "3,4"))))
+    handler_config = settings.config.handler
+    assert handler_config is not None
+    on_gpus = replace(
+        settings, config=replace(settings.config, handler=replace(handler_config, devices=("0,1", "3,4")))
+    )
     room = (EMPTY, EMPTY, FULL, EMPTY, EMPTY, MAIN)
     check_room(on_gpus, room)
-    assert placed(on_gpus.model, room) is on_gpus.model
+    assert placed(on_gpus.config, room) is on_gpus.config
     with pytest.raises(OutOfMemory, match=r"2000 MiB .*4 GPUs"):
         check_room(on_gpus, (EMPTY, EMPTY, FULL, FULL, EMPTY, MAIN))
 
@@ -252,13 +254,13 @@ def test_the_gpus_that_are_taken_are_allowed_ones_and_none_left_has_more_room(
     gibibytes: list[int], allowed: list[int] | None, count: int
 ) -> None:
     room = (*(one * GIBIBYTE for one in gibibytes), MAIN)
-    model = ModelConfig(
+    config = ModelConfig(
         name="m", model_dir=Path("/m"), model_id="/m", devices=None if allowed is None else tuple(allowed)
     )
-    found = placed(model, room).devices
+    found = placed(config, room).devices
     may = set(range(len(gibibytes))) & (set(allowed) if allowed is not None else set(range(8)))
     if not may:
-        assert found == model.devices
+        assert found == config.devices
         return
     assert found is not None
     assert sorted(found) == sorted(may)
@@ -268,7 +270,7 @@ def test_the_gpus_that_are_taken_are_allowed_ones_and_none_left_has_more_room(
 
 def test_gpus_that_are_about_as_free_are_taken_in_their_order(model_dir: Path) -> None:
     room = [79 * GIBIBYTE + free for free in (3, 400 * MEBIBYTE, 0)]
-    assert placed(load(model_dir).model, (*room, MAIN)).devices == (0, 1, 2)
+    assert placed(load(model_dir).config, (*room, MAIN)).devices == (0, 1, 2)
 
 
 def test_a_device_that_is_not_there_is_refused_by_name(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +278,7 @@ def test_a_device_that_is_not_there_is_refused_by_name(model_dir: Path, monkeypa
     with pytest.raises(Exception, match=r'load_on_devices is "0;5" .*: there is no device 5; allowed: .* from 0 to 1'):
         load(model_dir, "load_on_devices=0;5")
     monkeypatch.setattr(environment, "gpu_count", lambda: 0)
-    assert load(model_dir, "load_on_devices=0;5").model.devices is None
+    assert load(model_dir, "load_on_devices=0;5").config.devices is None
 
 
 def test_a_size_counts_every_file_once_and_a_hub_id_for_nothing(tmp_path: Path) -> None:

@@ -41,12 +41,12 @@ def large_model(tmp_path: Path) -> Path:
 
 def settings(model: Path | str, name: str = "m", **fields: Any) -> Settings:
     loaded = ModelConfig(name=name, model_dir=Path("/m"), model_id=str(model), **fields)
-    return Settings(server=ServerConfig(), model=loaded)
+    return Settings(server_config=ServerConfig(), config=loaded)
 
 
-def plan(model: Settings, count: int = 8, gibibytes: int = 80) -> tuple[int | None, int | None, dict[str, int]]:
+def plan(settings: Settings, count: int = 8, gibibytes: int = 80) -> tuple[int | None, int | None, dict[str, int]]:
     """The GPUs that are taken and those that stay idle, and the settings that use these."""
-    found = gpu_plan([model], [gibibytes * GIB] * count)
+    found = gpu_plan([settings], [gibibytes * GIB] * count)
     (use,) = found.models
     assert bool(found.idle) == bool(found.warning)
     return use.gpus, found.idle, use.remedies(found.idle or 0)

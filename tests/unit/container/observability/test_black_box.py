@@ -412,8 +412,8 @@ async def test_a_box_that_hangs_does_not_put_off_the_end_of_a_drain(
 
 async def test_an_event_loop_that_stands_still_has_a_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_loop_delay, "_STUCK_SECONDS", 0.5)
-    settings = ServerConfig(blackbox_dir=str(tmp_path), multi_model=True)
-    found = ModelServer(Startup(settings, ()))
+    server_config = ServerConfig(blackbox_dir=str(tmp_path), multi_model=True)
+    found = ModelServer(Startup(server_config, ()))
     await found.load()
     wait_until(lambda: [path.suffix for path in files(tmp_path)] == [".json"])  # It holds up this event loop.
     await found.stop()
@@ -433,8 +433,8 @@ def test_a_server_that_does_not_end_in_time_has_a_box(tmp_path: Path, monkeypatc
 
 
 async def test_only_the_listener_of_the_management_api_has_it_and_no_other_site_gets_it() -> None:
-    settings = ServerConfig(management_address="http://127.0.0.1:1", blackbox_dir="")
-    applications = ModelServer(Startup(settings, ())).applications
+    server_config = ServerConfig(management_address="http://127.0.0.1:1", blackbox_dir="")
+    applications = ModelServer(Startup(server_config, ())).applications
     assert applications.management is not None
     async with httpx.AsyncClient(transport=httpx.ASGITransport(applications.main), base_url="http://localhost") as main:
         assert (await main.get("/server/blackbox")).status_code == 404

@@ -61,8 +61,8 @@ def effect(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     assert len(names) == len(set(names))
     default = ModelConfig(name=directory.name, model_dir=directory, model_id=str(directory))
     given = {
-        "model": difference(settings.model, default),
-        "server": difference(settings.server, ServerConfig()),
+        "model": difference(settings.config, default),
+        "server": difference(settings.server_config, ServerConfig()),
         "exports": dict(settings.exports),
         "notes": {
             entry.name: entry.note for entry in settings.entries if entry.note not in ("", "the model directory")

@@ -12,7 +12,7 @@ FITTING = None  # As many copies as the GPUs hold.
 
 
 def startup(place: Path | None, environ: dict[str, str]) -> list[int | None]:
-    return [one.settings.model.max_copies for one in load_startup(place, environ, {}, gpus=4).models]
+    return [one.settings.config.max_copies for one in load_startup(place, environ, {}, gpus=4).models]
 
 
 def test_a_servers_only_model_takes_the_machine_however_it_is_named(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_models_that_are_registered_later_have_one_copy_unless_they_name_a_numbe
 
     def registered(**numbers: str) -> int | None:
         arguments = {key: Value(number, "POST /models") for key, number in numbers.items()}
-        return further_settings(url, "m", started.environment, {}, arguments).model.max_copies
+        return further_settings(url, "m", started.environment, {}, arguments).config.max_copies
 
     assert registered() == 1
     assert registered(maxWorkers="3") == 3

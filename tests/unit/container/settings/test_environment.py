@@ -32,7 +32,7 @@ def test_the_environment_of_a_tgi_deployment_is_explained(model_dir: Path) -> No
     environ = {"HF_MODEL_ID": "org/name", "SM_NUM_GPUS": "1", "MAX_INPUT_LENGTH": "10", "MAX_TOTAL_TOKENS": "20"}
     environ |= {"MAX_CONCURRENT_REQUESTS": "7", "HUGGING_FACE_HUB_TOKEN": "hf_x"}
     settings = load_settings(model_dir, environ)
-    assert settings.server.job_queue_size == 7
+    assert settings.server_config.job_queue_size == 7
     assert settings.exports == {"HF_TOKEN": "hf_x"}
     text = render_text(settings)
     assert "alias: MAX_INPUT_LENGTH (TGI) stands for OPTION_MAX_PROMPT_TOKENS" in text
@@ -41,7 +41,7 @@ def test_the_environment_of_a_tgi_deployment_is_explained(model_dir: Path) -> No
     names = [entry.name for entry in settings.entries]
     assert len(names) == len(set(names))
     assert {"variable": "SM_NUM_GPUS", "of": "LMI, TGI", "setting": "TENSOR_PARALLEL_DEGREE"} in json.loads(
-        startup_json(Startup(settings.server, (StartupModel(settings, ""),)))
+        startup_json(Startup(settings.server_config, (StartupModel(settings, ""),)))
     )["aliases"]
 
 
@@ -96,7 +96,7 @@ def test_an_argument_of_vllm_without_effect_is_a_warning(model_dir: Path, name: 
     for variable in variables[:1] if name in ("host", "port") else variables:  # SM_VLLM_HOST sets SERVING_HOST.
         settings = load_settings(model_dir, {variable: "/x"})
         assert warning(settings) == f"option.{name} (environment: {variable}) is ignored: {reason}"
-        assert settings.model.engine_arguments == {}
+        assert settings.config.engine_arguments == {}
 
 
 def warning(settings: Settings) -> str:
@@ -119,10 +119,10 @@ def test_keys_of_all_containers_are_asked_for(
     model_dir: Path, environ: dict[str, str], keys: tuple[str, ...] | None
 ) -> None:
     settings = load_settings(model_dir, environ)
-    assert settings.server.api_keys == (None if keys is None else ApiKeys.of(keys))
+    assert settings.server_config.api_keys == (None if keys is None else ApiKeys.of(keys))
     assert settings.warnings == ()
     assert environ.keys() <= KEY_VARIABLES
-    assert "sk" not in repr(settings.server) + repr(settings.entries)
+    assert "sk" not in repr(settings.server_config) + repr(settings.entries)
 
 
 def test_the_report_says_where_keys_come_from_and_has_none(model_dir: Path, tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ def test_the_report_says_where_keys_come_from_and_has_none(model_dir: Path, tmp_
     file.write_text("sk-file\n")
     environ = {"VLLM_API_KEY": "sk-variable", "API_KEY": "sk-variable", "SERVING_API_KEYS_FILE": str(file)}
     settings = load_settings(model_dir, environ)
-    assert settings.server.api_keys == ApiKeys.of(("sk-variable", "sk-file"))
-    startup = Startup(settings.server, (StartupModel(settings, ""),))
+    assert settings.server_config.api_keys == ApiKeys.of(("sk-variable", "sk-file"))
+    startup = Startup(settings.server_config, (StartupModel(settings, ""),))
     for text in (render_text(settings), startup_json(startup)):
         assert "environment: API_KEY" in text
         assert str(file) in text
@@ -142,7 +142,7 @@ def test_the_report_says_where_keys_come_from_and_has_none(model_dir: Path, tmp_
 def test_on_sagemaker_iam_decides_and_keys_are_not_asked_for(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "SAGEMAKER_METADATA", model_dir)
     settings = load_settings(model_dir, {"API_KEY": "a key of the handler", "SERVING_API_KEYS_FILE": "/no/such"})
-    assert settings.server.api_keys is None
+    assert settings.server_config.api_keys is None
     of_variable, of_file = settings.warnings
     assert of_variable == (
         "api_keys (environment: API_KEY) is ignored: SageMaker passes no key on to the container; "

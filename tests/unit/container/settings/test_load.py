@@ -46,24 +46,24 @@ def entry(settings: Settings, name: str) -> tuple[Any, str]:
 
 def test_nothing_given_means_defaults(model_dir: Path) -> None:
     settings = load(model_dir)
-    assert settings.server == ServerConfig()
-    assert settings.model == ModelConfig(name="model", model_dir=model_dir, model_id=str(model_dir))
+    assert settings.server_config == ServerConfig()
+    assert settings.config == ModelConfig(name="model", model_dir=model_dir, model_id=str(model_dir))
     assert settings.warnings == ()
     assert {one.source for one in settings.entries} == {"default", "command line: --model-dir"}
 
 
 def test_on_sagemaker_the_request_id_comes_in_its_header(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "SAGEMAKER_METADATA", model_dir / "config.json")
-    assert load(model_dir).server.request_id_header == "X-Amzn-SageMaker-Inference-Id"
-    given_header = load(model_dir, environ={"SERVING_REQUEST_ID_HEADER_KEY": "x-id"}).server.request_id_header
+    assert load(model_dir).server_config.request_id_header == "X-Amzn-SageMaker-Inference-Id"
+    given_header = load(model_dir, environ={"SERVING_REQUEST_ID_HEADER_KEY": "x-id"}).server_config.request_id_header
     assert given_header == "x-id"
 
 
 def test_on_sagemaker_the_short_form_of_a_black_box_is_logged(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not load(model_dir).server.blackbox_log
+    assert not load(model_dir).server_config.blackbox_log
     monkeypatch.setattr(server_module, "SAGEMAKER_METADATA", model_dir / "config.json")
-    assert load(model_dir).server.blackbox_log
-    assert not load(model_dir, environ={"SERVING_BLACKBOX_LOG": "false"}).server.blackbox_log
+    assert load(model_dir).server_config.blackbox_log
+    assert not load(model_dir, environ={"SERVING_BLACKBOX_LOG": "false"}).server_config.blackbox_log
 
 
 MODEL_LAYERS = [
@@ -81,7 +81,7 @@ def test_precedence_of_model_settings_holds_for_any_layers(model_dir: Path, chos
     text = variables.pop("serving.properties: option.predict_timeout", None)
     settings = load(model_dir, f"option.predict_timeout={text}" if text else "", variables)
     source, value = layers[0] if layers else ("default", 240.0)
-    assert settings.model.predict_timeout == value
+    assert settings.config.predict_timeout == value
     assert entry(settings, "option.predict_timeout") == (value, source)
 
 
@@ -103,8 +103,8 @@ def test_precedence_of_server_settings_holds_for_any_layers(model_dir: Path, cho
 
 
 def test_without_served_names_a_model_has_its_own(model_dir: Path) -> None:
-    model = load(model_dir, "").model
-    assert model.public_names == (model.name,)
+    config = load(model_dir, "").config
+    assert config.public_names == (config.name,)
 
 
 @pytest.mark.parametrize(
@@ -114,27 +114,27 @@ def test_the_name_is_that_of_the_directory(tmp_path: Path, directory: str, name:
     path = tmp_path / directory
     path.mkdir()
     (path / "config.json").write_text("{}")
-    assert load(path).model.name == name
+    assert load(path).config.name == name
 
 
 def test_the_name_of_a_local_hf_model_id_is_that_of_its_directory(tmp_path: Path, model_dir: Path) -> None:
     other = tmp_path / "Other-One"
     other.mkdir()
     (other / "config.json").write_text("{}")
-    assert load(model_dir, environ={"HF_MODEL_ID": str(other)}).model.name == "Other_One"
+    assert load(model_dir, environ={"HF_MODEL_ID": str(other)}).config.name == "Other_One"
 
 
 def test_the_model_store_is_the_model_directory_unless_one_is_given(tmp_path: Path, model_dir: Path) -> None:
     settings = load(None, environ={"SERVING_MODEL_STORE": str(model_dir)})
-    assert settings.model.model_dir == model_dir
-    assert load(model_dir, environ={"SERVING_MODEL_STORE": "/no/such/directory"}).model.model_dir == model_dir
+    assert settings.config.model_dir == model_dir
+    assert load(model_dir, environ={"SERVING_MODEL_STORE": "/no/such/directory"}).config.model_dir == model_dir
     assert "SERVING_MODEL_STORE" in problems(None, environ={"SERVING_MODEL_STORE": "/no/such/directory"})[0]
 
 
 def test_the_default_model_directory_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_location, "DEFAULT_MODEL_DIR", tmp_path / "nothing")
-    model = load_settings(None, {"OPTION_MODEL_ID": "org/My-Model"}, {}).model
-    assert (model.model_id, model.name) == ("org/My-Model", "org_My_Model")
+    config = load_settings(None, {"OPTION_MODEL_ID": "org/My-Model"}, {}).config
+    assert (config.model_id, config.name) == ("org/My-Model", "org_My_Model")
 
 
 def test_a_directory_given_must_be_there(tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ def test_an_archive_made_of_a_directory_is_entered(tmp_path: Path) -> None:
     inner = tmp_path / "llama-2"
     inner.mkdir()
     (inner / "config.json").write_text("{}")
-    model = load_settings(tmp_path, {}).model
-    assert (model.model_dir, model.name) == (inner, "llama_2")
+    config = load_settings(tmp_path, {}).config
+    assert (config.model_dir, config.name) == (inner, "llama_2")
 
 
 def test_several_models_stop_the_start(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_json_that_is_not_json_is_refused_without_a_traceback(model_dir: Path, n
 def test_degrees_of_any_length_do_not_fail_a_handler(model_dir: Path) -> None:
     (model_dir / "model.py").write_text("def handle(inputs): ...\n")
     settings = load_settings(model_dir, {"OPTION_TENSOR_PARALLEL_DEGREE": "9" * 5000, "OPTION_DEVICE_MAP": "²"})
-    assert settings.model.handler is not None
+    assert settings.config.handler is not None
 
 
 def test_the_value_of_an_unknown_name_is_not_shown(model_dir: Path) -> None:

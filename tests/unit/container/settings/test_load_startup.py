@@ -37,7 +37,7 @@ def problem(model_dir: Path | None, environ: dict[str, str], **line: str) -> str
 def test_an_empty_model_id_leaves_the_choice_to_the_environment(tmp_path: Path) -> None:
     directory = model(tmp_path / "m", "option.model_id=", config=False)
     (found,) = load_startup(directory, {"HF_MODEL_ID": "org/name"}, {}).models
-    assert found.settings.model.model_id == "org/name"
+    assert found.settings.config.model_id == "org/name"
 
 
 def test_one_model_is_read_as_ever(tmp_path: Path) -> None:
@@ -54,10 +54,10 @@ def test_each_directory_of_a_store_is_a_model_with_its_own_file_and_the_same_env
     startup = load_startup(tmp_path, {"OPTION_MAX_MODEL_LEN": "64", "SERVING_JOB_QUEUE_SIZE": "9"}, {"port": "90"})
     assert names(startup) == ["a", "b_1"]
     settings = [one.settings for one in startup.models]
-    assert [one.model.dtype for one in settings] == ["float32", "float16"]
-    assert [one.model.engine_arguments for one in settings] == [{"max_model_len": "64"}] * 2
-    assert [one.server.job_queue_size for one in settings] == [9, 7]
-    assert (startup.server.job_queue_size, startup.server.port) == (9, 90)
+    assert [one.config.dtype for one in settings] == ["float32", "float16"]
+    assert [one.config.engine_arguments for one in settings] == [{"max_model_len": "64"}] * 2
+    assert [one.server_config.job_queue_size for one in settings] == [9, 7]
+    assert (startup.server_config.job_queue_size, startup.server_config.port) == (9, 90)
     report = json.loads(startup_json(startup))
     assert report["models"].keys() == {"a", "b_1"}
     assert "model b_1 (" in startup_text(startup)
@@ -67,10 +67,10 @@ def test_the_environments_names_belong_to_a_single_model(tmp_path: Path) -> None
     model(tmp_path / "a")
     environ = {"OPTION_SERVED_MODEL_NAME": "x,y"}
     (alone,) = load_startup(tmp_path, environ, {}).models
-    assert alone.settings.model.public_names == ("x", "y")
+    assert alone.settings.config.public_names == ("x", "y")
     model(tmp_path / "b", "option.served_model_name=z")
     several = load_startup(tmp_path, environ, {}).models
-    assert [one.settings.model.public_names for one in several] == [("a",), ("z",)]
+    assert [one.settings.config.public_names for one in several] == [("a",), ("z",)]
 
 
 def test_a_name_belongs_to_one_model(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_no_models_but_those_that_are_loaded_later(tmp_path: Path) -> None:
     environ = {"SAGEMAKER_MULTI_MODEL": "true", "HF_MODEL_ID": "a/b", "DJL_OFFLINE": "true", "HF_API_TOKEN": "hf_x"}
     startup = load_startup(tmp_path, environ, {"port": "90"})
     assert startup.exports == {"HF_HUB_OFFLINE": "1", "HF_TOKEN": "hf_x"}
-    assert (startup.models, startup.server.multi_model, startup.server.port) == ((), True, 90)
+    assert (startup.models, startup.server_config.multi_model, startup.server_config.port) == ((), True, 90)
     assert "fail_fast" in problem(None, {"SAGEMAKER_MULTI_MODEL": "true", "SERVING_FAIL_FAST": "maybe"})
 
 
@@ -117,7 +117,7 @@ def test_a_hub_id_beside_a_model_directory_is_a_second_model(tmp_path: Path) -> 
     own = model(tmp_path / "m", "option.dtype=fp16")
     startup = load_startup(own, {"HF_MODEL_ID": "org/My-Model", "HF_REVISION": "r"}, {"model_name": "mine"})
     assert names(startup) == ["mine", "org_My_Model"]
-    mine, hub = (one.settings.model for one in startup.models)
+    mine, hub = (one.settings.config for one in startup.models)
     assert (mine.model_id, mine.revision, mine.dtype) == (str(own), None, "float16")
     assert (hub.model_id, hub.revision, hub.dtype) == ("org/My-Model", "r", "auto")
     local = load_startup(own, {"HF_MODEL_ID": str(model(tmp_path / "other"))}, {})
@@ -129,7 +129,7 @@ def test_a_hub_id_under_any_containers_name_is_the_model_of_no_directory(tmp_pat
     directories = [str(model(tmp_path / name)) for name in ("a", "b")]
     startup = load_startup(tmp_path, {variable: "org/x", "REVISION": "r"}, {})
     assert names(startup) == ["a", "b", "org_x"]
-    models = [one.settings.model for one in startup.models]
+    models = [one.settings.config for one in startup.models]
     assert [(one.model_id, one.revision) for one in models] == [*((each, None) for each in directories), ("org/x", "r")]
 
 
@@ -137,7 +137,7 @@ def test_a_hub_id_under_any_containers_name_is_the_model_of_no_directory(tmp_pat
 def test_a_hub_id_is_the_model_of_a_directory_that_has_none_or_the_same(tmp_path: Path, properties: str) -> None:
     directory = model(tmp_path / "m", properties, config=False)
     startup = load_startup(directory, {"HF_MODEL_ID": "org/x"}, {})
-    assert [one.settings.model.model_id for one in startup.models] == ["org/x"]
+    assert [one.settings.config.model_id for one in startup.models] == ["org/x"]
 
 
 def test_what_is_wrong_with_one_of_several_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_url_is_a_directory_of_this_machine(url: str) -> None:
 def test_a_file_url_may_have_escapes(tmp_path: Path) -> None:
     directory = model(tmp_path / "a b")
     for url in (f"file://{tmp_path}/a%20b", f"{tmp_path}/a b/"):
-        assert further_settings(Value(url, "here"), "a", {}).model.model_dir == directory
+        assert further_settings(Value(url, "here"), "a", {}).config.model_dir == directory
 
 
 @pytest.mark.parametrize("variable", ["HF_MODEL_ID", "SM_VLLM_MODEL"])
@@ -166,7 +166,7 @@ def test_the_store_itself_is_no_further_model(tmp_path: Path, variable: str) -> 
     model(one / "archived")
     startup = load_startup(one, {variable: f"{one}/"}, {})
     assert names(startup) == ["archived"]
-    assert startup.models[0].settings.model.model_id == str(one / "archived")
+    assert startup.models[0].settings.config.model_id == str(one / "archived")
     model(two / "a")
     model(two / "b")
     assert names(load_startup(two, {variable: str(two)}, {})) == ["a", "b"]

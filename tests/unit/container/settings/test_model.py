@@ -35,7 +35,7 @@ def load(
 def handler(
     directory: Path, code: str | None = HANDLER, properties: str = "", environ: Mapping[str, str] | None = None
 ) -> HandlerConfig:
-    found = load(directory, code, properties, environ).model.handler
+    found = load(directory, code, properties, environ).config.handler
     assert found is not None
     return found
 
@@ -46,8 +46,8 @@ def test_the_file_may_have_the_name_of_its_directory(model_dir: Path) -> None:
 
 
 def test_a_handler_needs_no_model(model_dir: Path) -> None:
-    model = load(model_dir, HANDLER).model
-    assert (model.name, model.model_id) == ("my_llm", str(model_dir))
+    config = load(model_dir, HANDLER).config
+    assert (config.name, config.model_id) == ("my_llm", str(model_dir))
 
 
 def test_settings_of_the_workers_reach_their_fields(model_dir: Path) -> None:
@@ -68,8 +68,8 @@ def test_secrets_in_the_workers_environment_are_not_shown(model_dir: Path) -> No
     settings = load(model_dir, HANDLER, "option.env=TOKEN=secret-1")
     assert "option.env" in render_text(settings)
     assert "secret-1" not in render_text(settings)
-    assert settings.model.handler is not None
-    assert "env" not in settings.model.handler.properties, "handlers print their properties"
+    assert settings.config.handler is not None
+    assert "env" not in settings.config.handler.properties, "handlers print their properties"
 
 
 @pytest.mark.parametrize("name", ["code/model.py", "code/handler.py"])
@@ -79,8 +79,8 @@ def test_an_entry_point_may_name_the_only_directory(tmp_path: Path, name: str) -
     (code / "model.py").write_text(HANDLER)
     (code / "handler.py").write_text(HANDLER)
     settings = load_settings(tmp_path / "model", {"DJL_ENTRY_POINT": name})
-    assert settings.model.handler is not None
-    assert settings.model.handler.entry_point == str(tmp_path / "model" / name)
+    assert settings.config.handler is not None
+    assert settings.config.handler.entry_point == str(tmp_path / "model" / name)
     with pytest.raises(SettingsError, match=str(code)):
         load_settings(tmp_path / "model", {"DJL_ENTRY_POINT": "code/other.py"})
 
@@ -106,7 +106,7 @@ def test_a_broken_config_json_is_a_problem(model_dir: Path, tmp_path: Path, conf
     other.mkdir()
     with pytest.raises(SettingsError, match=f"HF_MODEL_ID.*{why}"):
         load_settings(other, {"HF_MODEL_ID": str(model_dir)})
-    assert load_settings(model_dir, {"OPTION_HF_CONFIG_PATH": "org/name"}).model.model_id == str(model_dir)
+    assert load_settings(model_dir, {"OPTION_HF_CONFIG_PATH": "org/name"}).config.model_id == str(model_dir)
     assert handler(model_dir).entry_point == str(model_dir / "model.py")
 
 
@@ -126,7 +126,7 @@ def test_a_directory_without_a_model_is_refused_before_the_engine_starts(model_d
         with pytest.raises(SettingsError, match=r"config\.json"):
             load_settings(model_dir, {"HF_MODEL_ID": "org/name", variable: str(snapshot)})
     (snapshot / "config.json").write_text("{}")
-    assert load_settings(model_dir, {"HF_MODEL_ID": str(snapshot)}).model.model_id == str(snapshot)
+    assert load_settings(model_dir, {"HF_MODEL_ID": str(snapshot)}).config.model_id == str(snapshot)
     for name in ("params.json", "model.GGUF"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()

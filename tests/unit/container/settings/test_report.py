@@ -18,12 +18,12 @@ TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
 
 
 def settings(*entries: SettingEntry, warnings: tuple[str, ...] = ()) -> Settings:
-    model = ModelConfig(name="model", model_dir=Path("/opt/ml/model"), model_id="org/name")
-    return Settings(server=ServerConfig(), model=model, entries=entries, warnings=warnings)
+    config = ModelConfig(name="model", model_dir=Path("/opt/ml/model"), model_id="org/name")
+    return Settings(server_config=ServerConfig(), config=config, entries=entries, warnings=warnings)
 
 
 def as_json(reported: Settings) -> str:
-    return startup_json(Startup(reported.server, (StartupModel(reported, "/opt/ml/model"),)))
+    return startup_json(Startup(reported.server_config, (StartupModel(reported, "/opt/ml/model"),)))
 
 
 def test_the_table_is_aligned() -> None:

@@ -35,13 +35,13 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 
 def check(settings: Settings) -> None:
-    assert settings.model.name == "tiny_model"
-    assert settings.model.model_id == str(settings.model.model_dir)
-    assert settings.model.max_prompt_tokens == 7
+    assert settings.config.name == "tiny_model"
+    assert settings.config.model_id == str(settings.config.model_dir)
+    assert settings.config.max_prompt_tokens == 7
     (remote,) = settings.remote_models
-    assert not (settings.model.model_dir / "model.safetensors").exists()
+    assert not (settings.config.model_dir / "model.safetensors").exists()
     asyncio.run(fetch_weights(settings.remote_models, 60))
-    assert (settings.model.model_dir / "model.safetensors").read_bytes() == b"weights"
+    assert (settings.config.model_dir / "model.safetensors").read_bytes() == b"weights"
     assert remote.bytes_here == 7
 
 
@@ -64,16 +64,16 @@ def test_option_model_id_is_the_model_of_the_directory_that_is_here(
     here.mkdir()
     (here / "serving.properties").write_text(f"option.model_id={url}\n")
     settings = load_settings(here, environ)
-    assert (settings.model.model_dir, settings.model.name, settings.model.max_prompt_tokens) == (here, "here", None)
+    assert (settings.config.model_dir, settings.config.name, settings.config.max_prompt_tokens) == (here, "here", None)
     (remote,) = settings.remote_models
     assert isinstance(remote, RemoteModel)
-    assert settings.model.model_id == str(remote.directory)
+    assert settings.config.model_id == str(remote.directory)
 
 
 def test_a_draft_model_may_be_on_s3(model: Gate, url: str, environ: dict[str, str]) -> None:
     environ = environ | {"OPTION_SPECULATIVE_CONFIG": json.dumps({"model": url, "num_speculative_tokens": 3})}
     settings = load_settings(url, environ)
-    written = json.loads(settings.model.engine_arguments["speculative_config"])
+    written = json.loads(settings.config.engine_arguments["speculative_config"])
     (remote,) = settings.remote_models
     assert isinstance(remote, RemoteModel)
     assert written == {"model": str(remote.directory), "num_speculative_tokens": 3}
@@ -81,7 +81,7 @@ def test_a_draft_model_may_be_on_s3(model: Gate, url: str, environ: dict[str, st
 
 def test_so_may_that_of_lmis_option(model: Gate, url: str, environ: dict[str, str]) -> None:
     settings = load_settings(url, environ | {"OPTION_SPECULATIVE_DRAFT_MODEL": url})
-    written = json.loads(settings.model.engine_arguments["speculative_config"])
+    written = json.loads(settings.config.engine_arguments["speculative_config"])
     (remote,) = settings.remote_models
     assert isinstance(remote, RemoteModel)
     assert written == {"model": str(remote.directory), "num_speculative_tokens": 5}

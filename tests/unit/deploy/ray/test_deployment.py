@@ -87,7 +87,7 @@ def test_sessions_are_off_unless_they_are_kept_where_all_replicas_see_them(tmp_p
     def sessions(**properties: object) -> bool:
         model = write_model(tmp_path, model_id="some/model", **properties)
         (one,) = without_local_sessions(load_startup(model, {}, {})).models
-        return one.settings.model.lmi.enable_stateful_sessions
+        return one.settings.config.lmi.enable_stateful_sessions
 
     assert not sessions()
     assert sessions(sessions_path="/shared/sessions")

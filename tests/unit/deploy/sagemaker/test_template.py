@@ -158,7 +158,7 @@ def _served(tmp_path: Path, read: Configuration) -> ModelConfig:
         (directory / "config.json").write_text("{}")
     (model,) = load_startup(directory, _environment(read), {}).models
     assert not model.settings.warnings
-    return model.settings.model
+    return model.settings.config
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ _EMBEDDING = PoolingModel(kind="embedding", task="embed", tasks=frozenset({"embe
 
 
 def _lmi(vector_format: Literal["djl", "vllm"]) -> PooledAnswer:
-    settings = configured(MODEL, vector_format=vector_format)
-    answer = pooling_contract(settings, _EMBEDDING).parse(call({"inputs": ["a", "b"]})).answer
+    config = configured(MODEL, vector_format=vector_format)
+    answer = pooling_contract(config, _EMBEDDING).parse(call({"inputs": ["a", "b"]})).answer
     assert isinstance(answer, PooledAnswer)
     return answer
 

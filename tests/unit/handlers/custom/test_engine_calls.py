@@ -63,9 +63,9 @@ class Engine:
 async def before_engine(
     engine: Engine | None, model: str | Path = "before_engine", **properties: str
 ) -> AsyncIterator[Client]:
-    settings = settings_for(MODELS / model, entry_point=SERVICE, async_mode=True, properties=properties)
+    config = settings_for(MODELS / model, entry_point=SERVICE, async_mode=True, properties=properties)
     handler = CustomHandler(
-        settings, queue_size=100, overload_status=529, grace=2, load_engine=engine.load if engine is not None else None
+        config, queue_size=100, overload_status=529, grace=2, load_engine=engine.load if engine is not None else None
     )
     await handler.start()
     try:
@@ -379,8 +379,8 @@ async def test_without_an_engine_a_call_to_it_says_what_is_needed(tmp_path: Path
         "    if not inputs.is_empty():\n"
         "        await VLLMHandler().initialize(inputs.get_properties())\n"
     )
-    settings = settings_for(write_model(tmp_path, code), async_mode=True)
-    handler = CustomHandler(settings, queue_size=100, overload_status=529, grace=2)
+    config = settings_for(write_model(tmp_path, code), async_mode=True)
+    handler = CustomHandler(config, queue_size=100, overload_status=529, grace=2)
     await handler.start()
     try:
         answer = await ask(Client(handler), inputs="x")

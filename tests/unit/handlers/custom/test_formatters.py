@@ -241,14 +241,14 @@ async def test_packages_that_formatters_need_are_installed_beside_ours(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     make_wheel(tmp_path / "model" / "requirements", "installed")
     (tmp_path / "model" / "requirements.txt").write_text("tiny-package\n")
-    settings = replace(
+    config = replace(
         MODEL,
         model_dir=tmp_path / "model",
         formatters=tmp_path / "model" / "model.py",
         packages=PackageConfig(offline=True),
     )
     IMPORTS.append(ModelImports())
-    await add_packages(settings, IMPORTS[-1])
+    await add_packages(config, IMPORTS[-1])
     source = "from tiny_package import ANSWER\nassert ANSWER == 'installed'\n" + OUTPUT
     assert name(found(tmp_path / "model", source).output) == "write"
     assert sys.path[0] == str(tmp_path / "model")

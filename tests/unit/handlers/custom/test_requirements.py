@@ -148,8 +148,8 @@ async def test_requirements_work_with_another_interpreter(home: Path, tmp_path: 
 
 async def test_programs_of_the_models_packages_are_found_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin")
-    settings = HandlerConfig(entry_point="model.py")
-    assert environment_variables(settings, "/e/bin/python")["PATH"] == "/e/bin:/usr/bin"
+    handler_config = HandlerConfig(entry_point="model.py")
+    assert environment_variables(handler_config, "/e/bin/python")["PATH"] == "/e/bin:/usr/bin"
     given = HandlerConfig(entry_point="model.py", environment={"PATH": "/own"})
     assert environment_variables(given, "/e/bin/python")["PATH"] == "/own"
 
@@ -233,8 +233,8 @@ async def test_a_load_can_be_given_up_while_something_that_pip_left_behind_runs(
     python.write_text(f"#!/bin/sh\nsetsid sleep 2 &\necho $$ $! > {pids}.new\nmv {pids}.new {pids}\n")
     python.chmod(0o755)
     model = make_model(tmp_path / "model", "")
-    settings = HandlerConfig(entry_point="model.py", python_executable=str(python))
-    load = asyncio.create_task(prepare_interpreter(model, settings))
+    handler_config = HandlerConfig(entry_point="model.py", python_executable=str(python))
+    load = asyncio.create_task(prepare_interpreter(model, handler_config))
     await until(pids.exists)
     script, left_behind = map(int, pids.read_text().split())
     await until(lambda: has_ended(script))
@@ -246,10 +246,10 @@ async def test_a_load_can_be_given_up_while_something_that_pip_left_behind_runs(
 
 async def test_requirements_may_lie_beside_the_handlers_file(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
-    settings = HandlerConfig(entry_point=str(tmp_path / "code" / "inference.py"))
-    assert requirements_dir(tmp_path, settings) == tmp_path
+    handler_config = HandlerConfig(entry_point=str(tmp_path / "code" / "inference.py"))
+    assert requirements_dir(tmp_path, handler_config) == tmp_path
     (tmp_path / "code" / "requirements.txt").touch()
-    assert requirements_dir(tmp_path, settings) == tmp_path / "code"
+    assert requirements_dir(tmp_path, handler_config) == tmp_path / "code"
     assert requirements_dir(tmp_path, HandlerConfig(entry_point="a.module")) == tmp_path
     (tmp_path / "requirements.txt").touch()
-    assert requirements_dir(tmp_path, settings) == tmp_path
+    assert requirements_dir(tmp_path, handler_config) == tmp_path

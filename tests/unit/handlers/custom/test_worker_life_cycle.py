@@ -309,8 +309,8 @@ async def test_a_worker_that_ends_while_another_one_loads_is_replaced_once_and_c
         "    while not os.path.exists('go'):\n"
         "        time.sleep(0.05)\n"
     )
-    settings = settings_for(tmp_path, min_workers=2, max_workers=2, retry_threshold=0)
-    handler = CustomHandler(settings, queue_size=1, overload_status=503)
+    config = settings_for(tmp_path, min_workers=2, max_workers=2, retry_threshold=0)
+    handler = CustomHandler(config, queue_size=1, overload_status=503)
     pool = handler.pool
     starting = asyncio.create_task(handler.start())
     try:

@@ -72,8 +72,8 @@ class OpenAI(Lmi):
 
 async def handled(document: Any, openai: OpenAI | None, content_type: str = "application/json", **options: Any) -> Lmi:
     lmi = Lmi()
-    settings = configured(ModelConfig(name="m", model_dir=Path("."), model_id="m"), **options)
-    handler = InvocationsHandler(lmi, openai, settings, Sessions(None, 503))  # type: ignore[arg-type]
+    config = configured(ModelConfig(name="m", model_dir=Path("."), model_id="m"), **options)
+    handler = InvocationsHandler(lmi, openai, config, Sessions(None, 503))  # type: ignore[arg-type]
     await handler.handle(call(document, content_type), CollectedReply())
     return lmi
 

@@ -204,8 +204,8 @@ async def test_a_server_leaves_none_of_its_sessions_in_the_default_directory(
 ) -> None:
     directory = tmp_path / "djl_sessions"
     monkeypatch.setattr("djl_python.session_manager._default_path", lambda: str(directory))
-    settings = ModelConfig(name="m", model_dir=tmp_path, model_id="m")
-    mine = await load_sessions(settings, 503)
+    config = ModelConfig(name="m", model_dir=tmp_path, model_id="m")
+    mine = await load_sessions(config, 503)
     another = Sessions(SessionManager({}), 503)
     for _ in range(3):
         await begun(mine)
@@ -220,7 +220,7 @@ async def test_a_server_leaves_none_of_its_sessions_in_the_default_directory(
 
 
 async def test_sessions_in_a_place_that_was_asked_for_stay(tmp_path: Path) -> None:
-    settings = configured(ModelConfig(name="m", model_dir=tmp_path, model_id="m"), sessions_path=str(tmp_path / "s"))
-    name = await begun(await load_sessions(settings, 503))
+    config = configured(ModelConfig(name="m", model_dir=tmp_path, model_id="m"), sessions_path=str(tmp_path / "s"))
+    name = await begun(await load_sessions(config, 503))
     remove_sessions()
     assert os.listdir(tmp_path / "s") == [name]

@@ -23,7 +23,7 @@ from tests.contracts.openai_exchange import FRONT_END
 from tests.contracts.tgi_exchange import FakeModel
 from tests.settings import configured
 
-SETTING = ContractSetting(settings=MODEL, model=FakeModel())
+SETTING = ContractSetting(config=MODEL, model=FakeModel())
 CONTRACTS: dict[str, Contract] = {
     "rolling batch": LmiRollingContract(MODEL),
     "dynamic batch": LmiDynamicContract(MODEL),

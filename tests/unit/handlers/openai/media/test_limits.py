@@ -12,12 +12,12 @@ from handlers.openai.media.limits import MediaMemory, RequestMedia
 from tests.settings import configured
 from tests.waiting import until
 
-SETTINGS = ModelConfig(name="model", model_dir=Path("."), model_id="m")
+CONFIG = ModelConfig(name="model", model_dir=Path("."), model_id="m")
 MIB = 1 << 20
 
 
 def test_photographs_of_phones_pass() -> None:
-    memory = MediaMemory(SETTINGS)
+    memory = MediaMemory(CONFIG)
     media = RequestMedia(memory)
     media.add_image(8064, 6048)  # 48 megapixels
     media.add_image(8160, 6144)  # 50 megapixels
@@ -27,7 +27,7 @@ def test_photographs_of_phones_pass() -> None:
 
 
 def test_an_image_is_refused_by_its_pixels() -> None:
-    media = RequestMedia(MediaMemory(configured(SETTINGS, max_image_pixels=100)))
+    media = RequestMedia(MediaMemory(configured(CONFIG, max_image_pixels=100)))
     media.add_image(10, 10)
     with pytest.raises(InvalidRequest, match=r"101x1 .*100 .*option\.max_image_pixels"):
         media.add_image(101, 1)
@@ -36,7 +36,7 @@ def test_an_image_is_refused_by_its_pixels() -> None:
 
 
 def test_the_images_and_frames_of_a_request_are_refused_by_all_their_pixels() -> None:
-    memory = MediaMemory(configured(SETTINGS, max_request_pixels=300))
+    memory = MediaMemory(configured(CONFIG, max_request_pixels=300))
     media = RequestMedia(memory)
     media.add_image(10, 10)
     media.add_frames(10, 10, 2)
@@ -46,7 +46,7 @@ def test_the_images_and_frames_of_a_request_are_refused_by_all_their_pixels() ->
 
 
 def test_downloads_of_a_request_are_counted_together() -> None:
-    media = RequestMedia(MediaMemory(configured(SETTINGS, max_media_download_mb=2)))
+    media = RequestMedia(MediaMemory(configured(CONFIG, max_media_download_mb=2)))
     media.add_download(MIB)
     media.add_download(MIB)
     with pytest.raises(InvalidRequest, match="2 MiB"):
@@ -56,7 +56,7 @@ def test_downloads_of_a_request_are_counted_together() -> None:
 def test_a_video_has_a_time_to_be_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    media = RequestMedia(MediaMemory(replace(SETTINGS, predict_timeout=30.0)))
+    media = RequestMedia(MediaMemory(replace(CONFIG, predict_timeout=30.0)))
     media.check_decoding()
     now = 130.0
     media.check_decoding()
@@ -66,7 +66,7 @@ def test_a_video_has_a_time_to_be_decoded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_a_request_takes_only_some_of_the_places_for_downloads() -> None:
-    memory = MediaMemory(SETTINGS)
+    memory = MediaMemory(CONFIG)
     first, second = RequestMedia(memory), RequestMedia(memory)
     held: list[RequestMedia] = []
 
@@ -83,7 +83,7 @@ async def test_a_request_takes_only_some_of_the_places_for_downloads() -> None:
 
 
 def test_requests_share_the_memory_until_the_engine_has_their_prompts() -> None:
-    memory = MediaMemory(configured(SETTINGS, max_media_memory_mb=3))
+    memory = MediaMemory(configured(CONFIG, max_media_memory_mb=3))
     first, second = RequestMedia(memory), RequestMedia(memory)
     first.add_decoded(2 * MIB)
     with pytest.raises(Overloaded):
@@ -99,13 +99,13 @@ def test_requests_share_the_memory_until_the_engine_has_their_prompts() -> None:
 
 
 def test_a_request_that_could_never_be_held_is_the_clients_fault() -> None:
-    media = RequestMedia(MediaMemory(configured(SETTINGS, max_media_memory_mb=1)))
+    media = RequestMedia(MediaMemory(configured(CONFIG, max_media_memory_mb=1)))
     with pytest.raises(InvalidRequest, match=r"\(option\.max_media_memory_mb\)"):
         media.add_decoded(MIB + 1)
 
 
 def test_a_thread_that_outlives_its_request_holds_nothing() -> None:
-    memory = MediaMemory(SETTINGS)
+    memory = MediaMemory(CONFIG)
     media = RequestMedia(memory)
     media.close()
     with pytest.raises(InvalidRequest):
