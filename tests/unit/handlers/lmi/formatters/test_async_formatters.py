@@ -305,8 +305,10 @@ async def test_parameters_without_effect_are_logged(caplog: pytest.LogCaptureFix
 
 
 async def test_a_hanging_input_formatter_refuses_its_request() -> None:
-    given = formatters(marked, lambda payload: threading.Event().wait(30), time_limit=0.2)
+    release = threading.Event()
+    given = formatters(marked, lambda payload: payload if release.wait() else {}, time_limit=0.2)
     handler = InvocationsHandler(None, OpenAI(), ASYNCHRONOUS, Sessions(None, 503), formatters=given)  # type: ignore[arg-type]
     with pytest.raises(ContractError, match="predict_timeout") as caught:
         await handler.handle(call({"inputs": "x"}), CollectedReply())
+    release.set()
     assert caught.value.reply.status == 424
