@@ -30,14 +30,16 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 LONG_BODY = 256 * 1024  # Bytes. Longer bodies are decoded in a thread, so that no other request waits for them.
 NOT_HELD = "x-slipway-not-held"
 EXPLAIN, _EXPLAIN_HEADER = b"x-slipway-explain", "X-Slipway-Explain"
-# Characters of the header's places. SageMaker's custom attributes hold 1,024, with its name and the number of the rest.
+# The most characters of the places in the header. SageMaker's custom attributes hold at most 1,024 characters, and also
+# need room for the header's name and the count of omitted places.
 _MOST_PLACES = 990
 
 
 def not_held_header(places: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return the header that names the parts of a JSON schema that an answer may break. Empty if there are none.
+    """Return the header that names the parts of a JSON schema that an answer might violate. Empty if there are none.
 
-    It has the places with commas between them, as many as fit, and the number of the rest: `#/a/contains,+12`.
+    The header lists as many places as fit, with commas between them, and then the count of omitted places:
+    `#/a/contains,+12`.
     """
     if not places:
         return ()
@@ -69,12 +71,12 @@ def read_steering(headers: Mapping[bytes, bytes], key_salt: str = "") -> tuple[S
     """Read the headers that steer the engine.
 
     Args:
-        headers: All headers, by names in lower case.
+        headers: All headers, by lower-case name.
         key_salt: The salt of the call's API key. Empty if the server has no keys.
 
     Returns:
-        The fields, and the fault of a header: vLLM would refuse the salt in a body, or the priority is not
-        an integer of 32 bits.
+        The fields, and the error of an invalid header, if any: a salt that vLLM would refuse in a body, or a
+        priority that is not a 32-bit integer.
     """
     steering: Steering = {}
     fault = None
@@ -98,24 +100,24 @@ def read_steering(headers: Mapping[bytes, bytes], key_salt: str = "") -> tuple[S
 
 @dataclass(slots=True)
 class ExplainAsked:
-    """Asks for an explanation of a call in place of an answer. The steps on the call's way write down their choices."""
+    """A request to explain a call instead of answering it. The steps that handle the call record their choices here."""
 
-    contract: str = ""  # The name of the contract that took the body.
-    because: list[str] = field(default_factory=list)  # Why, a sentence for each choice.
+    contract: str = ""  # The name of the contract that read the body.
+    because: list[str] = field(default_factory=list)  # The reasons, one sentence for each choice.
     ignored: list[str] = field(default_factory=list)  # Sentences about parameters without effect.
-    way: str = ""  # The kind of the body, if it decides who answers.
-    once: bool = False  # The call must not be made again: code of a customer has read the body.
-    # The call is made again with another body, to compare the engine's request for its first prompt.
+    way: str = ""  # The kind of the body, if it decides which handler answers.
+    once: bool = False  # The call must not be repeated: a customer's code has read it, or it has images.
+    # The call repeats an explained call with a changed body, to compare the engine's requests for the first prompt.
     variant: bool = False
 
 
 def asked_explanation(
     headers: Mapping[bytes, bytes], attributes: Sequence[tuple[bytes, bytes]]
 ) -> tuple[ExplainAsked | None, InvalidParameter | None]:
-    """Read the header and the custom attribute that ask for an explanation. The header goes first.
+    """Read the header and the custom attribute that ask for an explanation. The header takes precedence.
 
     Returns:
-        The explanation to be filled, or None if none is asked for; and the fault if the value is neither 1 nor 0.
+        The explanation to fill in, or None if none is requested; and an error if the value is neither 1 nor 0.
     """
     given = headers.get(EXPLAIN)
     name = _EXPLAIN_HEADER
@@ -137,7 +139,7 @@ class Head(Protocol):
 
     @property
     def headers(self) -> Mapping[bytes, bytes]:
-        """All headers, by names in lower case. Of several headers with one name, the last."""
+        """All headers, by lower-case name. If a name is repeated, the last header counts."""
 
     @property
     def attributes(self) -> Sequence[tuple[bytes, bytes]]:
@@ -154,7 +156,7 @@ class Call:
     body: bytes
     content_type: str = ""  # With its parameters. Empty if absent.
     request_id: str
-    # All headers, by names in lower case. Of several headers with one name, the last.
+    # All headers, by lower-case name. If a name is repeated, the last header counts.
     headers: Mapping[bytes, bytes] = field(default_factory=dict)
     query: tuple[tuple[str, str], ...] = ()  # Query parameters, decoded, in order.
     method: str = "POST"
@@ -166,11 +168,11 @@ class Call:
     key_salt: str = ""  # Differs for each API key. Empty if the server has no keys.
     # The results of `read_steering`. Every contract puts the fields into its requests.
     steering: Steering = field(default_factory=Steering)
-    steering_fault: InvalidParameter | None = None  # The call is refused with this error, in the form of its answer.
-    explanation: ExplainAsked | None = None  # Set: nothing is generated, and the reply is the explanation.
-    arrived_at: float = field(default_factory=time.monotonic)  # When its head arrived, by the monotonic clock.
-    time_limit: float | None = None  # Seconds from then, after which the call ends with its text so far.
-    # A custom handler makes the call. It may stream what it gets whole, so the deadline of streams holds.
+    steering_fault: InvalidParameter | None = None  # If set, the call is refused with this error.
+    explanation: ExplainAsked | None = None  # If set, nothing is generated, and the reply is the explanation.
+    arrived_at: float = field(default_factory=time.monotonic)  # When the head arrived, by the monotonic clock.
+    time_limit: float | None = None  # Seconds from `arrived_at` until the call ends with its text so far.
+    # A custom handler makes the call. It may stream an answer that it gets whole, so the stream deadline applies.
     from_handler: bool = False
 
     def header(self, name: str) -> str | None:
@@ -184,19 +186,19 @@ class Reply:
     """A whole HTTP reply."""
 
     status: int
-    content_type: str  # If it is empty, the reply has no such header.
+    content_type: str  # If empty, the reply has no `content-type` header.
     body: bytes
     # Further headers, in Latin-1. They replace the headers that the server sends with every reply.
     headers: tuple[tuple[str, str], ...] = ()
 
 
 def ended_at_deadline(error: Reply) -> Reply:
-    """Return the error of a call that had nothing at its deadline, with the header that says so."""
+    """Return the error reply of a call that had no token at its deadline, with the header that says so."""
     return replace(error, headers=(*error.headers, *REACHED))
 
 
 class ContractError(Exception):
-    """A call was refused. The error holds the reply, in the form of the contract."""
+    """A call was refused. The error holds the reply in the contract's format."""
 
     def __init__(self, reply: Reply, reason: str) -> None:
         super().__init__(reason)
@@ -208,14 +210,14 @@ class Answer(Protocol):
     """Turns the deltas of one call into the bytes of its reply."""
 
     content_type: str
-    cumulative: bool = False  # Each part repeats all before it. A client that lags needs only the latest.
+    cumulative: bool = False  # Each part repeats all earlier parts. A slow client needs only the latest part.
     blocks: bool = False  # A customer's formatter runs in `feed`.
-    headers: tuple[tuple[str, str], ...] = ()  # Further headers of the reply. They are read when it begins.
+    headers: tuple[tuple[str, str], ...] = ()  # Further headers of the reply. They are read when the reply begins.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """Return the bytes that a delta adds to the body.
 
-        They may be empty. Parts of a cumulative answer are replaceable, unless the delta is the last delta.
+        The bytes may be empty. A later part of a cumulative answer may replace them, unless the delta is the last one.
 
         Args:
             prompt: The position of the delta's request in `Exchange.requests`.
@@ -226,14 +228,14 @@ class Answer(Protocol):
         """
 
     def latest(self) -> bytes:
-        """Return the part of a cumulative answer with everything that was fed. Empty if nothing has changed."""
+        """Return the part of a cumulative answer that contains all deltas so far. Empty if nothing has changed."""
         return b""
 
     def fail(self, error: RequestError) -> Reply:
-        """Return the reply if nothing has been sent yet."""
+        """Return the error reply for a call whose reply has not begun."""
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """Return the last bytes of a body that has begun with status 200. A body that is sent whole has none."""
+        """Return the last bytes of a body that has begun with status 200. Empty if bodies are sent whole."""
         return b""
 
 
@@ -244,13 +246,13 @@ class Exchange:
     requests: tuple[GenerationRequest, ...]  # One for each prompt. `Answer.feed` gets their positions.
     answer: Answer
     notes: tuple[str, ...] = ()  # Log lines about ignored parameters.
-    images: tuple[str, ...] = ()  # URLs of the images of each prompt, in the order of their marks there.
-    # The client's names of parameters, by the engine's, where they differ. Errors of the engine have the client's.
+    images: tuple[str, ...] = ()  # The URLs of the images, in the order of their marks in the prompt.
+    # Maps the engine's parameter names to the client's, where they differ. The client sees its own names in errors.
     names: Mapping[str, str] = field(default_factory=dict)
-    # The stream sends this comment if no token comes for a while. It begins before its first token then. A cumulative
-    # answer has none.
+    # An idle stream sends this comment. A stream that has such a comment begins before its first token. A cumulative
+    # answer has no comment.
     comment: bytes = b""
-    model_defaults: Collection[str] = ()  # The parameters whose default is the model's own, by vLLM's names.
+    model_defaults: Collection[str] = ()  # vLLM's names of the parameters whose defaults come from the model.
 
 
 class Contract(Protocol):
@@ -261,16 +263,15 @@ class Contract(Protocol):
 
         Raises:
             ContractError: The call is refused with the reply in the error.
-            RequestError: The call is refused. `ContractRoutes.refuse` words the reply.
+            RequestError: The call is refused. `ContractRoutes.refuse` makes the reply.
         """
 
 
 class ReplyWriter(Protocol):
-    """Takes one reply.
+    """Sends one reply.
 
-    No method blocks: the writer holds and merges the parts for a slow client.
-
-    If it would have to hold too much, it closes the connection, and the call is cancelled.
+    No method blocks: the writer buffers and merges the parts for a slow client.
+    If the buffer would grow too large, the writer closes the connection, and the call is cancelled.
     """
 
     def reply(self, reply: Reply) -> None:
@@ -283,17 +284,17 @@ class ReplyWriter(Protocol):
         """Add a part to the body."""
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
-        """Add the result of `part`, now or when the client has read the earlier parts.
+        """Add the result of `part`, either now or once the client has read the earlier parts.
 
-        It is for answers whose parts each repeat all before them. Of several waiting parts only the latest is called,
-        and none once the reply ends. Do not mix it with `write`.
+        Use it for answers whose parts each repeat all earlier parts. If several parts wait, only the latest is called.
+        No part is called after the reply has ended. Do not mix this method with `write`.
         """
 
     def end(self, data: bytes) -> None:
         """Finish the reply with these last bytes, which may be empty."""
 
     async def drain(self) -> None:
-        """Wait until the client has taken most of the reply. Returns at once if it keeps up or has left."""
+        """Wait until the client has read most of the reply. Return at once if it keeps up or has disconnected."""
 
 
 class Handler(Protocol):
@@ -314,7 +315,7 @@ class Running(Protocol):
     """A call whose reply is not complete."""
 
     def cancel(self) -> None:
-        """Stop, because the client has left. Does nothing if the reply is complete."""
+        """Stop, because the client has disconnected. Do nothing if the reply is complete."""
 
 
 _ADAPTER_HEADER = SAGEMAKER_ADAPTER_IDENTIFIER_HEADER.lower().encode()

@@ -1,8 +1,8 @@
 """Deadlines: a call ends at its deadline, with its text so far.
 
-SageMaker ends a call after 60 seconds and a stream after 8 minutes, and drops the text so far. A deadline is earlier:
-each unfinished sequence ends for its length, and its text reaches the client. A call without a token gets
-`DeadlineExceeded`.
+SageMaker ends a call after 60 seconds and a stream after 8 minutes, and drops the text so far. A deadline is earlier.
+Each unfinished sequence then ends with the finish reason for length, and its text so far reaches the client. A call
+that has not yet produced a token gets `DeadlineExceeded`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from engines.settings.parsers import SECONDS
 
 T = TypeVar("T")
 
-# The header of a call with its time in seconds. A whole answer that ended at its deadline, and the error of a call that
-# had nothing then, have it with `reached`.
+# In a request, this header sets the call's deadline in seconds. In a reply, its value is `reached`: the answer ended at
+# its deadline, or the call failed because it had no token by then. A stream's reply does not have the header.
 HEADER = b"x-slipway-deadline"
 _REACHED = b"reached"
 REACHED = ((HEADER.decode(), _REACHED.decode()),)
@@ -35,7 +35,7 @@ class Deadline:
     at: float  # By the monotonic clock.
 
     def call(self, function: Callable[[DeadlineExceeded], object]) -> asyncio.TimerHandle:
-        """Call a function at the deadline, or soon if that has passed, with the error of a call that has nothing."""
+        """Call a function at the deadline, or soon if it has passed, with the error of a call that has no token."""
         seconds = max(self.at - time.monotonic(), 0.0)
         return asyncio.get_running_loop().call_later(seconds, function, DeadlineExceeded(self.seconds))
 
@@ -43,20 +43,20 @@ class Deadline:
         """Wait for the result of work that comes before the first token.
 
         Raises:
-            DeadlineExceeded: It took too long, and was cancelled.
+            DeadlineExceeded: The work took too long, and was cancelled.
         """
         try:
             async with asyncio.timeout(self.at - time.monotonic()) as timeout:
                 return await work
         except TimeoutError:
-            if not timeout.expired():  # an error of the work
+            if not timeout.expired():  # the work itself timed out
                 raise
             raise DeadlineExceeded(self.seconds) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlineConfig:
-    """The deadlines of a model's calls, in seconds from the arrival of their heads. None: no deadline."""
+    """The deadlines of a model's calls, in seconds from the arrival of each call's head. None means no deadline."""
 
     answer: float | None = setting("option.answer_deadline", SECONDS, doc="Time until a whole answer ends as it is")
     stream: float | None = setting("option.stream_deadline", SECONDS, doc="Time until a stream ends as it is")
@@ -65,9 +65,9 @@ class DeadlineConfig:
         """Return the deadline of a call, or None.
 
         Args:
-            arrived_at: When its head arrived, by the monotonic clock.
-            time_limit: The time in seconds that the call asks for. It is cut to the model's deadline.
-            stream: The answer is streamed.
+            arrived_at: When the call's head arrived, by the monotonic clock.
+            time_limit: The number of seconds that the call asks for. The model's deadline is its upper limit.
+            stream: True if the answer is streamed.
         """
         limits = [seconds for seconds in (time_limit, self.stream if stream else self.answer) if seconds is not None]
         return Deadline(min(limits), arrived_at + min(limits)) if limits else None
@@ -79,14 +79,14 @@ NO_DEADLINES = DeadlineConfig()
 def read_time_limit(
     headers: Mapping[bytes, bytes], attributes: Sequence[tuple[bytes, bytes]]
 ) -> tuple[float | None, InvalidParameter | None]:
-    """Read the time that a call asks for: in the header, or else in the attribute `deadline`.
+    """Read the time limit that a call asks for, from the header or else from the attribute `deadline`.
 
     Args:
-        headers: All headers, by names in lower case.
+        headers: All headers, by lower-case name.
         attributes: SageMaker's custom attributes, with names in lower case.
 
     Returns:
-        The seconds, and the fault of a value that `option.answer_deadline` would not take.
+        The seconds, and the error of a value that `option.answer_deadline` would not accept.
     """
     name, value = "X-Slipway-Deadline", headers.get(HEADER)
     if value is None:

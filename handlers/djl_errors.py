@@ -1,7 +1,7 @@
-"""DJL Serving's error bodies, byte for byte: LMI and customers' handlers share them.
+"""DJL Serving's error bodies, byte for byte. LMI and customers' handlers share them.
 
-The front end has one form (unknown model, full queue). A payload that cannot be read and a handler that failed have
-another each. Source: LMI schema v0.31, "Error Responses"; DJL Serving, `NettyUtils.java`.
+The front end's errors (unknown model, full queue) have one format. An unreadable payload and a failed handler have a
+format each. Source: LMI schema v0.31, "Error Responses"; DJL Serving, `NettyUtils.java`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ HTML_SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "=": 
 
 
 def front_end_reply(status: int, kind: str, message: str) -> Reply:
-    """Return an answer of the front end.
+    """Return a reply of the front end.
 
     Args:
-        kind: A class name of DJL Serving's.
+        kind: The name of a class in DJL Serving.
     """
     text = f'{{\n  "code": {status},\n  "type": {_html_safe(kind)},\n  "message": {_html_safe(message)}\n}}\n'
     return Reply(status, JSON, text.encode("utf-8", "replace"))
 
 
 def front_end_refusal(error: RequestError, not_ready: int = 503, otherwise: int = 500) -> Reply:
-    """Return the front end's reply to a request that it could not read or give to a model.
+    """Return the front end's reply to a request that it could not read or pass to a model.
 
     Args:
         error: The reason.
@@ -67,16 +67,16 @@ def front_end_refusal(error: RequestError, not_ready: int = 503, otherwise: int 
 
 
 def refused(status: int, kind: str, message: str) -> ContractError:
-    """Return a call that the front end refuses.
+    """Return the error of a call that the front end refuses.
 
     Args:
-        kind: A class name of DJL Serving's.
+        kind: The name of a class in DJL Serving.
     """
     return ContractError(front_end_reply(status, kind, message), message)
 
 
 def bad_request(message: str) -> ContractError:
-    """Return a call that the front end refuses with 400: a parameter is missing or wrong."""
+    """Return the error of a call that the front end refuses with 400: a parameter is missing or wrong."""
     return refused(400, "BadRequestException", message)
 
 
@@ -86,7 +86,7 @@ def payload_error(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
 
 
 def failed_dependency(message: str) -> ContractError:
-    """Return a call that is refused with 424."""
+    """Return the error of a call that is refused with 424."""
     return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(message)), message)
 
 
@@ -97,7 +97,7 @@ def handler_failure(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
 
 
 def overloaded(error: Overloaded) -> Reply:
-    """Return the reply to a request for which the queue has no place."""
+    """Return the reply to a request for which the queue has no room."""
     return front_end_reply(error.status, "WlmCapacityException", error.message)
 
 

@@ -1,4 +1,4 @@
-"""The handler that gives calls to an engine: each goes there at once, and the engine batches them."""
+"""The handler that passes each call to an engine at once. The engine batches the calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineHandler:
-    """Implements `Handler`: one contract on one engine."""
+    """Implements `Handler` for one contract on one engine."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class EngineHandler:
         Args:
             queue: The engine's queue.
             contract: Reads the calls.
-            refuse_unread: Makes the reply to a call if the queue has no place at all. The body is not read then. None
-                if the form of a refusal depends on the body.
+            refuse_unread: Makes the reply to a call if the queue is full. The body is then not read. None if the format
+                of a refusal depends on the body.
             images: Loads the images of the calls. None if the model takes text only.
-            thread: Runs the contract and answers that block. None if the contract calls no formatters of a customer.
+            thread: Runs the contract, and the answers that block. None if the contract calls no customer's formatters.
         """
         self._queue, self._contract, self._refuse_unread = queue, contract, refuse_unread
         self._images, self._thread = images, thread
@@ -88,7 +88,7 @@ class EngineHandler:
                 await running.submit()
                 return running
         except RequestError as error:
-            if isinstance(error, Overloaded):  # the engine may have no place for something else
+            if isinstance(error, Overloaded):  # the engine may lack room for something else
                 error = Overloaded(error.message, queue.overload_status)
             if isinstance(error, DeadlineExceeded):  # while its images were loaded
                 queue.count_deadline(call.request_id, begun=False)

@@ -43,7 +43,7 @@ from handlers.tei.contracts import RerankContract, SimilarityContract
 
 logger = logging.getLogger(__name__)
 
-_LARGEST_BATCH = 2048  # Texts that one call for vectors may have at least, as with OpenAI.
+_LARGEST_BATCH = 2048  # One call for vectors may always have this many texts, as with OpenAI.
 
 
 async def load_service(config: ModelConfig, limits: Limits, times: StartupTimes | None = None) -> Service:
@@ -51,8 +51,8 @@ async def load_service(config: ModelConfig, limits: Limits, times: StartupTimes 
 
     Args:
         config: The model's settings.
-        limits: The server's settings that hold for every model.
-        times: Takes the duration of each phase.
+        limits: The server's settings that apply to every model.
+        times: Records the duration of each phase.
 
     Raises:
         EngineStartError: The model cannot be loaded.
@@ -125,7 +125,7 @@ async def _serving(
             contract, thread = FormatterContract(contract, config, given, engine.tokenizer), given.thread
         lmi = EngineHandler(queue, contract, refuse_unread=overloaded, thread=thread)
         if given.input is not None:
-            return lmi  # it reads bodies of any form
+            return lmi  # it reads bodies of any format
         return InvocationsHandler(lmi, openai, config, sessions, limits.overload_status)
 
     invocations = formatted(formatters)
@@ -175,7 +175,7 @@ async def _adapters(config: ModelConfig, host: AdapterHost, limits: Limits) -> A
 def generation_handlers(
     config: ModelConfig, queue: EngineQueue, images: ImageLoader | None = None
 ) -> dict[str, Handler]:
-    """Return the handler of each generating route by its path. A contract that cannot serve the model is left out."""
+    """Return the handlers of generating routes, by path. A contract that cannot serve the model is left out."""
     setting = ContractSetting(config=config, model=queue.engine)
     handlers: dict[str, Handler] = {}
     for contract in CONTRACTS:
@@ -199,7 +199,7 @@ def generation_handlers(
 def _custom_handler(config: ModelConfig, limits: Limits, load_engine: EngineLoader | None = None) -> CustomHandler:
     return CustomHandler(
         config,
-        # LMI counts a place for the call that a worker has.
+        # LMI's queue size includes the call that a worker is running.
         queue_size=limits.queue_size - 1,
         overload_status=limits.overload_status,
         unavailable_status=limits.unavailable_status,

@@ -1,8 +1,8 @@
-"""Explains a call in place of answering it: the way of the body, and the requests that the engine would get.
+"""Explains a call instead of answering it: which contract reads the body, and which requests the engine would get.
 
-A call with an `ExplainAsked` takes the way of every other call up to the engine. There its requests are prepared, and
-none is sent: `prepare` raises `Explained`. `explain` makes the reply of it. It finds the fields that set a parameter by
-asking again, with other values of each field of the body, and without the field.
+A call with an `ExplainAsked` is handled like every other call until it reaches the engine. There its requests are
+prepared but not sent, and `prepare` raises `Explained`. `explain` turns that exception into the reply. To find the
+fields that set a parameter, `explain` repeats the call with other values of each field, and without the field.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from handlers.deadline import HEADER, NO_DEADLINES, Deadline
 from handlers.parsing.json_fields import JsonError, decode_json
 from handlers.queue import EngineQueue
 
-# Of a call, at most this much is shown.
+# The maximum number of prompts, token ids and characters that are shown for a call.
 _MOST_PROMPTS, _MOST_IDS, _MOST_CHARACTERS = 8, 10_000, 100_000
-_MOST_FIELDS = 64  # Fields of a body whose effect is looked for.
-_MOST_SECONDS = 2.0  # For that, with the wait for other calls.
-_SHORT_BODY, _SHORT = 16 * 1024, 1000  # Bytes. In a longer body, texts and lists are cut to this length for that.
+_MOST_FIELDS = 64  # The maximum number of fields of a body whose effects are searched for.
+_MOST_SECONDS = 2.0  # The time limit of that search, including the wait for other searches.
+_SHORT_BODY, _SHORT = 16 * 1024, 1000  # Bytes. The search cuts texts and lists of longer bodies to `_SHORT`.
 _WITH_PARAMETERS = frozenset({"parameters", "sampling_parameters"})  # Objects whose members are parameters.
 _LIMIT, _PRIORITY, _SALT = "max_tokens", "priority", "cache_salt"
 
 Answer = Callable[[Call, ReplyWriter], Awaitable[Running | None]]
-Place = tuple[str, ...]  # Of a field in a body: the names from the outside.
+Place = tuple[str, ...]  # The place of a field in a body: the names from the outermost object inwards.
 
 
 class ExplainedPrompt(msgspec.Struct, frozen=True):
     """A prompt of a call, and the request that the engine would get for it."""
 
-    text: str | None  # None: it is the text of the token ids.
+    text: str | None  # None if the text is decoded from the token ids.
     request: ExplainedRequest
     adapter: str | None = None
     priority: int = 0
@@ -69,9 +69,9 @@ class Explained(Exception):
         """Create the explanation.
 
         Args:
-            prompts: Its prompts.
-            queue: The queue of the model's engine. None: the engine would get no request.
-            model_defaults: The parameters whose default is the model's own. None: all that the model sets.
+            prompts: The call's prompts.
+            queue: The queue of the model's engine. None if the engine would get no request.
+            model_defaults: The parameters whose defaults come from the model. None means all that the model sets.
         """
         super().__init__("the call was explained")
         self.prompts, self.queue, self.model_defaults = prompts, queue, model_defaults
@@ -81,7 +81,7 @@ def explaining(queue: EngineQueue, call: Call) -> EngineQueue:
     """Return a queue for one call that is to be explained. It refuses what `queue` would refuse now.
 
     Args:
-        queue: The queue of the model's engine. It does not change, and the engine counts nothing of the call.
+        queue: The queue of the model's engine. It does not change, and the engine's statistics omit the call.
         call: The call.
     """
     assert call.explanation is not None
@@ -92,7 +92,7 @@ def explaining(queue: EngineQueue, call: Call) -> EngineQueue:
 
 
 async def prepare(queue: EngineQueue, exchange: Exchange, call: Call) -> NoReturn:
-    """Prepare the requests of a parsed call in place of sending them. Of a variant, prepare the first.
+    """Prepare the requests of a parsed call instead of sending them. For a variant, prepare only the first request.
 
     Args:
         queue: The result of `explaining`.
@@ -100,7 +100,7 @@ async def prepare(queue: EngineQueue, exchange: Exchange, call: Call) -> NoRetur
         call: The call.
 
     Raises:
-        Explained: They are prepared.
+        Explained: The requests are prepared.
         RequestError: The call is refused.
     """
     assert call.explanation is not None
@@ -136,10 +136,10 @@ async def explain(call: Call, answer: Answer, writer: ReplyWriter, searches: asy
         call: The call.
         answer: Answers calls. It is called for variants of the call too.
         writer: Takes the reply.
-        searches: Held while origins are looked for. The models share the event loop, so one call at a time does it.
+        searches: Held during the search for origins. All models share the event loop, so one call searches at a time.
 
     Returns:
-        The running call, if the route generates nothing and answers as always.
+        The running call, if the route generates nothing and so answers as usual.
 
     Raises:
         ContractError: The call is refused with the reply in the error.
@@ -161,12 +161,12 @@ async def explain(call: Call, answer: Answer, writer: ReplyWriter, searches: asy
 class Origins(msgspec.Struct):
     """The fields of a body, by their effects."""
 
-    known: bool = False  # The effects were looked for.
-    fields: dict[str, list[str]] = {}  # The fields that set a parameter, by its name.
+    known: bool = False  # The search for the effects is complete.
+    fields: dict[str, list[str]] = {}  # The fields that set each parameter, by the parameter's name.
     of_prompt: list[str] = []  # The fields that change the prompt.
     without_effect: list[str] = []  # The fields that the engine never sees.
-    unknown: list[str] = []  # The fields whose other values are refused, and have no effect.
-    drawn: frozenset[str] = frozenset()  # The parameters with another value in each call.
+    unknown: list[str] = []  # The fields whose effect is unknown, because other values are refused.
+    drawn: frozenset[str] = frozenset()  # The parameters that get a different value in each call.
 
 
 async def _origins(call: Call, answer: Answer, searches: asyncio.Lock) -> Origins:
@@ -175,7 +175,7 @@ async def _origins(call: Call, answer: Answer, searches: asyncio.Lock) -> Origin
         async with asyncio.timeout(_MOST_SECONDS), searches:
             await _find(origins, call, answer)
     except TimeoutError:
-        pass  # The fields so far are right. `known` tells that there may be more.
+        pass  # The fields found so far are right. `known` stays False, because there may be more.
     return origins
 
 
@@ -201,7 +201,7 @@ async def _find(origins: Origins, call: Call, answer: Answer) -> None:
             in_prompt = changed.token_ids != asked.token_ids
             if parameters or in_prompt:
                 break
-            # Without the field, its parameter may have the same value. Null counts as absent.
+            # Leaving out the field proves nothing, because the default may equal its value. Null counts as absent.
             is_without_effect |= other is not None or value is None
         for parameter in sorted(parameters):
             origins.fields.setdefault(parameter, []).append(name)
@@ -213,7 +213,7 @@ async def _find(origins: Origins, call: Call, answer: Answer) -> None:
 
 
 def _read(body: bytes) -> Any:
-    """Return the document of a body. The texts of a long one are cut. None if the body is no JSON."""
+    """Return the JSON document of a body, or None if the body is not JSON. A long body's texts and lists are cut."""
     try:
         document = decode_json(body)
     except JsonError:
@@ -235,7 +235,7 @@ def _differing(asked: _Asked, other: _Asked) -> frozenset[str]:
 
 
 async def _asked(call: Call, answer: Answer, document: Any) -> _Asked | None:
-    """Return the engine's request for another body. None if the body is refused, or is of another kind."""
+    """Return the engine's request for a changed body. None if the body is refused, or is of another kind."""
     assert call.explanation is not None
     await asyncio.sleep(0)
     variant = ExplainAsked(variant=True)
@@ -262,7 +262,7 @@ def _fields(document: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
 
 
 def _with(document: Mapping[str, Any], place: Place, other: Any) -> Mapping[str, Any]:
-    """Return a body with another value of a field. None: without the field."""
+    """Return a body with another value for a field, or without the field if `other` is None."""
     name, *inner = place
     if inner:
         return {**document, name: _with(document[name], tuple(inner), other)}
@@ -273,8 +273,8 @@ def _with(document: Mapping[str, Any], place: Place, other: Any) -> Mapping[str,
 def _others(value: Any) -> Sequence[Any]:
     """Return other values of the same kind.
 
-    A parameter at an end of its range refuses some of them. Others may mean the same as `value`: -1 and 0 both turn
-    `top_k` off, and the engine raises very low temperatures to one value.
+    If `value` is at an end of the parameter's range, some of the results are refused. Some results may mean the same as
+    `value`: -1 and 0 both turn `top_k` off, and the engine raises all very low temperatures to the same value.
     """
     if isinstance(value, bool):
         return (not value,)
@@ -284,13 +284,13 @@ def _others(value: Any) -> Sequence[Any]:
         return value / 2 or 0.5, 0.5
     if isinstance(value, str):
         return (f"{value}a",)
-    if isinstance(value, list):  # The first prompt of several is the one that is compared.
+    if isinstance(value, list):  # Only the first of several prompts is compared.
         return [[first, *value[1:]] for first in _others(value[0])] if value else (["a"], [1])
     return ({"1": 1},) if value == {} else ()
 
 
 def _cut(value: Any) -> Any:
-    """Return a document with at most `_SHORT` characters of each text, and items of each list."""
+    """Return a document with each text cut to `_SHORT` characters, and each list to `_SHORT` items."""
     if isinstance(value, str):
         return value[:_SHORT]
     if isinstance(value, list):
@@ -316,7 +316,7 @@ def _document(call: Call, explained: Explained, origins: Origins) -> Mapping[str
     characters, ids = _MOST_CHARACTERS, _MOST_IDS
     for prompt in explained.prompts[:_MOST_PROMPTS]:
         token_ids = prompt.request.token_ids[:ids]
-        # 60,000 tokens are decoded in 20 ms, so only the tokens that are shown are decoded.
+        # Decoding 60,000 tokens takes 20 ms, so only the tokens that are shown are decoded.
         whole = prompt.text if prompt.text is not None else queue.engine.texts.decode(token_ids)
         text = whole[:characters]
         is_whole = prompt.text is not None or len(token_ids) == len(prompt.request.token_ids)

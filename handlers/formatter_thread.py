@@ -17,16 +17,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FAILED = "Custom formatter failed"  # LMI's message begins with it.
-_ITEMS_PER_JOB = 16  # Items of one reply that are formatted before other replies have their turn.
-_MOST_WAITING = 64  # Items of one reply that may wait. With more, `drain` waits.
+FAILED = "Custom formatter failed"  # LMI's message begins with this text.
+_ITEMS_PER_JOB = 16  # The maximum number of items of one reply that are formatted before other replies get a turn.
+_MOST_WAITING = 64  # If more items of one reply than this wait, `drain` blocks.
 
 
 class FormatterThread:
     """The thread that runs all formatters of one model and of its adapters.
 
     The methods must run on one event loop. A call that takes longer than the time limit fails. Its thread cannot be
-    stopped, so the next call gets a new thread. A call whose client has left keeps its turn until it
+    stopped, so the next call gets a new thread. A call whose client has disconnected keeps its turn until the call
     returns or is overdue.
     """
 
@@ -35,7 +35,7 @@ class FormatterThread:
         self.time_limit = time_limit
         self._turn = asyncio.Lock()
         self._executor: ThreadPoolExecutor | None = None
-        self._running: asyncio.Future[Any] | None = None  # The last call, whose client may have left.
+        self._running: asyncio.Future[Any] | None = None  # The last call, whose client may have disconnected.
         self._overdue_at = 0.0  # By the clock of the event loop.
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -52,18 +52,18 @@ class FormatterThread:
             loop = asyncio.get_running_loop()
             self._overdue_at = loop.time() + self.time_limit
             job = loop.run_in_executor(self._executor, partial(_call, work))
-            # asyncio logs an exception that is not read.
+            # Reads the exception, because asyncio logs exceptions that are never read.
             job.add_done_callback(lambda job: job.cancelled() or job.exception())
             self._running = job
             try:
                 if await self._end_of(job):
                     return job.result()
             finally:
-                del job  # It holds its exception, whose traceback holds this frame.
+                del job  # The job holds its exception, whose traceback holds this frame.
             raise GenerationFailed(f"the formatter did not return within predict_timeout ({self.time_limit:g} s)")
 
     async def read(self, work: Callable[[], T]) -> T:
-        """Run `work`, which reads a request with an input formatter, like `run`.
+        """Run `work`, which reads a request with an input formatter, as `run` does.
 
         Raises:
             ContractError: The call is refused.
@@ -74,7 +74,7 @@ class FormatterThread:
             raise failed_dependency(error.message) from None
 
     async def _end_of(self, job: asyncio.Future[Any]) -> bool:
-        """Wait for the end of a call. Return False if it is overdue: the next call gets a new thread then."""
+        """Wait for the end of a call. Return False if the call is overdue. The next call then gets a new thread."""
         left = self._overdue_at - asyncio.get_running_loop().time()
         ended = bool((await asyncio.wait({job}, timeout=max(left, 0.0)))[0])
         self._running = None
@@ -153,7 +153,7 @@ class FormatterQueue(Generic[T]):
             self._task = None
 
     def _formatted(self, items: list[T]) -> tuple[list[tuple[T, bytes]], str | None]:
-        # It returns no exception: the traceback of one holds the frame of the thread, which holds the result.
+        # Returns the reason, not the exception: its traceback would hold the thread's frame, which holds the result.
         done: list[tuple[T, bytes]] = []
         for item in items:
             try:

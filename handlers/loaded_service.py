@@ -20,15 +20,15 @@ from handlers.queue import EngineQueue
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The server's settings that hold for every model."""
+    """The server's settings that apply to every model."""
 
     queue_size: int  # Requests that may wait, in addition to running requests.
     overload_status: int  # The status of a reply if the queue is full.
-    unavailable_status: int  # The status of a reply if no worker of a custom handler lives.
+    unavailable_status: int  # The status of a reply if no worker of a custom handler is alive.
     model_aliases: tuple[str, ...] = ()  # Further names of the model on OpenAI's routes.
-    # Returns the reasons why a directory may not be an adapter's. It may block. None: any directory may.
+    # Returns the reasons why adapters must not be loaded from a directory. May block. None allows any directory.
     adapter_faults: Callable[[Path], Sequence[str]] | None = None
-    adapter_downloads: AdapterDownloads | None = None  # Downloads adapters from S3. None: they are refused.
+    adapter_downloads: AdapterDownloads | None = None  # Downloads adapters from S3. None refuses them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,16 @@ class Service:
     engine: Engine | None = None  # None if a custom handler generates.
     custom: CustomHandler | None = None
     adapters: AdapterRegistry | None = None  # None if `option.enable_lora` is off.
-    held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)  # Frees what loading took.
+    held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)  # Frees the model's resources.
 
     @property
     def pooling(self) -> PoolingModel | None:
-        """The description of a model that makes vectors or scores. None if it generates, and for a custom handler."""
+        """The description of a model that makes vectors or scores. None for other models and for a custom handler."""
         return self.engine.pooling if self.engine is not None else None
 
     @property
     def running_engine(self) -> Engine | None:
-        """The engine, also if a call of a custom handler has loaded it."""
+        """The engine, including an engine that a custom handler's call has loaded."""
         behind = self.runtime.service if isinstance(self.runtime, EngineBehindHandler) else None
         return behind.engine if behind is not None else self.engine
 
@@ -71,7 +71,7 @@ class Service:
 
         Raises:
             Overloaded: The queue of the engine is full.
-            ContractError: The queue of the custom handler is full, or it has no worker.
+            ContractError: The queue of the custom handler is full, or the handler has no worker.
         """
         if self.custom is not None:
             self.custom.pool.refuse_if_full()
@@ -89,8 +89,8 @@ class Service:
 class EngineBehindHandler:
     """A customer's handler, and the engine that it calls.
 
-    The engine is loaded when the handler first calls it. A handler may have a model as well, and the memory may be too
-    small for both.
+    The engine is loaded when the handler first calls it. The handler may load a model of its own, and the memory may be
+    too small for both models.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class EngineBehindHandler:
         """Create the handler.
 
         Args:
-            make_handler: Creates the handler. Its argument returns the handler that answers the calls to the engine.
+            make_handler: Creates the handler. Its argument is a function that returns the handler of calls to the
+                engine.
             load: Loads the engine.
         """
         self._load = load
@@ -127,20 +128,20 @@ class EngineBehindHandler:
 
     @property
     def service(self) -> Service | None:
-        """The engine's service; None if the engine is not loaded."""
+        """The engine's service, or None if the engine is not loaded."""
         loading = self._loading
         if loading is None or not loading.done() or loading.cancelled() or loading.exception() is not None:
             return None
         return loading.result()
 
     async def _invocations(self) -> Handler:
-        """Return the handler that calls the engine directly, loading the engine first. A failed load is not retried."""
+        """Load the engine if needed, and return the handler that calls it directly. A failed load is not retried."""
         if self._loading is None:
             self._loading = asyncio.ensure_future(self._load())
         return (await asyncio.shield(self._loading)).invocations
 
     def health(self) -> EngineHealth:
-        """Return the handler's health if it has failed, else the engine's if it was called."""
+        """Return the health of the handler, or of the engine if the handler is alive and has called the engine."""
         health = self.custom.health()
         if not health.alive:
             return health

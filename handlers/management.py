@@ -1,4 +1,4 @@
-"""The interface by which contracts manage the server's models and their adapters. The server implements it."""
+"""The interface through which contracts manage the server's models and their adapters. The server implements it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from engines.adapters import AdapterRegistry
 from handlers.contract import Call, Reply
 
-MAX_BODY = 256 * 1024  # Bytes of a call that manages models or adapters. It is decoded on the event loop.
+MAX_BODY = 256 * 1024  # Maximum number of bytes in the body of a management call, which is decoded on the event loop.
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class DescribedWorker:
 class DescribedGroup:
     """The fields of a group: the workers of a device."""
 
-    gpu: int | None  # None: the CPU.
+    gpu: int | None  # None means the CPU.
     min_workers: int
     max_workers: int
     workers: Sequence[DescribedWorker]
@@ -73,51 +73,52 @@ class RegistrationFailed(Exception):
         self.cause, self.message = cause, message
 
 
-# No model is at the URL; the name and version are taken; the settings are wrong; memory is short; the load failed.
+# In order: no model is at the URL; the name and version are taken; the settings are wrong; memory is short; the load
+# failed.
 Cause = Literal["url", "registered", "settings", "memory", "load"]
 
 
 class Management(Protocol):
     """The server's models. Methods that take a model's name raise UnknownModel."""
 
-    multi_model: bool  # The server is a multi-model endpoint of SageMaker.
+    multi_model: bool  # True if the server is a SageMaker multi-model endpoint.
 
     def adapters(self, model: str | None) -> AdapterRegistry:
         """Return the adapters of a model, or of the startup model.
 
         Raises:
-            NotServed: The model has no adapters, or several versions: a call would change only one of them.
+            NotServed: The model has no adapters, or it has several versions, and a call would change only one of them.
             NotReady: The model is not loaded.
         """
 
     def listed(self, name: str | None = None, version: str | None = None) -> Sequence[ListedModel]:
-        """Return all models, all versions of a model, or one of them."""
+        """Return all models, all versions of a model, or one version."""
 
     def described(self, name: str, version: str | None) -> Sequence[DescribedModel]:
-        """Return all versions of a model, or one of them."""
+        """Return all versions of a model, or one version."""
 
     async def register(self, order: Registration) -> str:
-        """Register a model and load it, or only begin to load it if the order is not synchronous.
+        """Register a model and load it. If `order` is not synchronous, only begin to load it.
 
         Returns:
             The model's name.
 
         Raises:
-            RegistrationFailed: It cannot be registered or loaded.
+            RegistrationFailed: The model cannot be registered or loaded.
         """
 
     def workers(self, name: str, version: str | None) -> tuple[int, int]:
         """Return the smallest and the largest number of workers of a model."""
 
     def scale(self, name: str, version: str | None, least: int, most: int) -> tuple[int, int]:
-        """Set these numbers. Returns the numbers that hold now.
+        """Set the smallest and the largest number of workers. Return the numbers that now apply.
 
         Raises:
-            InvalidRequest: The model cannot have them.
+            InvalidRequest: The model cannot have these numbers of workers.
         """
 
     async def unregister(self, name: str, version: str | None) -> None:
-        """Unload a model, all versions or one of them."""
+        """Unload all versions of a model, or one version."""
 
 
 ManagementOperation = Callable[[Call, Management], Awaitable[Reply]]

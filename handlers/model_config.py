@@ -35,14 +35,14 @@ class ModelConfig(EngineConfig):
     tei: TeiConfig = field(default_factory=TeiConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     handler: HandlerConfig | None = None  # A customer's handler instead of an engine.
-    # A customer's `handle` that gets every call of `/invocations` first, and may leave it to the engine.
+    # A customer's `handle` that gets every call of `/invocations` first, and may pass it on to the engine.
     handler_before_engine: HandlerConfig | None = None
     formatters: Path | None = None  # A `model.py` that may have input and output formatters for the engine.
     packages: PackageConfig = field(default_factory=PackageConfig)  # The packages of that `model.py`.
 
     @property
     def runs_on_vllm(self) -> bool:
-        """True if vLLM runs the model, once `auto` is decided; False for a customer's handler."""
+        """True if vLLM runs the model, once `auto` is resolved. False for a customer's handler."""
         return self.handler is None and is_vllm(self)
 
 

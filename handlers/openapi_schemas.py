@@ -134,7 +134,7 @@ def an_object(properties: Mapping[str, Schema], *required: str, name: str = "", 
     """Return the schema of an object with these fields.
 
     Args:
-        name: The document has it once, under this name.
+        name: If given, the document has the schema once, under this name.
     """
     described = {key: {"description": MEANINGS.get(key, ""), **schema} for key, schema in properties.items()}
     title = {"title": name} if name else {}
@@ -147,12 +147,12 @@ def an_array(items: Schema) -> Schema:
 
 
 def an_answer(name: str, description: str, *fields: str) -> Schema:
-    """Return the schema of an answer, with the names of its fields; the document has it once, under `name`."""
+    """Return the schema of an answer with these fields. The document has the schema once, under `name`."""
     return {"title": name, "type": "object", "description": description, "properties": {key: {} for key in fields}}
 
 
 def either(schemas: Sequence[Schema]) -> Schema:
-    """Return the schema of values that fit one of these."""
+    """Return the schema of values that fit one of these schemas."""
     if not all(schemas):
         return ANYTHING
     branches = [part for schema in schemas for part in (schema["anyOf"] if schema.keys() == {"anyOf"} else [schema])]
@@ -160,7 +160,7 @@ def either(schemas: Sequence[Schema]) -> Schema:
 
 
 def parameters(parse: Callable[[Reader], object]) -> dict[str, Schema]:
-    """Schemas of the parameters that a parser reads, by name.
+    """Return the schemas of the parameters that a parser reads, by name.
 
     Args:
         parse: Calls the parser with an empty object and the given reader.

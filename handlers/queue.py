@@ -1,4 +1,4 @@
-"""The queue of an engine: the places for sequences, for the calls of all contracts."""
+"""The queue of an engine, with a limited number of places for sequences. The calls of all contracts share it."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class EngineQueue:
         """
         self.engine, self.limit, self.overload_status, self.deadlines = engine, limit, overload_status, deadlines
         self.statistics = engine.statistics
-        self.sets_deadlines = deadlines != NO_DEADLINES  # Not so: a common call asks for none.
-        self.open_sequences = 0  # Places that are taken.
-        self.running: dict[str, Abortable] = {}  # By their ids.
+        self.sets_deadlines = deadlines != NO_DEADLINES  # If False, most calls have no deadline.
+        self.open_sequences = 0  # The number of places that are taken.
+        self.running: dict[str, Abortable] = {}  # By request id.
 
     def admit(self, sequences: int) -> None:
         """Take places for a call.
 
         Raises:
             InvalidRequest: The call would never fit.
-            Overloaded: There are not enough now.
+            Overloaded: There are not enough free places now.
         """
         if sequences > self.limit:
             raise InvalidRequest(f"the request asks for {sequences} sequences; at most {self.limit} can be served")
@@ -54,10 +54,10 @@ class EngineQueue:
         self.open_sequences += sequences
 
     def refuse_if_full(self) -> None:
-        """Refuse a call if there is no place at all. A refusal counts as a failed call.
+        """Refuse a call if no place is free. A refusal counts as a failed call.
 
         Raises:
-            Overloaded: There is no place.
+            Overloaded: No place is free.
         """
         if self.open_sequences >= self.limit:
             self.statistics.calls.count(0.0, failed=True)
@@ -69,12 +69,12 @@ class EngineQueue:
         return Overloaded(message, self.overload_status)
 
     def count_deadline(self, request_id: str, *, begun: bool) -> None:
-        """Count and log a call that ends at its deadline. `begun`: it has a part of its answer."""
+        """Count and log a call that ends at its deadline. `begun` is True if the call has a part of its answer."""
         self.statistics.deadlines["partial" if begun else "nothing"] += 1
         had = "a part of its answer" if begun else "no token"
         logger.info("the call ended at its deadline with %s", had, extra={"request_id": request_id})
 
     def abort(self, request_id: str) -> None:
-        """End the call with this id, if it is running: its client gets the answer so far, as aborted."""
+        """End the call with this id, if it is running. Its client gets the answer so far, marked as aborted."""
         if (running := self.running.get(request_id)) is not None:
             running.abort()

@@ -24,7 +24,7 @@ from handlers.openapi_schemas import Schema
 
 # The error on routes that a model with a custom handler does not serve.
 OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
-# The kind of models whose calls a route takes. "pooling": models that make vectors or scores in place of text.
+# The kind of models whose calls a route takes. "pooling" means models that make vectors or scores instead of text.
 KindsOfModels = Literal["all", "generating", "pooling"]
 # Stalled: the engine has requests and makes no progress. It may recover.
 State = Literal["starting", "ready", "stalled", "failed", "restarting", "draining", "stopped"]
@@ -39,13 +39,13 @@ class RenderedChat(msgspec.Struct, frozen=True):
     """The prompt that a chat becomes on `/v1/chat/completions`."""
 
     token_ids: list[int]
-    text: str | None = None  # None if the chat becomes token ids at once.
+    text: str | None = None  # None if the chat becomes token ids directly.
 
 
 def is_address(name: str) -> bool:
-    """Return True if a name is the URL of a server, and so the name of no model.
+    """Return True if a name is the URL of a server, and so does not name a model.
 
-    Hugging Face's JavaScript client sends the URL of its endpoint as `model` unless it is given a name.
+    Hugging Face's JavaScript client sends the URL of its endpoint as `model` unless the caller gives a model's name.
     """
     return name[:8].lower().startswith(("http://", "https://"))
 
@@ -58,15 +58,15 @@ class ModelView:
     state: State
     reason: str  # The reason if it has failed or is unhealthy, else empty.
     started_at: float  # The time at which the server was started, in seconds since the epoch.
-    loaded: LoadedModel | None  # None until it is loaded, and if a custom handler generates.
+    loaded: LoadedModel | None  # None until the model is loaded, and if a custom handler generates.
     engine: str  # The runtime: "vllm", "dynamic_batch" or "python".
     engine_version: str
-    max_requests: int  # Sequences that may run or wait at a time.
-    model_aliases: tuple[str, ...]  # Further names of the model, among them the empty one.
-    # Ends the call with this request id, the latest of several. Its client gets an aborted answer.
+    max_requests: int  # The maximum number of sequences that may run or wait at the same time.
+    model_aliases: tuple[str, ...]  # Further names of the model, including the empty name.
+    # Ends the call with this request id, or the latest call if several have the id. The client gets an aborted answer.
     abort: Callable[[str], None]
     adapters: tuple[Adapter, ...] = ()  # The registered adapters.
-    # The prompt of the call's chat, or the reason why it has none. None if `InfoRoute.chat` found no chat.
+    # The prompt of the call's chat, or the error if it cannot become a prompt. None if `InfoRoute.chat` found no chat.
     rendered: RenderedChat | RequestError | None = None
 
     def chat(self) -> RenderedChat:
@@ -77,7 +77,7 @@ class ModelView:
         """
         assert self.rendered is not None, "`InfoRoute.chat` found no chat"
         if isinstance(self.rendered, RequestError):
-            # The traceback of the error itself would hold this object, which holds the error.
+            # Raises a copy: the traceback of the error itself would hold this object, which holds the error.
             raise copy(self.rendered)
         return self.rendered
 
@@ -95,7 +95,7 @@ class ModelView:
         raise NotReady(f"the model {self.config.name!r} is not loaded yet")
 
 
-# The name of a model's version in the head of a call, and as a parameter of the path that such a head leads to.
+# The query parameter or header that names a model's version, and the path parameter that holds the version then.
 MODEL_VERSION = "model_version"
 NO_ADAPTERS = "cannot be used: this server has no adapters"  # Follows the name of a parameter or header.
 
@@ -110,10 +110,10 @@ class ContractSetting:
     def adapter_of(self, call: Call, named: str | None) -> str | None:
         """Return the adapter that SageMaker's header names, or else `named`.
 
-        None is the model itself.
+        None means the model itself.
 
         Raises:
-            InvalidParameter: The header names an adapter, and the server has none.
+            InvalidParameter: The header names an adapter, but the server has no adapters.
         """
         header = adapter_header(call)
         if header is None:
@@ -130,8 +130,8 @@ class Operation:
     summary: str
     request: Schema | None = None  # The schema of the body. None if the request has no body.
     request_type: str = JSON
-    # For each status its meaning, and the schema of the body by media type. Errors that `ContractRoutes.refuse` words
-    # are left out unless they need more words.
+    # The meaning of each status, and the schemas of its body by media type. Errors from `ContractRoutes.refuse` are
+    # left out unless they need a further explanation.
     answers: Mapping[str, tuple[str, Mapping[str, Schema]]] = field(default_factory=dict)
 
 
@@ -139,40 +139,40 @@ class Operation:
 class GenerationRoute:
     """A route on which the engine works: it generates text, or makes vectors or scores."""
 
-    path: str  # `{name}` is one segment, `{name:int}` one of digits.
-    # Creates the contract for a model. None: the model's handler of OpenAI's API answers (`handlers.openai.handler`).
+    path: str  # `{name}` matches one segment, and `{name:int}` a segment of digits.
+    # Creates the contract for a model. If None, the model's OpenAI handler answers (`handlers.openai.handler`).
     contract: Callable[[ContractSetting], Contract] | None = None
     methods: tuple[str, ...] = ("POST",)
-    models: KindsOfModels = "all"  # The path's other route takes the calls of the other models.
-    with_field: str | None = None  # Takes only bodies with this field. The path's other route takes the rest.
+    models: KindsOfModels = "all"  # The path's other route takes the calls of other models.
+    with_field: str | None = None  # Takes only bodies with this field. The path's other route takes other bodies.
     # Every call needs a place in the queue, and its refusal does not depend on its body.
     queued: bool = True
     own_handler: bool = False  # A custom handler answers the route if the model has one.
-    by_attribute: bool = True  # `route` in SageMaker's custom attributes may name it: it infers or tokenizes.
-    # Returns the refusal of wrong path parameters, which does not depend on the model's state. None if they are right.
+    by_attribute: bool = True  # `route` in SageMaker's custom attributes may name this route.
+    # Returns the refusal of invalid path parameters, or None. It does not depend on the model's state.
     refuse_path: Callable[[Mapping[str, str], ModelConfig], Reply | None] | None = None
     about: Operation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfoRoute:
-    """A route that describes the model, in any state, or works on text without generating any."""
+    """A route that describes the model, in any state, or processes text without generating any."""
 
     path: str
     # Returns the reply. It may raise ContractError, which holds a reply, and RequestError, which
-    # `ContractRoutes.refuse` words. It is called in a thread if the body is long.
+    # `ContractRoutes.refuse` turns into a reply. It is called in a thread if the body is long.
     answer: Callable[[Call, ModelView], Reply]
-    # Returns the chat of a call as a call of `/v1/chat/completions`, or None. It is rendered before `answer` is called.
-    # It may raise the same errors, and is called in the same way.
+    # Returns a call's chat as a call of `/v1/chat/completions`, or None. The chat is rendered before `answer` is
+    # called. This function may raise the same errors as `answer`, and is also called in a thread if the body is long.
     chat: Callable[[Call, ModelView], Call | None] | None = None
     # Returns the reply if the server has several models or none. None if the route is about one model.
     answer_all: Callable[[Call, Sequence[ModelView]], Reply] | None = None
     methods: tuple[str, ...] = ("GET",)
     models: KindsOfModels = (
-        "all"  # The path's other route takes the calls of the other models, and of models that load.
+        "all"  # The path's other route takes the calls of other models, and of models that are loading.
     )
-    with_field: str | None = None  # Takes only bodies with this field. The path's other route takes the rest.
-    by_attribute: bool = False  # `route` in SageMaker's custom attributes may name it: it only works on a text.
+    with_field: str | None = None  # Takes only bodies with this field. The path's other route takes other bodies.
+    by_attribute: bool = False  # `route` in SageMaker's custom attributes may name this route: it only processes text.
     about: Operation | None = None
 
     @classmethod
@@ -202,23 +202,23 @@ class InvocationRoute:
     methods: ClassVar[tuple[str, ...]] = ("*",)
     path: str
     counted: str  # The path under which calls are counted.
-    # Returns the names of the model and the version in the head of a call; None for a part that it does not name. The
-    # first argument has the names of the server's models.
+    # Returns the model and the version that the head of a call names. None for a part that the head does not name. The
+    # first argument holds the names of the server's models.
     names: Callable[[Container[str], Head], tuple[str | None, str | None]]
     form_field: str  # The field of a form that names the model if the head does not.
-    refuse_head: Callable[[Head], Reply | None]  # Returns the refusal of a wrong head. None if it is right.
-    options: Reply  # To OPTIONS, if the server has the model.
+    refuse_head: Callable[[Head], Reply | None]  # Returns the refusal of an invalid head, or None.
+    options: Reply  # The reply to OPTIONS, if the server has the model.
     by_attribute: bool = True  # `route` in SageMaker's custom attributes may name it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagementRoute:
-    """A route that manages models or adapters. Browsers may not call it for other sites."""
+    """A route that manages models or adapters. Cross-site calls from browsers are refused."""
 
     path: str
     operations: Mapping[str, ManagementOperation]  # By method.
-    counted: str | None = None  # The path under which calls are counted, if it is another.
-    refuse: Callable[[RequestError], Reply] | None = None  # The form of its errors, if it is not the contract's.
+    counted: str | None = None  # The path under which calls are counted, if it differs from `path`.
+    refuse: Callable[[RequestError], Reply] | None = None  # Makes its error replies, unless the contract does.
     # Replies to all other methods, in place of `ContractRoutes.wrong_method`.
     wrong_method: Callable[[Call], Reply] | None = None
 
@@ -248,23 +248,23 @@ class ContractRoutes:
     # Returns the reply if the path has no such method. The server adds the header `allow`.
     wrong_method: Callable[[Call], Reply]
     body_names_model: bool = False  # Bodies may name the model in `model`.
-    id_header: str | None = None  # Its name for the header with the request's id, which replies have besides.
+    id_header: str | None = None  # The contract's own header for the request's id, in addition to the server's header.
     prefixes: tuple[str, ...] = ()  # Unknown paths below these belong to the contract too.
     not_found: Callable[[Call], Reply] | None = None  # Returns the reply to such a path.
-    headers: tuple[tuple[str, str], ...] = ()  # Of every reply that its routes make.
-    redirects: bool = False  # A path with slashes at its end is redirected to the path without them, as by FastAPI.
+    headers: tuple[tuple[str, str], ...] = ()  # Headers of every reply that the routes make.
+    redirects: bool = False  # A path with slashes at its end is redirected to the path without them, as in FastAPI.
 
 
-# The largest text in UTF-8 that is only tokenized: about 300,000 tokens of English. A tokenizer takes up to 200 bytes
-# of memory and 2 µs for each byte. On generating routes the model's context bounds the prompt.
+# The most bytes of UTF-8 text in a call that only tokenizes: about 300,000 tokens of English. A tokenizer takes up to
+# 200 bytes of memory and 2 µs for each byte. On generating routes, the model's context limits the prompt.
 MOST_BYTES = 1 << 20
-# The same if the answer has the position of each token, which takes more memory and twice the time.
+# The same limit if the answer has the position of each token, which takes more memory and twice the time.
 PLACED_BYTES = MOST_BYTES // 2
-MOST_IDS = 1 << 19  # Token ids that are only decoded, in one call of the tokenizer.
+MOST_IDS = 1 << 19  # The most token ids in a call that only decodes them. One call of the tokenizer decodes all.
 
 
 def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:
-    """Return a text that came in the parameter `name`.
+    """Return a text from the parameter `name`.
 
     Raises:
         InvalidParameter: The text has more than `most` bytes.

@@ -18,12 +18,12 @@ from handlers.queue import EngineQueue
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0  # The interval of comments in an idle stream, as in TGI.
-_LONG = 64 * 1024  # Bytes; parts of a cumulative answer up to this length come with each addition.
+_LONG = 64 * 1024  # Bytes. Parts of a cumulative answer up to this length are sent after each addition.
 _BYTES_PER_SECOND = 32 * 1024 * 1024  # The rate of longer parts of one cumulative answer.
 
 
 class RunningCall:
-    """One call in the engine: the sink of its first prompt, and what cancels it (`Running`)."""
+    """One call in the engine. It is the sink of the call's first prompt, and implements `Running`."""
 
     def __init__(
         self,
@@ -38,18 +38,18 @@ class RunningCall:
         self._begun_at = time.monotonic()
         self._generations: list[Generation] = []
         self._open_prompts = len(exchange.requests)
-        self._places = 0  # Of the queue, that the call still has.
-        self._timer: asyncio.Handle | None = None  # Of the next comment, or of the next part of a cumulative answer.
-        self._spoken = True  # The stream has said something since the last tick. Cheaper than a look at the clock.
-        self._length = 0  # Of the last part of a cumulative answer, in bytes.
+        self._places = 0  # The queue's places that the call still holds.
+        self._timer: asyncio.Handle | None = None  # For the next comment, or the next part of a cumulative answer.
+        self._spoken = True  # Something was written since the last tick. Cheaper than reading the clock.
+        self._length = 0  # The length of the last part of a cumulative answer, in bytes.
         self._aborted = False
-        self._not_held: tuple[tuple[str, str], ...] = ()  # The header that names what the answer may break.
+        self._not_held: tuple[tuple[str, str], ...] = ()  # The header about the JSON schema.
         self._reached: tuple[tuple[str, str], ...] = ()  # The header of an answer that ended at its deadline.
         self._deadline: Deadline | None = None
         if call.time_limit is not None or queue.sets_deadlines:
             self._deadline = deadline_of(queue, exchange, call)
         self._deadline_timer: asyncio.Handle | None = None
-        self._formatting: FormatterQueue[tuple[int, TokenDelta]] | None = None  # The deltas for an answer that blocks.
+        self._formatting: FormatterQueue[tuple[int, TokenDelta]] | None = None  # Deltas for an answer that blocks.
         if thread is not None and exchange.answer.blocks:
             self._formatting = FormatterQueue(thread, lambda item: exchange.answer.feed(*item), self._take)
         self.begun = False  # The reply has begun as a stream.
@@ -57,10 +57,10 @@ class RunningCall:
         queue.running[call.request_id] = self
 
     async def submit(self) -> None:
-        """Give its prompts to the engine.
+        """Pass the call's prompts to the engine.
 
         Raises:
-            RequestError: One of them is refused before anything has been answered. The call has ended.
+            RequestError: A prompt is refused before the reply has begun. The call has ended.
         """
         places = 0
         for request in self._exchange.requests:
@@ -78,9 +78,9 @@ class RunningCall:
         except RequestError as error:
             if isinstance(error, InvalidParameter):
                 error = error.renamed(self._exchange.names)
-            if self.begun:  # with what an earlier prompt has made
+            if self.begun:  # by an earlier prompt
                 self.on_error(error)
-            if not self.answered:  # nor before, as an earlier prompt has failed
+            if not self.answered:  # and no earlier prompt has failed
                 self.cancel()
                 raise error from None
         except BaseException:
@@ -157,7 +157,7 @@ class RunningCall:
             return
         for generation in generations:
             generation.abort(at_deadline=True)
-        for prompt in range(len(generations), len(requests)):  # The engine does not have these.
+        for prompt in range(len(generations), len(requests)):  # The engine has not received these prompts.
             last = requests[prompt].sequences - 1
             for sequence in range(last + 1):
                 end = TokenDelta("", [], sequence, FinishReason.LENGTH, last=sequence == last, stop_reason=DEADLINE)
@@ -215,7 +215,7 @@ class RunningCall:
             self._writer.reply(Reply(200, self._answer.content_type, data, headers))
 
     def _close(self) -> None:
-        """Give back its places. Nothing more is written but what ends the reply."""
+        """Return the call's places to the queue. From now on, only the end of the reply is written."""
         self.answered = True
         self._queue.open_sequences -= self._places
         self._places = 0
@@ -227,20 +227,20 @@ class RunningCall:
             self._deadline_timer.cancel()
         if self._formatting is not None:
             self._formatting.close()
-            self._formatting = None  # It holds the call.
+            self._formatting = None  # The formatter queue holds the call.
 
     def _tick(self) -> None:
-        """Write a comment if the stream has said nothing since the last tick."""
+        """Write a comment if nothing was written since the last tick."""
         if not self._spoken:
             self._writer.write(self._exchange.comment)
         self._spoken = False
         self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
 
     def _write_latest_soon(self) -> None:
-        """Have the latest part of a cumulative answer written.
+        """Schedule the write of the latest part of a cumulative answer.
 
-        Short parts come at once, or for several sequences once for each step of the engine. Long ones come as often as
-        `_BYTES_PER_SECOND` allows.
+        A short part is written at once, or once for each step of the engine if the call has several sequences. Long
+        parts are written as often as `_BYTES_PER_SECOND` allows.
         """
         if self._timer is not None:
             return
@@ -273,7 +273,7 @@ def deadline_of(queue: EngineQueue, exchange: Exchange, call: Call) -> Deadline 
 
 
 class _FurtherPrompt:
-    """The sink for a prompt of a call that is not its first."""
+    """The sink for one of a call's prompts after the first."""
 
     __slots__ = ("_prompt", "_running")
 
