@@ -12,7 +12,7 @@ import orjson
 from engines.request import TokenDelta
 from handlers.contract import JSON, Answer
 
-_LARGEST_EXPONENT = 700.0  # e to this power is a float64.
+_LARGEST_EXPONENT = 700.0  # e to this power still fits into a float64.
 
 
 def encode(document: Any) -> bytes:
@@ -38,17 +38,17 @@ def softmax(numbers: Any) -> Any:
 
 
 def normalized(vector: Any) -> Any:
-    """Return the vector with the length 1."""
-    with np.errstate(divide="ignore", invalid="ignore"):  # A vector of zeros becomes one of NaN, as in TEI.
+    """Return the vector, scaled to the length 1."""
+    with np.errstate(divide="ignore", invalid="ignore"):  # A vector of zeros becomes a vector of NaN, as in TEI.
         return vector * (1.0 / np.linalg.norm(vector.astype(np.float64), axis=-1, keepdims=True)).astype(vector.dtype)
 
 
 def shortened(vector: Any, dimensions: int | None, *, normalize: bool) -> Any:
-    """Return the first numbers of a vector, or of each of a matrix's vectors.
+    """Return the first numbers of a vector, or of each vector of a matrix.
 
     Args:
         vector: The vector.
-        dimensions: The numbers that are kept. None keeps all.
+        dimensions: How many numbers are kept. None keeps all.
         normalize: Scale the vector to the length 1 after the cut.
     """
     kept = vector[..., :dimensions]
@@ -57,14 +57,14 @@ def shortened(vector: Any, dimensions: int | None, *, normalize: bool) -> Any:
 
 
 class PooledAnswer(Answer):
-    """One document when the numbers of all prompts are there."""
+    """One document, which is sent when the numbers of all prompts have arrived."""
 
     content_type = JSON
 
     def __init__(self, prompts: int) -> None:
         self._parts: list[Any] = [None] * prompts
         self._open = prompts
-        self.prompt_tokens = 0  # Of all prompts.
+        self.prompt_tokens = 0  # The sum over all prompts.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         self._parts[prompt] = self.part(delta.numbers)
@@ -75,7 +75,8 @@ class PooledAnswer(Answer):
     def part(self, numbers: Any) -> Any:
         """Return a prompt's part of the document.
 
-        Vectors are written as JSON here. Together, the vectors of a long list would block the event loop for seconds.
+        Subclasses encode vectors here, one prompt at a time. Encoding a long list of vectors at once would block the
+        event loop for seconds.
 
         Args:
             numbers: An array of float32.

@@ -1,6 +1,6 @@
-"""Answers that show tokens: a JSON document, or a record for each token. LMI and TGI have them.
+"""Answers that show tokens: a JSON document, or a record for each token. LMI and TGI use them.
 
-A contract is a `TokenForm`, and tuples with the members of its objects in their order.
+A contract gives its JSON as a `TokenForm`, whose tuples list the members of its objects in order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_TOKEN = Token(-1, "")
 
 
 class ShownSequence(GeneratedSequence):
-    """A sequence, and the members that the engine does not know."""
+    """A sequence with the members that the engine does not know."""
 
     prompt: str = ""
     seed: int | None = None
@@ -36,14 +36,14 @@ class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of one contract, and the members that a request asks for."""
 
     token: tuple[str, str, str] = ("", "", "")  # The text before a token's id, its text and its log probability.
-    ends: tuple[str, str] = ("}", "}")  # The text after the log probability of a common and of a special token.
+    ends: tuple[str, str] = ("}", "}")  # The text after the log probability of a normal token and of a special token.
     prefill: TokenForm | None = None  # The form of the prompt's tokens, if it differs from this form.
     number: Callable[[float], str] = repr  # Writes a finite log probability. Others are null.
     special_texts: Mapping[int, str] = {}  # The texts of special tokens that the generated text lacks, by id.
     comma: str = ", "
     colon: str = ": "
     nulls: bool = False  # Each record of a stream has `generated_text` and `details`, which are null at first.
-    details: tuple[str, ...] = ()  # The members of `details`. Empty: the answer has none.
+    details: tuple[str, ...] = ()  # The members of `details`. If empty, the answer has no details.
     others: tuple[str, ...] = ()  # The members of each object in `best_of_sequences`.
     full_text: bool = False  # The text begins with the prompt.
 
@@ -73,7 +73,7 @@ class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
         return "{" + self.comma.join([f'"{name}"{self.colon}{value}' for name, value in values if value]) + "}"
 
     def texts(self, sequence: ShownSequence, *, nulls: bool = False) -> str:
-        """Return `generated_text` and `details`, which are null or left out if the answer has none."""
+        """Return the members `generated_text` and `details`. If the answer has no details, they are null or absent."""
         text = f'"generated_text"{self.colon}{quote("".join(sequence.text))}'
         if not (self.details or nulls):
             return text
@@ -103,7 +103,7 @@ def without(names: Iterable[str], left_out: Collection[str]) -> tuple[str, ...]:
 
 
 class TokenDocument(Answer):
-    """A document for each prompt when all have finished. It has the best sequence, and in its details the others."""
+    """A document for each prompt, sent when all have finished. Its `details` hold the sequences other than the best."""
 
     content_type = JSON
     around = ("{", "", "}")  # The text before, between and after the members of the documents.
@@ -136,18 +136,18 @@ class TokenDocument(Answer):
 
 
 class TokenStream(Answer):
-    """A record for each token of one sequence. The last one has the whole text."""
+    """A record for each token of one sequence. The last record has the whole text."""
 
-    head: str  # Before each token.
-    after: str  # After each record.
-    done = ""  # At the end.
+    head: str  # The text before each token.
+    after: str  # The text after each record.
+    done = ""  # The text at the end of the stream.
 
     def __init__(self, form: TokenForm, prompt: str, seed: int | None = None) -> None:
         self._form, self._sequence = form, form.sequence(prompt, seed)
         nulls = f'{form.comma}"generated_text"{form.colon}null{form.comma}"details"{form.colon}null'
         self._tail = f"{nulls if form.nulls else ''}}}{self.after}"
         self._between = self._tail + self.head
-        self._keeps = "prefill" in form.details or "top_tokens" in form.details  # The end shows them.
+        self._keeps = "prefill" in form.details or "top_tokens" in form.details  # The last record shows the tokens.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """Return a record for each token of the delta. The hot path: called for each token of each stream."""
@@ -167,6 +167,6 @@ class TokenStream(Answer):
     def _end(self) -> str:
         """Return the text after the last token."""
         form = self._form
-        if self._sequence.ended_at_deadline and not form.details:  # nothing else tells it
+        if self._sequence.ended_at_deadline and not form.details:  # nothing else would show the deadline
             form = msgspec.structs.replace(form, details=("finish_reason", "generated_tokens"))
         return f"{form.comma}{form.texts(self._sequence, nulls=form.nulls)}}}{self.after}{self.done}"

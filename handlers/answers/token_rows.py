@@ -12,14 +12,14 @@ _BLOCK = 4096  # Tokens whose JSON is joined and encoded together.
 def joined(rows: Iterable[str]) -> bytes:
     """Return the JSON of tokens with commas between them.
 
-    Tokens are joined in blocks, because a string for each of a million tokens would take 100 MB together.
+    Tokens are joined in blocks, because separate strings for a million tokens would take 100 MB in total.
     """
     parts = iter(rows)
     return b",".join(",".join(block).encode() for block in iter(lambda: list(islice(parts, _BLOCK)), []))
 
 
 def byte_positions(text: str) -> Sequence[int]:
-    """Return the position in the UTF-8 text at which each character begins, and the length of the UTF-8 text."""
+    """Return the position at which each character begins in the UTF-8 text, followed by the length of that text."""
     if text.isascii():
         return range(len(text) + 1)
     return array("L", accumulate((len(character.encode()) for character in text), initial=0))
