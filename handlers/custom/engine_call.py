@@ -28,10 +28,10 @@ _NO_HEADERS = frozenset({"content-type", "requestid", "handler", "model_dir", "d
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The call of a client in which the handler calls the engine."""
+    """The client's call during which the handler calls the engine."""
 
     key_salt: str = ""  # Differs for each API key. Empty if the server has no keys.
-    arrived_at: float = 0.0  # As in `Call`. 0: the handler makes its call in none.
+    arrived_at: float = 0.0  # As in `Call`. 0 if the handler calls the engine outside a client's call.
     time_limit: float | None = None  # As in `Call`.
 
 
@@ -42,7 +42,7 @@ class EngineCall:
     """A call of a customer's handler to the engine.
 
     Implements `ReplyWriter`: the reply goes to the worker. A handler that reads its stream slowly delays no other call.
-    At most one answer is kept in memory for it.
+    At most one answer is kept in memory for the handler.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class EngineCall:
         Args:
             load_engine: None if the model has no engine.
             message: The call as the worker sent it.
-            origin: The call in which the handler makes this one.
+            origin: The client's call during which the handler makes this call.
             send: Sends a message to the worker.
             on_end: Called when the call has its full answer.
         """
@@ -125,7 +125,7 @@ def _call_of(message: Message, origin: Origin) -> Call:
     fields = tuple((key or "data", value.decode("utf-8", "replace")) for key, value in message.contents)
     query = tuple(field for field in fields if field[0] != "data")
     body, content_type = message.data, named.get("content-type", "")
-    if query == fields:  # The fields of a form. An `Input` from a form has no `data`.
+    if query == fields:  # These are the fields of a form, because an `Input` from a form has no `data`.
         body, content_type, query = urlencode(fields).encode(), _FORM, ()
     headers = {
         name.encode("latin-1", "replace"): value.encode("latin-1", "replace")

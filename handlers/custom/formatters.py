@@ -37,11 +37,11 @@ class Formatters:
     thread: FormatterThread
     input: Formatter | None = None
     output: Formatter | None = None
-    module: str = ""  # Its name in `sys.modules`.
+    module: str = ""  # The module's name in `sys.modules`.
 
     @property
     def output_takes_tokens(self) -> bool:
-        """True if the output formatter has the older form of LMI, which is called with each token."""
+        """True if the output formatter has LMI's older form, which is called with each token."""
         return self.output is not None and not takes_request_output(self.output)
 
     def offering(self, **keywords: Any) -> Formatters:
@@ -79,8 +79,8 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def signature_fault(formatters: Formatters, *, async_mode: bool) -> str:
     """Return the reason why the model's mode cannot call the formatters, or an empty string.
 
-    The reason includes the right signature. Parameters and annotations decide. A function without annotations fits both
-    modes.
+    The reason includes the right signature. The check uses parameters and annotations. A function without annotations
+    fits both modes.
     """
     for kind, function in (("input", formatters.input), ("output", formatters.output)):
         if function is None or not (fault := _function_fault(function, kind, async_mode)):
@@ -122,7 +122,7 @@ def _signature(function: Formatter) -> inspect.Signature | None:
 
 
 def _type_names(annotation: Any) -> set[str]:
-    """Return the names in an annotation, which may be text, or the names of a class and its bases."""
+    """Return the names in an annotation. If it is a class, return the names of the class and its bases."""
     if annotation is inspect.Parameter.empty:
         return set()
     if isinstance(annotation, type):
@@ -136,8 +136,8 @@ def load_formatters(config: ModelConfig, imports: ModelImports) -> Formatters:
     The formatters work until `imports` is removed.
 
     Raises:
-        EngineStartError: The file cannot be imported; the message has the file and the line. Or the file does not have
-            the function that `option.output_formatter` names. Or the model's mode cannot call a formatter.
+        EngineStartError: The file cannot be imported; the message has the file and the line. Or the file lacks the
+            function that `option.output_formatter` names. Or the model's mode cannot call a formatter.
     """
     thread, path = FormatterThread(config.predict_timeout), config.formatters
     if path is None:

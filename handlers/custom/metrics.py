@@ -20,7 +20,7 @@ logger = logging.getLogger("handlers.custom")
 MARK = "[METRICS]"
 # Limits for one model. A handler may print anything, and the memory of a series is never freed.
 MAX_NAMES, MAX_SERIES = 100, 1000
-_LONGEST = 1000  # Characters of a line, and so also of a name and a value.
+_LONGEST = 1000  # The maximum number of characters of a line, and so of a name and a value.
 _LINE = re.compile(r"([a-zA-Z_]\w*)\.([\w /]+):([0-9.e-]+)(?:\|#([^|]*))?(?:\|(\d+))?(?:\|([cgh]))?", re.ASCII)
 _LABEL = re.compile(r"(?!__)[a-zA-Z_]\w*", re.ASCII)
 # The bounds of DJL Serving's histograms.
@@ -34,7 +34,7 @@ _ENDINGS = {"c": ("_total",), "g": ("",), "h": ("_bucket", "_count", "_sum")}
 class HandlerMetric:
     """A metric and its series, by the value of the label.
 
-    The first line with the metric's name decides on the kind, the unit and the label.
+    The first line with the metric's name decides the kind, the unit and the label.
     """
 
     name: str

@@ -16,31 +16,31 @@ from handlers.custom.settings import HandlerConfig
 from handlers.model_config import ModelConfig
 
 _OF_THE_SERVER = frozenset({"container", "deploy", "engines", "handlers", "replay", "slipway"})
-"""The server's packages. They are imported already, so code in this process gets them under these names."""
+"""The server's packages. Code in this process gets them under these names, because they are already imported."""
 _own_directories: list[str] = []  # The directories of all loaded models. Each model adds its directory once.
 
 
 class ModelImports:
     """The entries of `sys.path` that one model adds, and the modules from the model's directory.
 
-    Models may share a directory. It is on `sys.path` once for each model, so it stays until the last of these models is
-    unloaded.
+    Models may share a directory. The directory is on `sys.path` once for each model, so it stays until the last of
+    these models is unloaded.
     """
 
     def __init__(self) -> None:
         self._places: list[str] = []
         self._own: str | None = None
-        # A load that is given up is removed while its thread may still add the directory.
+        # When a load is abandoned, its entries are removed while its thread may still add the directory.
         self._changing, self._removed = threading.Lock(), False
 
     def add_own(self, directory: Path) -> None:
         """Put the model's directory first on `sys.path`.
 
-        Modules beside `model.py` may have the same names in several models. So modules of other models with such names
-        are removed from `sys.modules`. Code that has imported them already keeps them.
+        Modules beside `model.py` may have the same names in several models. So other models' modules with such names
+        are removed from `sys.modules`. Code that has already imported them keeps them.
 
         Raises:
-            EngineStartError: The load of the model was given up, or its code would import a package of the server.
+            EngineStartError: The load of the model was abandoned, or its code would import a package of the server.
         """
         if hidden := _OF_THE_SERVER & _imported(directory):
             name = min(hidden)
@@ -96,7 +96,7 @@ def _imported(directory: Path) -> set[str]:
     """Return the names of the modules in a directory that the Python files in it import."""
     names = set[str]()
     for file in directory.glob("*.py"):
-        with contextlib.suppress(OSError, SyntaxError, ValueError):  # The import reports it.
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # The import reports the error.
             for node in ast.walk(ast.parse(file.read_bytes())):
                 if isinstance(node, ast.Import):
                     names.update(alias.name.partition(".")[0] for alias in node.names)

@@ -1,4 +1,4 @@
-"""A request for a custom handler, and the limits of its queue and its call."""
+"""A request for a custom handler, and the limits of the queue and of calls."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Request:
     message: Message
     reply: HandlerReply
     priority: int  # A request with a lower priority leaves the queue earlier.
-    origin: Origin = NO_ORIGIN  # For the handler's calls to the engine.
-    number: int = 0  # The place in the order of arrival.
+    origin: Origin = NO_ORIGIN  # The origin of the handler's calls to the engine.
+    number: int = 0  # The request's place in the order of arrival.
     arrived_at: float = 0.0  # Seconds on the event loop's clock.
     # Removes the request from the queue or from its call. None if a cancelled request stays in its batch.
     forget: Callable[[Request], None] | None = None
@@ -39,7 +39,7 @@ class CallLimits:
     unavailable_status: int
     predict_timeout: float
     async_mode: bool
-    concurrency: int  # Calls that one worker runs at a time.
+    concurrency: int  # Calls that one worker runs at the same time.
     batch_size: int
     max_batch_delay: float
     max_rolling_batch_size: int

@@ -29,7 +29,7 @@ logger = logging.getLogger("handlers.custom")
 
 REQUIREMENTS = "requirements.txt"
 
-# With these variables another interpreter would import the server's packages, or would not find its own.
+# With these variables, another interpreter would import the server's packages, or would not find its own packages.
 _SERVER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 _PIP_VARIABLES = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "PIP_NO_INPUT": "1"}
 _DESCRIBE = (
@@ -37,18 +37,18 @@ _DESCRIBE = (
     "print(json.dumps([sys.executable, sys.version, [p for p in sys.path if p.endswith('-packages')]]))"
 )
 _COMPLETE = "complete"  # A file that marks a finished environment.
-# Files with these endings count for the key of the environment: pip may read them.
+# The key of the environment depends on files with these endings, because pip may read them.
 _PIP_FILES = frozenset({".txt", ".whl", ".gz", ".zip", ".toml"})
 _LAST_LINES = 5  # Lines of pip's output that the error message repeats.
 
 
 def environment_variables(handler_config: HandlerConfig, python: str = "") -> Mapping[str, str]:
-    """Return the server's variables and those of `option.env`.
+    """Return the server's environment variables and the variables of `option.env`.
 
-    Another interpreter does not get the variables that concern the server's packages.
+    An interpreter that is not the server's does not get the variables that concern the server's packages.
 
     Args:
-        python: The interpreter. Programs that its packages have installed are found first.
+        python: The interpreter. Its directory comes first on `PATH`, for programs that its packages have installed.
     """
     foreign = handler_config.python_executable is not None
     inherited = {name: value for name, value in os.environ.items() if not (foreign and name in _SERVER_VARIABLES)}
@@ -58,7 +58,7 @@ def environment_variables(handler_config: HandlerConfig, python: str = "") -> Ma
 
 
 def needs_packages(model_dir: Path, handler_config: HandlerConfig) -> bool:
-    """True if packages have to be installed for the model."""
+    """Return True if packages have to be installed for the model."""
     packages = handler_config.packages
     return packages.install_requirements and (bool(packages.pip_arguments) or os.path.isfile(model_dir / REQUIREMENTS))
 
@@ -66,8 +66,8 @@ def needs_packages(model_dir: Path, handler_config: HandlerConfig) -> bool:
 def requirements_dir(model_dir: Path, handler_config: HandlerConfig) -> Path:
     """Return the directory of `requirements.txt`.
 
-    This is the model's directory. If only the directory of the handler's file has a `requirements.txt`, it is that
-    directory, such as SageMaker's `code/`.
+    Usually this is the model's directory. If only the directory of the handler's file, such as SageMaker's `code/`, has
+    a `requirements.txt`, it is that directory.
     """
     own = Path(handler_config.entry_point).parent
     elsewhere = (
@@ -79,7 +79,7 @@ def requirements_dir(model_dir: Path, handler_config: HandlerConfig) -> Path:
 async def prepare_interpreter(model_dir: Path, handler_config: HandlerConfig) -> str:
     """Return the interpreter for the model's workers.
 
-    Install the requirements if that has not been done yet.
+    Install the requirements if they are not installed yet.
 
     Raises:
         EngineStartError: The interpreter cannot be run or cannot create an environment, or pip fails.
@@ -155,7 +155,7 @@ async def _run(command: list[str], directory: Path, variables: Mapping[str, str]
     try:
         output, _ = await process.communicate()
     except BaseException:
-        # The command may have ended, and a process outside its group may still hold the output open.
+        # The command may have ended while a process outside its group still holds the output open.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

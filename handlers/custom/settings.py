@@ -27,10 +27,10 @@ ASYNC_MODE = Setting(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackageConfig:
-    """How the packages of `requirements.txt` are installed. Variables set it."""
+    """How the packages of `requirements.txt` are installed. Environment variables set these fields."""
 
-    offline: bool = False  # Without an index (DJL_OFFLINE).
-    install_requirements: bool = True  # False: they are not installed (STANDARD_AUTO_INSTALL_REQ).
+    offline: bool = False  # Install without an index (DJL_OFFLINE).
+    install_requirements: bool = True  # False installs nothing (STANDARD_AUTO_INSTALL_REQ).
     pip_arguments: tuple[str, ...] = ()  # Replace `-r requirements.txt` (STANDARD_PIP_ARGS).
 
 
@@ -43,7 +43,7 @@ class HandlerConfig:
     function: str = setting(
         "option.handler", matching(r"[^\W\d]\w*", "the name of a function"), "handle", doc="The handler's function"
     )
-    # The function is a coroutine function, and calls of it run together.
+    # The function is a coroutine function, and its calls run concurrently.
     async_mode: bool = field(default=False, metadata=ASYNC_MODE.metadata)
     min_workers: int = setting(
         "minWorkers",
@@ -63,11 +63,11 @@ class HandlerConfig:
     max_idle_time: float = setting(
         "max_idle_time", SECONDS_OR_NEVER, "60", doc="Time until an idle worker beyond `minWorkers` ends"
     )
-    # Number of crashes or hangs of workers after which they are restarted; with one more the model has failed.
+    # The number of crashes and hangs of workers with which the model still counts as healthy.
     retry_threshold: int = setting(
         "retry_threshold", integer(0), "0", doc="Crashes and hangs with which the model is still healthy"
     )
-    # None: the interpreter that runs this process.
+    # None means the interpreter that runs this process.
     python_executable: str | None = setting(
         "option.pythonExecutable",
         TEXT,
@@ -77,15 +77,16 @@ class HandlerConfig:
     )
     # Environment variables in addition to those of this process.
     environment: Mapping[str, str] = field(default_factory=dict, metadata=ENVIRONMENT.metadata)
-    # Packages of `requirements.txt` go into a virtual environment of the model's own even if that is unnecessary.
+    # The model gets its own virtual environment even if there are no packages to install.
     enable_venv: bool = setting(
         "option.enable_venv", BOOLEAN, "false", doc="A virtual environment even without `requirements.txt`"
     )
     # The properties of the handler's first call: the model's settings without `option.`, all text.
     properties: Mapping[str, str] = field(default_factory=dict)
-    # GPUs of one worker each, such as "0", or "0,1" for two; empty: the CPU. Workers are spread over them.
+    # The GPUs of one worker each, such as "0", or "0,1" for two GPUs. Workers are spread over these entries. If there
+    # are none, workers use the CPU.
     devices: tuple[str, ...] = ()
-    # Other GPUs are hidden from a worker with one GPU, as they always are from a worker with several.
+    # Hide other GPUs from a worker with one GPU. They are always hidden from a worker with several GPUs.
     sees_own_gpus: bool = False
     rolling_batch: bool = False  # The function is called for each step, with all active requests.
     packages: PackageConfig = field(default_factory=PackageConfig)

@@ -43,7 +43,7 @@ _SDK = str(Path(djl_python.__path__[0]).absolute())
 _EXIT_PATIENCE = 1.0  # Seconds between the end of a worker's connection and the end of its process.
 _TERMINATION_PATIENCE = 2.0  # Seconds between SIGTERM and SIGKILL.
 _PIPE_PATIENCE = 0.5  # Seconds to read the rest of the output after the process has ended.
-_STACK_SECONDS = 1.5  # The time for a worker that hangs to write its stacks.
+_STACK_SECONDS = 1.5  # The time that a hung worker has to write its stacks.
 _TAIL_LINES = 20  # Lines of a worker's output that an error message repeats.
 _MAX_LINE = 32 * 1024  # Bytes. A longer line is logged in pieces.
 
@@ -61,13 +61,13 @@ class WorkerPlan:
 
 
 class AnswerReceiver(Protocol):
-    """Takes the messages that a worker sends for one call."""
+    """Receives the messages that a worker sends for one call."""
 
     def on_message(self, message: Message) -> None:
-        """Take an OUTPUT, a CHUNK, a STREAM_END or a DONE."""
+        """Handle an OUTPUT, a CHUNK, a STREAM_END or a DONE."""
 
     def on_lost(self, reason: str) -> None:
-        """Take the reason why the worker ended before it finished the call."""
+        """Handle the loss of the call: `reason` says why the worker ended before it finished the call."""
 
 
 class Worker:
@@ -89,16 +89,16 @@ class Worker:
         self.takes_batches = True  # The handler may get dynamic batches.
         self.started = time.time()  # Seconds since the epoch.
         self.pid: int | None = None
-        self.stacks: Sequence[Stack] = ()  # Of its threads, if it was ended because it hung.
+        self.stacks: Sequence[Stack] = ()  # The stacks of its threads, if the worker was ended because it hung.
         self._plan = plan
         self._on_end = on_end
         self._receivers: dict[int, AnswerReceiver] = {}
         self._engine_calls: dict[int, EngineCall] = {}
-        # The origins of calls to the engine, by the running calls. They stay in the server.
+        # The origins of calls to the engine, by the number of the running call. Origins are never sent to the worker.
         self._origins: dict[int, Origin] = {}
-        self._has_keys = False  # A call has had a key.
+        self._has_keys = False  # At least one call came with an API key.
         self.calls = 0  # The number of calls that were sent to the worker.
-        # The reason why the handler could not be loaded. Empty if it was loaded.
+        # The reason why the handler could not be loaded. Empty if the handler was loaded.
         self._loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._ended = False
         self._patience = _EXIT_PATIENCE
@@ -130,7 +130,8 @@ class Worker:
     async def _spawn(self) -> None:
         server_end, worker_end = socket.socketpair()
         output, pipe = os.pipe()
-        # A thread reads the pipe. asyncio would wait until all processes that the handler started have closed it.
+        # A thread reads the pipe, because asyncio would wait until all processes that the handler started have closed
+        # it.
         log = asyncio.ensure_future(in_daemon_thread(partial(self._log_output, output)))
         try:
             reader, self._writer = await asyncio.open_unix_connection(sock=server_end, limit=CREDIT_BYTES)
@@ -249,10 +250,10 @@ class Worker:
             receiver.on_message(message)
 
     def _origin(self, call: int) -> Origin:
-        """Return the origin of a call to the engine: the call in which the handler makes it.
+        """Return the origin of a call to the engine.
 
-        A task that the handler has started may have a prompt from a call with any key. So the calls of such a task
-        share the KV cache with no other call.
+        A task that the handler has started may hold prompts from calls with any key. So the calls of such a task share
+        the KV cache with no other call.
         """
         origin = self._origins.get(call, NO_ORIGIN)
         return replace(origin, key_salt=uuid.uuid4().hex) if self._has_keys and not origin.key_salt else origin
@@ -301,7 +302,7 @@ class Worker:
         )
         if was_ready:
             logger.error("%s (pid %s) %s", self.name, self.pid, reason, extra={"worker": self.name})
-            self._on_end(self, reason)  # This comes first, so that the worker gets no more requests.
+            self._on_end(self, reason)  # `_on_end` comes first, so that the worker gets no more requests.
         calls, self._engine_calls = self._engine_calls, {}
         for call in calls.values():
             call.cancel()

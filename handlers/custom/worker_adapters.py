@@ -1,4 +1,4 @@
-"""The LoRA adapters of a custom handler: tells each worker's handler which adapters to load, update or remove."""
+"""Manages a custom handler's LoRA adapters: tells each worker's handler which adapters to load, update or remove."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 # Functions of the customer's module.
 REGISTER, UPDATE, UNREGISTER = "register_adapter", "update_adapter", "unregister_adapter"
-_FAILED, _OUT_OF_MEMORY = 300, 507  # The lowest code of a failure, and the code for too little memory.
+_FAILED, _OUT_OF_MEMORY = 300, 507  # The lowest code of a failure, and the code for lack of memory.
 _DEFAULT_MESSAGES = frozenset({"", "OK", "No content"})  # The default messages of an `Output`.
 
 
@@ -52,7 +52,7 @@ class WorkerAdapterHost:
         """Register all adapters in a worker that has just started.
 
         Raises:
-            EngineStartError: The handler has refused an adapter.
+            EngineStartError: The handler refused an adapter.
         """
         async with self._changing:
             try:
@@ -71,7 +71,7 @@ class WorkerAdapterHost:
                 undo = [(UNREGISTER, adapter)] if function == REGISTER else []
                 if (former := self._known.get(adapter.name)) is not None:
                     undo.append((REGISTER if function == UNREGISTER else function, former))
-                if function == UNREGISTER:  # A worker that refuses has the adapter.
+                if function == UNREGISTER:  # A worker that refuses still has the adapter.
                     agreed = zip(workers, answers, strict=True)
                     workers = [worker for worker, answer in agreed if isinstance(answer, str)]
                 for undoing, undone in undo:
@@ -104,7 +104,7 @@ class WorkerAdapterHost:
                 f"{function} of {worker.name} did not answer within {self._patience:g} seconds (predict_timeout)"
             ) from None
         except _WorkerLost:
-            if function == UNREGISTER:  # The adapter has gone with the worker.
+            if function == UNREGISTER:  # The adapter ended with the worker.
                 return ""
             raise
         message = "" if output.message in _DEFAULT_MESSAGES else output.message

@@ -1,4 +1,4 @@
-"""The pool of one model's workers: starts, restarts and scales them, and gives them requests from the queue."""
+"""The pool of one model's workers. It starts, restarts and scales workers, and sends them requests from the queue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from handlers.djl_errors import refused
 logger = logging.getLogger("handlers.custom")
 
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 30.0  # Seconds between a worker's failure and its restart.
-_HEALTHY_SECONDS = 60.0  # The failure of a worker that has lived this long does not lengthen the delay of restarts.
+_HEALTHY_SECONDS = 60.0  # If a worker fails after this time, the delay of restarts starts anew.
 _IDLE_GRACE = 5.0  # Seconds that an idle worker has to exit before it is killed.
 _CPU = "-1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -44,11 +44,11 @@ class FailedWorker:
     name: str
     pid: int | None
     reason: str
-    stacks: Sequence[Stack]  # Of its threads, if it hung.
+    stacks: Sequence[Stack]  # The stacks of its threads, if the worker hung.
 
 
 class WorkerPool:
-    """Starts workers, gives them requests, and restarts workers that have ended."""
+    """Starts workers, sends them requests, and restarts workers that have ended."""
 
     def __init__(
         self, handler_config: HandlerConfig, limits: CallLimits, batcher: type[Batcher], prepare_worker: PrepareWorker
@@ -62,14 +62,14 @@ class WorkerPool:
         self._queue: list[Request] = []  # Waiting requests, ordered by priority and then by arrival.
         self._batchers: dict[Worker, Batcher] = {}  # The workers that take requests, and their batchers.
         self._starting: set[Worker] = set()
-        self._pending_starts = 0  # The number of workers that are starting or wait for their start.
+        self._pending_starts = 0  # The number of workers that are starting or scheduled to start.
         self._worker_ids = itertools.count(1)
         self._arrivals = itertools.count(1)
         self.metrics = HandlerMetrics()  # Metrics that the handler prints.
         self.last_failed: FailedWorker | None = None
         self.failures = 0  # The number of crashes, hangs and failed restarts since the start.
-        self._recent_failures = 0  # The number of failures since a worker last lived for `_HEALTHY_SECONDS`.
-        # The reason why the model counts as failed. It is final, but living workers still serve requests.
+        self._recent_failures = 0  # The number of failures since a worker last failed after `_HEALTHY_SECONDS`.
+        # The reason why the model counts as failed. A failure is final, but running workers still serve requests.
         self.failed = _NOT_LOADED
         self._no_worker_reason = ""  # The reason why the last worker could not be restarted. Empty while a worker runs.
         self._stopping = False
@@ -111,7 +111,7 @@ class WorkerPool:
         self._batchers.clear()
 
     def scale(self, min_workers: int, max_workers: int) -> None:
-        """Change the numbers of workers. Surplus workers get no more requests, and end when they have none."""
+        """Change the limits on the number of workers. Surplus workers get no more requests, and end once idle."""
         self.min_workers, self.max_workers = min_workers, max_workers
         for _ in range(min_workers - len(self._batchers) - self._pending_starts):
             self._add_worker()
@@ -124,7 +124,7 @@ class WorkerPool:
         self._dispatch()
 
     def submit(self, request: Request) -> None:
-        """Give a request to a worker, or put it in the queue.
+        """Send a request to a worker, or put the request in the queue.
 
         Raises:
             ContractError: The queue is full, or no worker can take the request.
@@ -205,7 +205,7 @@ class WorkerPool:
         return list(self._batchers.values())[: self.max_workers]
 
     def _waits_for_more(self) -> bool:
-        """True if a batch that is not full still waits: up to `max_batch_delay` after its first request arrived."""
+        """Return True if a partial batch should wait: for up to `max_batch_delay` after its first request arrived."""
         loop = asyncio.get_running_loop()
         end = min(request.arrived_at for request in self._queue) + self._limits.max_batch_delay
         if self._batch_timer is not None:
@@ -258,11 +258,11 @@ class WorkerPool:
             timer.cancel()
 
     def _end_surplus(self, worker: Worker, calls: int) -> None:
-        """End a surplus worker that has had no new call since it had `calls` calls."""
+        """End a surplus worker, unless it got a new call since its number of calls was `calls`."""
         self._idle_timers.pop(worker, None)
         if worker.calls != calls or len(self._batchers) <= self.min_workers:
             return
-        if self._queue:  # A batch waits until it is full.
+        if self._queue:  # A batch is waiting for more requests.
             self._on_free(worker)
             return
         logger.info("%s is ended because it is idle", worker.name, extra={"worker": worker.name})
@@ -344,7 +344,7 @@ def _spawn(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) ->
 def least_used(groups: Sequence[str], used: Sequence[str]) -> str:
     """Return the group of devices with the fewest workers.
 
-    The first of several such groups wins.
+    Return the first of several such groups.
 
     Args:
         groups: The groups of devices, such as `0` or `0,1`.
@@ -356,8 +356,8 @@ def least_used(groups: Sequence[str], used: Sequence[str]) -> str:
 def on_device(plan: WorkerPlan, group: str, sees_own: bool) -> WorkerPlan:
     """Return the plan for a worker on a group of devices.
 
-    With one device the worker gets its `device_id`. With several devices, or with `sees_own`, the worker sees only
-    these, and its `device_id` is 0.
+    If the group is one device, the worker's `device_id` names that device. If the group has several devices, or
+    `sees_own` is True, the worker sees only the devices of its group, and its `device_id` is 0.
     """
     if group == _CPU or ("," not in group and not sees_own):
         return replace(plan, load_request=replace(plan.load_request, device_id=group))
@@ -366,7 +366,7 @@ def on_device(plan: WorkerPlan, group: str, sees_own: bool) -> WorkerPlan:
 
 
 def _of_visible(group: str, visible: str | None) -> str:
-    """Replace the numbers in a group, which count the visible devices, by the names in CUDA_VISIBLE_DEVICES."""
+    """Replace a group's numbers, which are indices into CUDA_VISIBLE_DEVICES, with the names there."""
     if visible is None:
         return group
     names = [name.strip() for name in visible.split(",")]

@@ -18,7 +18,7 @@ logger = logging.getLogger("handlers.custom")
 
 # Seconds. If a client takes no data of its stream for this long, its call is cancelled.
 CLIENT_PATIENCE = 120.0
-# Seconds that an async handler has to end a cancelled call. After them the worker counts as hung.
+# Seconds that an async handler has to end a cancelled call. After that, the worker counts as hung.
 _CANCEL_PATIENCE = 5.0
 
 
@@ -67,7 +67,7 @@ class _Call:
         self._on_finished = on_finished
         self._reply = requests[0].reply
         self._cancelled = False
-        self._uncredited = 0  # Bytes that the worker has sent and not yet got credit for.
+        self._uncredited = 0  # Bytes that the worker has sent, and for which it has not yet got credit.
         self._draining: asyncio.Task[None] | None = None
         self._call = worker.call(self._message(), self, requests[0].origin)
         self._timeout = IdleTimeout(limits.predict_timeout, self._on_timeout, self._waits_for_client)
@@ -95,9 +95,9 @@ class _Call:
             message.kind is MessageKind.OUTPUT and not message.streams
         )
         if has_answered and not self._limits.async_mode:
-            self._timeout.stop()  # `finalize` may take any time, as in LMI.
+            self._timeout.stop()  # `finalize` may take any amount of time, as in LMI.
         if message.kind is MessageKind.DONE:
-            # This has no effect on requests that have their answer.
+            # This has no effect on requests that already have their answer.
             self._fail(FAILED_DEPENDENCY, "the handler ended without an answer")
             self._close()
         else:
@@ -124,7 +124,7 @@ class _Call:
         return self._requests[0].message
 
     def _received(self, size: int) -> None:
-        """Count received bytes. The worker gets credit for more parts when the client has read them."""
+        """Count received bytes. The worker gets credit for more bytes once the client has read these."""
         self._uncredited += size
         if self._uncredited >= CREDIT_BYTES and self._draining is None and not self._cancelled:
             self._draining = asyncio.create_task(self._drain())

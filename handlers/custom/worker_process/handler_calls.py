@@ -41,7 +41,7 @@ class HandlerCaller:
 
     @property
     def takes_batches(self) -> bool:
-        """False for a script: each of its answers has a status and a content type; answers of a batch have neither."""
+        """False for a script: its answers have a status and a content type, unlike the answers of a batch."""
         return not isinstance(getattr(self._module, self._request.function), SageMakerScript)
 
     def call(self, message: Message) -> Any:
@@ -56,10 +56,10 @@ class HandlerCaller:
         function = properties.get("handler", self._request.function)
         reserved = {"handler": function, "model_dir": self._request.model_dir, "device_id": self._request.device_id}
         inputs.properties.update({**properties, **reserved, **self._formatters})
-        if _OUTPUT in properties:  # As in LMI, the setting goes before the decorated function.
+        if _OUTPUT in properties:  # As in LMI, the setting takes precedence over the decorated function.
             inputs.properties[_OUTPUT] = properties[_OUTPUT]
         for name, value in message.contents:
-            inputs.content.add(name, bytearray(value))  # Handlers may change it, as in LMI.
+            inputs.content.add(name, bytearray(value))  # Handlers may change the bytes, as in LMI.
         inputs.function_name = function
         target = getattr(self._module, function)
         return target(inputs, message.headers) if isinstance(target, SageMakerScript) else target(inputs)
@@ -110,7 +110,7 @@ def _failure(call: int, error: BaseException) -> Message:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if memory ran out, by LMI's rule."""
+    """Return True if memory ran out, by LMI's rule."""
     text = _text_of(error)
     return type(error).__name__ in _OUT_OF_MEMORY_TYPES or any(sign in text for sign in _OUT_OF_MEMORY_TEXTS)
 
@@ -177,7 +177,7 @@ class SyncMode:
         except (Exception, asyncio.CancelledError) as error:
             output, head = Output(), _failure(call, error)
         if output.stream_content is None and output.finalize_function is None:
-            # They are sent together, so that the worker is free when its client has the answer.
+            # Both messages are sent together, so that the worker is free by the time the client has the answer.
             self._connection.send(head, done)
             return
         self._connection.send(head)
@@ -286,7 +286,7 @@ class AsyncMode:
 
 
 def end_at_once(error: BaseException) -> NoReturn:
-    """End the process, as the handler requested. The server answers the clients of the calls."""
+    """End the process, as the handler requested. The server answers the waiting clients."""
     logger.error("The handler ended its process", exc_info=error)
     logging.shutdown()
     code = error.code if isinstance(error, SystemExit) else 1

@@ -18,7 +18,7 @@ def load_package(name: str, folder: str) -> None:
 
 
 def load_module(name: str, location: str, folders: "list | None" = None) -> None:  # type: ignore[type-arg]
-    """Import the file at `location` as `name`. `folders`: of its submodules, if it is a package."""
+    """Import the file at `location` as `name`. `folders` are the folders of submodules, if the file is a package."""
     spec = importlib.util.spec_from_file_location(name, location, submodule_search_locations=folders)
     if spec is None or spec.loader is None:
         raise ImportError(location)
@@ -27,7 +27,7 @@ def load_module(name: str, location: str, folders: "list | None" = None) -> None
     spec.loader.exec_module(module)
 
 
-def launch(arguments: list) -> None:  # type: ignore[type-arg]  # Old interpreters parse this file, too.
+def launch(arguments: list) -> None:  # type: ignore[type-arg]  # Old interpreters also parse this file.
     """Serve calls until the server sends STOP or closes the socket."""
     if sys.version_info < OLDEST_PYTHON:
         sys.exit("a handler needs Python 3.11 or later; " + sys.executable + " is " + sys.version)

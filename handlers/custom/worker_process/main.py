@@ -55,12 +55,12 @@ def serve(descriptor: int) -> None:
 def _set_python_path(model_dir: str) -> None:
     """Let Python processes that the handler starts import `djl_python` and the model's modules, as in LMI.
 
-    This process itself does not import from the model directory yet: a module there could replace a module that the
-    start needs.
+    This process itself does not import from the model directory yet, because a module there could replace a module that
+    the start needs.
     """
     places = (os.environ.get("PYTHONPATH"), _IMPORTABLE, model_dir)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
-    sys.path.append(_IMPORTABLE)  # Spawned children take over this list.
+    sys.path.append(_IMPORTABLE)  # Spawned child processes inherit this list.
 
 
 def _run(serving: Coroutine[None, None, None]) -> None:
@@ -147,8 +147,8 @@ def _import(request: LoadRequest) -> ModuleType:
         sys.path.insert(0, directory)
     if not os.path.isfile(path):
         raise LoadError(f"the handler file {path} does not exist")
-    # Other modules in the directory and pickles find the module by the file's name. If that name is in use, the module
-    # gets another name.
+    # Pickles, and other modules in the directory, find the module by the file's name. If that name is in use, the
+    # module gets another name.
     stem = os.path.basename(path)[: -len(".py")]
     if not stem.isidentifier() or stem in sys.modules or os.path.dirname(path) != request.model_dir:
         stem = "model_" + hashlib.sha256(path.encode()).hexdigest()[:8]

@@ -22,8 +22,9 @@ class RemoteEngine:
     def __init__(self, connection: ServerConnection) -> None:
         self._connection = connection
         self._numbers = itertools.count(1)
-        self._messages: dict[int, asyncio.Queue[Message]] = {}  # By the numbers of the calls without a full answer.
-        # The number of the worker's call that a task answers. Tasks that the handler starts may serve several calls.
+        self._messages: dict[int, asyncio.Queue[Message]] = {}  # By the number of a call that has no full answer yet.
+        # The number of the server's call that each task answers. Tasks that the handler starts are not in it, because
+        # they may serve several calls.
         self.tasks: WeakKeyDictionary[asyncio.Task[None], int] = WeakKeyDictionary()
 
     async def call(self, inputs: Input) -> Output | AsyncGenerator[Output, None]:
@@ -31,7 +32,7 @@ class RemoteEngine:
         messages = self._messages[number] = asyncio.Queue()
         properties = tuple((name, value) for name, value in inputs.properties.items() if isinstance(value, str))
         pairs = zip(inputs.content.get_keys(), inputs.content.get_values(), strict=True)
-        # The handler may have put its own content into the input. It may be any value that `Output` takes.
+        # The handler may have put its own content into the input: any value that `Output` accepts.
         contents = tuple((key, Output().encode_value(value)) for key, value in pairs)
         task = asyncio.current_task()
         within = 0 if task is None else self.tasks.get(task, 0)
@@ -45,7 +46,7 @@ class RemoteEngine:
             raise
         if head.streams:
             stream = self._stream(head, messages)
-            # A generator that has begun runs its `finally` block if the handler drops it without reading it.
+            # Only a generator that has begun runs its `finally` block if the handler drops it without reading it.
             await anext(stream)
             return stream
         del self._messages[number]
@@ -65,7 +66,7 @@ class RemoteEngine:
 
     async def _stream(self, head: Message, messages: asyncio.Queue[Message]) -> AsyncGenerator[Output, None]:
         try:
-            yield Output()  # `call` takes this one.
+            yield Output()  # `call` reads this output.
             while (message := await messages.get()).kind is not MessageKind.STREAM_END:
                 yield _answer_part(head, message.data, last=False)
             yield _answer_part(head, message.data, last=True)
@@ -73,7 +74,7 @@ class RemoteEngine:
             self._cancel(head.call)
 
     def _cancel(self, number: int) -> None:
-        """Ask the server to end a call. Do nothing if the call has its full answer."""
+        """Ask the server to end a call. Do nothing if the call already has its full answer."""
         if self._messages.pop(number, None) is not None:
             self._connection.send(Message(kind=MessageKind.CANCEL, call=number))
 

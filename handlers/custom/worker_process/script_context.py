@@ -1,4 +1,4 @@
-"""The context that SageMaker's inference toolkit gives to the functions of a script.
+"""The context that SageMaker's inference toolkit passes to the functions of a script.
 
 Source: awslabs/multi-model-server, `mms/context.py` and `mms/metrics/metrics_store.py`.
 """
@@ -94,7 +94,7 @@ class RequestProcessor:
 
 
 class Metrics:
-    """Prints the metrics of a script as lines that the server shows at /metrics."""
+    """Prints the metrics of a script as lines that the server reads and shows at /metrics."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -116,27 +116,27 @@ class Metrics:
         self.add_metric(name, value, idx, "percent", dimensions)
 
     def add_error(self, name: str, value: Any, dimensions: Any = None) -> None:
-        """Log an error. Its value is text, which a metric cannot have."""
+        """Log an error. Its value is text, which a metric cannot hold."""
         logger.error("%s: %s", name, value)
 
     def add_metric(
         self, name: str, value: float, idx: int | None = None, unit: str | None = None, dimensions: Any = None
     ) -> None:
-        """Print a metric. Characters that a metric's name cannot have become `_`."""
+        """Print a metric. `_` replaces characters that a metric's name cannot contain."""
         shown = ",".join([*map(str, dimensions or ()), f"ModelName:{self._model_name}"])
         unit = _UNITS.get(unit, unit)
         print(f"[METRICS]{_NOT_A_NAME.sub('_', name)}.{unit}:{value}|#{shown}|{int(time.time())}", flush=True)
 
 
 class Context:
-    """What the functions of a script may ask about the model and the request, and set for the reply.
+    """Shows the model and the request to the functions of a script, and lets them set the reply's status and headers.
 
-    A worker has one context, whose request changes. It has no request while the model is loaded. The index of a request
-    is always 0, because a script gets no batches.
+    A worker has one context, whose request changes. The context has no request while the model is being loaded. The
+    index of a request is always 0, because a script gets no batches.
     """
 
     def __init__(self, request: LoadRequest, device: str | None) -> None:
-        """Make the context for the load of the model.
+        """Create the context for the load of the model.
 
         Args:
             request: The model.
@@ -160,7 +160,7 @@ class Context:
         self.request_processor: list[RequestProcessor] = []
 
     def begin(self, request_id: str | None, headers: Headers) -> RequestProcessor:
-        """Set the request that the functions are called for."""
+        """Set the request for which the functions are called."""
         self.request_ids = {} if request_id is None else {0: request_id}
         self.request_processor = [RequestProcessor(headers)]
         return self.request_processor[0]

@@ -32,7 +32,7 @@ _OK, _UNSUPPORTED = 200, 415
 class Text(str):
     """A body in JSON or CSV.
 
-    The toolkit gives a script a string, and LMI gives it bytes. So this string can be decoded like bytes.
+    The toolkit passes strings to a script, and LMI passes bytes. So this string can be decoded like bytes.
     """
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
@@ -51,8 +51,8 @@ class SageMakerScript:
     `transform_fn(model, body, content_type, accept)`.
 
     `pre_model_fn(model_dir)` runs before `model_fn`, and `model_warmup_fn(model_dir, model)` after it. Each function
-    may take one more argument, the context. What a function sets there takes precedence over
-    what the functions return.
+    may take one more argument, the context. Values that a function sets in the context take precedence over what the
+    functions return.
     """
 
     def __init__(self, module: ModuleType, request: LoadRequest) -> None:
@@ -193,7 +193,7 @@ def _encode(prediction: Any, accept: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert an array or a number from numpy to a value that JSON has."""
+    """Convert an array or a number from numpy to a value that JSON can hold."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} cannot be written as JSON by the default output_fn")

@@ -1,6 +1,6 @@
 """The protocol on the socket between server and worker. Both sides use this module.
 
-A message on the socket is the lengths of its header and its contents, the header as JSON, and the contents.
+A message on the socket consists of the lengths of its header and its contents, the header as JSON, and the contents.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ONE_BY_ONE: Properties = (("batch_size", "1"),)  # Properties of LOADED if the h
 class MessageKind(StrEnum):
     """The kinds of messages.
 
-    A handler may call the model's engine. For such a call CALL and CANCEL go to the server, and OUTPUT, CHUNK and
-    STREAM_END go to the worker. The worker numbers these calls, and says in which call the handler makes them.
+    A handler may call the model's engine. For such a call, CALL and CANCEL go to the server, and OUTPUT, CHUNK and
+    STREAM_END go to the worker. The worker numbers these calls, and names the server's call during which each is made.
     """
 
     # To the worker.
@@ -59,14 +59,14 @@ class Message:
 
     kind: MessageKind = MessageKind.OUTPUT
     call: int = 0  # The number of the call.
-    within: int = 0  # The worker's call in which the handler calls the engine. 0: in none.
+    within: int = 0  # The number of the server's call during which the handler calls the engine, or 0.
     code: int = 200
     message: str = ""
     properties: Properties = ()
-    headers: Properties = ()  # Of a CALL: all headers of the request, for a script.
+    headers: Properties = ()  # In a CALL, all headers of the request, for a script.
     contents: Contents = ()
     streams: bool = False  # Chunks follow.
-    error: str | None = None  # The text of the exception. None without an exception.
+    error: str | None = None  # The text of the exception, or None.
 
     @property
     def data(self) -> bytes:
@@ -108,11 +108,11 @@ class LoadRequest:
     entry_point: str
     function: str
     async_mode: bool
-    properties: Mapping[str, str]  # For the initializing call.
+    properties: Mapping[str, str]  # The properties of the initializing call.
     model_name: str = "model"
     server_version: str = ""
     device_id: str = "-1"
-    sets_python_path: bool = True  # False: option.env has PYTHONPATH.
+    sets_python_path: bool = True  # False if option.env has PYTHONPATH.
 
 
 class ServerConnection:

@@ -1,4 +1,4 @@
-"""Loads the package `djl_python` in its own place. Processes that a handler starts import this file first."""
+"""Replaces itself with the package `djl_python`. Processes that a handler starts import this file as `djl_python`."""
 
 import os
 import runpy
