@@ -1,7 +1,7 @@
 """happy_vllm's answers: one compact document, or a line of JSON for each step that repeats the whole text so far.
 
-Source: happy_vllm, "Generating endpoints", section "Output". The bytes are as in the original: the document as
-Starlette writes JSON, the lines as Python's `json.dumps` does by default.
+Source: happy_vllm, "Generating endpoints", section "Output". The bytes match the original: the document is JSON as
+Starlette writes it, and the lines are JSON as Python's `json.dumps` writes it by default.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _SPACED = _Style(", ", ": ", encode_basestring_ascii)
 
 
 class _Answer(Answer):
-    """All sequences of one answer, as far as they have been generated.
+    """All sequences of one answer, with their texts so far.
 
-    The text of a sequence is kept as JSON, without the quotes, so that a step encodes only its addition.
+    The text of a sequence is kept as JSON without the quotes, so that each step encodes only the text that it adds.
     """
 
     _style: _Style
@@ -46,14 +46,14 @@ class _Answer(Answer):
         self._reasons = [_UNFINISHED] * count
         self._counts = [0] * count
         self._prompt_tokens = 0
-        self._changed = False  # Since the last part.
+        self._changed = False  # The answer has changed since the last part.
         self._told = ""  # The member for a sequence that ended at the deadline of the call.
         self._end = ""
         if generation.prompt_in_response:
             self._end = f'{self._style.comma}"prompt"{self._style.colon}{self._style.quote(generation.prompt)}'
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Take a delta. It is called for each token of each stream."""
+        """Add a delta. The hot path: called for each token of each stream."""
         sequence = delta.sequence
         if sequence >= len(self._responses):  # Beams that are not shown do not change the answer.
             return self.latest() if delta.last else b""
@@ -72,7 +72,7 @@ class _Answer(Answer):
         return refuse(error)
 
     def _document(self, addition: str = "") -> str:
-        """Return the whole object; `addition`: further members at its end."""
+        """Return the whole object. `addition` holds further members for its end."""
         comma, colon, _ = self._style
         prompt_tokens = self._prompt_tokens
         responses = f'"{comma}"'.join(self._responses)
@@ -90,7 +90,7 @@ class _Answer(Answer):
 
 
 class WholeAnswer(_Answer):
-    """`/v1/generate`: one document when all has finished."""
+    """`/v1/generate`: one document, which is sent when all sequences have finished."""
 
     content_type = JSON
     _style = _COMPACT
@@ -100,9 +100,9 @@ class WholeAnswer(_Answer):
 
 
 class StreamAnswer(_Answer):
-    """`/v1/generate_stream`: a line for each step, with no content type, as the original has none.
+    """`/v1/generate_stream`: a line for each step, without a content type, as in the original.
 
-    A client that lags is sent fewer lines.
+    A slow client gets fewer lines.
     """
 
     content_type = ""
@@ -116,7 +116,7 @@ class StreamAnswer(_Answer):
         return (self._document() + "\n").encode()
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """Return a last line with the texts so far, aborted, and the reason; the original breaks the connection off."""
+        """Return a last line with the aborted texts and the error. The original closes the connection instead."""
         self._reasons = [_ABORTED if reason == _UNFINISHED else reason for reason in self._reasons]
         reason = f', "error": {encode_basestring_ascii(error.message)}'
         return (self._document(reason) + "\n").encode()

@@ -1,8 +1,8 @@
 """happy_vllm's error bodies.
 
-The original is a FastAPI application: 422 with `{"detail": [...]}` if a field has the wrong type, and 500 for any other
-mistake of the client. Here all mistakes of the client are 4xx in the same form, found before any text is generated; a
-500 is the server's fault, in the form that happy_vllm has under EXPLICIT_ERRORS.
+The original is a FastAPI application. It answers 422 with `{"detail": [...]}` if a field has the wrong type, and 500
+for any other client error. Here all client errors are 4xx in the same format, and are found before any text is
+generated. A 500 is a server error, in the format that happy_vllm uses with EXPLICIT_ERRORS.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BYTE = re.compile(r" \(byte ([0-9]+)\)$")
 
 
 def json_reply(body: dict[str, Any] | None, status: int = 200) -> Reply:
-    """Return a reply as Starlette writes JSON: compact, in UTF-8."""
+    """Return a reply with JSON as Starlette writes it: compact, in UTF-8."""
     return Reply(status, JSON, msgspec.json.encode(body))
 
 
@@ -47,7 +47,7 @@ def not_json(reason: str) -> WrongBody:
     """Return the refusal of a body that is not JSON.
 
     Args:
-        reason: The decoder's, with the place at its end.
+        reason: The decoder's message, which ends with the position.
     """
     place = _BYTE.search(reason)
     error = WrongBody("the body is not JSON", "json_invalid", "JSON decode error", int(place[1]) if place else 0)
@@ -68,7 +68,7 @@ def refuse(error: errors.RequestError) -> Reply:
 
 
 def vllm_error(error: errors.RequestError) -> Reply:
-    """Return the same in vLLM's error object, which `/v2/tokenizer` and `/v2/decode` have."""
+    """Return the reply with vLLM's error object, which `/v2/tokenizer` and `/v2/decode` use."""
     status, parameter = _status_of(error), None
     if status == 422:
         status = 400
@@ -85,5 +85,5 @@ def _status_of(error: errors.RequestError) -> int:
 
 
 def _entry(kind: str, message: str, *location: str | int) -> dict[str, Any]:
-    """Return an error as Pydantic has it, without `input`: the client's own text is not sent back."""
+    """Return an error as Pydantic writes it, but without `input`, because the client's text is not sent back."""
     return {"type": kind, "loc": ["body", *location], "msg": message}

@@ -31,7 +31,7 @@ def document(call: Call) -> dict[str, Any]:
     """Return the call's JSON object.
 
     Raises:
-        WrongBody: There is none.
+        WrongBody: The body is not a JSON object.
     """
     body = call.body.removeprefix(codecs.BOM_UTF8)
     if not body.strip():
@@ -47,9 +47,9 @@ def document(call: Call) -> dict[str, Any]:
 
 
 class FieldReader(TextReader):
-    """A body's fields; booleans and integers may be what Pydantic takes as such: "yes", 1, "16".
+    """Reads a body's fields. Booleans and integers may be values that Pydantic would convert, such as "yes", 1 or "16".
 
-    If a required one is absent, `WrongBody` is raised.
+    If a required field is absent, `WrongBody` is raised.
     """
 
     booleans = dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True) | dict.fromkeys(
@@ -79,7 +79,7 @@ class FieldReader(TextReader):
 
 
 class _SamplingReader(FieldReader):
-    """The same for sampling parameters, whose numbers and documents may be text as well."""
+    """Reads sampling parameters, whose numbers and JSON documents may also be text."""
 
     kinds = TextReader.kinds
 
@@ -90,7 +90,7 @@ class GenerationParameters:
 
     prompt: str
     prompt_in_response: bool
-    parameters: VllmParameters  # With the constraint that `response_pool` or `json_format` stands for.
+    parameters: VllmParameters  # Includes the constraint of `response_pool` or `json_format`.
 
 
 def read_generation(values: dict[str, Any], memo: ParameterMemo[tuple[bool, VllmParameters]]) -> GenerationParameters:
@@ -101,8 +101,8 @@ def read_generation(values: dict[str, Any], memo: ParameterMemo[tuple[bool, Vllm
         memo: Caches parsed bodies without their prompts: `prompt_in_response` and vLLM's parameters.
 
     Raises:
-        InvalidRequest: The prompt is missing, or keywords exclude each other; as InvalidParameter, a keyword has the
-            wrong type or value, or is unknown.
+        InvalidRequest: The prompt is missing, or keywords exclude each other. As InvalidParameter: a keyword is
+            unknown, or has the wrong type or value.
     """
     prompt = FieldReader(values).required_string("prompt")
     key = msgspec.json.encode({**values, "prompt": None})
@@ -143,12 +143,12 @@ def _json_format(read: FieldReader) -> Constraint | None:
     if not form:
         return None
     json_schema = msgspec.json.encode(form if is_json_schema else _schema_of(form)).decode()
-    # On one line: white space costs tokens, and a small model may generate it without end.
+    # The JSON has no line breaks: white space costs tokens, and a small model may generate white space without end.
     return Constraint(parameter="json_format", json_schema=json_schema, any_whitespace=False)
 
 
 def _schema_of(simple_form: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of an object that has all of these fields, and no other."""
+    """Return the JSON schema of an object that has all of these fields, and no others."""
     return {
         "type": "object",
         "properties": {name: _property(name, kind) for name, kind in simple_form.items()},

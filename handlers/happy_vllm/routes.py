@@ -1,4 +1,4 @@
-"""happy_vllm's clients: the generating routes of releases up to 1.1.15, and the routes beside OpenAI's.
+"""The routes of happy_vllm: the generating routes of releases up to 1.1.15, and the routes that generate nothing.
 
 `/v1/completions`, `/v1/chat/completions` and `/v1/models` are vLLM's own and belong to the OpenAI family.
 Source: happy_vllm, "Generating endpoints" and "Technical endpoints".
@@ -31,7 +31,7 @@ from handlers.route_declarations import (
 
 
 class HappyVllmContract:
-    """`/v1/generate` or `/v1/generate_stream`; they differ in the answer alone."""
+    """The contract of `/v1/generate` or of `/v1/generate_stream`. The two routes differ only in the answer."""
 
     def __init__(self, setting: ContractSetting, *, stream: bool) -> None:
         self._setting, self._stream = setting, stream
@@ -41,13 +41,13 @@ class HappyVllmContract:
         values = document(call)
         generation, names = read_generation(values, self._memo), vllm_names(values)
         template = generation.parameters.request
-        stream = self._stream and template.beam_search is None  # no token of a beam is final before the last
+        stream = self._stream and template.beam_search is None  # no token of a beam is final before the search ends
         request = msgspec.structs.replace(
             template,
             request_id=call.request_id,
             prompt=generation.prompt,
             stream=stream,
-            tokens_apart=True,  # Each step is a line, also one whose text is held back.
+            tokens_apart=True,  # Each step is a line, even if its text is held back.
             adapter=self._setting.adapter_of(call, None),
             **call.steering,
         )
@@ -56,7 +56,7 @@ class HappyVllmContract:
 
 
 def readiness(call: Call, views: Sequence[ModelView]) -> Reply:
-    """`GET /readiness`: always 200; the body says whether all models answer."""
+    """`GET /readiness`: the status is always 200, and the body says whether all models are ready."""
     return json_reply({"ready": "ok" if all(view.state == "ready" for view in views) else "ko"})
 
 
@@ -77,7 +77,7 @@ def info(call: Call, view: ModelView) -> Reply:
 
 
 def live_metrics(call: Call, view: ModelView) -> Reply:
-    """`GET /live_metrics`. vLLM no longer swaps sequences to the CPU, so what counts that is zero."""
+    """`GET /live_metrics`. vLLM no longer swaps sequences to the CPU, so the numbers about swapping are zero."""
     status = view.text().status()
     return json_reply(
         {
@@ -91,7 +91,7 @@ def live_metrics(call: Call, view: ModelView) -> Reply:
 
 
 def abort_request(call: Call, views: Sequence[ModelView]) -> Reply:
-    """`POST /v1/abort_request`: null, whether or not a model has such a request."""
+    """`POST /v1/abort_request`: the reply is null, whether or not a model has such a request."""
     request_id = FieldReader(document(call)).required_string("request_id")
     for view in views:
         view.abort(request_id)
@@ -135,8 +135,8 @@ def _info(
     """Return a route that generates nothing.
 
     Args:
-        answer: Names of its fields.
-        fields: Those of the body, if it has one.
+        answer: The names of the answer's fields.
+        fields: The fields of the body, if the route reads one.
     """
     return InfoRoute(
         path=path,

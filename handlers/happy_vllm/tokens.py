@@ -23,13 +23,13 @@ from handlers.route_declarations import ModelView, check_text, is_address
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
 DEFAULT_CHUNK = 200
 
-# happy_vllm's own. How the beginning of a text is split depends on the word in front of it, so it is the same here.
+# happy_vllm puts this word before a text. The word matters, because it affects how the text's beginning is tokenized.
 _WORD = "thisisareallybigwordisntit"
-_HEAD = 256  # Characters of a text on which a word is tried first; what follows them hardly ever matters.
-_TRIES = 3  # Words that are tried on a whole text; the first fits all but texts that were made to defeat it.
-_BLOCK = 32  # Tokens decoded together: a decoder may take quadratic time over bytes that are not text.
+_HEAD = 256  # Words are first tried on this many characters of a text. Later characters hardly ever matter.
+_TRIES = 3  # The most words that are tried on a whole text. The first fails only for texts that were made to defeat it.
+_BLOCK = 32  # Tokens that are decoded together. A decoder may take quadratic time for bytes that are not text.
 _CONTEXT = 16
-# Tokens that may together be one character: four bytes of UTF-8, and some special tokens in between.
+# The maximum number of tokens that can make one character: four bytes of UTF-8, and some special tokens in between.
 _LONGEST_CHARACTER = 8
 
 
@@ -83,7 +83,7 @@ def chat(call: Call, view: ModelView) -> Call | None:
     """Return the chat of `POST /v2/tokenizer`, or None if the body has no messages.
 
     Raises:
-        ContractError: The body is wrong, in vLLM's words.
+        ContractError: The body is invalid. The reply is vLLM's error object.
     """
     try:
         values, _ = document(call), view.text()
@@ -117,7 +117,7 @@ def decode_v2(call: Call, view: ModelView) -> Reply:
     """`POST /v2/decode`, which is vLLM's `/detokenize`, with vLLM's errors."""
     try:
         values, model = document(call), view.text()
-        if isinstance(given := values.get("tokens"), list):  # Pydantic takes "16" and 16.0 for 16.
+        if isinstance(given := values.get("tokens"), list):  # Pydantic converts "16" and 16.0 to 16.
             values["tokens"] = [_whole(token) for token in given]
         read = FieldReader(values)
         _check_model(read, view)
@@ -153,15 +153,15 @@ def _check_model(read: FieldReader, view: ModelView) -> None:
 
 
 def ids_inside(model: LoadedModel, text: str) -> list[int]:
-    """Token ids of the text as it would be tokenized inside a longer one, without special tokens."""
+    """Return the token ids that the text would have inside a longer text, without special tokens."""
     word, ids = _behind(model, _WORD, text[:_HEAD], len(_WORD))
     return ids if len(text) <= _HEAD else _behind(model, word, text, _TRIES)[1]
 
 
 def _behind(model: LoadedModel, word: str, text: str, tries: int) -> tuple[str, list[int]]:
-    """Return the longest beginning of the word whose tokens do not change when the text follows it, and the text's ids.
+    """Return the longest prefix of the word whose tokens stay the same when the text follows it, and the text's ids.
 
-    After `tries` attempts the text is tokenized alone.
+    After `tries` attempts, the text is tokenized alone.
     """
     while word and tries:
         before, together = _encode(model, word), _encode(model, word + text)
@@ -176,9 +176,9 @@ def _encode(model: LoadedModel, text: str) -> list[int]:
 
 
 def texts_inside(model: LoadedModel, token_ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, as inside a longer text; joined, they are the text of all.
+    """Return the text of each token, as inside a longer text. Joined, they are the text of all tokens.
 
-    A character that takes several tokens comes whole with the last of them.
+    If a character takes several tokens, the whole character is the text of the last of these tokens.
     """
     before = _encode(model, _WORD)[-1:]
     texts: list[str] = []
@@ -204,10 +204,10 @@ def _pending(texts: Sequence[str]) -> int:
 
 
 def split_text(model: LoadedModel, text: str, minimum: int, separators: Sequence[str]) -> list[str]:
-    """Chunks of at least `minimum` tokens that end right after a separator; the last one has the rest.
+    """Return chunks of at least `minimum` tokens that end right after a separator. The last chunk has the rest.
 
-    Separators are compared as tokens: "?" is not " ?". An empty one is behind each token. The chunks, joined, are the
-    text.
+    Separators are compared as tokens: "?" is not " ?". An empty separator matches after each token. Joined, the chunks
+    are the text.
     """
     ids = ids_inside(model, text)
     texts = texts_inside(model, ids)
