@@ -1,4 +1,4 @@
-"""Reads the adapters that a call of LMI names.
+"""Reads the adapters that an LMI call names.
 
 The names come from SageMaker's header, the body or the query. The first of these that is present counts.
 """
@@ -37,7 +37,7 @@ def named_adapter(call: Call) -> str | None:
 
 
 def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
-    """Return the adapter of each prompt. None is the model itself.
+    """Return the adapter of each prompt. None means the model itself.
 
     Args:
         call: The call, for its header and its query.
@@ -69,7 +69,7 @@ def adapters_in(body: bytes) -> Any:
     try:
         return _decode_fields(body).adapters
     except msgspec.DecodeError:
-        return None  # The reader of the whole body reports the fault.
+        return None  # The reader of the whole body reports the error.
 
 
 def adapter_query(call: Call) -> str | None:

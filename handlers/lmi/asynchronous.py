@@ -1,6 +1,6 @@
-"""LMI's contract of the asynchronous mode (option.async_mode=true), for bodies with `inputs`.
+"""LMI's contract for the asynchronous mode (option.async_mode=true), for bodies with `inputs`.
 
-The form of chats and completions of this mode is in `handlers.lmi.chat_answers`. Source: djl_python,
+This mode's form of chats and completions is in `handlers.lmi.chat_answers`. Source: djl_python,
 `lmi_vllm/request_response_utils.py` and `async_utils.py`.
 """
 
@@ -82,10 +82,10 @@ class LmiAsyncContract:
         return Exchange((request,), answer, notes, names=parameters.names, model_defaults=_MODEL_DEFAULTS)
 
     def as_completion(self, call: Call) -> tuple[Call, tuple[str, ...]]:
-        """Return the request as the call for a completion that LMI sends to vLLM, and notes for the log.
+        """Return the request as the completion call that LMI sends to vLLM, and notes for the log.
 
         Raises:
-            ContractError: The call is refused, for the same reasons as by `parse`.
+            ContractError: The call is refused, for the same reasons as in `parse`.
         """
         try:
             document, prompt, stream, parameters = self._read(call)
@@ -118,7 +118,7 @@ class LmiAsyncContract:
         """Return the document, the prompt, the value of `stream`, and the parameters.
 
         Raises:
-            InvalidRequest: The request is wrong.
+            InvalidRequest: The request is invalid.
         """
         body = read_body(call, _prompts, "`inputs`, `messages` or `prompt`")
         document, values = body.document, body.parameters
@@ -177,8 +177,8 @@ def _read_parameters(
     Args:
         values: The parameters.
         model_defaults: The default sampling parameters that vLLM takes from the model's generation config.
-        stream: The answer is streamed.
-        strict: Refuse unknown parameters.
+        stream: True if the answer is streamed.
+        strict: True refuses unknown parameters.
 
     Raises:
         InvalidParameter: A parameter is wrong. The message has the parameter, its value and the allowed values.
@@ -240,7 +240,7 @@ class StreamAnswer(TokenStream):
 
 
 def _failure(error: RequestError) -> Reply:
-    # In generation: vLLM's server, whose statuses LMI passes on here, says 400 or 500.
+    # If generation fails, LMI passes on the status of vLLM's server, which answers 400 or 500.
     status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
     if isinstance(error, DeadlineExceeded):
         status = 504

@@ -21,7 +21,7 @@ from handlers.parsing.forms import form_fields, is_form
 from handlers.parsing.json_fields import JsonError, decode_json, json_kind
 from handlers.parsing.json_limits import JsonDecoder
 
-# A line of 64 MiB has 33 million cells. They are split for 2 s, while no other thread runs. Each row is a prompt.
+# A line of 64 MiB has 33 million cells. Splitting them takes 2 s, and no other thread runs then. Each row is a prompt.
 _MOST_CSV, _MOST_ROWS = 4 * 1024 * 1024, 10_000
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"
@@ -52,12 +52,12 @@ def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: 
         wanted: The name of the expected field, for the error message.
 
     Raises:
-        InvalidRequest: The body is not a request, or a field beside `parameters` would constrain the text.
+        InvalidRequest: The body is not a request, or a field outside `parameters` would constrain the text.
     """
     try:
         document = _decode_json(call.body) if call.content_type == JSON else decode(call.body, call.content_type)
     except ValueError:
-        document = decode(call.body, call.content_type)  # This reports the fault.
+        document = decode(call.body, call.content_type)  # This call reports the error.
     if not isinstance(document, dict):
         raise InvalidRequest(f"the body must be a JSON object with {wanted}, got {json_kind(document)}")
     inputs, parameters = document.get(_PROMPT), document.get("parameters")
@@ -119,7 +119,7 @@ def _csv(body: bytes) -> dict[str, Any]:
     except csv.Error as error:
         raise InvalidRequest(f"the body is not valid CSV: {error}") from None
     if not rows and len(header) == 1 and header[0] not in {"", *_READ_OF_CSV}:
-        return {_PROMPT: header[0]}  # A line of a file that batch transform has split.
+        return {_PROMPT: header[0]}  # The cell is a line of a file that batch transform has split.
     if not rows or rows[0].get(_PROMPT) is None:
         raise InvalidRequest(
             f"the CSV must have a header row with a column `{_PROMPT}` and at least one row after it, or one cell"
@@ -161,7 +161,7 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
 
 
 def _refuse_constraints(fields: Mapping[str, str], body: str) -> None:
-    """Refuse what would constrain the text: of these bodies, LMI reads the prompt alone."""
+    """Refuse fields that would constrain the text, because LMI reads only the prompt of such a body."""
     parameters = decoded(fields.get("parameters")) or {}
     if not isinstance(parameters, dict):
         raise InvalidRequest(f"`parameters` must be an object, got {json_kind(parameters)}")

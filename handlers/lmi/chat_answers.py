@@ -1,7 +1,7 @@
-"""LMI's forms of chats and completions on `/invocations`.
+"""LMI's forms for chats and completions on `/invocations`.
 
-With option.async_mode=true, LMI sends vLLM's objects as lines of JSON. Otherwise it has other chat objects. Sources:
-djl_python, `async_utils.py` for the lines; LMI, "Chat Completions API Schema" for the chat objects.
+With option.async_mode=true, LMI sends vLLM's objects as lines of JSON. Otherwise it sends chat objects of its own.
+Sources: djl_python, `async_utils.py` for the lines; LMI, "Chat Completions API Schema" for the chat objects.
 
 Common calls are answered from the engine's deltas. `handlers.lmi.chat_conversion` converts the answers of vLLM's
 serving classes.
@@ -41,7 +41,7 @@ _decode_fields = JsonDecoder(_Fields).decode
 
 
 class AsyncForm(AnswerForm):
-    """The form of the asynchronous mode: each object of vLLM is a line. A stream ends with an empty line."""
+    """The form of the asynchronous mode: each vLLM object is a line. A stream ends with an empty line."""
 
     stream_type = "application/jsonlines"
     before, after, done, document_end = "", "\n", "\n", "\n"
@@ -51,7 +51,7 @@ class AsyncForm(AnswerForm):
 
         Args:
             overload_status: The status of a reply if the queue is full.
-            refusal_status: The status of errors of the client. None keeps the status of vLLM.
+            refusal_status: The status of client errors. None keeps vLLM's status.
         """
         self._overload_status, self._refusal_status = overload_status, refusal_status
 
@@ -63,7 +63,7 @@ class AsyncForm(AnswerForm):
         return ShapedReply(writer, self)
 
     def whole(self, reply: Reply) -> Reply:
-        """Return a reply of vLLM, which is not an error, in this form."""
+        """Return a successful reply of vLLM in this form."""
         return Reply(reply.status, reply.content_type, reply.body + b"\n", reply.headers)
 
     def event(self, data: bytes) -> bytes:
@@ -78,7 +78,7 @@ class LmiChatForm(AnswerForm):
         """Create the form.
 
         Args:
-            sse: A stream consists of server-sent events instead of lines.
+            sse: True if a stream consists of server-sent events instead of lines.
             overload_status: The status of a reply if the queue is full.
         """
         self._overload_status = overload_status
@@ -90,7 +90,7 @@ class LmiChatForm(AnswerForm):
         return (LmiChatStream if stream else LmiChatDocument)(options, form=self)
 
     def refusal(self, reply: Reply) -> Reply:
-        """Return vLLM's error in LMI's form. Every fault of the request is 424, as in the rest of LMI."""
+        """Return vLLM's error in LMI's form. The status of every client error is 424, as in the rest of LMI."""
         status = FAILED_DEPENDENCY if reply.status < 500 else reply.status
         return lmi_error(reply, status, self._overload_status)
 
@@ -98,12 +98,12 @@ class LmiChatForm(AnswerForm):
         try:
             ids = (_decode_fields(call.body).stop_token_ids or ()) if b"stop_token_ids" in call.body else ()
         except msgspec.DecodeError:
-            ids = ()  # vLLM reports the fault
+            ids = ()  # vLLM reports the error
         return ShapedReply(writer, LmiChatShape(self, ids))
 
 
 class LmiChatStream(Answer):
-    """A record for each step of a sequence. The role comes with the first text, after the text."""
+    """A record for each step of a sequence. The role is in the record with the first text, after the text."""
 
     def __init__(self, options: AnswerOptions, form: AnswerForm) -> None:
         self._options, self._form = options, form
@@ -115,9 +115,9 @@ class LmiChatStream(Answer):
         self._heads = [f'{self._head}{{"index": {index}, "delta": {{' for index in range(options.sequences)]
         self._plain_end = f'}}, "logprobs": null, "finish_reason": null}}]}}{form.after}'
         self._begun = [False] * options.sequences
-        # Whether a record that does not end the sequence has nothing but text.
+        # True if each record before the sequence's last record has only text.
         self._plain = [False] * options.sequences
-        self._tokens = 0  # Of the sequences that have ended.
+        self._tokens = 0  # The tokens of the sequences that have ended.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """Return the record of a step. The hot path: called for each token of each stream."""
@@ -125,7 +125,7 @@ class LmiChatStream(Answer):
             text = delta.text
             return f'{self._heads[delta.sequence]}"content": {quote(text)}{self._plain_end}'.encode() if text else b""
         data = ""
-        if delta.text or delta.token_count or delta.stop_reason:  # otherwise it was aborted before its first token
+        if delta.text or delta.token_count or delta.stop_reason:  # otherwise aborted before the first token
             data = self._record(delta)
         if delta.finish_reason is not None:
             self._tokens += delta.token_count
@@ -160,7 +160,7 @@ class LmiChatStream(Answer):
 
 
 class LmiChatDocument(DocumentAnswer):
-    """One JSON document when everything has finished."""
+    """One JSON document, which is sent when all sequences have finished."""
 
     def _document(self) -> str:
         options, usage = self._options, _usage(self._prompt_tokens, self._tokens)

@@ -1,4 +1,4 @@
-"""Converts the chats that vLLM's serving classes answer into LMI's objects.
+"""Converts the chat answers of vLLM's serving classes into LMI's objects.
 
 `handlers.lmi.chat_answers` writes the same bytes from the engine's deltas.
 """
@@ -54,7 +54,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 def reason_of_stop(stop_reason: int | str | None, stop_token_ids: Collection[int]) -> str:
-    """Return LMI's finish reason of a text that ended at a stop string, at a stop token, or at the model's end token.
+    """Return LMI's finish reason for a text that ended at a stop string, at a stop token, or at the model's end token.
 
     Args:
         stop_reason: The stop string or the stop token.
@@ -64,7 +64,7 @@ def reason_of_stop(stop_reason: int | str | None, stop_token_ids: Collection[int
 
 
 class LmiChatShape:
-    """The form of a chat's reply in LMI's rolling batch. An object converts one reply."""
+    """The form of a chat's reply in LMI's rolling batch. Each object converts one reply."""
 
     def __init__(self, form: AnswerForm, stop_token_ids: Collection[int] = ()) -> None:
         """Create the shape.
@@ -75,7 +75,7 @@ class LmiChatShape:
         """
         self.stream_type, self.refusal = form.stream_type, form.refusal
         self._form, self._stop_token_ids = form, stop_token_ids
-        self._chunk: dict[str, Any] = {}  # The fields that all records of the stream have.
+        self._chunk: dict[str, Any] = {}  # The fields that all records of the stream share.
         self._roles: dict[int, str] = {}
 
     def whole(self, reply: Reply) -> Reply:

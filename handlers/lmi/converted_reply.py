@@ -1,4 +1,4 @@
-"""A writer that gives the replies of vLLM's serving classes LMI's form."""
+"""A writer that converts the replies of vLLM's serving classes to LMI's form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OVERLOADED = 503  # vLLM's status for a full queue.
 
 
 class Shape(Protocol):
-    """What becomes of one reply of vLLM."""
+    """Converts one reply of vLLM."""
 
     stream_type: str  # The content type of a stream.
 
@@ -24,7 +24,7 @@ class Shape(Protocol):
         """Return the reply for an error object of vLLM."""
 
     def whole(self, reply: Reply) -> Reply:
-        """Return the reply for a whole answer of vLLM."""
+        """Return the reply for a complete (non-streamed) answer from vLLM."""
 
     def event(self, data: bytes) -> bytes:
         """Return the bytes for the data of an event of vLLM: a chunk, an error object, or `[DONE]`."""
@@ -65,7 +65,7 @@ def error_of(body: bytes) -> VllmError:
 def lmi_error(reply: Reply, status: int, overload_status: int) -> Reply:
     """Return the reply for an error object of vLLM.
 
-    It is an error of DJL Serving's front end if the queue is full, otherwise a payload error.
+    If the queue is full, the reply is an error of DJL Serving's front end. Otherwise it is a payload error.
     """
     message = error_of(reply.body).message
     if status == _OVERLOADED:
@@ -83,7 +83,7 @@ class ShapedReply:
         self._started = self._ended = False
 
     def reply(self, reply: Reply) -> None:
-        # A stream in one piece has one token, or an early error.
+        # A stream that comes in one piece has one token, or an early error.
         if reply.status == 200 and reply.content_type.startswith("text/event-stream"):
             self.start(reply.status, reply.content_type, reply.headers)
             self.end(reply.body)

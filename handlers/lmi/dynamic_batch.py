@@ -54,7 +54,7 @@ class LmiDynamicContract:
 
         Args:
             config: The model's settings.
-            pad_text: The text of the model's pad token. Streamed records have it for finished prompts.
+            pad_text: The text of the model's pad token. Streamed records show this text for finished prompts.
         """
         self._pad_text = pad_text
         self._streaming = config.enable_streaming
@@ -81,13 +81,13 @@ class LmiDynamicContract:
         return Exchange(requests, self._answer(prompts, parsed.return_full_text), notes, names=parsed.names)
 
     def _parsed(self, given: dict[str, Any]) -> LmiParameters:
-        """Return the parameters of a request, with what this contract makes of them."""
+        """Return the parameters of a request, adapted to the answers of this contract."""
         values = _rolling_batch_names(given, self._max_new_tokens)
         parameters = _parameters(values, given, self._rules)
         asked, stream = parameters.request, self._streaming != "false"
         if stream and asked.beam_search is not None:
             raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
-        # The answer has one text for each prompt: the most probable of its sequences.
+        # The answer has one text for each prompt: the text of its most probable sequence.
         request = msgspec.structs.replace(
             asked,
             sampling=msgspec.structs.replace(asked.sampling, stop=(*asked.sampling.stop, *self._stop_sequences)),
@@ -138,7 +138,7 @@ def _rolling_batch_names(values: dict[str, Any], max_new_tokens: int) -> dict[st
 
 
 def _parameters(values: dict[str, Any], given: Mapping[str, Any], rules: ParameterRules) -> LmiParameters:
-    """Read the parameters. Errors have the names that the client gave."""
+    """Read the parameters. Errors have the client's names of parameters."""
     names = {"seed": "manual_seed"} if given.get("manual_seed") is not None and given.get("seed") is None else {}
     try:
         parameters = read_parameters(values, rules)
@@ -159,8 +159,8 @@ class ListAnswer(TokenDocument):
 class RecordListAnswer(Answer):
     """A record for each step, with an entry for each prompt.
 
-    A record is sent when every unfinished prompt has an entry. It is sent earlier if a prompt already has a second
-    entry. The other prompts then run in another batch or hold back their text, and their entries are empty.
+    A record is sent when every unfinished prompt has an entry. It is sent earlier if a prompt gets a second entry. In
+    that case, the other prompts run in another batch or hold back their text, and their entries are empty.
     """
 
     content_type = "application/jsonlines"
@@ -210,7 +210,7 @@ class RecordListAnswer(Answer):
         at_end = all(self._finished) and not any(entry for entry in entries if entry != self._pad_text)
         self._entries = [None] * len(entries)
         self._missing = self._finished.count(False)
-        if at_end and self._sent:  # The entries have no text. The client needs no record of that.
+        if at_end and self._sent:  # The entries have no text, so the client needs no record.
             return ""
         self._sent = True
         return _record(entries)

@@ -1,8 +1,8 @@
 """LMI's error bodies for generation, byte for byte.
 
-LMI's schema has objects for a wrong generation parameter and for a failed generation. They also have the keys `error`
-and `code` here, so that clients find the reason under the same keys in all errors. Source: LMI schema v0.31, "Error
-Responses".
+LMI's schema has objects for a wrong generation parameter and for a failed generation. Here these objects also have the
+keys `error` and `code`, so that clients find the reason under the same keys in all errors. Source: LMI schema v0.31,
+"Error Responses".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from handlers.djl_errors import FAILED_DEPENDENCY, overloaded, payload_error
 
 
 def payload_refused(message: str) -> ContractError:
-    """Return the error of a call whose body cannot be parsed, worded like LMI's parser."""
+    """Return the error of a call whose body cannot be parsed, in the words of LMI's parser."""
     text = f"Input Parsing failed. {message[:1].upper()}{message[1:]}."
     return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(text)), message)
 
@@ -54,7 +54,7 @@ def status_of(error: RequestError) -> int:
 
 
 def tgi_error_type(error: RequestError) -> str:
-    """Return TGI's `error_type`. TGI's clients choose their exception by it."""
+    """Return TGI's `error_type`, by which TGI's clients choose their exception."""
     if isinstance(error, InvalidRequest):
         return "validation"
     return "overloaded" if isinstance(error, Overloaded) else "generation"
@@ -65,7 +65,7 @@ def failure(error: RequestError, body: bytes, status: int | None = None) -> Repl
 
     Args:
         error: The error.
-        body: The body of the reply, unless the queue is full. That reply has the form of DJL Serving's front end.
+        body: The body of the reply. If the queue is full, DJL Serving's error body is used instead.
         status: The status. None uses `status_of`.
     """
     if isinstance(error, Overloaded):

@@ -1,4 +1,4 @@
-"""`/invocations`: finds out which kind of call a body is, and gives the call to the handler for that kind."""
+"""The handler of `/invocations`. It finds the kind of each body, and passes the call to the handler for that kind."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from handlers.parsing.json_limits import JsonDecoder, off_the_loop
 
 logger = logging.getLogger(__name__)
 
-# The first of these fields that a body has decides its kind. A body without any of them is LMI's, which refuses it.
+# The first of these fields that a body has decides its kind. LMI's contract refuses a body without any of them.
 _ROLLING_BATCH = ("messages", "prompt", "inputs", "requestType")
 _ASYNCHRONOUS = ("prompt", "inputs", "messages", "requestType")  # The order of LMI's asynchronous handler.
 _PATHS = {"messages": CHAT, "prompt": COMPLETIONS}
-# What an explanation says of each kind.
+# What an explanation says about each kind.
 _WAYS = {
     "messages": "the body has `messages`: OpenAI's chat",
     "prompt": "the body has `prompt`: OpenAI's completion",
     "inputs": "no other field decides first: LMI's own contract reads `inputs`",
     "requestType": "the body has `requestType`: a session, which generates nothing",
 }
-# LMI takes JSON with these content types too. curl sends the last one by default.
+# LMI also accepts JSON with these content types. curl sends the last one by default.
 _JSON_TYPES = frozenset({"", "application/octet-stream", "application/x-www-form-urlencoded"})
 _SESSION_HEADER = SESSION_ID.lower().encode()
 
@@ -48,7 +48,7 @@ _split = JsonDecoder(dict[str, msgspec.Raw]).decode
 
 
 class InvocationsHandler:
-    """Gives each call to the handler for the kind of its body."""
+    """Passes each call to the handler for the kind of its body."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class InvocationsHandler:
             lmi: Answers bodies with `inputs`.
             openai: Answers chats and completions. None if the engine is not vLLM.
             config: The model's settings.
-            sessions: Answers `requestType`.
+            sessions: Answers bodies with `requestType`.
             overload_status: The status of a reply if the queue is full.
             contract: The contract of bodies with `inputs` in LMI's asynchronous mode.
-            formatters: The formatters of that mode. If there is an output formatter, vLLM's front end answers bodies
-                with `inputs` too.
+            formatters: The formatters of the asynchronous mode. If there is an output formatter, vLLM's front end also
+                answers bodies with `inputs`.
         """
         self._lmi, self._openai, self._config, self._sessions = lmi, openai, config, sessions
         self._overload_status, self._contract, self._formatters = overload_status, contract, formatters
@@ -148,7 +148,7 @@ class InvocationsHandler:
             raise ContractError(unknown_adapter(error), error.message) from None
 
     def _adapter(self, call: Call) -> str | None:
-        """Return the adapter that header, body or query names; None if none does."""
+        """Return the adapter that the header, the body or the query names, or None."""
         named = adapters_in(call.body) if call.fields is not None and given(call.fields, "adapters") else None
         if (adapter_header(call), named, adapter_query(call)) == (None, None, None):
             return None
@@ -158,9 +158,9 @@ class InvocationsHandler:
             raise payload_refused(error.message) from None
 
     def _read(self, call: Call) -> tuple[Call, str, Body | None]:
-        """Return the call, the field that decides its kind, and its body if that is a common one of OpenAI's.
+        """Return the call, the field that decides its kind, and the parsed body if it is a common OpenAI body.
 
-        A common body has no other fields. Any other body is split into its fields.
+        A common body has only the usual fields. Any other body is split into its fields, and not parsed further.
         """
         kind = media_type(call.content_type)
         if not ("json" in kind or kind in _JSON_TYPES):
@@ -171,11 +171,11 @@ class InvocationsHandler:
             if b'"prompt"' in call.body:
                 return call, "prompt", read_completion(call.body)
         except msgspec.DecodeError:
-            pass  # not a common one
+            pass  # not a common body
         try:
             fields = _split(call.body)
         except msgspec.DecodeError:
-            return call, "inputs", None  # LMI's contract reports the fault.
+            return call, "inputs", None  # LMI's contract reports the error.
         for field in self._order:
             if given(fields, field):
                 return replace(call, fields=fields), field, None

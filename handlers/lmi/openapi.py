@@ -129,7 +129,7 @@ def _model_operation(summary: str, failures: str, *, creates: bool = False) -> O
     Args:
         summary: The summary.
         failures: The statuses of its errors, separated by spaces.
-        creates: The call registers a model.
+        creates: True if the call registers a model.
     """
     about = _operation(summary, creates=creates)
     errors = {status: (_FAILURES[status], {JSON: _FRONT_END_ERROR}) for status in failures.split()}

@@ -22,7 +22,7 @@ NOT_READ = (
 )
 
 _SAMPLING_DEFAULTS = (1.0, 0, 1.0)  # Temperature, top_k and top_p.
-_TRTLLM_SAMPLING_DEFAULTS = (1.0, 5, 0.85)  # The same in TensorRT-LLM's table.
+_TRTLLM_SAMPLING_DEFAULTS = (1.0, 5, 0.85)  # The same defaults in TensorRT-LLM's table.
 _OTHER_NAMES = {"ignore_eos_token": "ignore_eos", "bad_sequences": "bad_words"}
 _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
 
@@ -63,7 +63,7 @@ def read_parameters(
     Args:
         values: The parameters.
         rules: The rules of the model.
-        reader: The class of the reader. The API description passes another one.
+        reader: The class of the reader. The API description passes another class.
 
     Raises:
         InvalidParameter: A parameter is wrong. The message has the parameter, its value and the allowed values.
@@ -108,7 +108,7 @@ def read_parameters(
 def _sequences(read: ParameterReader, rules: ParameterRules) -> tuple[int, int]:
     n = read.integer("n", 1, minimum=1, maximum=rules.max_sequences)
     best_of = read.integer("best_of", 1, minimum=1, maximum=rules.max_sequences)
-    if best_of == 1:  # This is the default. Clients also send it with n.
+    if best_of == 1:  # 1 is the default. Clients also send it with n.
         return n, n
     if not read.has("n"):
         return best_of, best_of

@@ -24,10 +24,10 @@ from handlers.parsing.json_fields import json_kind
 from handlers.parsing.parameter_memo import ParameterMemo
 
 _FORM = TokenForm(token=('{"id": ', ', "text": ', ', "log_prob": '), ends=("}", ', "special_token": true}'))
-# With option.tgi_compat.
+# The form with option.tgi_compat.
 _TGI_FORM = TokenForm(token=('{"id": ', ', "text": ', ', "logprob": '), ends=("}", ', "special": true}'))
-# The members of `details` in a document, in one with several sequences, and at the end of a stream, and those of a
-# further sequence.
+# The members of `details` in a document, in a document with several sequences, and at the end of a stream. `_OTHER` has
+# the members of a further sequence.
 _COUNTS = ("finish_reason", "generated_tokens")
 _DETAILS = (*_COUNTS, "inputs", "tokens", "prefill", "top_tokens")
 _SEVERAL = ("inputs", *_COUNTS, "tokens", "prefill", "top_tokens", "best_of_sequences")
@@ -74,7 +74,7 @@ class LmiRollingContract:
             body = read_body(call, _prompts)
             stream = stream_of(body.document.get("stream"))
             adapters: tuple[str | None, ...] = (None,) * len(body.prompts)
-            if self._config.enable_lora:  # Otherwise LMI ignores them.
+            if self._config.enable_lora:  # Otherwise LMI ignores adapters.
                 adapters = adapters_of(call, body.document.get("adapters"), len(body.prompts))
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
@@ -132,7 +132,7 @@ class LmiRollingContract:
         request = msgspec.structs.replace(
             asked,
             stream=records,
-            # A stream shows one sequence, so no more are generated for it.
+            # A stream shows one sequence, so only one is generated.
             sequences=1 if records else asked.sequences,
             candidates=1 if records else asked.candidates,
             want_tokens=want_tokens,

@@ -17,7 +17,7 @@ from handlers.management import ManagementOperation
 from handlers.openapi_schemas import OBJECT
 from handlers.route_declarations import MODEL_VERSION, ContractRoutes, InvocationRoute, ManagementRoute
 
-_OF_SAGEMAKER = "/models/{model}/invoke"  # SageMaker calls it for a model of a multi-model endpoint.
+_OF_SAGEMAKER = "/models/{model}/invoke"  # SageMaker calls this path for a model of a multi-model endpoint.
 _TARGET_MODEL = b"x-amzn-sagemaker-target-model"
 _NAME = "model_name"
 _NAMING = frozenset({_NAME.encode(), MODEL_VERSION.encode(), _TARGET_MODEL})  # The headers that may name a model.
@@ -26,14 +26,14 @@ _NO_TOKENS = (
     "asynchronous inference (x-synchronous: false, x-starting-token) is not served: leave it out, and the answer has "
     "the result"
 )
-_SHOWN = 1024  # Characters of an unknown path in the error.
+_SHOWN = 1024  # The maximum number of characters of an unknown path in the error.
 
 
 def named_model(served: Container[str], head: Head) -> tuple[str | None, str | None]:
-    """Return the model and the version that a request's head names; None for a part that it does not name.
+    """Return the model and the version that a request's head names. None for a part that the head does not name.
 
-    The order is: path, query, the headers `model_name` and `model_version`, SageMaker's custom attributes, SageMaker's
-    Target-Model header.
+    These sources take precedence in this order: the path, the query, the headers `model_name` and `model_version`,
+    SageMaker's custom attributes, SageMaker's Target-Model header.
     """
     path, headers = head.path_parameters, head.headers
     if not (path or head.query or head.attributes) and _NAMING.isdisjoint(headers):
@@ -43,7 +43,7 @@ def named_model(served: Container[str], head: Head) -> tuple[str | None, str | N
         found.setdefault(attribute.decode("latin-1"), value.decode("latin-1"))
     asked = parse_qs(head.query.decode("latin-1")) if head.query else {}
     name = path.get("model") or next(iter(asked.get(_NAME, ())), None) or found.get(_NAME)
-    if not name and _TARGET_MODEL in headers:  # Such as `small.tar.gz`. An endpoint with one model may get it, too.
+    if not name and _TARGET_MODEL in headers:  # Such as `small.tar.gz`. An endpoint with one model may also get it.
         artifact = headers[_TARGET_MODEL].decode("latin-1")
         names = (artifact, artifact.rpartition("/")[2].removesuffix(".tar.gz"))
         name = next((known for known in names if known in served), None)
@@ -52,7 +52,7 @@ def named_model(served: Container[str], head: Head) -> tuple[str | None, str | N
 
 
 def _refuse_token(head: Head) -> Reply | None:
-    """Refuse a call that asks for a token, with which a later call would fetch the answer: no answer is kept."""
+    """Refuse a call that asks for a token to fetch the answer later, because answers are not kept."""
     for given in (head.headers, dict(head.attributes)):
         if head.method != "OPTIONS" and (_TOKEN in given or given.get(_SYNCHRONOUS, b"true").lower() != b"true"):
             return front_end_reply(400, "BadRequestException", _NO_TOKENS)
@@ -91,7 +91,7 @@ def _model_routes(collection: str, listed: ManagementOperation) -> tuple[Managem
         f"{collection}/{{model}}": of_one,
         f"{collection}/{{model}}/{{version}}": of_one,
     }
-    # The settings of statuses are for inference alone.
+    # The settings for error statuses apply only to inference.
     return tuple(
         ManagementRoute(path=path, operations=table, refuse=front_end_refusal) for path, table in operations.items()
     )

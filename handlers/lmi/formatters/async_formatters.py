@@ -1,4 +1,4 @@
-"""A customer's formatters in the asynchronous mode of LMI: they change bodies and vLLM's answers.
+"""A customer's formatters in LMI's asynchronous mode. They change request bodies and vLLM's answers.
 
 Source: djl_python, `lmi_vllm/vllm_async_service.py`. The formatters of the other modes are in
 `handlers.lmi.formatters.formatter_contract`.
@@ -26,13 +26,13 @@ from handlers.parsing.forms import is_form
 
 logger = logging.getLogger(__name__)
 
-_END = b""  # Stands for the end of the stream among its events.
+_END = b""  # Marks the end of the stream among its events.
 
 
 def formatted_call(read: Formatter, call: Call) -> Call:
     """Return the call with the body that the input formatter returns.
 
-    As in LMI, `adapters` is taken out of the body before the formatter is called.
+    As in LMI, `adapters` is removed from the body before the formatter is called.
 
     Raises:
         ContractError: The body cannot be decoded, or the formatter failed.
@@ -75,7 +75,7 @@ class FormattedReply(ShapedReply):
         """Create the writer.
 
         Args:
-            writer: Takes the changed reply.
+            writer: Sends the changed reply.
             formatters: The formatters. They have an output formatter.
             form: The form of errors.
             path: The path in vLLM's front end.
@@ -92,7 +92,7 @@ class FormattedReply(ShapedReply):
             self.cancel()
 
     def cancel(self) -> None:
-        """Implement `Running`: the client has left, or the formatter has failed."""
+        """Stop the call, because the client has disconnected or the formatter has failed."""
         if (running := self._close()) is not None:
             running.cancel()
 
@@ -175,7 +175,7 @@ class FormattedReply(ShapedReply):
             self._writer.reply(refusal)
 
     def _close(self) -> Running | None:
-        """Take nothing more, and return the call. The queue and the call hold this writer."""
+        """Close the writer, and return the call. Drop the queue and the call, because they hold this writer."""
         self._ended = True
         if self._formatting is not None:
             self._formatting.close()

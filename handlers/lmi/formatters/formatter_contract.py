@@ -1,7 +1,7 @@
-"""A contract that calls a customer's formatters, for the rolling batch and the dynamic batch of LMI.
+"""A contract that calls a customer's formatters, for LMI's rolling batch and dynamic batch.
 
-The input formatter reads the request, the output formatter writes the answer. A formatter may block, so all of this
-runs in a thread. Source: LMI, "Custom input formatter schema" and "Custom output formatter schema".
+The input formatter reads the request, and the output formatter writes the answer. A formatter may block, so both run
+in a thread. Source: LMI, "Custom input formatter schema" and "Custom output formatter schema".
 
 The formatters of the asynchronous mode are in `handlers.lmi.formatters.async_formatters`.
 """
@@ -75,7 +75,7 @@ class FormatterContract:
     def parse(self, call: Call) -> Exchange:
         request = self._read(call)
         if request is None:
-            return self._contract.parse(call)  # This reports the fault.
+            return self._contract.parse(call)  # This call reports the error.
         self._complete(request, call)
         formatter = request.output_formatter if isinstance(request.output_formatter, str) else None
         write = None if formatter in _BUILT_IN else self._formatters.output
@@ -112,7 +112,7 @@ class FormatterContract:
         )
 
     def _read(self, call: Call) -> RequestInput | None:
-        """Return the request of the input formatter, or else that in the body. None: the body is wrong."""
+        """Return the request from the input formatter, or else from the body. None if the body is invalid."""
         if self._formatters.input is None:
             try:
                 body = read_body(call, lambda _: ())
@@ -157,8 +157,8 @@ def _document(request: RequestInput, formatter: str | None, stream: bool, format
     Args:
         request: The request.
         formatter: The name of a built-in output formatter.
-        stream: The client asked for a stream.
-        formatted: The customer's output formatter writes the answer. It gets all details.
+        stream: True if the client asked for a stream.
+        formatted: True if the customer's output formatter writes the answer. The formatter then gets all details.
     """
     parameters = {
         name: value for name, value in request.parameters.items() if name not in ("stream", "output_formatter")
@@ -182,9 +182,8 @@ def _document(request: RequestInput, formatter: str | None, stream: bool, format
 class FormatterAnswer(Answer):
     """An answer that an output formatter writes. It has no content type, as in LMI.
 
-    A formatter of the newer form is called with the whole output. If the answer is streamed, it is called as long as
-    the output has unread tokens, otherwise once for each delta. A formatter of the older form is called with each
-    token.
+    A formatter of the newer form is called with the whole output: once for each delta, or, if the answer is streamed,
+    as long as the output has unread tokens. A formatter of the older form is called with each token.
     """
 
     content_type = ""

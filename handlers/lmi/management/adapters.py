@@ -1,8 +1,9 @@
-"""LMI's API that manages adapters: its calls and, byte for byte, its replies.
+"""LMI's management API for adapters: its calls and, byte for byte, its replies.
 
-An order has one of two forms. LMI's form is a query, and the reply is a JSON object. SageMaker's form is a JSON body,
-and the reply is a line of text. Errors have the form of DJL Serving's front end in both. Sources: "DJL Serving Adapters
-Management API"; AWS's package model-hosting-container-standards.
+A call that changes an adapter has one of two forms. In LMI's form, the parameters are in the query, and the reply is a
+JSON object. In SageMaker's form, they are in a JSON body, and the reply is a line of text. In both forms, errors are
+those of DJL Serving's front end. Sources: "DJL Serving Adapters Management API"; AWS's package
+model-hosting-container-standards.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from handlers.management import Management
 from handlers.parsing.json_fields import JsonError, decode_json, json_kind
 
 ALIAS_HEADER = "X-Amzn-SageMaker-Adapter-Alias"
-MOST_LISTED = 100  # Adapters in one reply.
+MOST_LISTED = 100  # The maximum number of adapters in one reply.
 _TEXT = "text/plain; charset=utf-8"
 _KNOWN = frozenset({"name", "src", "preload", "pin", "model_name", "model_version"})
 _BOOLEANS = {"true": True, "false": False}
@@ -105,10 +106,10 @@ def alias(call: Call) -> str:
 
 
 def confirmation(call: Call, name: str, action: str, message: str) -> Reply:
-    """Return the reply to an order that was carried out.
+    """Return the reply to a successful change.
 
     Args:
-        call: The order.
+        call: The call.
         name: The adapter's name.
         action: The past participle of the action, such as "registered".
         message: The text of a custom handler, which replaces the usual text. It may be empty.
@@ -163,13 +164,13 @@ def _document(content: Mapping[str, Any]) -> Reply:
 
 
 def _is_json(call: Call) -> bool:
-    """Return True if an order has SageMaker's form. An empty object beside a query is LMI's form."""
+    """Return True if a call has SageMaker's form. A query with an empty object as the body is LMI's form."""
     body = call.body.strip()
     return media_type(call.content_type) == JSON and bool(body) and not (body == b"{}" and call.query)
 
 
 def _given(call: Call) -> dict[str, Any]:
-    """Return the values of an order. A JSON body goes before the query."""
+    """Return the parameters of a call. A JSON body takes precedence over the query."""
     if not _is_json(call):
         return dict(call.query)
     try:

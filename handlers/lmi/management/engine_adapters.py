@@ -1,4 +1,4 @@
-"""The adapters of a model that an engine runs. The engine has their weights, this process their formatters."""
+"""The adapters of a model that an engine runs. The engine holds the weights, and this process the formatters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from handlers.parsing.json_limits import off_the_loop
 
 
 class EngineAdapterHost:
-    """Implements `engines.adapters.AdapterHost`, and the handler of `/invocations` of a model with adapters."""
+    """Implements `engines.adapters.AdapterHost`, and handles `/invocations` of a model with adapters."""
 
     reads_src = False
 
@@ -36,8 +36,8 @@ class EngineAdapterHost:
         """
         self._engine, self._otherwise, self._make = engine, otherwise, make
         self._base, self._async_mode = base, async_mode
-        self._current: dict[str, int] = {}  # Ids by names, like the following.
-        self._formatted: dict[str, tuple[Handler, Formatters]] = {}  # Adapters with formatters.
+        self._current: dict[str, int] = {}  # The adapters' ids, by name.
+        self._formatted: dict[str, tuple[Handler, Formatters]] = {}  # Adapters with formatters, by name.
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
         handler = self._otherwise

@@ -1,6 +1,6 @@
-"""LMI's API that manages models: its calls and, byte for byte, its replies.
+"""LMI's management API for models: its calls and, byte for byte, its replies.
 
-Sources: "DJL Serving Management API"; for multi-model endpoints Amazon SageMaker, "Build Your Own Container for
+Sources: "DJL Serving Management API"; for multi-model endpoints, Amazon SageMaker's "Build Your Own Container for
 SageMaker AI Multi-Model Endpoints".
 """
 
@@ -27,9 +27,9 @@ from handlers.management import (
 )
 from handlers.parsing.json_fields import JsonError, decode_json
 
-MAX_LISTED = 100  # Models in one reply.
+MAX_LISTED = 100  # The maximum number of models in one reply.
 MAX_WORKERS = 128  # Each worker is a process. No machine can use this many.
-# `.` and `..` are refused: clients resolve them in a path, so they could never unload such a model.
+# `.` and `..` are refused: clients resolve them in a path, so no client could unload such a model.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
 # Parameters of a registration, and the keys of serving.properties that they override.
@@ -43,7 +43,7 @@ MODEL_KEYS = {
     "min_worker": "minWorkers",
     "max_worker": "maxWorkers",
 }
-# Status and DJL's class name of each cause.
+# The status and DJL's class name for each cause.
 _REFUSALS: Mapping[Cause, tuple[int, str]] = {
     "url": (404, "ModelNotFoundException"),
     "registered": (409, "IllegalArgumentException"),
@@ -106,7 +106,7 @@ def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
 
 
 def read_page(call: Call) -> tuple[int, int]:
-    """Return the position of a list's first entry and its maximum length, from `next_page_token` and `limit`.
+    """Return the position of a page's first entry and the page's maximum length, from `next_page_token` and `limit`.
 
     Raises:
         ContractError: One of them is not an integer in its range. The reply is a 400.
