@@ -1,8 +1,8 @@
 """The answers of `/v1/completions` and `/v1/chat/completions`.
 
-The bytes are vLLM's (`serving.py` in `entrypoints/openai/completion/` and `chat_completion/`). It writes a whole answer
-with Python's `json` and the records of a stream with pydantic, which spell numbers differently: 0.00002 in a stream is
-2e-05 in a whole answer.
+The bytes are vLLM's (`serving.py` in `entrypoints/openai/completion/` and `chat_completion/`). vLLM writes a whole
+answer with Python's `json`, and the records of a stream with pydantic. The two write numbers differently: 0.00002 in a
+stream is 2e-05 in a whole answer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from handlers.openai.routes import refuse
 from handlers.parsing import vllm_parameters
 
 EVENTS = "text/event-stream; charset=utf-8"
-_LEAST = -9999.0  # In the place of minus infinity.
-_FAULT = "Internal server error"  # vLLM's message when its engine has failed at a request.
+_LEAST = -9999.0  # Replaces minus infinity.
+_FAULT = "Internal server error"  # vLLM's message if its engine fails to serve a request.
 
 FINISH_REASONS = {None: "null"} | {reason: quote(name) for reason, name in vllm_parameters.FINISH_REASONS.items()}
 _DETAILS = ',"completion_tokens_details":null'
 _NO_TOKEN_IDS = ',"prompt_token_ids":null,"token_ids":null}]'
-# The part after the text in a record that has only text.
+# The bytes that follow the text in a text-only record.
 _PLAIN_CHAT = '},"logprobs":null,"finish_reason":null,"token_ids":null}]}'
 _PLAIN_COMPLETION = f',"logprobs":null,"finish_reason":null,"stop_reason":null{_NO_TOKEN_IDS}}}'
 
@@ -41,20 +41,20 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     fingerprint: str | None
-    role: str = ""  # Of the message in a chat's answer.
-    sequences: int = 1  # For each prompt.
+    role: str = ""  # The role of the message in a chat's answer.
+    sequences: int = 1  # The number of sequences for each prompt.
     logprobs: bool = False
-    top: int = 0  # Alternatives for each token of a chat.
+    top: int = 0  # The number of alternatives for each token of a chat.
     usage: bool = False  # A stream ends with a record of the usage.
-    running_usage: bool = False  # Each of its records has the usage so far.
-    stop_token_ids: Sequence[int] = ()  # Of the body. A text may also end with one of the model's own.
+    running_usage: bool = False  # Each record of the stream has the usage so far.
+    stop_token_ids: Sequence[int] = ()  # The body's stop tokens. A text may also end with the model's own stop tokens.
 
 
 class AnswerForm:
-    """The form of answers. This is vLLM's; `/invocations` has others."""
+    """The form of answers. This class is vLLM's form. `/invocations` has subclasses with other forms."""
 
     stream_type = EVENTS
-    before, after = "data: ", "\n\n"  # Around each record of a stream.
+    before, after = "data: ", "\n\n"  # The text around each record of a stream.
     done = "data: [DONE]\n\n"  # Ends a stream.
     document_end = ""
 
@@ -69,7 +69,7 @@ class AnswerForm:
         return reply
 
     def of_vllm(self, writer: ReplyWriter, call: Call) -> ReplyWriter:
-        """Return a writer for the replies of vLLM's serving classes to a call, which passes them on in this form."""
+        """Return a writer that passes on the replies of vLLM's serving classes in this form."""
         return writer
 
 
@@ -77,17 +77,17 @@ VLLM_FORM = AnswerForm()
 
 
 class StreamAnswer(Answer):
-    """A record for each step of a sequence. The sequences of all prompts are numbered through."""
+    """A record for each step of a sequence. The sequences of all prompts are numbered consecutively."""
 
-    kind: ClassVar[str]  # `object` of a record.
+    kind: ClassVar[str]  # The value of `object` in a record.
 
     def __init__(self, options: AnswerOptions, form: AnswerForm) -> None:
         self._options, self._form = options, form
         self.content_type = form.stream_type
         self._head = f'{form.before}{{{_head(options, self.kind)},"choices":['
-        # A record that does not end a sequence has nothing but text.
+        # True if each record before a sequence's last record has only text.
         self._plain = not (options.logprobs or options.running_usage)
-        self._tokens = 0  # Of the sequences that have ended.
+        self._tokens = 0  # The tokens of the sequences that have ended.
 
     def fail(self, error: RequestError) -> Reply:
         return self._form.refusal(failure(error))
@@ -106,17 +106,17 @@ class StreamAnswer(Answer):
 
 
 class DocumentAnswer(Answer):
-    """One JSON document when everything has finished."""
+    """One JSON document, which is sent when all sequences have finished."""
 
     content_type = JSON
-    kind: ClassVar[str]  # `object` of the document.
+    kind: ClassVar[str]  # The value of `object` in the document.
     further: ClassVar[str]  # Members after the usage.
 
     def __init__(self, options: AnswerOptions, prompts: int = 1, *, form: AnswerForm) -> None:
         self._options, self._form = options, form
         self._sequences = [GeneratedSequence() for _ in range(prompts * options.sequences)]
         self._open = prompts
-        self._prompt_tokens = self._tokens = 0  # Of the prompts and the sequences that have ended.
+        self._prompt_tokens = self._tokens = 0  # The tokens of ended prompts and sequences.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         index = prompt * self._options.sequences + delta.sequence
@@ -146,7 +146,7 @@ class DocumentAnswer(Answer):
 
 
 class ChatStream(StreamAnswer):
-    """The first records say whose turn it is."""
+    """A stream for a chat. Its first records have the role."""
 
     kind = "chat.completion.chunk"
 
@@ -164,7 +164,7 @@ class ChatStream(StreamAnswer):
         if not self._begun:
             self._begun = True
             data = self._roles(delta.prompt_token_count)
-        if delta.text or delta.token_count or delta.stop_reason:  # otherwise it was aborted before its first token
+        if delta.text or delta.token_count or delta.stop_reason:  # otherwise aborted before the first token
             data += self._record(delta)
         if delta.finish_reason is not None:
             self._tokens += delta.token_count
@@ -196,7 +196,7 @@ class ChatStream(StreamAnswer):
 
 
 class ChatDocument(DocumentAnswer):
-    """Each choice is a message."""
+    """A document for a chat. Each choice has a message."""
 
     kind = "chat.completion"
     further = (
@@ -216,7 +216,7 @@ class ChatDocument(DocumentAnswer):
 
 
 class CompletionStream(StreamAnswer):
-    """Each record has a piece of text."""
+    """A stream for completions. Each record has a piece of text."""
 
     kind = "text_completion"
 
@@ -235,7 +235,7 @@ class CompletionStream(StreamAnswer):
         if self._plain and delta.finish_reason is None:
             return f"{self._heads[index]}{quote(delta.text)}{self._plain_end}".encode()
         data = ""
-        if delta.text or delta.token_count or delta.stop_reason:  # otherwise it was aborted before its first token
+        if delta.text or delta.token_count or delta.stop_reason:  # otherwise aborted before the first token
             data = self._record(index, delta)
         if delta.finish_reason is not None:
             self._tokens += delta.token_count
@@ -264,7 +264,7 @@ class CompletionStream(StreamAnswer):
 
 
 class CompletionDocument(DocumentAnswer):
-    """Each choice is a text."""
+    """A document for completions. Each choice has a text."""
 
     kind = "text_completion"
     further = '"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null'
@@ -285,7 +285,7 @@ def _head(options: AnswerOptions, kind: str) -> str:
 
 
 def usage_of(prompt_tokens: int, new_tokens: int) -> str:
-    """Counts of tokens, without a closing brace."""
+    """Return the token counts as a JSON object without its closing brace."""
     total = prompt_tokens + new_tokens
     return f'{{"prompt_tokens":{prompt_tokens},"total_tokens":{total},"completion_tokens":{new_tokens}'
 
@@ -316,7 +316,7 @@ def alternatives(token: Token) -> list[Token]:
 
 
 def failure(error: RequestError) -> Reply:
-    """Return the reply of a call that failed before its answer began, in the words of the other way."""
+    """Return the reply to a call that failed before its answer began, in the words of vLLM's front end."""
     return refuse(GenerationFailed(_FAULT) if isinstance(error, EngineFault) else error)
 
 
@@ -342,7 +342,7 @@ def spelled(text: str, comma: str = ",") -> tuple[str, str]:
 
 
 def _completion_logprobs(tokens: Sequence[Token], number: Callable[[Token], str], offset: int) -> tuple[str, int]:
-    """Return the log probabilities of tokens whose text begins at `offset`, and the offset of the next."""
+    """Return the log probabilities of tokens whose text begins at `offset`, and the offset of the next token."""
     offsets, numbers, texts, tops = [], [], [], []
     for token in tokens:
         value, text = number(token), quote(token.text)
@@ -359,6 +359,6 @@ def _completion_logprobs(tokens: Sequence[Token], number: Callable[[Token], str]
 
 
 def _completion_top(token: Token, number: Callable[[Token], str]) -> str:
-    """Return a token's alternatives. Tokens with the same text are one member, with the number of the last token."""
+    """Return a token's alternatives. Tokens with the same text share one member, which has the last token's number."""
     top = {other.text: other for other in alternatives(token)}
     return "{" + ",".join([f"{quote(text)}:{number(other)}" for text, other in top.items()]) + "}"

@@ -1,4 +1,4 @@
-"""Anthropic's forms on OpenAI's routes: errors and the list of models.
+"""Anthropic's forms of errors and of the list of models, on OpenAI's routes.
 
 Source: Anthropic's API reference, and the types of its Python package.
 """
@@ -13,10 +13,10 @@ import msgspec
 
 from handlers.contract import JSON, Call, Reply
 
-VERSION_HEADER = "Anthropic-Version"  # Every client of Anthropic's API sends it.
+VERSION_HEADER = "Anthropic-Version"  # Every client of Anthropic's API sends this header.
 ID_HEADER = "request-id"  # Anthropic's clients show the id of a request from this header.
 
-# Other statuses of clients' faults are an `invalid_request_error`, and of the server's faults an `api_error`.
+# The type of other client errors is `invalid_request_error`, and of other server errors `api_error`.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -30,7 +30,7 @@ _TYPES = {
 
 
 def is_anthropics(call: Call) -> bool:
-    """Return True if a client of Anthropic's API sends the call."""
+    """Return True if the call comes from a client of Anthropic's API."""
     return call.header(VERSION_HEADER) is not None
 
 
@@ -52,14 +52,14 @@ def _error(reply: Reply) -> dict[str, Any]:
 
 
 def model_list(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the list of models for OpenAI's objects of models. It is one page."""
+    """Return Anthropic's list of models for OpenAI's model objects. All models are on one page."""
     data = [model_info(card) for card in cards]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return {"data": data, "has_more": False, **ends}
 
 
 def model_info(card: dict[str, Any]) -> dict[str, Any]:
-    """Return the object of a model for OpenAI's."""
+    """Return Anthropic's model object for OpenAI's model object."""
     created = datetime.fromtimestamp(card["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "type": "model",

@@ -1,7 +1,7 @@
-"""OpenAI's bodies, as far as Slipway's contract reads them: the fields that most clients send, strictly typed.
+"""The bodies of OpenAI's API that Slipway's contract reads: the fields that most clients send, strictly typed.
 
-A body that does not fit is no error. It goes to vLLM's serving classes, which answer or refuse it. A field is here only
-where its meaning does not depend on anything else, and no type is wider than vLLM's. Source: vLLM,
+A body that does not fit is not an error. It goes to vLLM's serving classes, which answer or refuse it. This module has
+only fields whose meaning does not depend on anything else, and no type is wider than vLLM's. Source: vLLM,
 `entrypoints/openai/chat_completion/protocol.py` and `entrypoints/openai/completion/protocol.py`.
 """
 
@@ -22,7 +22,7 @@ Int = Annotated[int, msgspec.Meta(ge=MIN_INT64, le=MAX_INT64)]
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)]
 
-_CONSTRAINT = "structured_outputs"  # The name of a constraint in errors, for every field.
+_CONSTRAINT = "structured_outputs"  # The name of a constraint in errors, whichever field it comes from.
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}").fullmatch
 _SAMPLING_DEFAULTS = {
     "repetition_penalty": 1.0,
@@ -36,15 +36,15 @@ _SAMPLING_DEFAULTS = {
 
 
 class LeftToVllm(Exception):
-    """vLLM's serving classes answer this body; the message says why."""
+    """vLLM's serving classes have to answer this body. The message says why."""
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True):
-    """A JSON object of exactly these fields."""
+    """A JSON object without unknown fields."""
 
 
 class StreamOptions(_Strict, kw_only=True):
-    """The parts of a stream beside its text."""
+    """The parts of a stream in addition to its text."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -76,7 +76,7 @@ class _TextPart(_Strict, kw_only=True):
 
 
 class Message(_Strict, kw_only=True):
-    """One turn of a chat, in text. Of the other fields that a turn may have, null is absent, as in all contracts."""
+    """One text message of a chat. Other fields that a message may have must be null, which counts as absent."""
 
     role: Literal["system", "user", "assistant"]
     content: str | list[_TextPart]
@@ -145,10 +145,10 @@ def sampling_of(body: Body, defaults: Mapping[str, Any], max_tokens: int | None)
     """Return the sampling parameters of a body.
 
     Args:
-        defaults: The model's own, by vLLM's names.
+        defaults: The model's own default parameters, by vLLM's names.
 
     Raises:
-        LeftToVllm: One of them may have a value that vLLM refuses or changes.
+        LeftToVllm: A parameter may have a value that vLLM refuses or changes.
     """
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stop) > MAX_STRINGS or any(len(text) > MAX_STRING_LENGTH for text in stop):
@@ -166,7 +166,7 @@ def sampling_of(body: Body, defaults: Mapping[str, Any], max_tokens: int | None)
         stop_token_ids=tuple(dict.fromkeys((*(body.stop_token_ids or ()), *(defaults.get("stop_token_ids") or ())))),
         include_stop_str_in_output=body.include_stop_str_in_output,
         ignore_eos=body.ignore_eos,
-        # The model's default is vLLM 0.33's.
+        # Only vLLM 0.33 reads a default from the model.
         skip_special_tokens=defaults.get("skip_special_tokens", True)
         if body.skip_special_tokens is msgspec.UNSET
         else body.skip_special_tokens,

@@ -1,7 +1,7 @@
-"""The words for a body that Pydantic's models of a request refuse.
+"""The error messages for bodies that vLLM's Pydantic models refuse.
 
-Pydantic describes the fault of each type that a value may have: an item of `input` of `/v1/responses` may have 25, and
-a wrong item has 240 faults. Here the fault is the fault of the type that the value means.
+Pydantic reports errors for each type that a value may have. An item of `input` of `/v1/responses` may have 25 types,
+and a wrong item gets 240 errors. Here only the error for the type that the client meant is reported.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Any, NamedTuple
 
 from handlers.parsing.json_fields import shown
 
-_LONGEST = 1000  # Characters of a message.
+_LONGEST = 1000  # The maximum number of characters of a message.
 
 
 class _Fault(NamedTuple):
-    """One of Pydantic's faults."""
+    """One of Pydantic's errors."""
 
-    path: tuple[str | int, ...]  # Of the value in the body.
-    branch: tuple[str, ...]  # The types of the values on this path, as far as there are several.
+    path: tuple[str | int, ...]  # The path of the value in the body.
+    branch: tuple[str, ...]  # The types of those values on this path that may have several types.
     message: str
-    expected: str  # The allowed values of a `type` that another type of object has. Empty for any other fault.
+    expected: str  # The allowed values of `type`, if the object's `type` is another one. Empty for other errors.
 
 
 class BodyFault(NamedTuple):
-    """The fault of a body."""
+    """The error of a body."""
 
-    path: tuple[str | int, ...]  # Of the wrong value. Empty if it is the body.
+    path: tuple[str | int, ...]  # The path of the wrong value. Empty if it is the body.
     message: str
 
     @property
@@ -41,10 +41,10 @@ class BodyFault(NamedTuple):
 
 
 def body_fault(errors: Sequence[Any], body: Any) -> BodyFault:
-    """Return the fault that describes a refused body best.
+    """Return the error that describes a refused body best.
 
     Args:
-        errors: Pydantic's faults.
+        errors: Pydantic's errors.
         body: The document.
     """
     if not errors or not isinstance(errors[0], dict):
@@ -54,7 +54,7 @@ def body_fault(errors: Sequence[Any], body: Any) -> BodyFault:
     faults = [_fault(error, body) for error in errors]
     excluded = {fault.branch for fault in faults if fault.expected}
     meant = [fault for fault in faults if not fault.expected and not _is_below(fault.branch, excluded)]
-    # Types that the object should have. The object around it is of the type that is meant.
+    # Errors about the `type` of an object. The object that contains it has the type that the client meant.
     wrong = [fault for fault in faults if fault.expected and not _is_below(fault.branch[:-1], excluded)]
     deepest = max([*meant, *wrong], key=lambda fault: len(fault.path), default=faults[0])
     if not isinstance(body, dict):
@@ -66,7 +66,7 @@ def body_fault(errors: Sequence[Any], body: Any) -> BodyFault:
 
 
 def _fault(error: dict[str, Any], body: Any) -> _Fault:
-    """Tell the parts of a fault's place that are in the body from the parts that name a type."""
+    """Split an error's location into the parts that are in the body and the parts that name a type."""
     path: list[str | int] = []
     branch: list[str] = []
     value, parts = body, error["loc"][1:]

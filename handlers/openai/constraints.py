@@ -1,7 +1,7 @@
-"""The constraints in bodies of OpenAI's routes, in the forms that vLLM enforces.
+"""Translates the constraints in bodies of OpenAI's routes to the forms that vLLM enforces.
 
-vLLM takes fields that it does not know, and some beside others that take their place. Here each of them is
-translated to `structured_outputs`, or refused by its name.
+vLLM silently ignores fields that it does not know, and some fields that other fields override. Here each such field
+is translated to `structured_outputs`, or refused by name.
 
 Source: vLLM, `vllm/entrypoints/openai` and `vllm/entrypoints/anthropic`.
 """
@@ -29,7 +29,7 @@ from handlers.parsing.constraints import (
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 BATCH, COUNT_TOKENS = "/v1/chat/completions/batch", "/v1/messages/count_tokens"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-RENDER = "/rendered_chat"  # A path of the front end that no client reaches: it returns the prompt of a chat.
+RENDER = "/rendered_chat"  # A path of the front end that clients cannot reach. It returns the prompt of a chat.
 
 _SAMPLING = frozenset({"stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens"})
 # The names in `CONSTRAINING` that vLLM enforces, by path, and the names that are translated for vLLM.
@@ -46,7 +46,7 @@ _NESTS = ("extra_body", "parameters")
 # The fields that `enforceable` looks at.
 FIELDS = CONSTRAINING | {"tools", "use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}
 _NATIVE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-# OpenAI's forms. They are of a message's text; a call of a tool has the form of the tool's arguments.
+# OpenAI's forms, which apply to a message's text. A tool call has the form of the tool's arguments instead.
 _TEXT_FORMAT = "text.format"
 _OF_MESSAGES = ("response_format", _TEXT_FORMAT)
 _TYPED = ("grammar", "output_config.format")  # Objects with a `type`, which have no `strict` in their own APIs.
@@ -55,17 +55,17 @@ _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 
 
 def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True) -> tuple[dict[str, Any], Form]:
-    """Translate a body, so that vLLM enforces all that it asks for.
+    """Translate a body, so that vLLM enforces all constraints in it.
 
     Args:
-        body: Its `FIELDS` at least.
-        parses_tools: The model has a parser of tool calls.
+        body: At least the body's `FIELDS`.
+        parses_tools: True if the model has a tool-call parser.
 
     Returns:
         The fields to replace, and the form of the text. A field that is None is removed.
 
     Raises:
-        InvalidParameter: With the field that is wrong, or that vLLM would ignore.
+        InvalidParameter: A field is wrong, or vLLM would ignore it. The error names the field.
     """
     if path in (TOKENIZE, RENDER):
         changes = _allowed_tools(body)
@@ -82,7 +82,7 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
     if body.get("use_beam_search"):
         refuse_unread(body, body, "cannot be used together with `use_beam_search`")
     changes = _allowed_tools(body) if path in (CHAT, BATCH, RESPONSES) else {}
-    tools = tuple(_tools(body, path))  # With the numbers that they have in the body, also if not all are allowed.
+    tools = tuple(_tools(body, path))  # With their indices in the body, even if not all tools are allowed.
     body = {**body, **changes}
     _check_tool_choice(body, path, parses_tools)
     if path == MESSAGES:
@@ -104,7 +104,7 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
         changes |= dict.fromkeys([name for name in given if name != kept])
         given = [kept]
     for name in ("min_tokens", "ignore_eos") if given else ():
-        if body.get(name):  # the engine refuses it as well, but a stream would have begun
+        if body.get(name):  # the engine would refuse it too, but only after a stream has begun
             raise InvalidParameter(given[0], f"cannot be used together with `{name}`")
     if not given or given[0] not in FORMS:
         return changes, form
@@ -122,28 +122,28 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
 class Tool(NamedTuple):
     """A tool in a body."""
 
-    name: str  # In vLLM's schema of its calls.
-    place: str  # The place in the body of the schema of the tool's arguments.
+    name: str  # The tool's name in vLLM's schema of tool calls.
+    place: str  # Where the body has the schema of the tool's arguments.
     strict: bool
 
 
 class Form(NamedTuple):
-    """The form of a body's text, as the client knows it."""
+    """The form of a body's text, in the client's words."""
 
     name: str = "structured_outputs"
     strict: bool | None = None  # As in `SchemaPart`.
-    tools: tuple[Tool, ...] = ()  # The tools of which the model has to call one.
+    tools: tuple[Tool, ...] = ()  # The model has to call one of these tools.
     is_named: bool = False  # The client has named the tool.
 
     def parts(self, schema: Any) -> list[SchemaPart]:
         """Return the parts of the JSON schema of the text.
 
         Args:
-            schema: As vLLM has made it of the body.
+            schema: The schema that vLLM has made from the body.
         """
         if self.name != _TOOL_CHOICE:
             return [SchemaPart(strict=self.strict)]
-        if self.is_named:  # vLLM takes the last tool of this name.
+        if self.is_named:  # vLLM uses the last tool of this name.
             return [SchemaPart("#", f"{tool.place}#", tool.strict) for tool in self.tools[-1:]]
         parts: list[SchemaPart] = []
         tools: dict[str, list[Tool]] = {}
@@ -152,16 +152,16 @@ class Form(NamedTuple):
         for i, name in enumerate(_called(schema)):
             if not tools.get(name):
                 continue
-            tool = tools[name].pop()  # Tools of one name have the order of the body.
+            tool = tools[name].pop()  # Tools with the same name have the order of the body.
             parts.append(SchemaPart(f"#/items/anyOf/{i}/properties/parameters", f"{tool.place}#", tool.strict))
-            # A schema that refers to itself stands there (`engines.vllm.parsers.classes`).
+            # `$defs` holds a schema that refers to itself (`engines.vllm.parsers.classes`).
             if str(i) in schema.get("$defs", {}):
                 parts.append(SchemaPart(f"#/$defs/{i}", f"{tool.place}#", tool.strict))
         return parts
 
 
 def _form_named(body: Mapping[str, Any], names: Sequence[str]) -> Form:
-    """Return the form of a body that asks for it under these names."""
+    """Return the form that a body asks for under these names."""
     if not names:
         return Form()
     strict: list[bool | None] = []
@@ -176,7 +176,7 @@ def _form_named(body: Mapping[str, Any], names: Sequence[str]) -> Form:
 
 
 def _chosen_tool(choice: Any) -> str | None:
-    """Return the name of the tool that the model has to call. None if it may call any tool."""
+    """Return the name of the tool that the model has to call. None if the model may call any tool."""
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind in ("required", "any"):
         return None
@@ -184,7 +184,7 @@ def _chosen_tool(choice: Any) -> str | None:
 
 
 def _called(schema: Any) -> list[str]:
-    """Return the names of the tools in vLLM's schema of their calls, in its order; [] if it is another schema."""
+    """Return the names of the tools in vLLM's schema of tool calls, in order. Empty if it is another schema."""
     try:
         return [call["properties"]["name"]["enum"][0] for call in schema["items"]["anyOf"]]
     except (KeyError, IndexError, TypeError):
@@ -217,7 +217,7 @@ def _forms(body: Mapping[str, Any], path: str) -> list[str]:
     """Return the names of the forms that a body asks for.
 
     Raises:
-        InvalidParameter: It has none on this route.
+        InvalidParameter: The body asks for a form in a way that is invalid on this route.
     """
     given = [name for name in FORMS if asks(name, body.get(name))]
     if path == RESPONSES and (form := _text_format(body)) is not None:
@@ -228,10 +228,10 @@ def _forms(body: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _agreed(body: Mapping[str, Any], given: Sequence[str]) -> str:
-    """Return the name under which vLLM gets the form that a body has under several names.
+    """Return the name under which vLLM gets a form that the body has under several names.
 
     Raises:
-        InvalidParameter: They differ.
+        InvalidParameter: The forms differ.
     """
     if given[0] == "structured_outputs":
         given = [given[0], *[name for name in given[1:] if name not in OLDER]]
@@ -264,17 +264,17 @@ def _kind_of_choice(body: Mapping[str, Any]) -> Any:
 
 
 def _named_tool(choice: Any) -> dict[str, Any]:
-    """Return the field to replace where TGI's clients name a tool by a string."""
+    """Return the field to replace if `tool_choice` is the name of a tool, as TGI's clients send it."""
     if not isinstance(choice, str) or choice in ("", "auto", "none", "required"):
         return {}
     return {"tool_choice": {"type": "function", "function": {"name": choice}}}
 
 
 def _allowed_tools(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields to replace if only some of the tools are allowed: the model gets no others.
+    """Return the fields to replace if only some of the tools are allowed. The model gets only these tools.
 
     Raises:
-        InvalidParameter: The choice is wrong.
+        InvalidParameter: The choice is invalid.
     """
     choice = body.get("tool_choice")
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
@@ -295,7 +295,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _tool_name(tool: Any) -> str | None:
-    """Return the name of a tool in a form of chats or of responses."""
+    """Return the name of a tool, in the form of chats or of responses."""
     if not isinstance(tool, dict):
         return None
     function = tool.get("function", tool)
@@ -307,14 +307,14 @@ def _check_tool_choice(body: Mapping[str, Any], path: str, parses_tools: bool) -
     if not _forced(body):
         return
     choice = body["tool_choice"]
-    if path == RESPONSES:  # on the other routes vLLM itself refuses these
+    if path == RESPONSES:  # on other routes, vLLM itself refuses these
         if not parses_tools:
             raise InvalidParameter("tool_choice", "needs option.tool_call_parser, unless it is auto or none")
         if isinstance(choice, dict) and choice.get("type") not in ("function", "custom"):
             raise InvalidParameter("tool_choice.type", "must be one of function, custom; others cannot be enforced")
     if forms := [form for form in _forms(body, path) if form not in _OF_MESSAGES]:
         raise InvalidParameter(forms[0], "cannot be combined with a `tool_choice` that makes the model call a tool")
-    if path == MESSAGES and not body.get("tools"):  # vLLM refuses it on chats
+    if path == MESSAGES and not body.get("tools"):  # on chats, vLLM refuses it
         raise InvalidParameter("tool_choice", "needs `tools`, unless it is auto or none")
 
 
@@ -322,7 +322,7 @@ def _without_formats(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields to replace if the model has to call a tool.
 
     Raises:
-        InvalidParameter: `response_format` is wrong.
+        InvalidParameter: `response_format` is invalid.
     """
     changes: dict[str, Any] = {}
     if (form := body.get("response_format")) is not None:
@@ -342,7 +342,7 @@ def _member(body: Mapping[str, Any], name: str, member: str) -> Any:
 def _text_format(body: Mapping[str, Any]) -> str | None:
     form = _member(body, "text", "format")
     if not isinstance(form, dict) or form.get("type") == "text":
-        return None  # no object: refused by vLLM
+        return None  # vLLM refuses a value that is not an object
     if form.get("type") == "json_schema" and not isinstance(form.get("schema"), dict):
         raise InvalidParameter("text.format.schema", "must be a JSON schema: an object")
     return _TEXT_FORMAT
@@ -371,7 +371,7 @@ def _is_vllms(form: Any) -> bool:
 
 
 def _checked(given: Any) -> dict[str, Any]:
-    """Check that vLLM's own field says one thing, and nothing that no back end follows."""
+    """Check that vLLM's own field has exactly one constraint, and only members that a back end enforces."""
     name = "structured_outputs"
     if not isinstance(given, dict):
         return {}  # refused by vLLM

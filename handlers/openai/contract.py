@@ -1,7 +1,7 @@
-"""Slipway's contract for completions and chats. It also decides which of them it serves.
+"""Slipway's contract for completions and chats. The contract also decides which calls Slipway answers itself.
 
-All others are left to vLLM's serving classes: requests with fields that `body` does not have or values that vLLM would
-convert or refuse, and models whose answers are parsed. A request gets the same bytes either way.
+It leaves other calls to vLLM's serving classes: requests with fields that `body` does not have or with values that vLLM
+would convert or refuse, and requests to models whose answers are parsed. Both ways, a request gets the same bytes.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class FrontEnd:
     fingerprint: str | None  # `system_fingerprint` of answers.
     role: str  # The role of answers in a chat.
     default_sampling: Mapping[str, Any]  # The model's default sampling parameters, by vLLM's names.
-    most_new_tokens: int | None  # A limit that no request can raise.
+    most_new_tokens: int | None  # A limit on new tokens that no request can raise.
     max_model_len: int  # In tokens.
-    most_prompts: int  # In the body of a completion.
-    most_sequences: int  # For each prompt.
+    most_prompts: int  # The maximum number of prompts in the body of a completion.
+    most_sequences: int  # The maximum number of sequences for each prompt.
     most_stop_strings: int
-    # Makes a prompt from messages. None: vLLM's serving classes answer all chats.
+    # Makes a prompt from messages. If None, vLLM's serving classes answer all chats.
     render: Callable[[list[dict[str, Any]]], str] | None
 
 
@@ -76,10 +76,10 @@ class OpenAIContract:
         Args:
             call: The call.
             path: The path of OpenAI's API that the call is for.
-            any_model: Accept every `model` in the body.
-            adapter: Replaces the `model` in the body. An empty string is the model itself.
+            any_model: True accepts every `model` in the body.
+            adapter: Replaces the `model` in the body. An empty string means the model itself.
             form: The form of the answer.
-            body: The body, if it was decoded. A call that was split into its fields instead is not common.
+            body: The body, if it was decoded. A call that was split into its fields is never a common call.
 
         Returns:
             The exchange, or None if the call is left to vLLM's serving classes.
@@ -153,7 +153,7 @@ class OpenAIContract:
         options = self._options(body, f"chatcmpl-{call.request_id}", request, adapter)
         try:
             prompt = self._front_end.render(list(map(_message, body.messages)))
-        except Exception as error:  # a template is the model's code, and may raise anything
+        except Exception as error:  # the model's template may raise any exception
             raise LeftToVllm(str(error)) from None
         request = msgspec.structs.replace(
             request, request_id=options.id, prompt=prompt, adapter=adapter, **call.steering
@@ -177,7 +177,7 @@ class OpenAIContract:
             raise LeftToVllm("n")
         return GenerationRequest(
             sampling=sampling,
-            # Streamed sequences keep their order. The engine would sort others by probability.
+            # Streamed sequences keep their order. Otherwise the engine would sort them by probability.
             stream=bool(body.stream) or sequences > 1,
             sequences=sequences,
             candidates=sequences,
@@ -208,7 +208,7 @@ class OpenAIContract:
 
 
 def is_common(call: Call) -> bool:
-    """Return True if content type and headers leave the answer to the body."""
+    """Return True if neither the content type nor the headers change the answer."""
     # vLLM refuses a blank before the semicolon (`validate_json_request`), so this is not `media_type`.
     is_json = call.content_type.partition(";")[0].lower() == JSON
     return is_json and _STEERING.isdisjoint(call.headers)
@@ -217,13 +217,13 @@ def is_common(call: Call) -> bool:
 def named_adapter(
     name: str | None, adapters: Collection[str], accepts: Callable[[str], bool], *, any_model: bool
 ) -> str | None:
-    """Return the adapter that a call names; None if it names the model.
+    """Return the adapter that a call names, or None if it names the model.
 
     Args:
         name: The name in the call.
         adapters: The names of the adapters.
         accepts: Returns True if a name is the model's.
-        any_model: Every other name is the model's.
+        any_model: True if every other name means the model.
 
     Raises:
         LeftToVllm: The name is unknown.

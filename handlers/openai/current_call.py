@@ -1,8 +1,7 @@
 """The resources of one HTTP call while vLLM's serving classes work for it: places in the queue, and adapters.
 
-These classes start and drop generators and tasks as they please. The resources therefore belong to the call, and are
-freed when the call ends, even if the classes have not ended. Only a response in the background continues, and keeps
-them.
+These classes start and drop generators and tasks freely. The resources therefore belong to the call, and are freed when
+the call ends, even if such tasks still run. Only a background response continues, and keeps the resources.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ logger = logging.getLogger(__name__)
 
 
 class OpenRequest(Protocol):
-    """A request of a call that the engine has."""
+    """A call's request that is in the engine."""
 
     @property
     def begun(self) -> bool:
-        """True if it has a token."""
+        """True if the request has a token."""
 
     def end_at_deadline(self) -> None:
         """Stop generating: each unfinished sequence ends with its tokens so far."""
 
 
 class BeamSteps:
-    """Counts the steps of a call's beam searches. Each step asks the engine for a token after each beam."""
+    """Counts the steps of a call's beam searches. Each step asks the engine for the next token of each beam."""
 
     def __init__(self, statistics: EngineStatistics) -> None:
         self._all = statistics
@@ -60,14 +59,14 @@ class BeamSteps:
         return self._later
 
     def end(self) -> None:
-        """Count the tokens."""
+        """Add the tokens of the steps to the engine's statistics."""
         for part in (self._first, self._later):
             self._all.tokens += part.tokens
             part.tokens = 0
 
 
 class OpenAICall:
-    """A call of vLLM's front end: its places in the queue, its adapters, and how it went."""
+    """A call of vLLM's front end: its places in the queue, its adapters, and its state."""
 
     def __init__(
         self,
@@ -80,37 +79,37 @@ class OpenAICall:
     ) -> None:
         self._queue, self.statistics = queue, queue.statistics
         self._arrived_at, self._time_limit = (call.arrived_at, call.time_limit) if call is not None else (0.0, None)
-        self._places = 0  # Of the queue, that the call still has.
+        self._places = 0  # The queue's places that the call still holds.
         self._closed = False
         self._background: asyncio.Task[None] | None = None
-        self.any_model = any_model  # No `model` in its body is refused.
+        self.any_model = any_model  # Every `model` in its body is accepted.
         self.only_counts = only_counts  # Its prompt is counted, and nothing is generated.
         # The salt of prompts if the body has no salt.
         self.cache_salt = call.steering.get("cache_salt", "") if call is not None else ""
-        self.uses_tools = False  # The model may call tools of its body.
-        self.form = Form()  # Of its text, as the body says it.
+        self.uses_tools = False  # The model may call tools of the call's body.
+        self.form = Form()  # The form of the text that the body asks for.
         self.request_id = ""  # For the log.
-        self.not_held: tuple[tuple[str, str], ...] = ()  # The header that names what its answer may break.
+        self.not_held: tuple[tuple[str, str], ...] = ()  # The header about the JSON schema.
         self.reached: tuple[tuple[str, str], ...] = ()  # The header of an answer that ended at its deadline.
-        self.streams = call is not None and call.from_handler  # The deadline of streams holds.
+        self.streams = call is not None and call.from_handler  # The stream deadline applies.
         self.deadline: Deadline | None = None
         self.open: set[OpenRequest] = set()  # Its requests in the engine.
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._on_missed: Callable[[DeadlineExceeded], object] | None = None
-        self.deadline_passed = False  # Its requests were ended, or it has its error.
-        # Adapters that are kept for the call, by name; a beam search asks for its own several times.
+        self.deadline_passed = False  # The call's requests were ended, or the call has its error.
+        # Adapters that are kept for the call, by name. A beam search asks for its adapter several times.
         self.adapters: dict[str, Claim] = {}
         self.media = RequestMedia(media) if media is not None else None
-        self.generates = False  # It was admitted to the queue.
-        self.steps: BeamSteps | None = None  # Its beam searches have begun: all of its requests are steps of them.
-        self.begun = False  # The engine has begun an answer to one of the requests. From now on it refuses no request.
-        self.on_begin: Callable[[], None] | None = None  # Called then.
-        self.submitted = False  # Its body has been read, and something of it is to be generated.
-        self.explains_one = False  # Its first prompt is explained, and no other.
-        # Gets the prompts when they would go to the engine. None: the call is not to be explained.
+        self.generates = False  # The call was admitted to the queue.
+        self.steps: BeamSteps | None = None  # If set, all of the call's requests are beam-search steps.
+        self.begun = False  # The engine has begun an answer, so it no longer refuses any request of the call.
+        self.on_begin: Callable[[], None] | None = None  # Called when `begun` is set.
+        self.submitted = False  # The body has been read, and a prompt goes to the engine.
+        self.explains_one = False  # Only the call's first prompt is explained.
+        # Gets the prompts at the point where they would go to the engine. None if the call is not to be explained.
         self.explained: asyncio.Future[Sequence[ExplainedPrompt]] | None = None
         self.asked: list[tuple[Any, Any, Any]] = []  # These prompts, with vLLM's parameters and options.
-        self.failed = ""  # Why the engine gave up on one of its requests; empty if it did not.
+        self.failed = ""  # Why one of the call's requests failed. Empty if none has failed.
 
     @property
     def most_sequences(self) -> int:
@@ -122,10 +121,10 @@ class OpenAICall:
 
         Raises:
             InvalidRequest: The call would never fit, or has ended.
-            Overloaded: There are not enough now.
+            Overloaded: There are not enough free places now.
         """
         limit = self._queue.limit
-        if self._closed:  # something that outlives its call
+        if self._closed:  # a task that outlives its call
             raise InvalidRequest("the call has ended; nothing more can be generated for it")
         if self._places + sequences > limit:
             raise InvalidRequest(f"the request asks for too many sequences; at most {limit} can be served")
@@ -134,14 +133,14 @@ class OpenAICall:
         self.generates = True
 
     def on_not_held(self, places: Sequence[str]) -> None:
-        """Note the parts of the JSON schema that the answer may break."""
+        """Record the parts of the JSON schema that the answer might violate."""
         if self.not_held:  # The requests of a call have the same schema.
             return
         logger.info("%d parts of the JSON schema are not held", len(places), extra={"request_id": self.request_id})
         self.not_held = not_held_header(places)
 
     def start_deadline(self, on_missed: Callable[[DeadlineExceeded], object]) -> None:
-        """Start the timer of the call's deadline. A call that is only explained shows it, and has no timer.
+        """Start the timer of the call's deadline. A call that is only explained has a deadline, but no timer.
 
         Args:
             on_missed: Called at the deadline if no request has a token.
@@ -150,12 +149,12 @@ class OpenAICall:
         self._set_deadline(self._queue.deadlines)
 
     def begin_stream(self) -> None:
-        """Note that the answer is a stream, which a form does not tell before. The deadline of streams holds."""
+        """Record that the answer is a stream, which a form shows only now. The stream deadline then applies."""
         self.streams = True
         self._set_deadline(self._queue.deadlines)
 
     def leave_client(self) -> None:
-        """Drop the server's deadline: no client waits for a response in the background. The client's own stays."""
+        """Drop the server's deadline, because no client waits for a background response. Keep the client's deadline."""
         self._set_deadline(NO_DEADLINES)
 
     def _set_deadline(self, deadlines: DeadlineConfig) -> None:
@@ -166,7 +165,7 @@ class OpenAICall:
             self._deadline_timer = self.deadline.call(self.end_at_deadline)
 
     def end_at_deadline(self, error: DeadlineExceeded) -> None:
-        """End all requests if one of them has a token, otherwise the call with the error."""
+        """If one of the requests has a token, end all requests. Otherwise end the call with the error."""
         if self.deadline_passed or self._on_missed is None:
             return
         self.deadline_passed = True
@@ -179,46 +178,46 @@ class OpenAICall:
         self._on_missed(error)
 
     def add(self, request: OpenRequest) -> None:
-        """Note a request that the engine has got. After the deadline it ends at once."""
+        """Record a request that the engine has received. After the deadline, the request ends at once."""
         self.open.add(request)
         if self.deadline_passed:
             request.end_at_deadline()
 
     def reach_deadline(self) -> None:
-        """Note that the deadline has ended a request that was not finished."""
+        """Record that the deadline has ended an unfinished request."""
         if not self.reached:
             self._queue.count_deadline(self.request_id, begun=True)
         self.reached = REACHED
 
     def begin(self) -> None:
-        """Note that the engine has begun an answer."""
+        """Record that the engine has begun an answer."""
         self.begun = True
         if self.on_begin is not None:
             self.on_begin()
 
     def release(self, sequences: int) -> None:
-        """Give places back; harmless once the call has ended."""
+        """Return places to the queue. Do nothing if the call has ended."""
         if not self._closed:
             self._places -= sequences
             self._queue.open_sequences -= sequences
 
     def keep(self, adapter: str, claim: Claim) -> Claim:
-        """Keep an adapter until the call ends. Returns the one claim that all requests of the call share."""
+        """Keep an adapter until the call ends. Return the claim that all requests of the call share."""
         kept = claim if self._closed else self.adapters.setdefault(adapter, claim)
         if self._closed or kept is not claim:
             claim.release()
         return kept
 
     def goes_on_in(self, task: asyncio.Task[None]) -> None:
-        """Keep the call's resources until the task has ended: it makes a response in the background.
+        """Keep the call's resources until the task has ended. The task makes a background response.
 
-        A response without a token at its deadline fails.
+        A response that has no token at its deadline fails.
         """
         self._background = task
         self._on_missed = lambda _: task.cancel()
 
     def explain(self, prompts: Sequence[ExplainedPrompt]) -> None:
-        """Give the explanation these prompts, unless it has some."""
+        """Set the explanation's prompts, unless they are already set."""
         if self.explained is not None and not self.explained.done():
             self.explained.set_result(prompts)
 
@@ -241,5 +240,5 @@ class OpenAICall:
         self._closed = True
 
 
-# The call that the running task works for; tasks that it starts inherit it.
+# The call that the running task works for. Tasks that this task starts inherit the call.
 current_call: ContextVar[OpenAICall] = ContextVar("current_call")

@@ -1,4 +1,4 @@
-"""Slipway's contract for `/v1/embeddings`: texts or token ids to vectors.
+"""Slipway's contract for `/v1/embeddings`: turns texts or token ids into vectors.
 
 Requests with other fields and all refusals are left to vLLM's serving classes. Source: vLLM,
 `entrypoints/pooling/embed/protocol.py` and `serving.py`.

@@ -1,4 +1,4 @@
-"""The forms of errors on OpenAI's and Anthropic's routes: of whole replies, and of the ends of streams."""
+"""The forms of errors on OpenAI's and Anthropic's routes, in whole replies and at the ends of streams."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from handlers.openai.constraints import MESSAGES, RESPONSES
 
 
 class ErrorForm:
-    """vLLM's form. A stream ends with the error object, and `[DONE]`."""
+    """vLLM's form. A stream ends with the error object and `[DONE]`."""
 
     def whole(self, reply: Reply) -> Reply:
         """Return the reply with vLLM's error object in this form."""
         return reply
 
     def sent(self, data: bytes) -> None:
-        """Take a part of the stream that was sent."""
+        """Record a part of the stream that was sent."""
 
     def last_events(self, reply: Reply) -> bytes:
         """Return the events that end the stream with the error of `reply`."""
@@ -43,7 +43,7 @@ class ResponsesErrors(ErrorForm):
     """
 
     def __init__(self) -> None:
-        self._first = self._last = b""  # Events of the stream.
+        self._first = self._last = b""  # The first event of the stream, and the last part that was sent.
 
     def sent(self, data: bytes) -> None:
         self._first = self._first or data.partition(b"\n\n")[0]
@@ -72,7 +72,7 @@ def error_form(path: str) -> ErrorForm:
 
 
 def _document(event: bytes) -> dict[str, Any]:
-    """Return the document of the last event in these bytes, or an empty one."""
+    """Return the document of the last event in these bytes, or an empty document."""
     data = event.rpartition(b"\ndata: ")[2] or b"{}"
     document: dict[str, Any] = msgspec.json.decode(data)
     return document

@@ -1,6 +1,6 @@
-"""The handler of OpenAI's routes: Slipway's contract answers common calls, vLLM's front end all others.
+"""The handler of OpenAI's routes. Slipway's contract answers common calls, and vLLM's front end all other calls.
 
-vLLM's front end also answers the calls that the contract understands and the engine refuses, so that errors are vLLM's.
+vLLM's front end also answers calls that the contract understands but the engine refuses, so that errors are vLLM's.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ from handlers.queue import EngineQueue
 from handlers.route_declarations import RenderedChat, is_address
 from handlers.running_call import RunningCall, deadline_of
 
-_PROMPTS_PER_TURN = 2  # After this number of tokenized prompts, other work gets its turn on the event loop.
+_PROMPTS_PER_TURN = 2  # After this number of tokenized prompts, other work gets a turn on the event loop.
 _LONG_CHAT = 16 * 1024  # Bytes. Longer chats are parsed in a thread, since their templates may be slow.
-# An answer's id is a prefix and the HTTP request's id. A number follows if the answer has several prompts.
+# An answer's id consists of a prefix and the HTTP request's id, and a number if the answer has several prompts.
 _PREFIXES = ("chatcmpl-", "cmpl-", "transcribe-", "translate-")
 _ONE_OF_MANY = re.compile(r"[-_]\d+$")
 
 
 def import_front_end(config: ModelConfig) -> None:
-    """Import vLLM's front end if it is going to serve the model. Call it in a thread: it takes a second."""
+    """Import vLLM's front end if it will serve the model. Call this in a thread, because it takes a second."""
     if is_vllm(config):
         from handlers.openai.vllm import engine_client  # noqa: F401
         from handlers.openai.vllm.app import routers
@@ -134,7 +134,7 @@ async def openai_handler(queue: EngineQueue, config: ModelConfig, aliases: Seque
 
 
 class OpenAIHandler:
-    """Answers common calls with Slipway's contract, and gives the others to vLLM's front end."""
+    """Answers common calls with Slipway's contract, and passes other calls to vLLM's front end."""
 
     def __init__(
         self,
@@ -149,18 +149,19 @@ class OpenAIHandler:
         Args:
             vllm: vLLM's front end.
             queue: The queue of the model's engine.
-            contract: Slipway's contract. None: vLLM's front end answers all calls.
+            contract: Slipway's contract. If None, vLLM's front end answers all calls.
             model: The model's name in bodies.
             adapters: The names of adapters in bodies. The collection changes as adapters are loaded and unloaded.
         """
         self._vllm, self._queue, self._contract, self._model, self._adapters = vllm, queue, contract, model, adapters
-        # One long body at a time: vLLM's renderer copies its tokenizer for each thread that uses it.
+        # Only one long body is read at a time, because vLLM's renderer copies its tokenizer for each thread that uses
+        # it.
         self._long = asyncio.Lock()
         self._aborting: set[asyncio.Task[None]] = set()
 
     @property
     def images(self) -> ImageLoader | None:
-        """Loads images for the other contracts. They share their memory limit with images of chats."""
+        """Loads images for other contracts. These images share the memory limit with images of chats."""
         return self._vllm.images
 
     def openapi(self) -> dict[str, Any]:
@@ -173,7 +174,7 @@ class OpenAIHandler:
 
         Their clients get the answer so far, with the finish reason `abort`.
         """
-        from engines.vllm.async_llm import abort, request_ids  # the OpenAI contract can be described without vLLM
+        from engines.vllm.async_llm import abort, request_ids  # OpenAI's routes can be described without vLLM
 
         ids = [known for known in request_ids(self._vllm.llm) if _belongs(known, request_id)]
         if ids:
@@ -224,10 +225,10 @@ class OpenAIHandler:
 
         Args:
             call: The call.
-            writer: Takes the reply.
-            path: The path of OpenAI's API that the call is for. `/invocations` passes its calls on with other paths.
-            any_model: Accept every `model` in the body.
-            adapter: Replaces the `model` in the body. An empty string is the model itself.
+            writer: Sends the reply.
+            path: The path of OpenAI's API that the call is for. It differs from the call's own path on `/invocations`.
+            any_model: True accepts every `model` in the body.
+            adapter: Replaces the `model` in the body. An empty string means the model itself.
             form: The form of the answer.
             body: The body, if it was decoded.
 
@@ -269,13 +270,13 @@ class OpenAIHandler:
                 await running.submit()
                 return running
             except (Overloaded, GenerationFailed, EngineDead, AdapterUnusable, DeadlineExceeded) as failure:
-                # vLLM's front end would wait as long again. Only a call that is explained raises its deadline.
+                # vLLM's front end would wait as long again. Only a call that is explained raises DeadlineExceeded.
                 queue.statistics.calls.count(time.monotonic() - began, failed=True)
                 reply = form.refusal(refuse(failure))
                 writer.reply(ended_at_deadline(reply) if isinstance(failure, DeadlineExceeded) else reply)
                 return None
             except RequestError:
-                pass  # vLLM's front end refuses it in vLLM's words
+                pass  # vLLM's front end refuses the call in vLLM's words
         model = (adapter or self._model) if adapter is not None and call.body else None
         openai_call = OpenAICall(
             queue,
@@ -292,10 +293,10 @@ class OpenAIHandler:
     async def _explain(
         self, call: Call, openai_call: OpenAICall, writer: ReplyWriter, path: str, form: AnswerForm, model: str | None
     ) -> None:
-        """Have vLLM's front end make the requests of a call, and send none of them.
+        """Let vLLM's front end make the requests of a call without sending them.
 
         Raises:
-            Explained: It has made requests. Otherwise its reply goes to `writer`.
+            Explained: The front end has made requests. Otherwise its reply goes to `writer`.
         """
         assert call.explanation is not None
         call.explanation.because.append("vLLM's front end makes the requests")
@@ -312,10 +313,10 @@ class OpenAIHandler:
         form.of_vllm(writer, call).reply(whole.received.result())
 
     async def _tokenized(self, exchange: Exchange) -> Exchange | None:
-        """Replace the prompts by their token ids, unless the queue has no place for them.
+        """Replace the prompts with their token ids, unless the queue has no room for them.
 
         Returns:
-            None if a prompt is refused, as no other may have begun then, or if the call would never fit.
+            None if a prompt is refused, because then no other prompt must have begun, or if the call would never fit.
         """
         tokenize = self._queue.engine.prompt_token_ids
         places = sum([request.sequences_in_engine for request in exchange.requests])
@@ -337,7 +338,7 @@ class OpenAIHandler:
 
 
 class _WholeReply:
-    """Implements `ReplyWriter` for a reply that is not streamed: keeps it."""
+    """Implements `ReplyWriter` for a reply that is not streamed, and keeps the reply."""
 
     def __init__(self) -> None:
         self.received: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()

@@ -1,6 +1,6 @@
-"""The load report that routers ask for (ORCA), in a header of the replies to completions and chats.
+"""The load report (ORCA) that load balancers ask for, in a header of replies to completions and chats.
 
-Source: vLLM, `vllm/entrypoints/serve/utils/orca_metrics.py`. vLLM leaves it out of streams.
+Source: vLLM, `vllm/entrypoints/serve/utils/orca_metrics.py`. vLLM does not send the report with streams.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ _FORMAT = b"endpoint-load-metrics-format"
 
 
 def report_format(call: Call) -> str:
-    """Return the form in which a call asks for the report: `json`, `text`, or an empty string."""
+    """Return the form in which a call asks for the report: `json` or `text`. Empty if it does not ask."""
     form = call.headers.get(_FORMAT, b"").lower()
     return form.decode() if form in (b"json", b"text") else ""
 
 
 class LoadReportWriter:
-    """Adds the report to a reply that succeeds."""
+    """Adds the report to a successful reply."""
 
     def __init__(self, writer: ReplyWriter, engine: Engine, form: str) -> None:
         """Create the writer.
 
         Args:
-            writer: Takes the reply.
+            writer: Sends the reply.
             engine: The engine whose load is reported.
             form: `json` or `text`.
         """
         self._writer, self._engine, self._form = writer, engine, form
-        # Parts of a reply need nothing more.
+        # Parts of a reply are passed on unchanged.
         self.write: Callable[[bytes], None] = writer.write
         self.write_latest: Callable[[Callable[[], bytes]], None] = writer.write_latest
         self.end: Callable[[bytes], None] = writer.end

@@ -1,4 +1,4 @@
-"""OpenAI's and Anthropic's clients: routes that go to vLLM's own server, the list of models, errors, adapter routes.
+"""OpenAI's and Anthropic's routes: the routes of vLLM's own server, the list of models, errors, and adapter routes.
 
 Source: vLLM, `vllm/entrypoints/openai`, `vllm/entrypoints/anthropic` and `vllm/entrypoints/serve/lora`.
 """
@@ -37,18 +37,18 @@ from handlers.route_declarations import (
 EMBEDDINGS = "/v1/embeddings"
 # Every call of these paths needs a place in the queue.
 QUEUED = frozenset({CHAT, COMPLETIONS, EMBEDDINGS, *SPEECH})
-ALIASED = "/openai"  # Prefix of the paths on which any `model` is accepted.
-SHORT_EMBEDDINGS = "/embeddings"  # TEI's other path of /v1/embeddings. It accepts any `model`, too.
+ALIASED = "/openai"  # The prefix of paths on which any `model` is accepted.
+SHORT_EMBEDDINGS = "/embeddings"  # TEI's other path for /v1/embeddings. It also accepts any `model`.
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 _TEXT = "text/plain; charset=utf-8"
-_TOO_LARGE = "Request Entity Too Large"  # The phrase of 413, for which `HTTPStatus` has another from Python 3.13 on.
+_TOO_LARGE = "Request Entity Too Large"  # The phrase of 413. `HTTPStatus` has another phrase from Python 3.13 on.
 
 T = TypeVar("T")
 
 
 def models(call: Call, views: Sequence[ModelView]) -> Reply:
-    """GET /v1/models: all names of the models, loaded or not, and their adapters. Anthropic's clients get its form."""
+    """GET /v1/models: all names of the models, loaded or not, and their adapters, in OpenAI's or Anthropic's form."""
     created = int(time.time())
     cards = [card for view in views for card in _cards(view, created)]
     document = anthropic.model_list(cards) if anthropic.is_anthropics(call) else {"object": "list", "data": cards}
@@ -56,11 +56,11 @@ def models(call: Call, views: Sequence[ModelView]) -> Reply:
 
 
 def model(call: Call, views: Sequence[ModelView]) -> Reply:
-    """GET /v1/models/<id>: one of the entries of that list. vLLM itself has no such route.
+    """GET /v1/models/<id>: one entry of the list of models. vLLM itself has no such route.
 
     Raises:
-        UnknownModel: None has this id.
-        ContractError: The same for Anthropic's clients.
+        UnknownModel: No entry has this id.
+        ContractError: No entry has this id, and the call comes from a client of Anthropic's API.
     """
     wanted, created = call.path_parameters["id"], int(time.time())
     for card in (card for view in views for card in _cards(view, created)):
@@ -115,9 +115,9 @@ def error_reply(message: str, kind: str, status: int, parameter: str | None = No
     """Return a reply with vLLM's error object.
 
     Args:
-        kind: Such as "BadRequestError".
+        kind: The error's type, such as "BadRequestError".
     """
-    safe = message.encode("utf-8", "replace").decode()  # a client's lone surrogates have no bytes
+    safe = message.encode("utf-8", "replace").decode()  # lone surrogates cannot be encoded
     return Reply(status, JSON, error_body(safe, kind, status, parameter))
 
 
@@ -125,7 +125,7 @@ def refuse(error: errors.RequestError) -> Reply:
     """Return the reply to an error, with the status and type that vLLM has for it."""
     match error:
         case errors.Unauthorized():
-            return Reply(401, JSON, b'{"error":"Unauthorized"}')  # from vLLM's middleware, which has no error object
+            return Reply(401, JSON, b'{"error":"Unauthorized"}')  # as vLLM's middleware, without an error object
         case errors.UnknownModel() | errors.UnknownAdapter():
             return error_reply(error.message, "NotFoundError", 404, "model")
         case errors.NotServed():
@@ -151,7 +151,7 @@ def refuse(error: errors.RequestError) -> Reply:
 def refuse_message(error: errors.RequestError) -> Reply:
     """Return the reply to an error on the routes of Anthropic's messages."""
     reply = refuse(error)
-    if isinstance(error, errors.Unauthorized):  # vLLM's has another message
+    if isinstance(error, errors.Unauthorized):  # `refuse` would send another message
         reply = error_reply(error.message, "", reply.status)
     return anthropic.error_reply(reply)
 
@@ -194,7 +194,7 @@ def read_load(call: Call) -> LoadAdapterRequest:
     """Return the adapter to load.
 
     Raises:
-        InvalidRequest: The body is wrong.
+        InvalidRequest: The body is invalid.
     """
     body = _read(call, LoadAdapterRequest)
     if not body.lora_name or not body.lora_path:
@@ -208,7 +208,7 @@ def read_unload(call: Call) -> UnloadAdapterRequest:
     """Return the adapter to remove.
 
     Raises:
-        InvalidRequest: The body is wrong.
+        InvalidRequest: The body is invalid.
     """
     body = _read(call, UnloadAdapterRequest)
     if not body.lora_name:
@@ -252,7 +252,7 @@ async def unload_adapter(call: Call, management: Management) -> Reply:
 
 
 def refuse_adapter(error: errors.RequestError) -> Reply:
-    """Return the reply to an error on these routes."""
+    """Return the reply to an error on the adapter routes."""
     match error:
         case errors.CrossSite():
             return error_reply(error.message, HTTPStatus.FORBIDDEN.phrase, 403)
@@ -297,7 +297,7 @@ def _route(path: str, method: str = "POST", *, own_handler: bool = False, by_att
 
 
 _VERSIONED = (
-    _route(CHAT, own_handler=True),  # In LMI this is another name of /invocations.
+    _route(CHAT, own_handler=True),  # In LMI, this is another name for /invocations.
     *map(_route, ("/v1/chat/completions/batch", COMPLETIONS, "/v1/responses", EMBEDDINGS, "/v1/score", "/v1/rerank")),
     *map(_route, SPEECH),
     _route("/v1/responses/{response_id}/cancel", by_attribute=False),
@@ -339,7 +339,7 @@ OPENAI = ContractRoutes(
     redirects=True,
 )
 
-# Its own errors, and otherwise as OpenAI's.
+# Anthropic's routes have their own errors, and otherwise are like OpenAI's.
 ANTHROPIC = ContractRoutes(
     name="anthropic",
     routes=(*_MESSAGES, *_aliased(_MESSAGES)),

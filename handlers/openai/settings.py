@@ -1,4 +1,4 @@
-"""The settings of media in requests: images, videos and sounds."""
+"""The settings of media in requests: images, videos and audio."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engines.settings.parsers import NETWORKS, integer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaConfig:
-    """Limits of the media of a request, and where they may come from."""
+    """Limits on the media of a request, and the addresses from which media are allowed."""
 
     max_image_pixels: int = setting(
         "option.max_image_pixels",
@@ -30,7 +30,7 @@ class MediaConfig:
         "4096",
         doc="MiB of media in memory, of all requests before the engine; more is 503",
     )
-    # Networks such as "10.0.0.0/8" that media may be fetched from in addition to public addresses.
+    # Networks such as "10.0.0.0/8" from which media are allowed, in addition to public addresses.
     allowed_media_networks: tuple[str, ...] = setting(
         "option.allowed_media_networks", NETWORKS, unset=(), doc="Networks for media, beside public ones"
     )

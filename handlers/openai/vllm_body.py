@@ -1,4 +1,4 @@
-"""Translates bodies for vLLM's front end, and refuses those that it would read for long."""
+"""Translates bodies for vLLM's front end, and refuses bodies that would take the front end a long time to read."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ from handlers.parsing.json_limits import JsonDecoder, JsonSize, JsonTooCostly, N
 from handlers.route_declarations import MOST_BYTES, check_text
 
 _CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, COUNT_TOKENS, RESPONSES, RENDER})
-# Items, members, objects and arrays of a body with messages, which vLLM's front end reads on the event loop. Pydantic
-# tries all types that a message may have: each value takes 0.01 ms. An item of `input` takes 0.15 ms.
+# The maximum number of items, members, objects and arrays of a body with messages, which vLLM's front end reads on the
+# event loop. Pydantic tries all types that a message may have, so each value takes 0.01 ms. An item of `input` takes
+# 0.15 ms.
 _MOST_VALUES, _MOST_VALUES_OF_RESPONSES = 40_000, 8_000
 
-_LARGE = 16 * 1024  # Bytes of a body whose inputs are counted.
+_LARGE = 16 * 1024  # Bytes. The inputs of larger bodies are counted.
 _INPUTS = frozenset(
     ("input", "inputs", "texts", "images", "documents", "queries", "data_1", "data_2", "text_1", "text_2")
 )
 _TEXTS = _INPUTS | {"prompt", "query", "messages"}
-_COUNTED = frozenset({TOKENIZE, DETOKENIZE, RENDER})  # The model's context does not bound their prompts.
-_MEDIA = frozenset(("image_url", "audio_url", "video_url", "input_audio"))  # Fields of a part with its data.
+_COUNTED = frozenset({TOKENIZE, DETOKENIZE, RENDER})  # The model's context does not limit the prompts of these paths.
+_MEDIA = frozenset(("image_url", "audio_url", "video_url", "input_audio"))  # The fields of a part that hold media.
 _TRUNCATE = "truncate_prompt_tokens"
 _OF_PROMPTS = frozenset(("tools", "documents", "chat_template_kwargs"))  # Fields that a template reads.
-_ID = re.compile(r"[\x21-\x7e]{1,128}")  # Of a request, as in headers.
+_ID = re.compile(r"[\x21-\x7e]{1,128}")  # The id of a request, as in headers.
 
 _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -58,23 +59,23 @@ def for_vllm(
 ) -> Call:
     """Translate a call for vLLM's serving classes.
 
-    They refuse a body that is no JSON.
+    A body that is not JSON is returned unchanged, because vLLM refuses it.
 
     Constraints get the form in which vLLM enforces them. Null fields of a chat's messages are removed: TGI's Python
-    client sends every field, and TGI and Slipway's contracts take null for absent. Null fields of a response are
-    removed, since vLLM copies some of them into its answer, which cannot hold null. So are fields that vLLM refuses
-    although they ask for nothing. The body's `request_id` becomes that of the call if no header has one.
+    client sends every field, and null counts as absent for TGI and Slipway's contracts. Null fields of a response's
+    body are removed, because vLLM copies some of them into its answer, which cannot hold null. Fields that vLLM refuses
+    although they ask for nothing are also removed. If no header has a request id, the body's `request_id` is used.
 
     Args:
         call: The call.
         path: The path of OpenAI's API that the call is for.
-        openai_call: Gets the name of the body's constraint, for the engine's refusals. It learns of the body's tools,
-            and if the answer is a stream.
+        openai_call: Gets the name of the body's constraint, for the engine's refusals. It also gets whether the body
+            has tools, and whether the answer is a stream.
         model: Replaces the `model` of the body.
-        parses_tools: The model has a parser of tool calls.
+        parses_tools: True if the model has a tool-call parser.
 
     Raises:
-        InvalidRequest: Only vLLM can read the body, so that it cannot be translated, or reading it would take too long.
+        InvalidRequest: The body cannot be translated, because only vLLM can read it, or reading it would take too long.
         InvalidParameter: vLLM would not enforce one of the constraints.
     """
     try:
@@ -96,7 +97,7 @@ def for_vllm(
         except msgspec.DecodeError:
             return call  # vLLM refuses it.
     if len(call.body) >= LONG_BODY and bytes(document.get("messages", b"")).startswith(b'"'):
-        raise InvalidParameter("messages", "must be an array, got a string")  # vLLM would take each character
+        raise InvalidParameter("messages", "must be an array, got a string")  # vLLM would iterate over characters
     changes: dict[str, Any] = {}
     if path == RESPONSES:
         changes = {name: None for name, value in document.items() if bytes(value) == b"null"}
@@ -120,10 +121,10 @@ def for_vllm(
 
 
 def _id_in(document: Mapping[str, msgspec.Raw]) -> str:
-    """Return the `request_id` of a body. Empty if there is none, or if vLLM refuses it.
+    """Return the `request_id` of a body. Empty if the body has none, or if vLLM refuses it.
 
     Raises:
-        InvalidParameter: It would not be safe in headers and logs.
+        InvalidParameter: The id would not be safe in headers and logs.
     """
     if _first(document.get("request_id", b"")) != b'"':
         return ""
@@ -153,7 +154,8 @@ def _without_idle(document: Mapping[str, msgspec.Raw], path: str) -> dict[str, N
 def _with_read_messages(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     """Return `input` with the assistant's messages as vLLM reads them.
 
-    OpenAI's API does not ask for their `type`, but vLLM does. vLLM reads the first part alone, and no refusals.
+    OpenAI's API does not require the `type` of messages, but vLLM does. vLLM reads only the first part of a message,
+    and does not read refusals.
     """
     if _first(document.get("input", b"")) != b"[":
         return {}
@@ -173,7 +175,7 @@ def _with_read_messages(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
 
 
 def _check_values(size: JsonSize, path: str) -> None:
-    """Raise InvalidRequest if vLLM's front end would hold up the event loop for long with a body with messages."""
+    """Raise InvalidRequest if a body with messages would make vLLM's front end block the event loop for a long time."""
     most = _MOST_VALUES_OF_RESPONSES if path == RESPONSES else _MOST_VALUES
     if (values := size.values + size.structures) > most:
         raise InvalidRequest(
@@ -182,10 +184,10 @@ def _check_values(size: JsonSize, path: str) -> None:
 
 
 def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, openai_call: OpenAICall) -> None:
-    """Check the fields of a large body whose cost for vLLM does not depend on the model's context.
+    """Check those fields of a large body whose cost for vLLM is not limited by the model's context.
 
     Raises:
-        InvalidParameter: The field is named.
+        InvalidParameter: A field is too large. The error names it.
     """
     for name in () if path in _CONVERSATIONS else _INPUTS.intersection(document):
         if (count := _count_inputs(document[name])) > openai_call.most_sequences:
@@ -205,7 +207,7 @@ def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, openai_call: Op
 
 
 def _size_of_messages(value: msgspec.Raw) -> int:
-    """Return the bytes of messages, without images and other media."""
+    """Return the number of bytes of messages, without images and other media."""
     size = 0
     for message in _decode_items(value) if _first(value) == b"[" else ():
         members = _decode_members(message) if _first(message) == b"{" else {"": message}
@@ -218,13 +220,13 @@ def _size_of_messages(value: msgspec.Raw) -> int:
 
 
 def _size(value: msgspec.Raw | bytes) -> int:
-    """Return the bytes of a JSON value: of a text, without escapes."""
+    """Return the number of bytes of a JSON value. A text is counted without escapes."""
     text = _first(value) == b'"'
     return len(msgspec.json.decode(value, type=str).encode()) if text else len(memoryview(value))
 
 
 def _longest_text(value: msgspec.Raw) -> int:
-    """Return the length of the longest text in a field: in bytes of a string, of an item, or of a message's text."""
+    """Return the length in bytes of the longest text in a field: a string, an item, or the text of a message."""
     if _first(value) == b'"':
         return len(memoryview(value))
     if _first(value) == b"{":
@@ -250,9 +252,9 @@ def _first(value: msgspec.Raw | bytes) -> bytes:
 
 
 def _is_read_by_python(body: bytes) -> bool:
-    """Return True if vLLM can read a body that is no strict JSON in UTF-8.
+    """Return True if vLLM can read a body that is not strict JSON in UTF-8.
 
-    vLLM uses Python's `json`, which takes NaN, half surrogate pairs, a byte order mark, UTF-16 and UTF-32 as well.
+    vLLM uses Python's `json`, which also accepts NaN, half surrogate pairs, a byte order mark, UTF-16 and UTF-32.
     """
     try:
         return isinstance(json.loads(body), dict)
@@ -261,7 +263,7 @@ def _is_read_by_python(body: bytes) -> bool:
 
 
 def _without_nulls(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
-    """Return `messages` without null fields. A null `content` stays: a message with tool calls may have it."""
+    """Return `messages` without null fields. A null `content` stays, because a message with tool calls may have it."""
     try:
         messages = _decode_messages(bytes(document["messages"]))
     except (msgspec.DecodeError, KeyError):

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _EVENTS = "text/event-stream"
 _COMMENT = b":"  # Begins a comment, which keeps a connection open while an answer waits for the engine.
-# Routes whose streams begin with the first token, because the engine may refuse a request before.
+# Routes whose streams begin with the first token, because the engine may still refuse a request until then.
 _GENERATED = frozenset({CHAT, COMPLETIONS, MESSAGES, RESPONSES, *SPEECH})
 # Request headers that are replaced for the application, or answered here.
 _OURS = frozenset(
@@ -43,12 +43,12 @@ class VllmApp:
     """vLLM's front end of a model."""
 
     app: Any  # FastAPI's application.
-    llm: Any  # vLLM's engine. It knows requests by the ids of their answers.
-    parses_tools: bool = False  # The model has a parser of tool calls.
-    media: MediaMemory | None = None  # The images, sounds and videos of its requests.
+    llm: Any  # vLLM's engine, which identifies requests by the ids of their answers.
+    parses_tools: bool = False  # The model has a tool-call parser.
+    media: MediaMemory | None = None  # The images, audio and videos of its requests.
     images: ImageLoader | None = None
-    most_sound_mib: int = 25  # Of a file to be transcribed.
-    # Returns the reply to an exception of the application; None if the client did not cause it.
+    most_sound_mib: int = 25  # The size limit of a file to be transcribed.
+    # Returns the reply to an exception of the application, or None if the client did not cause it.
     refusal: Callable[[BaseException], Reply | None] = lambda _: None
 
 
@@ -66,20 +66,20 @@ class VllmCall:
         self._body_read = False
         self._status, self._content_type = 0, ""
         self._headers: tuple[tuple[str, str], ...] = ()
-        self._id_header: tuple[tuple[str, str], ...] = ()  # If the body has the id of the request.
+        self._id_header: tuple[tuple[str, str], ...] = ()  # Set if the body has the request's id.
         self._started = self._complete = False
         if path in _GENERATED:
             openai_call.on_begin = self._release
         self._task: asyncio.Task[None] | None = asyncio.create_task(self._run())  # None when it has ended.
 
     def cancel(self) -> None:
-        """Tell the front end that the client has left. It ends its tasks, and its further output is dropped."""
+        """Tell the front end that the client has disconnected. It ends its tasks, and further output is dropped."""
         self._gone.set()
         if self._status and not self._complete and self._task is not None:
             self._task.cancel()  # A reply that has begun does not listen for a disconnect.
 
     def _miss_deadline(self, error: DeadlineExceeded) -> None:
-        """Answer with an error, and end the front end's tasks as if the client had left."""
+        """Answer with an error, and end the front end's tasks as if the client had disconnected."""
         begun = self._status and not self._complete
         self._finish(ended_at_deadline(refuse(error)))
         self._gone.set()
@@ -92,7 +92,7 @@ class VllmCall:
         began = time.monotonic()
         try:
             self._call = await off_the_loop(call.body, self._read)
-            if self._call.request_id != call.request_id:  # the body has one
+            if self._call.request_id != call.request_id:  # the body has an id
                 self._id_header = (("x-request-id", self._call.request_id),)
             call = self._call
             self._openai_call.request_id = call.request_id
@@ -103,7 +103,7 @@ class VllmCall:
         except UnicodeEncodeError:
             self._finish(error_reply("The body holds text that is not valid Unicode.", "BadRequestError", 400))
         except Exception as error:
-            # If the engine has failed, some of vLLM's streams raise other errors because of that.
+            # If the engine has failed, some of vLLM's streams raise other errors as a result.
             if not self._openai_call.failed:
                 if (refused := self._vllm.refusal(error)) is not None:
                     self._finish(refused)
@@ -114,13 +114,13 @@ class VllmCall:
             if not self._gone.is_set():
                 reason = self._openai_call.failed or "Internal server error"
                 self._finish(error_reply(reason, "InternalServerError", 500))
-            # The server cancels a call as well when its reply is complete.
+            # The server cancels every call, even if its reply is complete.
             if self._complete and self._openai_call.generates:
                 failed = bool(self._openai_call.failed)
                 self._openai_call.statistics.calls.count(time.monotonic() - began, failed=failed)
             self._task = None  # A cancelled task holds its exception, whose traceback holds this object.
             if len(self._call.body) >= LONG_BODY:
-                gc.collect(0)  # Pydantic's union of the types of a message leaves cycles that hold its pictures.
+                gc.collect(0)  # Pydantic's union of message types leaves reference cycles that hold the images.
 
     def _read(self) -> Call:
         """Return the call for vLLM.
@@ -142,9 +142,9 @@ class VllmCall:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
-        """Pass the application's messages on. A reply begins with its first bytes, which show if it is a stream."""
+        """Pass on the application's messages. A reply begins with its first bytes, which show if it is a stream."""
         if self._gone.is_set():
-            raise asyncio.CancelledError  # It passes through the application, which would go on after any other error.
+            raise asyncio.CancelledError  # Passes through the application, which would continue after any other error.
         if message["type"] == "http.response.start":
             self._status = message["status"]
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in message["headers"]}
@@ -181,7 +181,7 @@ class VllmCall:
             self._pass_on(b"", last=False)
 
     def _whole(self, data: bytes) -> Reply:
-        """Return a reply that is complete before it has begun. A stream of an error alone has the error's status."""
+        """Return a reply that is complete before it has begun. A stream with only an error gets the error's status."""
         place = data.find(b'data: {"error":')
         if place < 0 or self._openai_call.begun or media_type(self._content_type) != _EVENTS:
             return Reply(self._status, self._content_type, data, self._reply_headers())
@@ -219,7 +219,7 @@ def scope(call: Call, path: str) -> dict[str, Any]:
     return {
         "type": "http",
         # From version 2.4 on, an application does not listen for a disconnect while it streams. `VllmCall` cancels it.
-        # Starlette's listener leaves a reference cycle with the request when the client leaves.
+        # Starlette's listener leaves a reference cycle with the request when the client disconnects.
         "asgi": {"version": "3.0", "spec_version": "2.4"},
         "http_version": "1.1",
         "method": call.method,

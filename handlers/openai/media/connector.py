@@ -1,9 +1,9 @@
-"""Loads the images, sounds and videos of chats for vLLM, within limits. No other file touches how vLLM loads them.
+"""Loads the images, audio and videos of chats for vLLM, within limits. Only this file changes how vLLM loads media.
 
-`engines.vllm.internals` has the names of vLLM on which it relies. They mean:
+`engines.vllm.internals` has the names of vLLM on which this file relies. They mean:
 - `MEDIA_CONNECTOR_REGISTRY` makes the connector called "http" for each message with media, in the task of the call;
-- `MediaConnector.load_from_url_async(url, media_io, fetch_timeout=)` loads each image, sound and video, fetches http
-  URLs with `connection.async_get_bytes`, and passes on the errors of this module;
+- `MediaConnector.load_from_url_async(url, media_io, fetch_timeout=)` loads each image, audio clip and video, fetches
+  http URLs with `connection.async_get_bytes`, and passes on the errors of this module;
 - `VideoMediaIO.video_loader` decodes videos: its `compute_frames_index_to_sample` gets the metadata of a file, and its
   `read_frames` gets OpenCV's capture and the indices of the frames to decode;
 - `VideoMediaIO.image_io` decodes the frames of a video that comes as JPEG images;
@@ -43,26 +43,27 @@ from handlers.openai.current_call import current_call
 from handlers.openai.media.download import FORBIDDEN_HOST, Downloader, DownloadFailed, TooLarge
 from handlers.openai.media.limits import MOST_FRAMES, MediaMemory, RequestMedia
 
-# Formats whose header has the size of the decoded image. An icon's header does not: the icon may hold a larger image.
+# Formats whose header states the dimensions of the decoded image. An icon's header does not: it may hold a larger
+# image.
 FORMATS = frozenset({"PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF"})  # MPO: a JPEG with further images.
-_SHOWN = 500  # Characters of vLLM's message about a URL, which may repeat the URL.
+_SHOWN = 500  # The maximum length of vLLM's message about a URL, which may repeat the URL.
 _SHOWN_FORMATS = "PNG, JPEG, WebP, GIF, BMP, TIFF"
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # Tags of TIFF.
 _FIELDS: dict[type[Any], str] = {ImageMediaIO: "image_url", VideoMediaIO: "video_url", AudioMediaIO: "audio_url"}
-SOUND_MIB: int = envs.VLLM_MAX_AUDIO_CLIP_FILESIZE_MB  # Of a file of sound.
+SOUND_MIB: int = envs.VLLM_MAX_AUDIO_CLIP_FILESIZE_MB  # The size limit of an audio file.
 _SOUND_TOO_LARGE = f"may have {SOUND_MIB} MiB (VLLM_MAX_AUDIO_CLIP_FILESIZE_MB)"
 _REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 
 
 def bound_media() -> None:
-    """Have vLLM load media with `BoundedConnector`."""
+    """Make vLLM load media with `BoundedConnector`."""
     MEDIA_CONNECTOR_REGISTRY.register("http")(BoundedConnector)
     patch_media_ids(_salted)
     free_loaded_media()
 
 
 def _salted(uuid: str) -> str:
-    """Keep the media of different API keys apart that clients name by `uuid`: vLLM's caches of media have no salt."""
+    """Return a `uuid` that differs for each API key, because vLLM's media caches have no salt."""
     call = current_call.get(None)
     if call is None or not call.cache_salt:
         return uuid
@@ -72,7 +73,7 @@ def _salted(uuid: str) -> str:
 def counted_speech(
     decode: Callable[[bytes], Awaitable[tuple[list[Any], float]]],
 ) -> Callable[[bytes], Awaitable[tuple[list[Any], float]]]:
-    """Return a function that decodes the file of a transcription or translation, and counts its sounds."""
+    """Return a function that decodes the file of a transcription or translation, and counts the decoded audio."""
 
     async def counting(data: bytes) -> tuple[list[Any], float]:
         media = current_call.get().media
@@ -86,7 +87,7 @@ def counted_speech(
 
 
 class BoundedConnector(MediaConnector):  # type: ignore[misc]
-    """Loads media within the limits of their request. vLLM makes one for each message of the running call."""
+    """Loads media within the limits of their request. vLLM makes a connector for each message of the running call."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
         media: RequestMedia | None = None,
         **budgets: Any,
     ) -> None:
-        """Create the connector. vLLM 0.33 has limits of its own for a request: `decoded_budget`, `download_budget`."""
+        """Create the connector. vLLM 0.33 has its own limits for a request: `decoded_budget` and `download_budget`."""
         media = media or current_call.get().media
         assert media is not None
         self._media = media
@@ -115,11 +116,11 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
             return await self._load(url, media_io, fetch_timeout)
 
     async def _load(self, url: str, media_io: Any, fetch_timeout: int | None) -> Any:
-        """Load an image, a sound or a video.
+        """Load an image, an audio clip or a video.
 
         Raises:
-            InvalidRequest: It cannot be used.
-            DownloadFailed: The URL gave nothing.
+            InvalidRequest: The media cannot be used.
+            DownloadFailed: Nothing could be fetched from the URL.
             Overloaded: The media of other requests fill the memory.
         """
         with _own_errors():
@@ -143,26 +144,26 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
     async def fetch_video_async(self, video_url: str, **options: Any) -> Any:
         try:
             return await super().fetch_video_async(video_url, **options)
-        except AssertionError:  # of the registry of video loaders
+        except AssertionError:  # from the registry of video loaders
             raise VLLMValidationError("there is no such video_backend", parameter="media_io_kwargs") from None
 
 
 class _ImageConnector(BoundedConnector):
-    """Loads the images of one request of another contract than OpenAI's."""
+    """Loads the images of one request of a contract other than OpenAI's."""
 
     async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
         try:
             return await self._load(url, media_io, fetch_timeout)
         except DownloadFailed as error:
             raise UnusableImage("fetch", str(error)) from None
-        except VLLMClientError:  # The URL has a host that no URL can have.
+        except VLLMClientError:  # The URL's host is not valid.
             raise UnusableImage("content", "must be an http, https or data URL") from None
         except InvalidRequest as error:
             raise UnusableImage("base64" if isinstance(error, _NoBase64) else "content", error.message) from None
 
 
 class VllmImages:
-    """Loads the images of the other contracts as vLLM loads the images of chats (`ImageLoader`)."""
+    """Loads the images of other contracts as vLLM loads the images of chats. Implements `ImageLoader`."""
 
     def __init__(self, llm: Any, memory: MediaMemory) -> None:
         self._llm, self._memory = llm, memory
@@ -196,12 +197,12 @@ class VllmImages:
 
 
 class _NoBase64(InvalidRequest):
-    """The data of a URL are no base64."""
+    """The data of a URL are not base64."""
 
 
 @contextlib.contextmanager
 def _vllms_errors(field: str) -> Iterator[None]:
-    """Turn errors of this package into errors that vLLM's front end answers. The message begins with the field."""
+    """Turn errors of this package into errors that vLLM's front end answers. Their messages begin with the field."""
     try:
         yield
     except InvalidRequest as error:
@@ -217,11 +218,11 @@ def _own_errors() -> Iterator[None]:
     """Turn errors of vLLM's loader into InvalidRequest."""
     try:
         yield
-    except OSError:  # of a file
+    except OSError:  # from a file
         raise InvalidRequest("cannot be read") from None
-    except NotImplementedError:  # of a data URL; 501 in vLLM
+    except NotImplementedError:  # from a data URL; vLLM answers 501
         raise _NoBase64("must be base64: data:<type>;base64,<data>") from None
-    except (RuntimeError, ValueError) as error:  # of a URL that vLLM does not take, or not without an option
+    except (RuntimeError, ValueError) as error:  # vLLM does not accept the URL, or needs an option for it
         raise InvalidRequest(f"cannot be loaded: {str(error)[:_SHOWN]}") from None
 
 
@@ -238,7 +239,7 @@ def _decoding() -> Iterator[None]:
         raise
     except ImportError:
         raise InvalidRequest("cannot be decoded: the server lacks the library for it") from None
-    except ValueError as error:  # of vLLM, which says why
+    except ValueError as error:  # from vLLM, with the reason
         raise InvalidRequest(f"cannot be decoded: {error}") from None
     except Exception as error:
         raise InvalidRequest(f"cannot be decoded ({type(error).__name__})") from None
@@ -287,7 +288,7 @@ class _BoundedIO(MediaIO):  # type: ignore[misc]
             if image.format not in FORMATS:
                 raise InvalidRequest(f"is an image in {image.format}; taken are {_SHOWN_FORMATS}")
             width, height = image.size
-            if isinstance(image, TiffImageFile):  # its tiles are decoded whole, and may be larger than the image
+            if isinstance(image, TiffImageFile):  # tiles are decoded whole, and may be larger than the image
                 width, height = max(width, *_numbers(image, _TILE_WIDTH)), max(height, *_numbers(image, _TILE_HEIGHT))
         self._media.add_image(width, height)
 
@@ -314,7 +315,7 @@ def _bounded_loader(loader: type[Any], media: RequestMedia) -> Any:
 
 
 class _BoundedLoader:
-    """Base class that counts frames; the next class in the MRO is a video loader of vLLM."""
+    """Base class that counts frames. The next class in the MRO is a video loader of vLLM."""
 
     media: ClassVar[RequestMedia]
     counted: ClassVar[bool]
@@ -345,9 +346,9 @@ class _BoundedLoader:
 
 
 class _Capture:
-    """OpenCV's capture of a video, whose frames may not be larger than its header says.
+    """OpenCV's capture of a video. Its frames must not be larger than the video's header says.
 
-    It decodes each frame up to the last that is wanted.
+    The capture decodes each frame up to the last frame that is needed.
     """
 
     def __init__(self, capture: Any, media: RequestMedia) -> None:
@@ -375,21 +376,21 @@ class _Capture:
 
 
 class _Connection(HTTPConnection):  # type: ignore[misc]
-    """Fetches media for a request, from where they may come."""
+    """Fetches the media of a request from allowed addresses."""
 
     def __init__(self, media: RequestMedia, domains: Sequence[str]) -> None:
         super().__init__()
         self._media = media
         networks = [ipaddress.ip_network(network) for network in media.config.media.allowed_media_networks]
-        # In vLLM redirects are followed unless this is 0. Here they are followed only if it is set to something else.
+        # vLLM follows redirects unless this variable is 0. Here they are followed only if it is set to something else.
         redirects = os.environ.get(_REDIRECTS, "0") != "0"
         self._downloader = Downloader(
             networks, domains, redirects=redirects, attempts=max(envs.VLLM_MEDIA_FETCH_MAX_RETRIES, 1)
         )
 
     async def async_get_bytes(self, url: str, **options: Any) -> bytes:
-        most = options.get("max_bytes")  # vLLM limits sounds alone.
-        budget = options.get("request_budget")  # vLLM 0.33's limit of all downloads of a request.
+        most = options.get("max_bytes")  # vLLM limits only audio.
+        budget = options.get("request_budget")  # vLLM 0.33's limit on all downloads of a request.
 
         def count(size: int) -> None:
             self._media.add_download(size)

@@ -1,7 +1,7 @@
 """Downloads of the media that requests name by URL, from public addresses only.
 
-Each address is checked when it is connected to, after its name was resolved. A name that leads to an inner address is
-refused, also if it led to a public one a moment before.
+Each address is checked when a connection is made, after the name was resolved. A name that leads to an internal address
+is refused, even if it led to a public address a moment before.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from yarl import URL
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _CHUNK = 64 * 1024
-# Each attempt after the first has this times the time of the one before, as in vLLM.
+# Each retry has this many times the timeout of the previous attempt, as in vLLM.
 _BACKOFF = 4
 _TEMPORARY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
-# Inner addresses that `ipaddress`, or an older version of it, calls global. The first is Azure's agent on each machine,
-# the second has Oracle's.
+# Internal addresses that some version of `ipaddress` calls global. The first is the address of Azure's agent on each
+# machine, and the second network has Oracle's.
 _INNER: tuple[Network, ...] = (
     ipaddress.IPv4Network("168.63.129.16/32"),
     ipaddress.IPv4Network("192.0.0.0/24"),
     ipaddress.IPv6Network("64:ff9b:1::/48"),
 )
-# IPv6 networks whose addresses hold an IPv4 address, and the bits after it.
+# IPv6 networks whose addresses contain an IPv4 address, with the number of bits after the IPv4 address.
 _EMBEDDING: tuple[tuple[ipaddress.IPv6Network, int], ...] = (
     (ipaddress.IPv6Network("::/96"), 0),
     (ipaddress.IPv6Network("::ffff:0:0/96"), 0),
@@ -49,7 +49,7 @@ UNREACHABLE = "cannot be fetched from a public address; others need option.allow
 
 
 class DownloadFailed(Exception):
-    """The URL gave no media. The message is for the client, and tells nothing of inner networks."""
+    """The media could not be fetched. The message is for the client, and tells nothing about internal networks."""
 
 
 class TooLarge(Exception):
@@ -57,7 +57,7 @@ class TooLarge(Exception):
 
 
 def is_allowed(address: str, networks: Sequence[Network]) -> bool:
-    """Return True if media may come from an address: a public one, or one of the networks."""
+    """Return True if media are allowed from an address: a public address, or an address in one of the networks."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address) and (inner := _embedded(found)) is not None:
         return any(found in network for network in networks) or is_allowed(str(inner), networks)
@@ -76,7 +76,7 @@ def _embedded(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
 
 
 class _Resolver(AbstractResolver):
-    """Resolves names in threads that do nothing else. A look-up may take long, and cannot be cancelled."""
+    """Resolves names in threads of its own, because a look-up may take a long time and cannot be cancelled."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
@@ -91,11 +91,11 @@ class _Resolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Do nothing: the threads are for all downloads."""
+        """Do nothing, because all downloads share the threads."""
 
 
 def _shown(address: tuple[Any, ...]) -> str:
-    """Return an address as a text, with the zone of a local one in IPv6."""
+    """Return an address as text, with the zone if it is a link-local IPv6 address."""
     if address[3:] and address[3]:
         return socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
     return str(address[0])
@@ -113,10 +113,10 @@ class Downloader:
         attempts: int = 1,
     ) -> None:
         """Args:
-        networks: Networks that media may come from, in addition to public addresses.
-        domains: Hosts that media may come from; none: all.
-        redirects: Follow redirects.
-        attempts: Requests for one URL if its host does not answer in time, or says that it is busy.
+        networks: Networks from which media are allowed, in addition to public addresses.
+        domains: Hosts from which media are allowed. If empty, all hosts are allowed.
+        redirects: True follows redirects.
+        attempts: The maximum number of requests for one URL whose host does not answer in time or is busy.
         """
         self._networks, self._domains = networks, domains
         self._redirects, self._attempts = redirects and not domains, attempts
@@ -126,18 +126,18 @@ class Downloader:
 
         Args:
             url: The URL.
-            seconds: The time of the first attempt.
+            seconds: The timeout of the first attempt.
             count: Called with the size of each part. It may raise.
-            most: The largest size in bytes. None: no limit.
+            most: The largest size in bytes. None means no limit.
 
         Raises:
-            DownloadFailed: The host cannot be reached, or refuses.
+            DownloadFailed: The host cannot be reached, or refuses the request.
             TooLarge: The body is larger than `most`.
         """
         try:
             target = URL(url)
             host = target.host
-        except ValueError:  # The host is not one of DNS.
+        except ValueError:  # The host is not a DNS name.
             host = None
         if not host or target.scheme not in ("http", "https"):
             raise DownloadFailed("must be an http, https or data URL")
@@ -161,7 +161,7 @@ class Downloader:
     async def _attempt(
         self, target: URL, seconds: float, count: Callable[[int], None], most: int | None, *, last: bool
     ) -> bytes | None:
-        """Return the body; None if the host is busy and another attempt is left."""
+        """Return the body, or None if the host is busy and another attempt is left."""
         proxy = _proxy_for(target)
         if proxy is not None:
             self._check_for_proxy(str(target.host))
@@ -191,9 +191,9 @@ class Downloader:
             return bytes(parts)
 
     def _check_for_proxy(self, host: str) -> None:
-        """Refuse inner addresses that the URL itself has, and the proxy's own machine.
+        """Refuse a URL that has an internal address or names the proxy's own machine.
 
-        Names are for the proxy to resolve. Raises OSError.
+        The proxy resolves other names. Raises OSError.
         """
         host = host.rstrip(".")
         if host in ("localhost", "ip6-localhost") or host.endswith(".localhost"):
@@ -209,7 +209,7 @@ class Downloader:
         """Make a socket for an address.
 
         Raises:
-            OSError: Media may not come from there.
+            OSError: Media are not allowed from this address.
         """
         family, kind, protocol, _, address = info
         if not is_allowed(str(address[0]), self._networks):

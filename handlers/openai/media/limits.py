@@ -1,4 +1,4 @@
-"""Limits of the images, sounds and videos of requests: of one request, and of all that are in memory."""
+"""Limits on the images, audio and videos of one request, and of all requests that are in memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from handlers.model_config import ModelConfig
 _MIB = 1 << 20
 _IMAGE_BYTES = 4  # Pillow stores a pixel in four bytes.
 _FRAME_BYTES = 3  # A video is an array of RGB.
-# Indices of a video's frames are listed before any frame is decoded. This is nine hours at 30 frames a second.
+# The maximum number of frames of a video: nine hours at 30 frames a second. All indices are listed before decoding.
 MOST_FRAMES = 1_000_000
-_MOST_DOWNLOADS = 100  # At a time, as in vLLM.
-_MOST_OWN_DOWNLOADS = 10  # Of one request, so that hosts that do not answer do not take all places.
+_MOST_DOWNLOADS = 100  # The maximum number of simultaneous downloads, as in vLLM.
+_MOST_OWN_DOWNLOADS = 10  # The same for one request, so that hosts that do not answer do not block all downloads.
 
 
 class MediaMemory:
-    """The media of all requests to a model that are in memory. Threads decode media, so there is a lock."""
+    """The media in memory of all requests to a model. It has a lock, because threads decode media."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -35,8 +35,8 @@ class RequestMedia:
 
     The media stay in memory until the engine has the prompt.
 
-    The methods that count raise InvalidRequest if this request has too much, and Overloaded if all requests together
-    have. The message of InvalidRequest is to follow the name of the field.
+    The methods that count raise InvalidRequest if this request exceeds a limit, and Overloaded if all requests together
+    do. The message of InvalidRequest is meant to follow the name of the field.
     """
 
     def __init__(self, memory: MediaMemory) -> None:
@@ -56,12 +56,12 @@ class RequestMedia:
 
     @contextlib.asynccontextmanager
     async def download(self) -> AsyncIterator[None]:
-        """Take a place for a download."""
+        """Wait for a free place for a download, and hold it."""
         async with self._own_downloads, self._downloads:
             yield
 
     def check_decoding(self) -> None:
-        """Check that a video may still be decoded. To be called before each frame, in the video's thread.
+        """Check that a video may still be decoded. Call this before each frame, in the video's thread.
 
         Raises:
             InvalidRequest: The request has ended, or its videos take too long.
@@ -85,18 +85,18 @@ class RequestMedia:
             self._hold(size)
 
     def add_decoded(self, size: int) -> None:
-        """Count bytes of a sound or a video that has been decoded."""
+        """Count the bytes of decoded audio or video."""
         with self._memory.lock:
             self._hold(size)
 
     def release(self) -> None:
-        """Give the memory back: the engine has the prompt. The request may still have other media."""
+        """Release the memory, because the engine has the prompt. The request may still load other media."""
         with self._memory.lock:
             self._memory.used -= self._held
             self._held = 0
 
     def close(self) -> None:
-        """Give the memory back for good. A thread that still decodes for the request gets an error."""
+        """Release the memory for good. A thread that still decodes for the request gets an error."""
         with self._memory.lock:
             self._closed = True
         self.release()

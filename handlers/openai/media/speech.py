@@ -1,4 +1,4 @@
-"""Sounds that OpenAI's clients send to be written down or translated: forms with a file, for vLLM's front end."""
+"""Checks the forms in which OpenAI's clients send audio files to be transcribed or translated."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from handlers.parsing.forms import MAX_FIELDS, MULTIPART
 
 SPEECH = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _MIB = 1 << 20
-_SEPARATORS = (b"&", b";")  # Of a form that can have no file. Each takes time on the event loop.
-_FIELDS_MIB = 1  # For the fields of a form beside the file.
+_SEPARATORS = (b"&", b";")  # The separators of a form that cannot have a file. Each takes time on the event loop.
+_FIELDS_MIB = 1  # The room for the form's fields other than the file.
 
 
 def check_form(call: Call, most_mib: int) -> None:
@@ -20,7 +20,7 @@ def check_form(call: Call, most_mib: int) -> None:
         most_mib: The size of the largest file.
 
     Raises:
-        InvalidRequest: The form is too large or can have no file, or an adapter is named outside of it.
+        InvalidRequest: The form is too large or cannot have a file, or an adapter is named outside the form.
     """
     if media_type(call.content_type) != MULTIPART and sum(map(call.body.count, _SEPARATORS)) > MAX_FIELDS:
         raise InvalidParameter("file", f"must be a file in a form of the type {MULTIPART}")

@@ -1,17 +1,19 @@
-"""vLLM's OpenAI front end as an ASGI application. No other module depends on how vLLM builds it.
+"""vLLM's OpenAI front end as an ASGI application. Only this module depends on how vLLM builds the application.
 
 vLLM's `build_app` would add a listener, health, metrics and management routes, authentication and CORS, which
-`container` has already. This module takes the parts that answer OpenAI's clients: the routers, the exception handlers,
-and the state that `init_app_state` makes around an engine client. The modules beside it change these parts.
+`container` already has. This module uses only the parts that answer OpenAI's clients: the routers, the exception
+handlers, and the state that `init_app_state` makes around an engine client. The other modules of this package change
+these parts.
 
 `engines.vllm.internals` has the names of vLLM on which the module relies. They mean:
 
 - Each module of a router, named below, has an APIRouter `router`. Its routes find their serving objects in `app.state`.
 - `init_app_state(engine_client, state, args, supported_tasks)` makes these objects.
 - `OpenAIServingModels.is_base_model(name)` says if a request's `model` is served, unless `lora_requests` has the name.
-- The serving objects search beams with their method `beam_search(prompt, request_id, params, ...)`. Those of
-  transcriptions and translations decode a file with `_decode_and_chunk_speech_async(data)`.
-- `PoolingIOProcessor` renders prompts in threads, with what `make_async` of its module makes of its method `render`.
+- The serving objects run beam searches with their method `beam_search(prompt, request_id, params, ...)`. The serving
+  objects of transcriptions and translations decode a file with `_decode_and_chunk_speech_async(data)`.
+- `PoolingIOProcessor` renders prompts in threads. Its module's `make_async` makes the function that does this from
+  the method `render`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from handlers.openai.vllm.responses import change_responses
 from handlers.openai.vllm.tokenize import render, tokenize
 from handlers.openai.vllm.tool_parsers import parse_only_tools, without_calls
 
-# vLLM's routers. The requests of those that take a JSON body are in a module `protocol` beside them.
+# vLLM's routers. If a router takes JSON bodies, the module `protocol` next to it has the models of its requests.
 _OF_TEXT = (
     "vllm.entrypoints.openai.chat_completion.api_router",
     "vllm.entrypoints.openai.completion.api_router",
@@ -63,11 +65,11 @@ _OF_POOLING = tuple(
     f"vllm.entrypoints.pooling.{kind}.api_router" for kind in ("pooling", "classify", "embed", "scoring")
 )
 _POOLING = frozenset(POOLING_TASKS)
-_TASKS = _POOLING | {"generate", "transcription"}  # That Slipway serves.
+_TASKS = _POOLING | {"generate", "transcription"}  # The tasks that Slipway serves.
 
 
 def routers(tasks: Collection[str] = ("generate",)) -> list[Any]:
-    """Import vLLM's routers for a model, and return them. Those of pooling are not among them.
+    """Import vLLM's routers for a model, and return them. The routers of pooling are not included.
 
     Args:
         tasks: The tasks that the model supports, by vLLM's names.
@@ -93,12 +95,12 @@ async def build(
     Args:
         client: The engine client.
         arguments: The arguments of vLLM's front end.
-        names: The names of the model. Answers have the first one.
+        names: The names of the model. Answers carry the first name.
         accepts: Returns True for further names that a request may use.
-        adapters: vLLM's requests for adapters, by their names. It changes as adapters are loaded and unloaded.
+        adapters: vLLM's requests for adapters, by name. The mapping changes as adapters are loaded and unloaded.
         tasks: The tasks of the model, by vLLM's names.
-        parses_only_tools: Nobody named the parser of tool calls. It is left out if the model's tokenizer does not fit
-            it, and parses only the answers to calls with tools.
+        parses_only_tools: True if the settings do not name the tool-call parser. The parser is then left out if it does
+            not support the model's tokenizer, and parses only answers to calls with tools.
 
     Raises:
         EngineStartError: vLLM refuses an argument.
@@ -119,7 +121,7 @@ async def build(
     try:
         tasks = tuple(task for task in tasks if task in _TASKS)
         found = routers(tasks)
-        for path, answer in ((TOKENIZE, tokenize), (RENDER, render)):  # In place of vLLM's, since the first counts.
+        for path, answer in ((TOKENIZE, tokenize), (RENDER, render)):  # Instead of vLLM's: the first route counts.
             app.post(path, dependencies=[Depends(validate_json_request)])(answer)
         for router in found:
             app.include_router(router)
@@ -127,17 +129,18 @@ async def build(
             stop_at_first_faults(_OF_POOLING)
             register_pooling_api_routers(app, tasks, client.vllm_config.model_config)
         init_exception_handler(app)
-        # Starlette raises it, for example if a body is nested too deeply. vLLM would leave the reply in another form.
+        # Starlette raises HTTPException, for example if a body is nested too deeply. vLLM's reply would have another
+        # form.
         app.add_exception_handler(HTTPException, http_exception_handler)
         answer_stumbling_readers(app)
         name_faults(app)
         app.state.args = args
-        # vLLM stops its server when its engine has died. Here the setting `fail_fast` decides that.
+        # vLLM stops its server when its engine has died. Here the setting `fail_fast` decides whether the server stops.
         app.state.server = SimpleNamespace(should_exit=False)
         with parsers_for(client.vllm_config.structured_outputs_config.backend):
             plain = without_calls(args, client) if parses_only_tools and "generate" in tasks else None
             await init_app_state(client, app.state, args, supported_tasks=tasks)
-        check_names()  # It has imported the serving classes.
+        check_names()  # The serving classes are imported now.
         if "generate" in tasks:
             change_responses(app.state.openai_serving_responses)
             if parses_only_tools and args.tool_call_parser:
@@ -163,7 +166,7 @@ async def build(
 
 
 def render_in_context() -> None:
-    """Let the threads that render pooled prompts know their call, whose limits and salt hold for its media."""
+    """Let the threads that render pooled prompts know their call, whose limits and salt apply to its media."""
 
     def in_context(render: Callable[..., Any], executor: Any = None) -> Callable[..., Awaitable[Any]]:
         run = make_async(lambda context, *prompts: context.run(render, *prompts), executor)

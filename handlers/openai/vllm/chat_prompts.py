@@ -1,6 +1,6 @@
 """Makes the prompts of common chats and of batches of chats.
 
-`OnlineRenderer.preprocess_chat` makes a prompt from messages in the steps that `chat_renderer` repeats
+`chat_renderer` repeats the steps in which `OnlineRenderer.preprocess_chat` makes a prompt from messages
 (tests/live/test_openai_internals.py).
 """
 
@@ -39,9 +39,9 @@ _TRIALS: tuple[list[Any], ...] = (
 
 
 def chat_renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
-    """Return a function that makes a prompt from messages of text.
+    """Return a function that makes a prompt from text messages.
 
-    The result is that of `OnlineRenderer.preprocess_chat` for a request without options.
+    The prompt is the same as from `OnlineRenderer.preprocess_chat` for a request without options.
     """
     online, renderer = chat.online_renderer, chat.renderer
     media = chat.model_config.multimodal_config
@@ -59,19 +59,19 @@ def chat_renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
     try:
         direct = _direct_renderer(renderer, params)
         same = all(direct(messages) == render(messages) for messages in _TRIALS)
-    except Exception as error:  # A template is code of the model, and may raise any exception.
+    except Exception as error:  # The model's template may raise any exception.
         logger.debug("chats are rendered by vLLM's renderer: %s", error)
         return render
     return direct if same else render
 
 
 def _direct_renderer(renderer: HfRenderer, params: Any) -> Callable[[list[dict[str, Any]]], str]:
-    """Return a function like `renderer.render_messages` that takes a fifth of the time.
+    """Return a function that does the work of `renderer.render_messages` in a fifth of the time.
 
-    All work that is the same for every request is done once, here.
+    Work that is the same for every request is done only once, here.
 
     Raises:
-        Exception: The model or its template needs other work.
+        Exception: The model or its template needs other steps.
     """
     config, tokenizer = renderer.model_config, renderer.get_tokenizer()
     owners = [owner for owner in type(tokenizer).__mro__ if "apply_chat_template" in vars(owner)]
@@ -105,16 +105,16 @@ def _direct_renderer(renderer: HfRenderer, params: Any) -> Callable[[list[dict[s
 
 
 async def of_copies(render: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
-    """Make the prompts of a batch of copies of its messages.
+    """Make the prompts of a batch from copies of its messages.
 
-    vLLM decodes the arguments of calls in place for the template, and cannot read the messages a second time then.
+    For the template, vLLM decodes the arguments of tool calls in place. It cannot read these messages a second time.
     """
     request.messages = _without_iterators(request.messages)
     return await render(request.model_copy(update={"messages": deepcopy(request.messages)}))
 
 
 def _without_iterators(value: Any) -> Any:
-    """Return a value with lists in the place of Pydantic's iterators, which can be neither copied nor read twice."""
+    """Return a value with lists instead of Pydantic's iterators, which can be neither copied nor read twice."""
     if isinstance(value, dict):
         return {key: _without_iterators(member) for key, member in value.items()}
     return [_without_iterators(item) for item in value] if isinstance(value, list | Iterator) else value

@@ -1,4 +1,4 @@
-"""Reads the settings of vLLM's front end with which Slipway's own contract answers common calls.
+"""Reads the settings of vLLM's front end that Slipway's own contract needs to answer common calls.
 
 The serving objects have the attributes that `front_end` reads.
 """
@@ -29,7 +29,7 @@ def front_end(
         adapters: The names of the adapters.
 
     Returns:
-        The settings. None if vLLM's answers have more content than the contract's, or the model answers no prompts.
+        The settings. None if vLLM's answers have more content than the contract's, or the model does not generate.
     """
     if not hasattr(app.state, "openai_serving_chat"):
         return None
@@ -50,13 +50,13 @@ def front_end(
         most_prompts=envs.VLLM_MAX_COMPLETION_PROMPTS,
         most_sequences=envs.VLLM_MAX_N_SEQUENCES,
         most_stop_strings=envs.VLLM_MAX_STOP_STRINGS,
-        # vLLM parses an answer for tool calls or reasoning if there is a parser.
+        # If vLLM has a parser, it searches each answer for tool calls or reasoning.
         render=chat_renderer(chat) if chat.parser_cls is None and not chat.online_renderer.use_harmony else None,
     )
 
 
 def _shows_more(serving: Any, config: Any) -> bool:
-    """Return True if options add to the answers, or to the generated text."""
+    """Return True if options change the answers or the generation."""
     model = config.model_config
     return any(
         (
@@ -82,6 +82,6 @@ def _shows_more(serving: Any, config: Any) -> bool:
 
 
 def chunks_long_prompts(config: Any) -> bool:
-    """Return True if vLLM's front end makes the vector of a long text from those of its parts."""
+    """Return True if vLLM's front end makes the vector of a long text from the vectors of its parts."""
     pooler = config.model_config.pooler_config
     return bool(pooler.enable_chunked_processing or pooler.max_embed_len)

@@ -1,10 +1,10 @@
-"""The engine as vLLM's serving classes see it: vLLM's own `AsyncLLM`, under the rules that hold for every contract.
+"""The engine as vLLM's serving classes see it: vLLM's own `AsyncLLM`, under the rules that apply to every contract.
 
-Requests of the serving classes are ordinary requests of `AsyncLLM`. They run beside those of
-`engines.vllm.engine`, take places in the same queue, count in the same statistics and fail after the same wait for
-a token.
+Requests of the serving classes are ordinary requests of `AsyncLLM`. They run alongside the requests of
+`engines.vllm.engine`, take places in the same queue, count in the same statistics, and fail after the same wait for a
+token.
 
-When `AsyncLLM.add_request` has returned a request's queue, vLLM has a state with that queue for each sequence that has
+Once `AsyncLLM.add_request` has returned a request's queue, vLLM has a state with this queue for each sequence that has
 not ended.
 """
 
@@ -54,15 +54,15 @@ from handlers.model_config import ModelConfig
 from handlers.openai.current_call import BeamSteps, OpenAICall, current_call
 from handlers.openai.vllm.parameter_checks import TRANSFERS, check_id, check_parameters, check_prompt_logprobs
 
-CheckAnswer = Callable[[Any], None]  # Takes the state of a sequence that has ended.
-# Options that vLLM's serving classes give for chats, whose answers are constrained once their reasoning has ended.
-# Other answers have no reasoning, and are constrained from the first token. So are chats whose end of reasoning is
-# unknown.
+CheckAnswer = Callable[[Any], None]  # The argument is the state of a sequence that has ended.
+# Options that vLLM's serving classes pass for chats, whose answers are constrained once their reasoning has ended.
+# Other answers have no reasoning, and are constrained from the first token. Chats are also constrained from the first
+# token if vLLM cannot tell the end of their reasoning.
 _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
 
 
 class EngineClient:
-    """The engine for vLLM's serving classes; all other attributes are `AsyncLLM`'s."""
+    """The engine for vLLM's serving classes. Attributes that this class lacks are `AsyncLLM`'s."""
 
     def __init__(self, engine: VllmEngine, config: ModelConfig) -> None:
         self._engine, self._config = engine, config
@@ -73,16 +73,16 @@ class EngineClient:
 
     @property
     def errored(self) -> bool:
-        """See `AsyncLLM.errored`. False while calls wait for an engine that is started again."""
+        """See `AsyncLLM.errored`. False while calls wait for an engine that is being restarted."""
         return self._llm.errored and not self._engine.waits
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuse a call before its prompt is rendered if the queue has no place for it.
+        """Refuse a call before its prompt is rendered if the queue has no room for it.
 
-        Raises as `generate`.
+        Raises the same errors as `generate`.
         """
         call = current_call.get()
-        if call.only_counts:  # vLLM's `count_tokens` asks, too
+        if call.only_counts:  # vLLM's `count_tokens` also calls this
             return
         with _vllms_errors():
             call.take(n)
@@ -91,11 +91,11 @@ class EngineClient:
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """See `AsyncLLM.generate`.
 
-        Not a coroutine: a refusal comes before a reply has begun.
+        This is not a coroutine, so that a call is refused before its reply has begun.
 
         Raises:
             VLLMValidationError: The parameters would harm the engine, or there are too many sequences.
-            GracefulHTTPError: 503, the queue has no place.
+            GracefulHTTPError: 503. The queue has no room.
         """
         check_id(request_id, options)
         call = current_call.get()
@@ -113,9 +113,9 @@ class EngineClient:
         return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options, places=places)
 
     def _read_args(self, args: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the arguments without arguments of connectors that the engine does not have.
+        """Return the arguments without those for connectors that the engine does not have.
 
-        vLLM would report numbers of them in usage and metrics.
+        vLLM would report numbers from such arguments in usage and metrics.
         """
         config = self._llm.vllm_config
         connectors = (config.kv_transfer_config, config.ec_transfer_config)
@@ -123,7 +123,7 @@ class EngineClient:
         return {name: value for name, value in (args or {}).items() if name not in absent} or None
 
     def searching(self, beam_search: Callable[..., AsyncGenerator[Any, None]]) -> Any:
-        """Return vLLM's `beam_search` as one request: its steps take no places, and count no prompts."""
+        """Return vLLM's `beam_search` as one request. Its steps take no places, and do not count as prompts."""
 
         def search(prompt: Any, request_id: str, params: Any, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
             call = current_call.get()
@@ -163,11 +163,11 @@ class EngineClient:
     def encode(self, prompt: Any, pooling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """See `AsyncLLM.encode`.
 
-        Not a coroutine: a refusal comes before anything was submitted.
+        This is not a coroutine, so that a call is refused before anything was submitted.
 
         Raises:
-            VLLMValidationError: The prompt is too long, or there are too many.
-            GracefulHTTPError: 503, the queue has no place.
+            VLLMValidationError: The prompt is too long, or the call has too many prompts.
+            GracefulHTTPError: 503. The queue has no room.
         """
         check_id(request_id, options)
         call = current_call.get()
@@ -217,7 +217,7 @@ class EngineClient:
 
     def _check_length(self, prompt: Any) -> None:
         most = self._config.max_prompt_tokens
-        if most is not None and (tokens := len(prompt.get("prompt_token_ids", ()))) > most:  # a sound has none
+        if most is not None and (tokens := len(prompt.get("prompt_token_ids", ()))) > most:  # audio has none
             raise VLLMValidationError(PromptTooLong(tokens, most).message, parameter="input_tokens", value=tokens)
 
     def _explained(
@@ -225,7 +225,7 @@ class EngineClient:
     ) -> AsyncGenerator[Any, None]:
         """Return a generator that explains the prompts of the call, and yields nothing.
 
-        The front end asks for all prompts of a call before it waits for the first.
+        The front end passes all prompts of a call before it waits for the first one.
         """
         call.asked.append((_submitted(call, prompt), params, options))
         return self._explain(call)
@@ -238,11 +238,11 @@ class EngineClient:
                 await give_turn(place)
                 prompts.append(await self._explained_prompt(call, *one))
             call.explain(prompts)
-        else:  # The generator of another prompt explains all. It must not be cancelled before.
+        else:  # The generator of another prompt explains all prompts, and must not be cancelled before that.
             assert call.explained is not None
             await asyncio.wait({call.explained})
-        raise asyncio.CancelledError  # It passes through the application, which would go on after any other error.
-        yield  # It is a generator.
+        raise asyncio.CancelledError  # Passes through the application, which would continue after any other error.
+        yield  # Makes this function a generator.
 
     async def _explained_prompt(
         self, call: OpenAICall, prompt: Any, params: Any, options: Mapping[str, Any]
@@ -298,10 +298,10 @@ class EngineClient:
                 await request.abandon()
             raise
         except Exception as error:
-            if isinstance(error, DeadlineExceeded):  # the engine has not got the request
+            if isinstance(error, DeadlineExceeded):  # the engine has not received the request
                 call.end_at_deadline(error)
                 if call.failed:
-                    raise asyncio.CancelledError from None  # As in `_explain`. The client has its error.
+                    raise asyncio.CancelledError from None  # As in `_explain`. The client already has its error.
                 output = _nothing(request_id, prompt, params)
                 if call.steps is None:
                     _cut(call, output)
@@ -321,7 +321,7 @@ class EngineClient:
     async def _prepared(
         self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
     ) -> tuple[Any, CheckAnswer | None]:
-        """Give a request to the engine. Returns its queue, and what checks its answer."""
+        """Pass a request to the engine. Return the request's queue, and the function that checks its answer."""
         check_answer: CheckAnswer | None = None
         if params.structured_outputs is not None:
             constraint = await self._constrained(call, params)
@@ -332,7 +332,7 @@ class EngineClient:
         return await self._added(call, prompt, params, request_id, options), check_answer
 
     async def _constrained(self, call: OpenAICall, params: Any) -> CheckedConstraint:
-        """Return the constraint of a request. vLLM's parameters get it as the engine enforces it."""
+        """Return the constraint of a request, and put the form that the engine enforces into vLLM's parameters."""
         outputs = params.structured_outputs
         with _vllms_errors():
             constraint = await self._engine.constraints.checked(call.form.name, params, call.form.parts(outputs.json))
@@ -346,16 +346,16 @@ class EngineClient:
         self._engine.constraints.check_answer(constraint, self._engine.statistics, answer)
 
     async def _added(self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
-        """Give a request to the engine. Returns its queue."""
+        """Pass a request to the engine. Return the request's queue."""
         with _vllms_errors():
             await self._engine.wait_until_ready()
             if self._engine.adapters is not None and options.get("lora_request") is not None:
                 options = {**options, "lora_request": await self._adapter(call, options["lora_request"].lora_name)}
-        known = {*sequence_ids(self._llm, request_id)}  # ids are the clients', who may use one twice
+        known = {*sequence_ids(self._llm, request_id)}  # clients choose ids, and may use one twice
         try:
             queue = await self._llm.add_request(request_id, prompt, params, **options)
         except BaseException as error:
-            # vLLM registers a request before it sends it to the engine, and leaves it there if that fails.
+            # vLLM registers a request before sending it to the engine, and leaves it registered if the sending fails.
             registered = [sequence for sequence in sequence_ids(self._llm, request_id) if sequence not in known]
             await abort(self._llm, registered)
             if isinstance(error, OverflowError):  # a number that the engine's message cannot hold
@@ -365,9 +365,9 @@ class EngineClient:
         return queue
 
     async def _adapter(self, call: OpenAICall, name: str) -> Any:
-        """Return vLLM's request for the adapter of this name, which is in its memory until the call ends.
+        """Return vLLM's request for the adapter of this name. The adapter stays in vLLM's memory until the call ends.
 
-        The adapter is looked up again: another adapter may have replaced it since the front end looked it up.
+        The adapter is looked up again, because another adapter may have replaced it since the front end's look-up.
         """
         assert self._engine.adapters is not None
         claim = call.adapters.get(name) or call.keep(name, await self._engine.claim(name))
@@ -375,9 +375,9 @@ class EngineClient:
 
 
 def _submitted(call: OpenAICall, prompt: Any) -> Any:
-    """Return a prompt of a call with the call's salt. The source of the prompt's media is dropped."""
+    """Return a prompt with the salt of its call. The memory of the prompt's source media is released."""
     call.submitted = True
-    if "encoder_prompt" in prompt:  # A clip of a sound. Further clips may follow. vLLM does not cache clips.
+    if "encoder_prompt" in prompt:  # An audio clip. Further clips may follow. vLLM does not cache clips.
         return prompt
     if call.media is not None:
         call.media.release()
@@ -387,14 +387,14 @@ def _submitted(call: OpenAICall, prompt: Any) -> Any:
 
 
 def _states(llm: Any, request_id: str, queue: Any) -> list[Any]:
-    """Return the states of the sequences of the request with this queue that have not ended."""
+    """Return the states of the unfinished sequences of the request with this queue."""
     known = request_states(llm)
     states: list[Any] = [known[sequence] for sequence in sequence_ids(llm, request_id)]
-    return [state for state in states if state.queue is queue]  # ids are the clients', who may use one twice
+    return [state for state in states if state.queue is queue]  # clients choose ids, and may use one twice
 
 
 class _Request:
-    """One request in the engine: counts its tokens, and ends it when none comes for too long."""
+    """One request in the engine. Counts the request's tokens, and ends the request if no token comes for too long."""
 
     def __init__(
         self,
@@ -407,7 +407,7 @@ class _Request:
         self._llm, self._queue, self._statistics, self._limit = llm, queue, statistics, predict_timeout
         self._check_answer = check_answer
         self._ending: asyncio.Task[None] | None = None  # The abort at the deadline.
-        self._states: list[Any] = []  # Of its sequences.
+        self._states: list[Any] = []  # The states of its sequences.
         self._began = time.monotonic()
         self._timer = asyncio.get_running_loop().call_later(predict_timeout, self._check)
         self._open = True
@@ -416,7 +416,7 @@ class _Request:
         """Find the request's sequences.
 
         Raises:
-            RuntimeError: vLLM keeps them elsewhere than it did.
+            RuntimeError: vLLM no longer keeps its sequences where they are expected.
         """
         own = _states(self._llm, request_id, self._queue)
         if not own and not _ended(self._queue.output):
@@ -438,7 +438,7 @@ class _Request:
         try:
             await abort(self._llm, [self._queue.request_id])
         except Exception as error:
-            self._queue.put(error)  # It ends the call.
+            self._queue.put(error)  # This ends the call.
 
     def _check(self) -> None:
         idle = time.monotonic() - max([self._began, *(state.stats.last_token_ts for state in self._states)])
@@ -479,8 +479,8 @@ def _check_end(output: Any, params: Any) -> None:
     """Raise an error if the engine has ended a request with an error.
 
     Raises:
-        VLLMValidationError: Its parameters forbid every token.
-        GenerationError: There is another reason.
+        VLLMValidationError: The request's parameters forbid every token.
+        GenerationError: The engine failed for another reason.
     """
     if output is STREAM_FINISHED or all(sequence.finish_reason != "error" for sequence in output.outputs):
         return
@@ -490,7 +490,7 @@ def _check_end(output: Any, params: Any) -> None:
 
 
 def _cut(call: OpenAICall, output: Any) -> None:
-    """Let the sequences end for their length that were aborted at the deadline of the call."""
+    """Give the finish reason for length to sequences that were aborted at the deadline of the call."""
     if not call.deadline_passed or output is STREAM_FINISHED:
         return
     aborted = [sequence for sequence in output.outputs if sequence.finish_reason == "abort"]
@@ -499,14 +499,14 @@ def _cut(call: OpenAICall, output: Any) -> None:
         sequence.text = sequence.text or _NO_TEXT
     if aborted:
         call.reach_deadline()
-    if aborted and output.prompt_logprobs is not None:  # vLLM's front end wants an item for each token of the prompt
+    if aborted and output.prompt_logprobs is not None:  # vLLM's front end expects an item for each token of the prompt
         output.prompt_logprobs += [None] * (len(output.prompt_token_ids) - len(output.prompt_logprobs))
 
 
 class _NoText(str):
     """The text of a sequence that has ended without a token.
 
-    vLLM's streams leave out a part without text and tokens, and so the end of the sequence, if its text is false.
+    If such a text were false, vLLM's streams would leave out the part, and with it the end of the sequence.
     """
 
     __slots__ = ()
@@ -519,7 +519,7 @@ _NO_TEXT = _NoText()
 
 
 def _nothing(request_id: str, prompt: Any, params: Any) -> RequestOutput:
-    """Return the aborted output of a request that the engine has not got. It ends vLLM's beam search."""
+    """Return the aborted output of a request that the engine has not received. This output ends vLLM's beam search."""
     logprobs: Any = None if params.logprobs is None else []
     nothing = [CompletionOutput(index, "", [], None, logprobs, finish_reason="abort") for index in range(params.n)]
     inner = prompt.get("decoder_prompt") or prompt
@@ -531,7 +531,7 @@ def _nothing(request_id: str, prompt: Any, params: Any) -> RequestOutput:
 def _failure(call: OpenAICall, error: Exception) -> Exception:
     """Return the error for vLLM's front end."""
     if isinstance(error, EngineDeadError):
-        # vLLM's text for a dead engine speaks of a stack trace, and it logs one for each request.
+        # vLLM's message for a dead engine mentions a stack trace, and vLLM logs a trace for each request.
         error = GenerationError(EngineDead().message)
     return error
 
@@ -545,13 +545,13 @@ def _vllms_errors() -> Iterator[None]:
     """Raise Slipway's errors as errors that vLLM's front end can answer."""
     try:
         yield
-    except UnknownAdapter as error:  # it was there when the front end looked
+    except UnknownAdapter as error:  # the adapter was there when the front end looked it up
         raise VLLMNotFoundError(error.message) from None
     except AdapterUnusable as error:
         raise VLLMValidationError(error.message, parameter="model") from None
     except InvalidParameter as error:
         raise VLLMValidationError(error.message, parameter=error.parameter) from None
-    except InvalidRequest as error:  # of `OpenAICall.take`
+    except InvalidRequest as error:  # from `OpenAICall.take`
         raise VLLMValidationError(error.message, parameter="n") from None
     except Overloaded as error:
         raise GracefulHTTPError(error.message, HTTPStatus.SERVICE_UNAVAILABLE) from None

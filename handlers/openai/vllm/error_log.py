@@ -1,4 +1,4 @@
-"""Lowers the log records of clients' errors, which vLLM logs with tracebacks."""
+"""Lowers the level of log records of client errors, which vLLM logs with tracebacks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _OF_REQUESTS = (
     *("vllm.entrypoints.serve.exception_handling.", "vllm.renderers.", "vllm.tool_parsers.", "vllm.reasoning."),
     "vllm.entrypoints.speech_to_text.",
 )
-_LONGEST = 200  # Characters of a record about a client's error.
+_LONGEST = 200  # The maximum number of characters of a record about a client error.
 
 
 def lower_client_errors() -> None:
-    """Make every handler of the root logger lower the records of clients' errors. It may be called several times."""
+    """Make every handler of the root logger lower the records of client errors. May be called several times."""
     for handler in logging.getLogger().handlers:
         handler.addFilter(client_error_filter)
 
 
 def client_error_filter(record: logging.LogRecord) -> bool:
-    """Lower the record of a client's error to INFO, without its traceback.
+    """Lower the record of a client error to INFO, without its traceback.
 
-    The record of a request whose engine has failed is lowered too: the failure is logged once for all requests. Records
-    of other failures of the server pass unchanged.
+    The record of a request whose engine has failed is also lowered, because the failure is logged once for all
+    requests. Records of other server failures pass unchanged.
 
     Returns:
-        False if the lowered record is not logged.
+        False if the lowered record is not to be logged.
     """
     if record.levelno < logging.ERROR or not record.name.startswith(_OF_REQUESTS):
         return True

@@ -1,9 +1,10 @@
-"""Answers the exceptions of vLLM's front end, in texts without paths and addresses.
+"""Answers the exceptions of vLLM's front end, with messages that have no paths and addresses.
 
-It relies on these internals of vLLM, which tests/live/test_openai_internals.py checks:
+This module relies on these internals of vLLM, which tests/live/test_openai_internals.py checks:
 
-- `create_error_response(error)` gives an exception its status.
-- The modules in `_WITH_ERRORS` call `sanitize_message` with the text of an error. Its patterns are repeated below.
+- `create_error_response(error)` decides the status of an exception.
+- The modules in `_WITH_ERRORS` call `sanitize_message` with the text of an error. The function's patterns are repeated
+  below.
 """
 
 from __future__ import annotations
@@ -43,30 +44,30 @@ _WITH_ERRORS: tuple[Any, ...] = (
     vllm.entrypoints.serve.exception_handling.handlers.http,
     vllm.entrypoints.serve.exception_handling.handlers.validation,
 )
-# The patterns of vLLM's `sanitize_message`, changed so that they take a time in proportion to the text.
+# The patterns of vLLM's `sanitize_message`, changed so that they take time proportional to the length of the text.
 _ADDRESS = regex.compile(r" at 0x[0-9a-fA-F]+>")
 _FRAME = regex.compile(r'(?:(?<!\s)|\G)\s*+File "[^"]+", line \d+, in \S+(\n\s+.*)?')
 _SYSTEM_PATH = regex.compile(r"/(?:home|usr|opt|var|tmp|root|lib|mnt|srv)(?:/[\w.\-]+)+")
 _PATH = regex.compile(r"((?:/[\w\-]++){2,}+)(\.\w+)?")
-# The arguments of `vllm serve` as they are in messages.
+# An argument of `vllm serve`, as it appears in messages.
 _ARGUMENT = regex.compile(r"(?<![\w-])--([a-z][a-z-]*+)(?!\w)")
 _ARGUMENTS = FRONT_END | {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-_WITHOUT_PARSER = "option.tool_call_parser to be set"  # vLLM's refusal of a chat with tools ends with it.
+_WITHOUT_PARSER = "option.tool_call_parser to be set"  # The end of vLLM's refusal of a chat with tools.
 
 
 def bound_errors() -> None:
-    """Let vLLM's error handlers use `sanitized`."""
+    """Make vLLM's error handlers use `sanitized`."""
     for module in _WITH_ERRORS:
         module.sanitize_message = sanitized
 
 
 def sanitized(message: str) -> str:
-    """Return the text of an error without addresses, stack frames and paths, as vLLM's `sanitize_message`.
+    """Return the text of an error without addresses, stack frames and paths, as vLLM's `sanitize_message` does.
 
-    Arguments of `vllm serve` get the names that they have here.
+    Arguments of `vllm serve` are replaced with Slipway's names.
 
-    vLLM's function takes minutes for a message that repeats 20,000 characters of a client, such as an unknown model,
-    and stops the event loop.
+    vLLM's function takes minutes for a message that repeats 20,000 characters from a client, such as an unknown model's
+    name, and blocks the event loop.
     """
     message = _FRAME.sub("", _ADDRESS.sub(">", message))
     message = _SYSTEM_PATH.sub("<path>", message)
@@ -81,13 +82,13 @@ def _as_option(argument: regex.Match[str]) -> str:
 
 
 def answer_stumbling_readers(app: FastAPI) -> None:
-    """Answer Python's own errors as the client's fault until the call has submitted a prompt.
+    """Answer Python's built-in errors as client errors until the call has submitted a prompt.
 
-    Until then, FastAPI and vLLM read the body. Some checks of vLLM run before Pydantic's and expect an object, but a
+    Until then, FastAPI and vLLM read the body. Some of vLLM's checks run before Pydantic's and expect an object, but a
     client may send something else. Some conversions take the first item of a list that may be empty.
 
-    A RecursionError is the client's fault, too. The arguments of tools are JSON in a string, so the limit on a body's
-    depth does not reach them. A template may call itself for each level of a message.
+    A RecursionError is also a client error. The arguments of tools are JSON in a string, so the limit on a body's depth
+    does not apply to them. A template may call itself for each level of a message.
     """
 
     async def refuse(_: Request, error: Exception) -> Response:
@@ -103,9 +104,9 @@ def answer_stumbling_readers(app: FastAPI) -> None:
 
 
 def name_faults(app: FastAPI) -> None:
-    """Answer a body that Pydantic refuses with the one field that is wrong, as the owners of the two APIs do.
+    """Answer a body that Pydantic refuses with the one field that is wrong, as OpenAI and Anthropic do.
 
-    vLLM's answer has the first ten of Pydantic's faults. Chats, completions and parameters of a query keep it.
+    vLLM's answer lists the first ten of Pydantic's errors. Chats, completions and query parameters keep that answer.
     """
 
     async def refuse(request: Request, error: RequestValidationError) -> Response:
@@ -125,19 +126,19 @@ def name_faults(app: FastAPI) -> None:
 
 
 def is_clients(error: BaseException) -> bool:
-    """Return True if vLLM answers the exception as a fault of the client, or as a missing feature."""
+    """Return True if vLLM answers the exception as a client error, or as a missing feature."""
     if not isinstance(error, Exception):
         return False
     return isinstance(error, GracefulHTTPError | NotImplementedError) or create_error_response(error).error.code < 500
 
 
 def refusal(error: BaseException) -> Reply | None:
-    """Return the answer to an exception that the application raised after a reply had begun.
+    """Return the answer to an exception that the application raised after the reply had begun.
 
-    vLLM begins the stream of a response before it generates, and cannot answer a refusal after that.
+    vLLM begins the stream of a response before it generates, and cannot answer with a refusal after that.
 
     Returns:
-        The answer. None if the exception is the server's fault.
+        The answer, or None if the exception is a server error.
     """
     # Starlette raises a RuntimeError from an exception that has a handler.
     if isinstance(error, RuntimeError) and error.__cause__ is not None:

@@ -1,4 +1,4 @@
-"""Changes vLLM's `/v1/messages`: answers, begun turns and errors are those of Anthropic's API."""
+"""Changes vLLM's `/v1/messages`, so that answers, begun turns and errors match Anthropic's API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Message(AnthropicMessagesResponse):  # type: ignore[misc]
-    """A whole answer of `/v1/messages`. It has all fields of Anthropic's contract, also those that are null."""
+    """A whole answer of `/v1/messages`. It has all fields of Anthropic's contract, including fields that are null."""
 
     @model_serializer(mode="wrap")
     def _with_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -27,7 +27,7 @@ class _Message(AnthropicMessagesResponse):  # type: ignore[misc]
 
 
 def change_messages(messages: Any) -> None:
-    """Change the serving object of Anthropic's messages: begun turns, nulls of whole answers, and errors of streams."""
+    """Change the serving object of Anthropic's messages: begun turns, nulls in whole answers, and errors in streams."""
     whole, stream = messages.messages_full_converter, messages.message_stream_converter
     messages.to_chat_completion_request = partial(_continuing, messages.to_chat_completion_request)
     messages.messages_full_converter = lambda answer: _Message.model_construct(**dict(whole(with_whole_calls(answer))))
@@ -35,9 +35,9 @@ def change_messages(messages: Any) -> None:
 
 
 def with_whole_calls(answer: ChatCompletionResponse) -> ChatCompletionResponse:
-    """Return an answer whose calls with unreadable arguments are text, because vLLM decodes the arguments of each call.
+    """Return an answer in which calls with unreadable arguments are text, because vLLM decodes each call's arguments.
 
-    A call may be cut, and its arguments may be nested too deeply.
+    A call may be cut off, or its arguments may be nested too deeply.
     """
     message = answer.choices[0].message
     for call in [*message.tool_calls]:
@@ -50,9 +50,10 @@ def with_whole_calls(answer: ChatCompletionResponse) -> ChatCompletionResponse:
 
 
 def _continuing(convert: Callable[..., ChatCompletionRequest], request: Any, **options: Any) -> ChatCompletionRequest:
-    """Convert a request of Anthropic's to a chat. The answer continues a text of the assistant at the end.
+    """Convert a request of Anthropic's API to a chat. If the last message is the assistant's, the answer continues it.
 
-    So does Anthropic's API. Its clients begin an answer to give it a form. vLLM begins another turn.
+    Anthropic's API also continues such a message. Clients use this to begin an answer in a certain form. vLLM alone
+    would begin a new turn.
     """
     chat = convert(request, **options)
     last = chat.messages[-1] if chat.messages else {}
@@ -64,9 +65,9 @@ def _continuing(convert: Callable[..., ChatCompletionRequest], request: Any, **o
 async def _raising(
     convert: Callable[[AsyncIterator[str]], AsyncGenerator[str, None]], chunks: AsyncGenerator[str, None]
 ) -> AsyncGenerator[str, None]:
-    """Convert the chunks of a chat to events of a message, and raise an error that ends the chat.
+    """Convert the chunks of a chat to the events of a message. If an error ends the chat, raise that error.
 
-    vLLM's converter expects no error among the chunks. Its events for errors have types that are not Anthropic's.
+    vLLM's converter expects no errors among the chunks. Its events for errors have types that Anthropic's API lacks.
 
     Raises:
         GracefulHTTPError: The chat ended with an error.

@@ -1,4 +1,4 @@
-"""Checks of parameters for vLLM's serving classes. Some would harm the engine, and others would have no effect."""
+"""Refuses parameters for vLLM's serving classes that would harm the engine or have no effect."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from engines.errors import InvalidParameter
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_texts, check_bad_words
 from handlers.parsing.json_fields import MAX_STRING_LENGTH, MAX_STRINGS, json_kind
 
-# Arguments for vLLM's connectors to other servers. They are in `extra_args`, and so can come in `vllm_xargs` with any
-# type.
+# Arguments for vLLM's connectors to other servers. They are part of `extra_args`, so clients can send them with any
+# type in `vllm_xargs`.
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 _INT64 = 2**63
-_MOST_REPEATED = 2048  # Tokens that the scheduler may look at for each length of a pattern, after each token.
+_MOST_REPEATED = 2048  # The limit on tokens that the scheduler compares for each pattern length, after each token.
 _MOST_ID = 512  # Characters. The engine's messages repeat the id for each token.
-_MOST_PROMPT_LOGPROBS = 1 << 17  # A client gets none before the last. vLLM takes 13 µs of the event loop for each.
-# Parameters that go to the engine process as 64-bit numbers.
+_MOST_PROMPT_LOGPROBS = 1 << 17  # All are sent together. Each one blocks the event loop for 13 µs.
+# Parameters that are sent to the engine process as 64-bit integers.
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
 
 
 def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) -> None:
-    """Refuse sampling parameters that would harm the engine or have no effect; `params`: vLLM's `SamplingParams`.
+    """Refuse sampling parameters (vLLM's `SamplingParams`) that would harm the engine or have no effect.
 
     Raises:
-        InvalidParameter: The parameter is named.
+        InvalidParameter: A parameter is refused. The error names it.
     """
     if params.prompt_logprobs is not None and limits.prompt_logprobs_refusal:
         raise InvalidParameter("prompt_logprobs", f"cannot be given: {limits.prompt_logprobs_refusal}")
@@ -62,10 +62,10 @@ def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) ->
 
 
 def check_prompt_logprobs(params: Any, prompt_tokens: int) -> None:
-    """Refuse log probabilities of a prompt that would stop the event loop for seconds; `params`: as above.
+    """Refuse prompt log probabilities that would block the event loop for seconds.
 
     Raises:
-        InvalidParameter: There would be too many.
+        InvalidParameter: The answer would have too many log probabilities.
     """
     if (most := params.prompt_logprobs) is None:
         return
@@ -82,7 +82,7 @@ def check_id(request_id: str, options: Mapping[str, Any]) -> None:
     """Refuse ids that are too long.
 
     Raises:
-        VLLMValidationError: The field is named.
+        VLLMValidationError: An id is too long. The error names the field.
     """
     for name, value in (("request_id", request_id), ("session_id", options.get("session_id"))):
         if isinstance(value, str) and len(value) > _MOST_ID:
@@ -90,7 +90,7 @@ def check_id(request_id: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_typical_p(value: Any, refusal: str) -> None:
-    """It comes in vLLM's `vllm_xargs`, which are passed on unchanged, even if nothing reads them."""
+    """Check `typical_p`. It comes in `vllm_xargs`, which vLLM passes on unchecked, even if nothing reads them."""
     if refusal:
         raise InvalidParameter(TYPICAL_P, refusal)
     number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,6 +1,6 @@
 """Changes vLLM's Pydantic models of requests and answers.
 
-A router of JSON bodies has a module `protocol` beside it, with the models of its requests
+If a router takes JSON bodies, the module `protocol` next to it has the models of its requests
 (tests/live/test_openai_internals.py).
 """
 
@@ -30,9 +30,10 @@ from handlers.openai.vllm.responses import ResponseFailed, ResponseIncomplete
 
 @cache
 def stop_at_first_faults(routers: tuple[str, ...]) -> None:
-    """Call `stop_at_first_fault` once for the models of the requests of these routers.
+    """Call `stop_at_first_fault` once for each model of these routers' requests.
 
-    It takes a tenth of a second. The front end of a further model is built on the event loop, while others serve.
+    This takes a tenth of a second. It must not be repeated, because the front end of a further model is built on the
+    event loop while other models serve.
     """
     for name in routers:
         protocol = importlib.import_module(name.replace(".api_router", ".protocol"))
@@ -42,11 +43,12 @@ def stop_at_first_faults(routers: tuple[str, ...]) -> None:
 
 
 def stop_at_first_fault(kind: type[BaseModel]) -> None:
-    """Make a model of requests refuse a list or an object at its first wrong item.
+    """Make a Pydantic model refuse a list or an object at its first wrong item.
 
-    Call it before FastAPI uses the model. Otherwise Pydantic describes the fault of every item, while the event loop
-    waits: in 5 ms for each item of the `input` of a response, and in 0.06 ms for each number in the `content` of a
-    message, of which a body of 256 KiB holds 130,000. `FailFast` reaches the list of a field, and no list in it.
+    Call this before FastAPI uses the model. Otherwise Pydantic reports the errors of every item, which blocks the event
+    loop: 5 ms for each item of a response's `input`, and 0.06 ms for each number in a message's `content`. A body of
+    256 KiB holds 130,000 such numbers. Pydantic's `FailFast` applies only to the list of a field, and not to lists in
+    it.
     """
     waiting: list[Any] = [kind.__pydantic_core_schema__]
     while waiting:
@@ -57,15 +59,15 @@ def stop_at_first_fault(kind: type[BaseModel]) -> None:
             waiting += [value for key, value in node.items() if key not in ("metadata", "serialization")]
         elif isinstance(node, list | tuple):
             waiting += node
-    # The prebuilt validators of the models in its fields do not know of the change.
+    # Prebuilt validators of the models in its fields do not have the change.
     kind.__pydantic_validator__ = SchemaValidator(kind.__pydantic_core_schema__, _use_prebuilt=False)
 
 
 @cache
 def leave_out_turns() -> None:
-    """Leave the lists of counts of turns out of the `usage` of responses, once.
+    """Remove the lists with counts for each turn from the `usage` of responses. Repeated calls do nothing.
 
-    OpenAI's contract has numbers only, and OpenAI's agents in JavaScript refuse anything else.
+    OpenAI's contract has only numbers there, and OpenAI's agents in JavaScript refuse anything else.
     """
     for details in (InputTokensDetails, OutputTokensDetails):
         for name, field in details.model_fields.items():
@@ -81,6 +83,6 @@ def leave_out_turns() -> None:
 
 
 def answer_object(path: str, body: bytes) -> Any:
-    """Return vLLM's object for the body of an answer. `path` is a path of its front end."""
+    """Return vLLM's object for the body of an answer. `path` is a path of vLLM's front end."""
     kind = ChatCompletionResponse if path == CHAT else CompletionResponse
     return kind.model_validate_json(body)

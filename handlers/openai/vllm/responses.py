@@ -1,8 +1,9 @@
-"""Changes vLLM's `/v1/responses`: the ends of streams, and responses in the background.
+"""Changes vLLM's `/v1/responses`: the ends of streams, and background responses.
 
-`OpenAIServingResponses.background_tasks` gets each task of a response in the background, in the context of its call.
-`response_store` has the state of the response, and `event_store` the events of its stream, with the signal of a new
-one. `responses_background_stream_generator` reads them. tests/live/test_openai_internals.py checks these internals.
+`OpenAIServingResponses.background_tasks` gets the task of each background response, in the context of its call.
+`response_store` has the state of the response. `event_store` has the events of its stream, and the signal of a new
+event. `responses_background_stream_generator` reads the events. tests/live/test_openai_internals.py checks these
+internals.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ logger = logging.getLogger(__name__)
 
 
 class ResponseFailed(ResponseFailedEvent):
-    """The last event of a response in the background that has failed or was cancelled."""
+    """The last event of a background response that has failed or was cancelled."""
 
     response: ResponsesResponse
 
 
 class ResponseIncomplete(ResponseIncompleteEvent):
-    """The last event of a response that `max_output_tokens` has cut."""
+    """The last event of a response that `max_output_tokens` has cut off."""
 
     response: ResponsesResponse
 
 
 class _BackgroundTasks(dict[str, "asyncio.Task[None]"]):
-    """The tasks of vLLM's responses in the background, by the ids of the responses.
+    """The tasks of vLLM's background responses, by the ids of the responses.
 
-    A task keeps the resources of its call. If it fails, the response gets the status `failed`: vLLM would leave it at
-    `queued`.
+    A task keeps the resources of its call. If the task fails, the response gets the status `failed`. vLLM would leave
+    the status at `queued`.
     """
 
     def __init__(self, serving: Any) -> None:
@@ -63,10 +64,10 @@ class _BackgroundTasks(dict[str, "asyncio.Task[None]"]):
             self._events[response_id][1].set()
 
     async def events(self, response_id: str, starting_after: int | None = None) -> AsyncGenerator[Any, None]:
-        """Yield the events of a response. vLLM's generator would wait for ever if the response fails.
+        """Yield the events of a response. vLLM's generator would wait forever if the response fails.
 
         Raises:
-            VLLMValidationError: It has no events.
+            VLLMValidationError: The response has no events.
         """
         if response_id not in self._events:
             raise VLLMValidationError(f"Unknown response_id: {response_id}", parameter="response_id", value=response_id)
@@ -92,7 +93,7 @@ def change_responses(responses: Any) -> None:
     responses._convert_generation_error_to_streaming_response = _reraise
     responses.responses_stream_generator = _telling_incomplete(responses.responses_stream_generator)
     create = responses.create_responses
-    if responses.enable_store:  # Otherwise vLLM stores nothing, and refuses responses in the background.
+    if responses.enable_store:  # Otherwise vLLM stores nothing, and refuses background responses.
         create = partial(_stored, create)
     responses.create_responses = partial(with_own_id, create, tasks, set())
     renderer = responses.online_renderer
@@ -107,17 +108,17 @@ async def with_own_id(
     request: ResponsesRequest,
     *rest: Any,
 ) -> Any:
-    """Create a response, unless one with the same id is being made in the background: its record would be replaced.
+    """Create a response, unless a background response with the same id is running, whose record would be replaced.
 
     Args:
-        create: Creates it. A response in the background is among the running ones when this returns.
-        running: The ids of the responses in the background.
-        beginning: The ids of those that are not among the running ones yet.
-        request: The request for the response.
+        create: Creates the response. When it returns, the id of a background response is in `running`.
+        running: The ids of the running background responses.
+        beginning: The ids of background responses that are not in `running` yet.
+        request: The request that the response answers.
         rest: Further arguments of `create`.
 
     Raises:
-        VLLMValidationError: There is one.
+        VLLMValidationError: A background response with this id is running.
     """
     own = request.request_id
     if own in running or own in beginning:
@@ -132,7 +133,7 @@ async def with_own_id(
 
 
 async def _stored(create: Callable[..., Awaitable[Any]], request: ResponsesRequest, *rest: Any) -> Any:
-    """Create a response. vLLM stores nothing of a response that is to be explained."""
+    """Create a response. A response that is only explained is not stored, and does not run in the background."""
     call = current_call.get()
     if request.background:
         call.leave_client()
@@ -142,12 +143,12 @@ async def _stored(create: Callable[..., Awaitable[Any]], request: ResponsesReque
 
 
 def _reraise(error: Exception) -> str:
-    """Raise the error of a stream. vLLM's event for it is none of OpenAI's, and fails vLLM's own validation."""
+    """Raise the error of a stream. vLLM's event for the error is not OpenAI's, and fails vLLM's own validation."""
     raise error
 
 
 def _telling_incomplete(stream: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
-    """Return a generator of events that ends an incomplete response as OpenAI does. vLLM calls it completed."""
+    """Return a generator of events that ends an incomplete response as OpenAI does. vLLM would call it completed."""
 
     async def events(*args: Any, **options: Any) -> AsyncGenerator[Any, None]:
         async for event in stream(*args, **options):

@@ -1,7 +1,7 @@
-"""Counts the prompts of chats and completions for `/tokenize`, and makes those of chats for other contracts.
+"""Counts the prompts of chats and completions for `/tokenize`, and makes the prompts of chats for other contracts.
 
-`OnlineRenderer.render_chat` checks `tool_choice`, and makes the prompt of a chat. `ServingTokenization` answers
-`/tokenize` with `prompt`, and `_check_model` checks a body's `model`. tests/live/test_tgi_live.py checks these
+`OnlineRenderer.render_chat` checks `tool_choice`, and makes the prompt of a chat. `ServingTokenization` answers calls
+of `/tokenize` with a `prompt`, and its `_check_model` checks a body's `model`. tests/live/test_tgi_live.py checks these
 internals.
 """
 
@@ -62,7 +62,7 @@ async def render(request: CountedChat, raw_request: Request) -> Response:
 
 
 async def _rendered(request: CountedChat, state: Any) -> RenderedChat | ErrorResponse:
-    """Return the prompt that vLLM's `/v1/chat/completions` makes of a chat.
+    """Return the prompt that vLLM's `/v1/chat/completions` makes from a chat.
 
     vLLM's own `/tokenize` prepares messages in another way, and does not read all fields.
     """
@@ -70,7 +70,7 @@ async def _rendered(request: CountedChat, state: Any) -> RenderedChat | ErrorRes
     if (refused := await state.serving_tokenization._check_model(request)) is not None:
         return refused
     if request.tool_choice != "none" and getattr(online.parser, "tool_parser_cls", None) is None:
-        request.tool_choice = None  # To count a prompt with tools, no parser of their calls is needed.
+        request.tool_choice = None  # Counting a prompt with tools needs no tool-call parser.
     found = await online.render_chat(request, skip_mm_cache=True)
     if isinstance(found, ErrorResponse):
         return found

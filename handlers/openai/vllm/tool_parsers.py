@@ -1,8 +1,8 @@
 """Chooses vLLM's parser of an answer by the tools of the call.
 
-`OnlineRenderer.parser` is the class whose `adjust_request` constrains the calls of tools. The objects that serve
-responses have such a `parser`, and those of chats and messages a `parser_cls`. They read it for each call. None: there
-is no parser. tests/live/test_openai_internals.py checks these internals.
+`OnlineRenderer.parser` is the class whose `adjust_request` constrains tool calls. The objects that serve responses have
+this class as `parser`, and the objects that serve chats and messages have it as `parser_cls`. They read the attribute
+for each call. None means no parser. tests/live/test_openai_internals.py checks these internals.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def without_calls(args: argparse.Namespace, client: Any) -> Any:
-    """Return the class of the model's parser without a parser of tool calls; None if nothing is left of it.
+    """Return the class of the model's parser without a tool-call parser, or None if then no parser remains.
 
-    The parser of tool calls is removed from the arguments if it needs a token or a package that is missing.
+    The tool-call parser is removed from the arguments if it needs a token or a package that is missing.
     """
     config, tokenizer = client.model_config, client.renderer.tokenizer
     get = partial(
@@ -43,13 +43,13 @@ def without_calls(args: argparse.Namespace, client: Any) -> Any:
 
 
 def parse_only_tools(state: Any, plain: Any) -> None:
-    """Let the answers to calls without tools be those of a model without a parser of tool calls.
+    """Answer calls without tools as a model without a tool-call parser would.
 
-    With such a parser, vLLM leaves empty parts out of streams, and some parsers show special tokens.
+    With a tool-call parser, vLLM leaves empty parts out of streams, and some parsers show special tokens.
 
     Args:
-        state: The application's.
-        plain: The class of the parser for these calls; None: there is none.
+        state: The application's state.
+        plain: The class of the parser for calls without tools. None means no parser.
     """
     online = state.online_renderer
     _choose_by_call(online, "parser", None if plain is None else hiding_constraints(plain))
@@ -69,9 +69,9 @@ def _choose_by_call(owner: Any, name: str, plain: Any) -> None:
 
 
 def hiding_constraints(parser: Any) -> Any:
-    """Return a class of parsers that constrains the calls of tools, and leaves the request's `text` as it was.
+    """Return a parser class that constrains tool calls, and leaves the request's `text` unchanged.
 
-    vLLM's class puts the schema of a forced call into `text`. The answer repeats this field of the request.
+    vLLM's class puts the schema of a forced tool call into `text`, and the answer repeats this field of the request.
     """
 
     class Parser(parser):  # type: ignore[misc]
