@@ -1,4 +1,4 @@
-"""JSON bodies and plain errors as in axum, the web framework of TGI and TEI."""
+"""Reads JSON bodies and answers with plain-text errors as axum does, the web framework of TGI and TEI."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_request(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
         The body as an object of the class `shape`, and as a JSON document.
 
     Raises:
-        ContractError: The body is not JSON of this shape. The reply is worded like axum.
+        ContractError: The body is not JSON of this shape. The reply has axum's words.
     """
     kind = media_type(call.content_type)
     if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -53,7 +53,7 @@ def wrong_shape(reason: str) -> ContractError:
 
 
 def refuse_unread(error: errors.RequestError) -> Reply | None:
-    """Return the reply to an error that comes before the body is read. None for any other error."""
+    """Return the reply to an error that occurs before the body is read, or None for any other error."""
     if isinstance(error, errors.Unauthorized):
         return Reply(401, "", b"")
     if isinstance(error, errors.BodyTooLarge):

@@ -1,7 +1,7 @@
-"""Constraints on the text, by every name that clients have for them.
+"""Reads constraints on the text, under every name that clients use for them.
 
-Source: vLLM, `StructuredOutputsParams`, and `guided_json` and its like of earlier releases; OpenAI, "Structured model
-outputs"; TGI's router, `GrammarType` in `src/lib.rs`.
+Source: vLLM, `StructuredOutputsParams`, and `guided_json` and similar fields of earlier releases; OpenAI, "Structured
+model outputs"; TGI's router, `GrammarType` in `src/lib.rs`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from engines.errors import SHOWN, InvalidParameter
 from engines.request import Constraint
 from handlers.parsing.json_fields import JsonError, Kind, ParameterReader, decode_json
 
-MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000  # The engine makes one grammar of them before it begins.
+MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000  # The engine makes one grammar of all choices before it begins.
 
-# Names of a form that the whole text has, of which a request gives one, with the JSON types of their values.
+# The names under which a request can set the form of the whole text, with the JSON types of their values.
 FORMS: Mapping[str, Kind] = {
     "structured_outputs": "object",
     "guided_decoding": "object",
@@ -28,9 +28,9 @@ FORMS: Mapping[str, Kind] = {
     "guided_choice": "array",
     "guided_grammar": "string",
 }
-# vLLM's older names of `structured_outputs`.
+# vLLM's older names for `structured_outputs`.
 OLDER = frozenset({"guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar"})
-# Names by which one contract or another constrains the text. None of them is ever ignored.
+# The names that constrain the text in any contract. No contract ignores any of them.
 CONSTRAINING = frozenset(
     {
         *FORMS,
@@ -44,14 +44,14 @@ CONSTRAINING = frozenset(
 
 _OUTPUTS = ("structured_outputs", "guided_decoding")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-# Fields of earlier releases that select a back end, which the server does.
+# Fields of earlier releases that select a back end. Here the server selects the back end.
 _WITHOUT_EFFECT = ("disable_fallback", "backend_was_auto")
-# The values of `type`: OpenAI's and TGI's, and TGI's alone.
+# The allowed values of `type`. `response_format` is OpenAI's and TGI's field, `grammar` only TGI's.
 _TYPES = {
     "response_format": ("text", "json_object", "json_schema", "json", "regex"),
     "grammar": ("json_object", "json_schema", "json", "regex"),
 }
-# The place of the schema or the expression: TGI's, OpenAI's, and the place in other servers that follow OpenAI.
+# The member with the schema or the expression: TGI's, OpenAI's, and that of other servers that follow OpenAI.
 _MEMBERS = ("value", "json_schema", "schema")
 _CHOICES = ("tool_choice", "function_call")
 
@@ -60,24 +60,24 @@ def read_constraint(read: ParameterReader) -> Constraint | None:
     """Return the constraint among a request's parameters, under any of its names.
 
     Raises:
-        InvalidParameter: It is wrong, or there are several.
+        InvalidParameter: The constraint is invalid, or there are several constraints.
     """
-    read.optional_string("guided_decoding_backend")  # of earlier releases: the server selects it
+    read.optional_string("guided_decoding_backend")  # from earlier releases; the server selects the back end
     values = {name: read.value(name, kind) for name, kind in FORMS.items()}
     given = [(name, constraint_of(name, value)) for name, value in values.items() if value is not None]
     return agreed([(name, constraint) for name, constraint in given if constraint is not None])
 
 
 def agreed(found: Sequence[tuple[str, Constraint]]) -> Constraint | None:
-    """Return the one constraint that a request has, maybe under several names.
+    """Return the one constraint of a request, which may be given under several names.
 
-    Clients of several releases of vLLM send the older names as well. vLLM follows `structured_outputs` alone.
+    Clients that support several releases of vLLM also send the older names. vLLM follows only `structured_outputs`.
 
     Args:
         found: The constraints with their names, in the order of `FORMS`.
 
     Raises:
-        InvalidParameter: They differ.
+        InvalidParameter: The constraints differ.
     """
     if len(found) > 1 and found[0][0] == "structured_outputs":
         found = [found[0], *[pair for pair in found[1:] if pair[0] not in OLDER]]
@@ -91,9 +91,10 @@ def agreed(found: Sequence[tuple[str, Constraint]]) -> Constraint | None:
 
 
 def strict_of(form: Any) -> bool | None:
-    """Return `strict` of a form with a JSON schema. OpenAI's form is not strict without it. None for other forms.
+    """Return `strict` of a form with a JSON schema: False by default for OpenAI's form, and None for other forms.
 
-    Clients put it beside `type`, beside the schema, or into forms that have no such field. It counts everywhere.
+    Clients put `strict` next to `type`, next to the schema, or into forms that have no such field. It counts
+    everywhere.
     """
     if not isinstance(form, dict):
         return None
@@ -104,7 +105,7 @@ def strict_of(form: Any) -> bool | None:
 
 
 def strictest(values: Collection[bool | None]) -> bool | None:
-    """Return the value of `Constraint.strict` that holds for forms together."""
+    """Return the value of `Constraint.strict` for several forms together."""
     return True if True in values else None if None in values else False
 
 
@@ -119,9 +120,9 @@ def same_form(one: Constraint, other: Constraint) -> bool:
 
 
 def constraint_of(name: str, value: Any) -> Constraint | None:
-    """Return the constraint that a field of this name, one of `FORMS`, has; None if it asks for plain text.
+    """Return the constraint of a field with this name (one of `FORMS`), or None if the field asks for plain text.
 
-    Raises InvalidParameter: with the wrong field or member, and the expected value.
+    Raises InvalidParameter, which names the wrong field or member and the expected value.
     """
     if FORMS[name] != "object":
         return Constraint(parameter=name, **_form(name, name.removeprefix("guided_"), value))
@@ -130,7 +131,7 @@ def constraint_of(name: str, value: Any) -> Constraint | None:
 
 
 def asks(name: str, value: Any) -> bool:
-    """Return True if a field of this name constrains anything. Null and an empty list do not.
+    """Return True if a field of this name constrains anything. Null and an empty list constrain nothing.
 
     Args:
         name: One of `CONSTRAINING`.
@@ -147,10 +148,10 @@ def refuse_unread(values: Mapping[str, Any], unread: Iterable[str], message: str
     """Refuse the constraint fields that this contract does not support.
 
     Args:
-        message: What to do, after the parameter's name.
+        message: The text after the parameter's name, which says what to do.
 
     Raises:
-        InvalidParameter: Naming the first.
+        InvalidParameter: The request has such a field. The error names the first one.
     """
     for name in sorted(CONSTRAINING.intersection(unread)):
         if asks(name, values.get(name)):
@@ -158,7 +159,7 @@ def refuse_unread(values: Mapping[str, Any], unread: Iterable[str], message: str
 
 
 def decoded(value: Any) -> Any:
-    """Return the document that a text holds; anything else unchanged."""
+    """Return the document that a text holds. Return anything else unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -216,7 +217,7 @@ def _schema(name: str, value: Any) -> str:
 
 
 def _typed(name: str, form: dict[str, Any]) -> Constraint | None:
-    """OpenAI's `response_format` and TGI's `grammar`: an object with a `type`."""
+    """Return the constraint of an object with a `type`: OpenAI's `response_format` or TGI's `grammar`."""
     kind, members = form.get("type"), [member for member in _MEMBERS if form.get(member) is not None]
     if kind not in _TYPES[name]:
         given = str(kind)[:SHOWN] if kind is not None else "none"
@@ -236,7 +237,7 @@ def _typed(name: str, form: dict[str, Any]) -> Constraint | None:
         if member != "value":
             raise InvalidParameter(place, "has no effect where `type` is regex; put the expression into `value`")
         return Constraint(parameter=place, **_form(place, "regex", value))
-    # `{"name": ..., "schema": ...}`; where `type` is json or json_object, `value` is the schema itself.
+    # The value is `{"name": ..., "schema": ...}`. If `type` is json or json_object, it is the schema itself.
     if member == "json_schema" or (member == "value" and kind == "json_schema"):
         if not isinstance(value, dict):
             raise InvalidParameter(place, "must be an object with `schema`")
@@ -244,6 +245,6 @@ def _typed(name: str, form: dict[str, Any]) -> Constraint | None:
     return Constraint(
         parameter=place,
         json_schema=_schema(place, value),
-        any_whitespace=member != "value",  # TGI's documents have no white space but single blanks.
+        any_whitespace=member != "value",  # TGI's documents have only single spaces as white space.
         strict=strict_of(form) if name == "response_format" else strict_of(form) or None,
     )

@@ -12,12 +12,12 @@ from handlers.contract import media_type
 
 _URLENCODED = "application/x-www-form-urlencoded"
 MULTIPART = "multipart/form-data"
-MAX_FIELDS = 1000  # 64 MiB of `&` are split for 2 s, into 500 MiB.
-_PIECE = 64 * 1024  # Bytes that are decoded at a time. Other threads can run in between.
+MAX_FIELDS = 1000  # Splitting 64 MiB of `&` takes 2 s and 500 MiB.
+_PIECE = 64 * 1024  # The bytes that are decoded at once. Other threads can run between two pieces.
 
 
 class FormError(InvalidRequest):
-    """The body is not the form that its content type says."""
+    """The body is not a form of its content type."""
 
 
 def is_form(content_type: str) -> bool:
@@ -41,12 +41,12 @@ def form_text(body: bytes, content_type: str, name: str) -> str | None:
     try:
         fields = form_fields(body, content_type)
     except FormError:
-        return None  # the handler reports the fault
+        return None  # the handler reports the error
     return next((value.decode("utf-8", "replace") for field, value in fields if field == name), None)
 
 
 def _urlencoded(body: bytes) -> list[tuple[str, bytes]]:
-    """As `urllib.parse.parse_qsl`, which takes text only: here a value may be any bytes."""
+    """Return the fields as `urllib.parse.parse_qsl` does, which accepts only text. Here values may be any bytes."""
     if body.count(b"&") >= MAX_FIELDS:
         raise FormError(f"the form has more than {MAX_FIELDS} fields")
     pairs = (field.replace(b"+", b" ").partition(b"=") for field in body.split(b"&") if field)
@@ -59,7 +59,7 @@ def _unquoted(text: bytes) -> bytes:
     while start < len(text):
         end = start + _PIECE
         if (escape := text.find(b"%", end - 2, end)) > 0:
-            end = escape  # it continues in the next piece
+            end = escape  # the escape continues in the next piece
         pieces.append(unquote_to_bytes(text[start:end]))
         start = end
     return b"".join(pieces)

@@ -1,4 +1,4 @@
-"""JSON from clients: decoding it, with a reason if that fails, and reading typed parameters out of an object."""
+"""Decodes JSON from clients, with a reason if decoding fails, and reads typed parameters from an object."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import msgspec
 from engines.errors import SHOWN, InvalidParameter
 from handlers.parsing.json_limits import JsonDecoder
 
-MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # The range of engines; no parameter means anything beyond.
-MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000  # Engines look for each of them after each token of each request.
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # The range of engines. No parameter has a meaning beyond it.
+MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000  # Engines search for each string after each token of each request.
 
-Kind = str | list[str]  # `type` of a JSON schema, such as "integer".
+Kind = str | list[str]  # The `type` in a JSON schema, such as "integer".
 
 _KINDS = {str: "a string", int: "a number", float: "a number", list: "an array", dict: "an object", bool: "a boolean"}
 _DIGITS = re.compile("[0-9]{1,19}").fullmatch
@@ -30,14 +30,14 @@ _encoder = json.JSONEncoder(ensure_ascii=False)
 
 
 class JsonError(ValueError):
-    """A text is not JSON; the message says why."""
+    """A text is not JSON. The message says why."""
 
 
 def decode_json(text: bytes | str) -> Any:
     """Return the document that a JSON text holds.
 
     Raises:
-        JsonError: It holds none, is nested too deeply, or would take too long to decode.
+        JsonError: The text is not JSON, is nested too deeply, or would take too long to decode.
     """
     try:
         return _decode(text)
@@ -48,7 +48,7 @@ def decode_json(text: bytes | str) -> Any:
 def json_fault(text: bytes | str, error: Exception) -> str:
     """Return the reason that msgspec's `error` gives for refusing `text`, corrected if it misleads.
 
-    Near the end of a text msgspec reports half a surrogate pair as a text that was cut off.
+    Near the end of a text, msgspec reports half a surrogate pair as a text that was cut off.
     """
     reason = str(error)
     if reason != _TRUNCATED:
@@ -60,14 +60,14 @@ def json_fault(text: bytes | str, error: Exception) -> str:
 
 
 def json_kind(value: Any) -> str:
-    """Return the kind of a JSON value, for a message: "a string", "an array", ...; "null" for None."""
+    """Return the kind of a JSON value for a message, such as "a string" or "an array". None is "null"."""
     return _KINDS.get(type(value), "null")
 
 
 class ParameterReader:
-    """Parameters by name, type and range; null counts as absent.
+    """Reads parameters by name, type and range. Null counts as absent.
 
-    All methods that return a value raise `InvalidParameter`, with the allowed and the given value.
+    All methods that return a value raise `InvalidParameter`, which names the allowed and the given value.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ class ParameterReader:
         return name in self._values
 
     def unread(self) -> set[str]:
-        """Names given but never asked for."""
+        """Return the names of parameters that were given but never read."""
         return self._values.keys() - self._read
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -98,7 +98,7 @@ class ParameterReader:
         """Return a whole number within bounds, or None if absent.
 
         Args:
-            digits: A string of digits is taken as well.
+            digits: True also accepts a string of digits.
         """
         return self._integer(name, ["integer", "string"] if digits else "integer", None, minimum, maximum)
 
@@ -124,7 +124,7 @@ class ParameterReader:
         maximum: float | None = None,
         above: float | None = None,
     ) -> float:
-        """Return a finite number within bounds; `above` is a bound that is itself excluded."""
+        """Return a finite number within bounds. `above` is a lower bound that is itself excluded."""
         value = self._take(name, "number", default, minimum=minimum, maximum=maximum, exclusiveMinimum=above)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _wrong(name, "a number", value)
@@ -153,17 +153,17 @@ class ParameterReader:
         """Return the value unchanged, or None if absent.
 
         Args:
-            kind: The expected kind; an array holds strings.
+            kind: The expected kind. An array holds strings.
         """
         return self._take(name, kind, None, items={"type": "string"} if kind == "array" else None)
 
     def strings(
         self, name: str, *, most: int = MAX_STRINGS, longest: int = MAX_STRING_LENGTH, empty: bool = False
     ) -> tuple[str, ...]:
-        """Return a list of strings; one string alone stands for a list of it.
+        """Return a list of strings. A single string counts as a list of one string.
 
         Args:
-            empty: Take empty strings as well.
+            empty: True also accepts empty strings.
         """
         items = {"type": "string", "maxLength": longest}
         value = self._take(name, ["array", "string"], [], items=items, maxItems=most)
@@ -186,7 +186,7 @@ class ParameterReader:
         return tuple(value)
 
     def logit_bias(self, name: str) -> dict[int, float] | None:
-        """Return an object of token ids (as strings, JSON has no other keys) and numbers from -100 to 100."""
+        """Return a mapping of token ids, which are strings in JSON, to numbers from -100 to 100."""
         value = self._take(name, "object", None, additionalProperties={"type": "number"})
         if value is None:
             return None
@@ -218,7 +218,7 @@ class ParameterReader:
         return value
 
     def _meant(self, kind: Kind, value: Any) -> Any:
-        """Return the meaning of a value if one of this kind is expected; here itself."""
+        """Return what a value means if a value of this kind is expected. Here it is the value itself."""
         return value
 
 
@@ -241,7 +241,7 @@ def _wrong(name: str, expected: str, value: Any) -> InvalidParameter:
 def shown(value: Any) -> str:
     """Return the beginning of a value in JSON, for a message."""
     text = ""
-    for part in _encoder.iterencode(value):  # A value may be long, or nested deeply.
+    for part in _encoder.iterencode(value):  # The value may be long or deeply nested.
         text += part
         if len(text) > SHOWN:
             return text[: SHOWN - 3] + "..."

@@ -1,9 +1,9 @@
-"""Bounds the cost and the depth of a JSON text before it is decoded.
+"""Limits the cost and the depth of a JSON text before it is decoded.
 
-A decoder holds the interpreter's lock, so no other thread runs until it returns. Most texts of 64 MiB are decoded in
-0.3 s, and the slowest in 0.5 s. Without these limits, 64 MiB of empty arrays take 6 s, of different keys 2 s, of
-fractions 1.6 s, of numbers with 4,000 digits 2.5 s, and of numbers with large exponents two minutes (msgspec 0.22 on a
-core of 2.5 GHz).
+A decoder holds the interpreter's lock, so no other thread runs until it returns. With these limits, most texts of 64
+MiB are decoded in 0.3 s, and the slowest in 0.5 s. Without them, 64 MiB of empty arrays take 6 s, different keys 2 s,
+fractions 1.6 s, numbers with 4,000 digits 2.5 s, and numbers with large exponents two minutes (msgspec 0.22 on a 2.5
+GHz core).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import msgspec
 
 from handlers.contract import LONG_BODY
 
-CHECKED = 16 * 1024  # Bytes; shorter texts are decoded in 40 ms at most. Only their depth is bounded.
-# Of objects and arrays. Code that walks through a document further down the stack would reach the interpreter's limit,
-# and the pickled parameters of a request would end the engine's process.
+CHECKED = 16 * 1024  # Bytes. Shorter texts are decoded in at most 40 ms, so only their depth is limited.
+# The maximum depth of objects and arrays. In deeper documents, recursive code would reach the interpreter's limit, and
+# the pickled parameters of a request would end the engine's process.
 MOST_DEPTH = 128
-MOST_PARTS = 2_500_000  # Decoded in 0.2 s; integers with 20 digits take 0.5 s. A comma is a part.
-OF_STRUCTURE = 10  # Parts of an object, an array, or a key; each takes 0.3 µs.
-OF_FRACTION = 5  # Parts of a decimal point. 9007199254740993.0 takes 0.5 µs, and most fractions take 0.07 µs.
-OF_EXPONENT = 500  # Parts of a number such as 1e300, which takes 14 µs.
-MOST_DIGITS = 100  # In a row; long numbers take quadratic time.
+MOST_PARTS = 2_500_000  # Decoding takes 0.2 s, or 0.5 s for integers with 20 digits. A comma is a part.
+OF_STRUCTURE = 10  # An object, an array or a key, which takes 0.3 µs, counts as this many parts.
+OF_FRACTION = 5  # The same for a decimal point. 9007199254740993.0 takes 0.5 µs, and most fractions take 0.07 µs.
+OF_EXPONENT = 500  # The same for an exponent. 1e300 takes 14 µs.
+MOST_DIGITS = 100  # The maximum number of consecutive digits, because long numbers take quadratic time.
 
 _PIECE = 64 * 1024
 _WHITE_SPACE = b" \t\r\n"
@@ -37,7 +37,7 @@ _BRACKETS = bytes.maketrans(b"[]", b"{}")
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 _TOO_DEEP = f"it is nested more than {MOST_DEPTH} levels deep"
 
-# Held while a thread checks and decodes a long text: two at a time would keep all else waiting for twice as long.
+# Held while a thread checks and decodes a long text. Two texts at once would block all other work for twice as long.
 _one_at_a_time = threading.RLock()
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class JsonSize(NamedTuple):
 
 
 class NotUtf8(msgspec.DecodeError):
-    """A text is not in UTF-8. The reason is Python's."""
+    """A text is not in UTF-8. The reason is Python's message."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"it is not in UTF-8 (RFC 8259): {reason}")
@@ -70,7 +70,7 @@ class JsonDecoder(Generic[T]):
         """Create the JSON decoder.
 
         Args:
-            shape: The type of the document; None for any.
+            shape: The type of the document. None allows any type.
         """
         decoder: Any = msgspec.json.Decoder(Any if shape is None else shape)
         self._decode: Callable[[bytes | str], T] = decoder.decode
@@ -83,18 +83,18 @@ class JsonDecoder(Generic[T]):
         Raises:
             JsonTooCostly: The text would take too long to decode, or is nested too deeply.
             NotUtf8: The text is not in UTF-8.
-            msgspec.DecodeError: The text is no JSON, or is not of the expected type.
+            msgspec.DecodeError: The text is not JSON, or is not of the expected type.
         """
         return self.decode_with_size(text)[0]
 
     def decode_with_size(self, text: bytes | str) -> tuple[T, JsonSize | None]:
-        """Decode a document as `decode`. Returns its size as well, as `check_limits`."""
+        """Decode a document as `decode` does. Also return its size, as `check_limits` does."""
         try:
             if isinstance(text, str):
                 text = text.encode("utf-8", "surrogatepass")
             with _turn(text):
                 size = check_limits(text)
-                # msgspec does not look into strings that the shape leaves out or keeps encoded, such as those for vLLM.
+                # msgspec does not check strings that the shape leaves out or keeps encoded, such as strings for vLLM.
                 _check_utf8(text)
                 return self._decode(text), size
         except msgspec.DecodeError:
@@ -103,12 +103,12 @@ class JsonDecoder(Generic[T]):
             raise NotUtf8(error.reason) from None
         except ValueError as error:  # A number is too long to read.
             raise msgspec.DecodeError(str(error)) from None
-        except RecursionError:  # Only a document without its ends is this deep here.
+        except RecursionError:  # Only a document without closing brackets can be this deep here.
             raise JsonTooCostly(_TOO_DEEP) from None
 
 
 def _turn(text: bytes) -> AbstractContextManager[Any]:
-    """Return the lock to hold while a text is read. Short texts need none."""
+    """Return the lock to hold while a text is read. Short texts need no lock."""
     return _one_at_a_time if len(text) >= LONG_BODY else nullcontext()
 
 
@@ -123,7 +123,7 @@ def _check_utf8(text: bytes) -> None:
 
 
 async def off_the_loop(body: bytes, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-    """Call a function that reads the body, in a thread if the body is long. Returns its result."""
+    """Call a function that reads the body, and return its result. If the body is long, call it in a thread."""
     if len(body) < LONG_BODY:
         return function(*args, **keywords)
     return await asyncio.to_thread(function, *args, **keywords)
@@ -151,7 +151,7 @@ def check_limits(text: bytes) -> JsonSize | None:
             closed += count(b"}") + count(b"]")
             values += count(b",")
             points += count(b".")
-            # `true` and `false` have an e each, and their other letters are in nothing else outside strings.
+            # `true` and `false` have an e each. Outside strings, t occurs only in `true`, and f only in `false`.
             letters += count(b"e") + count(b"E") - count(b"t") - count(b"f")
             parts = values + (keys + max(structures, closed)) * OF_STRUCTURE
             if parts + points * OF_FRACTION + letters * OF_EXPONENT > MOST_PARTS:
@@ -168,7 +168,7 @@ def check_limits(text: bytes) -> JsonSize | None:
 
 
 def _check_depth(brackets: bytes) -> None:
-    """Raise JsonTooCostly if brackets are nested too deeply. Without a bracket's end, the decoder finds the error."""
+    """Raise JsonTooCostly if brackets are nested too deeply. The decoder reports brackets that are never closed."""
     for _ in range(MOST_DEPTH):
         outer = brackets.replace(b"{}", b"")
         if len(outer) == len(brackets):
@@ -181,7 +181,7 @@ def _check_depth(brackets: bytes) -> None:
 def _pieces(text: bytes) -> Iterator[bytes]:
     """Yield the bytes of each piece that are outside strings, without white space.
 
-    Behind the first syntax error they may be wrong. A decoder stops at the error.
+    After the first syntax error the bytes may be wrong, but a decoder stops at that error.
     """
     inside, rest = 0, b""
     for start in range(0, len(text), _PIECE):

@@ -1,22 +1,22 @@
-"""The memo of parameters that every contract for text has: clients send the same parameters again and again."""
+"""A cache of parsed parameters for each contract, because clients send the same parameters again and again."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
-_MOST, _LONGEST = 1000, 500  # Entries, and bytes of an entry's parameters.
+_MOST, _LONGEST = 1000, 500  # The maximum number of entries, and of bytes of an entry's parameters.
 
 T = TypeVar("T")
 
 
 class ParameterMemo(dict[bytes, T]):
-    """The results of parsing, by the encoded parameters. A memo is for one contract of one loaded model.
+    """Maps encoded parameters to the results of parsing them. A memo belongs to one contract of one loaded model.
 
     A look-up costs less than parsing.
     """
 
     def keep(self, key: bytes, parsed: T) -> T:
-        """Keep the result of parsing, unless the parameters are long. Returns the result."""
+        """Keep the result of parsing, unless the parameters are long. Return the result."""
         if len(key) <= _LONGEST:
             if len(self) >= _MOST:
                 self.clear()

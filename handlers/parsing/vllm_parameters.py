@@ -1,8 +1,8 @@
-"""vLLM's sampling parameters by the names that vLLM's own clients use: types, ranges, defaults.
+"""Reads vLLM's sampling parameters under vLLM's own names: their types, ranges and defaults.
 
-happy_vllm and Triton's vLLM backend pass all parameters of a client to vLLM's `SamplingParams`; so these are its names,
-with those of earlier releases (`best_of`, `use_beam_search`, `guided_decoding`) that their clients still send. Source:
-vLLM, `sampling_params.py`.
+happy_vllm and Triton's vLLM backend pass all parameters of a client to vLLM's `SamplingParams`. So the names are those
+of `SamplingParams`, and names of earlier releases (`best_of`, `use_beam_search`, `guided_decoding`) that clients still
+send. Source: vLLM, `sampling_params.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from handlers.parsing.json_fields import Kind, ParameterReader, Reader
 
 DEFAULT_MAX_TOKENS = 16
 MAX_SEQUENCES = 16384  # vLLM's own limit on `n` (VLLM_MAX_N_SEQUENCES).
-GREEDY_BELOW = 1e-5  # vLLM's epsilon: a temperature below it is greedy decoding.
-# vLLM's names of the reasons for which a sequence ended.
+GREEDY_BELOW = 1e-5  # vLLM's epsilon. A lower temperature means greedy decoding.
+# vLLM's names for the reasons why a sequence ended.
 FINISH_REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.EOS: "stop",
@@ -60,12 +60,14 @@ TEXT_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 class VllmParameters:
     """One request's sampling parameters, validated and translated."""
 
-    # Without its id and its prompt. A beam search makes `beam_search.width` sequences, of which it shows the best.
+    # The request without its id and prompt. A beam search makes `beam_search.width` sequences, and shows the best of
+    # them.
     request: GenerationRequest
-    # Alternatives for each token, 0 for its own log probability alone; None: no log probabilities.
+    # The number of alternatives for each token. 0 means only the token's own log probability, None no log
+    # probabilities.
     logprobs: int | None
-    prompt_logprobs: int | None  # The same for the prompt's tokens.
-    detokenize: bool  # False: the answer's text is empty.
+    prompt_logprobs: int | None  # The same number for the prompt's tokens.
+    detokenize: bool  # If False, the answer's text is empty.
 
     def constrained(self, constraint: Constraint) -> VllmParameters:
         sampling = msgspec.structs.replace(self.request.sampling, constraint=constraint)
@@ -73,24 +75,24 @@ class VllmParameters:
 
 
 def vllm_names(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return vLLM's names of parameters that the engine calls by other names, for a body with these values."""
+    """Return vLLM's names for parameters that have other names in the engine, for a body with these values."""
     return {"top_n_tokens": "logprobs", "num_beams": "best_of" if values.get("best_of") is not None else "n"}
 
 
 class TextReader(ParameterReader):
-    """Takes text for numbers, booleans and documents ("16", "0.5", "true", "[1, 2]"), as Triton's clients send it.
+    """Also accepts text for numbers, booleans and documents ("16", "0.5", "true", "[1, 2]"), as Triton's clients send.
 
-    Text that stands for no such value is refused by its name.
+    Text that cannot be converted is refused, and the error names the parameter.
     """
 
     booleans: ClassVar[Mapping[str, bool]] = TEXT_BOOLEANS
-    kinds: ClassVar[tuple[Kind, ...]] = ("integer", "number", "array", "object")  # The others that may be text.
+    kinds: ClassVar[tuple[Kind, ...]] = ("integer", "number", "array", "object")  # Other kinds that may be text.
 
     def _meant(self, kind: Kind, value: Any) -> Any:
         if kind == "boolean":
             if isinstance(value, str):
                 return self.booleans.get(value.strip().lower(), value)
-            # Triton's vLLM backend and Pydantic take these two numbers.
+            # Triton's vLLM backend and Pydantic accept 0 and 1 as booleans.
             return bool(value) if isinstance(value, int | float) and value in (0, 1) else value
         if not isinstance(value, str) or kind not in self.kinds:
             return value
@@ -106,12 +108,13 @@ def number_of_text(text: str) -> int | float | str:
 
 
 def read_vllm_parameters(values: Mapping[str, Any], reader: Reader = ParameterReader) -> VllmParameters:
-    """Validate and translate vLLM's keywords; null is absent.
+    """Validate and translate vLLM's keywords. Null counts as absent.
 
     The API description passes another `reader`.
 
     Raises:
-        InvalidParameter: With the parameter, its value and the allowed values; also for an unknown name.
+        InvalidParameter: A parameter is wrong or unknown. The message has the parameter, its value and the allowed
+            values.
     """
     read = reader(values)
     sampling = _sampling(read)
@@ -187,7 +190,7 @@ def _sequences(read: ParameterReader) -> tuple[int, int]:
 
 
 def _beam_search(read: ParameterReader, width: int) -> BeamSearch | None:
-    """Beam search, which replaces sampling: parameters of sampling have no effect then, as in vLLM."""
+    """Return the beam search, if any. It replaces sampling, so sampling parameters have no effect then, as in vLLM."""
     asked = read.boolean("use_beam_search", False)
     length_penalty = read.number("length_penalty", 1.0, minimum=-MAX_LENGTH_PENALTY, maximum=MAX_LENGTH_PENALTY)
     early_stopping = read.boolean("early_stopping", False)
