@@ -1,4 +1,4 @@
-"""TEI's answers. The bytes are as serde_json writes them: no spaces, and keys in the order of TEI's structs.
+"""TEI's answers. The bytes match serde_json's: no spaces, and keys in the order of TEI's structs.
 
 Source: TEI's router 1.9, `src/http/server.rs` and `src/http/types.rs`, and `core/src/infer.rs`.
 """
@@ -26,16 +26,16 @@ class TeiAnswer(PooledAnswer):
 
         Args:
             prompts: The number of prompts.
-            characters: The length of all prompts. Each token id counts as one.
+            characters: The total length of the prompts in characters. Each token id counts as one character.
         """
         super().__init__(prompts)
         self._characters, self._begun_at = characters, time.monotonic()
-        self._tokenization = self._queue = 0.0  # Seconds, of all prompts together.
+        self._tokenization = self._queue = 0.0  # Seconds. The sums over all prompts.
 
     def counts_and_times(self) -> tuple[tuple[str, str], ...]:
         """Return headers with counts and with times in milliseconds.
 
-        The times of tokenizing and waiting are means of the prompts, as in TEI.
+        The times of tokenizing and waiting are means over the prompts, as in TEI.
         """
         total = time.monotonic() - self._begun_at
         prompts = len(self._parts)
@@ -78,8 +78,8 @@ class Vectors(TeiAnswer):
         Args:
             prompts: See `TeiAnswer`.
             characters: See `TeiAnswer`.
-            dimensions: The numbers that are kept of each vector. None keeps all.
-            normalize: Scale each vector to the length 1. The engine has not done so.
+            dimensions: How many numbers of each vector are kept. None keeps all.
+            normalize: True scales each vector to the length 1, because the engine has not done so.
         """
         super().__init__(prompts, characters)
         self._dimensions, self._normalize = dimensions, normalize
@@ -96,7 +96,7 @@ class SparseVectors(TeiAnswer):
 
 
 class Similarities(TeiAnswer):
-    """The cosine of the first vector with each other one."""
+    """The cosine similarity of the first vector to each other vector."""
 
     def content(self, numbers: Sequence[Any]) -> Any:
         source, *others = (normalized(vector.astype(np.float64)) for vector in numbers)
@@ -112,8 +112,8 @@ class Ranks(TeiAnswer):
         Args:
             texts: The texts.
             characters: See `TeiAnswer`.
-            raw: Give the model's raw numbers.
-            with_text: Repeat the texts.
+            raw: True returns the model's raw numbers.
+            with_text: True repeats the texts.
         """
         super().__init__(len(texts), characters)
         self._texts, self._raw, self._with_text = texts, raw, with_text
@@ -127,7 +127,7 @@ class Ranks(TeiAnswer):
 
 
 class Predictions(TeiAnswer):
-    """The scores of all labels of each text, the best first."""
+    """The scores of all labels for each text, the best first."""
 
     def __init__(self, prompts: int, characters: int, labels: Mapping[int, str], *, raw: bool, in_batch: bool) -> None:
         """Create the answer.
@@ -136,8 +136,8 @@ class Predictions(TeiAnswer):
             prompts: See `TeiAnswer`.
             characters: See `TeiAnswer`.
             labels: The names of the classes.
-            raw: Give the model's raw numbers.
-            in_batch: The texts came as a batch, and get a list of lists.
+            raw: True returns the model's raw numbers.
+            in_batch: True if the texts came as a batch. The answer is then a list of lists.
         """
         super().__init__(prompts, characters)
         self._labels, self._raw, self._in_batch = labels, raw, in_batch
@@ -158,11 +158,11 @@ def _milliseconds(seconds: float) -> str:
 
 
 def probabilities(raw: Any, *, keep: bool) -> Any:
-    """Return a sigmoid of one number, or a softmax of several.
+    """Return the sigmoid of a single number, or the softmax of several numbers.
 
     Args:
         raw: The model's raw numbers.
-        keep: Return the raw numbers.
+        keep: True returns the raw numbers.
     """
     if keep:
         return raw
@@ -170,10 +170,10 @@ def probabilities(raw: Any, *, keep: bool) -> Any:
 
 
 def best_first(scores: Any) -> Any:
-    """Return the places of the scores, the best first. Of equal ones the last is first, as in TEI.
+    """Return the indices of the scores, the best first. Of equal scores, the last comes first, as in TEI.
 
     Raises:
-        TeiRefusal: A score is no number.
+        TeiRefusal: A score is not a number.
     """
     if np.isnan(scores).any():
         raise TeiRefusal("Backend", "score is NaN")

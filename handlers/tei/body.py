@@ -19,12 +19,12 @@ from handlers.model_config import ModelConfig
 from handlers.parsing.axum import wrong_shape
 from handlers.tei.errors import TeiRefusal, empty
 
-CHARACTERS_PER_TOKEN = 250  # Texts with more characters for each token that the model takes are too long in any case.
+CHARACTERS_PER_TOKEN = 250  # A text with more characters for each token of the model's context is always too long.
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Direction = Literal["left", "Left", "right", "Right"]
 Prompt = str | tuple[int, ...]  # A text, or token ids.
-Pair = tuple[str, str | None]  # A text, and the second one of a pair.
+Pair = tuple[str, str | None]  # A text, and the second text of a pair.
 
 
 class _Cut(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class SimilarityInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimilarityParameters(_Cut, frozen=True, kw_only=True):
-    """`parameters` of /similarity."""
+    """The `parameters` of /similarity."""
 
     prompt_name: str | None = None
 
@@ -141,7 +141,7 @@ def _wrong_pair() -> Exception:
 
 
 def cut_of(body: _Cut, config: ModelConfig) -> Side | None:
-    """Return the side at which texts are cut. None: texts that are too long are refused."""
+    """Return the side at which texts are cut. None means that texts that are too long are refused."""
     if not (config.tei.auto_truncate if body.truncate is None else body.truncate):
         return None
     return "left" if body.truncation_direction.lower() == "left" else "right"
@@ -151,7 +151,7 @@ def check_batch(size: int, config: ModelConfig) -> None:
     """Check the number of texts.
 
     Raises:
-        TeiRefusal: There are too many.
+        TeiRefusal: There are too many texts.
     """
     if size > config.tei.max_client_batch_size:
         raise TeiRefusal(
@@ -171,10 +171,10 @@ def check_length(characters: int, model: LoadedModel) -> None:
 
 
 def text_in_front(prompt_name: str | None, model: PoolingModel | None) -> str | None:
-    """Return the text that goes in front of a prompt. None if neither the request nor the server names one.
+    """Return the prefix of a prompt. None if neither the request nor the model names one.
 
     Raises:
-        InvalidRequest: The model has no text of this name.
+        InvalidRequest: The model has no prefix with this name.
     """
     prompts = model.prompts if model is not None else {}
     if prompt_name is None:
@@ -195,10 +195,10 @@ def text_in_front(prompt_name: str | None, model: PoolingModel | None) -> str | 
 def request_for(prompt: Prompt, front: str | None, pooling: Pooling, model: LoadedModel) -> GenerationRequest:
     """Return the request for a text or for token ids.
 
-    Ids are decoded and tokenized again, as in TEI: without special tokens, or after a text in front with them.
+    Token ids are decoded and tokenized again, as in TEI: with special tokens if there is a prefix, otherwise without.
 
     Raises:
-        InvalidRequest: The prompt is empty or too long, or its ids are no tokens.
+        InvalidRequest: The prompt is empty or too long, or its ids are not valid tokens.
     """
     if not prompt:
         raise empty("inputs")
@@ -214,7 +214,7 @@ def request_for_pair(pair: Pair, front: str | None, pooling: Pooling, model: Loa
 
     Raises:
         InvalidRequest: The texts are empty or too long.
-        TeiRefusal: A text would go in front of a pair.
+        TeiRefusal: The model's default prefix would be put before a pair of texts.
     """
     first, second = pair
     if second is not None and front is not None:

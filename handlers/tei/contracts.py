@@ -1,4 +1,4 @@
-"""TEI's inference routes. The checks have TEI's order. Source: TEI's router 1.9, `src/http/server.rs`."""
+"""TEI's inference routes. The checks run in TEI's order. Source: TEI's router 1.9, `src/http/server.rs`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Parsed = tuple[Sequence[GenerationRequest], TeiAnswer]
 
 
 class TeiContract:
-    """The common part of the routes. `shape` is the class of their bodies."""
+    """The base class of the routes' contracts. `shape` is the class of the bodies."""
 
     shape: type[msgspec.Struct]
 
@@ -63,7 +63,8 @@ class TeiContract:
             requests, answer = self.requests_and_answer(body)
             adapter = self._setting.adapter_of(call, None)
         except RequestError as error:
-            # Routes of other contracts pass calls on to this one, and would word the error in their way.
+            # Routes of other contracts pass calls on to this contract, and would otherwise put the error into their own
+            # words.
             raise ContractError(refuse(error), error.message) from None
         named = [
             msgspec.structs.replace(request, request_id=f"{call.request_id}-{place}", adapter=adapter, **call.steering)
@@ -85,7 +86,7 @@ class TeiContract:
 
         Raises:
             ContractError: The body has another shape.
-            RequestError: The body is wrong, or the route does not support this kind of model.
+            RequestError: The body is invalid, or the route does not support this kind of model.
         """
 
     def _check_task(self, task: str, refusal: str) -> None:
@@ -99,7 +100,7 @@ class TeiContract:
     def _for_texts(
         self, body: EmbedAllBody, task: str, refusal: str, pooling: Pooling
     ) -> tuple[Sequence[GenerationRequest], int]:
-        """Return a request for each text of `inputs`, and the length of all texts."""
+        """Return a request for each text of `inputs`, and the total length of the texts."""
         prompts, in_batch = prompts_of(body.inputs)
         if in_batch:
             check_batch(len(prompts), self._config)
@@ -116,7 +117,7 @@ class EmbedContract(TeiContract):
 
     def requests_and_answer(self, body: EmbedBody) -> Parsed:
         cut, dimensions = cut_of(body, self._config), body.dimensions
-        # The engine scales vectors to the length 1, unless they have to be cut first.
+        # The engine scales vectors to the length 1, unless they must first be cut.
         pooling = Pooling(task="embed", activation=body.normalize and dimensions is None, cut=cut)
         requests, characters = self._for_texts(body, "embed", NOT_EMBEDDING, pooling)
         self._check_form(body)
@@ -160,7 +161,7 @@ class EmbedSparseContract(TeiContract):
 
 
 class SimilarityContract(TeiContract):
-    """/similarity: the cosines of a text with others."""
+    """/similarity: the cosine similarities of a text to other texts."""
 
     shape = SimilarityBody
 
@@ -177,7 +178,7 @@ class SimilarityContract(TeiContract):
 
 
 class RerankContract(TeiContract):
-    """/rerank with `texts`: the texts by their scores."""
+    """/rerank with `texts`: the texts, ordered by their scores."""
 
     shape = RerankBody
 
@@ -210,7 +211,7 @@ class PredictContract(TeiContract):
 
 
 def _scores(cut: Side | None) -> Pooling:
-    """Return the pooling for raw scores. A function that the model's files name has no effect in TEI."""
+    """Return the pooling for raw scores. TEI ignores an activation function that the model's files name."""
     return Pooling(task="classify", activation=False, cut=cut)
 
 
@@ -222,7 +223,7 @@ class RootContract:
         self._similarity = SimilarityContract(setting)
 
     def parse(self, call: Call) -> Exchange:
-        # TEI answers these bodies if its variable TASK is `sentence-similarity`.
+        # TEI answers such bodies if its environment variable TASK is `sentence-similarity`.
         return (self._similarity if _has_source(call.body) else self._route).parse(call)
 
 
@@ -233,7 +234,7 @@ def _has_source(body: bytes) -> bool:
     try:
         return bytes(_decode_inputs(body).inputs).startswith(b"{")
     except msgspec.DecodeError:
-        return False  # The route reports the fault.
+        return False  # The route reports the error.
 
 
 def _contract_of_kind(setting: ContractSetting) -> TeiContract:

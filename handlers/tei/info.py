@@ -13,10 +13,10 @@ from handlers.contract import JSON, Call, Reply
 from handlers.route_declarations import ModelView
 from handlers.tei.errors import error_reply
 
-TEI_VERSION = "1.9.3"  # The release whose contract this is.
-# TEI's default, without effect here: vLLM has its own limits.
+TEI_VERSION = "1.9.3"  # The release whose contract this package implements.
+# TEI's defaults, which have no effect here, because vLLM has its own limits.
 _MAX_BATCH_TOKENS, _TOKENIZATION_WORKERS = 16384, 1
-_POOLING = {"LAST": "last_token"}  # TEI's name, if it is not vLLM's in small letters.
+_POOLING = {"LAST": "last_token"}  # TEI's names that are not vLLM's names in lower case.
 
 
 def health(_: Call, views: Sequence[ModelView]) -> Reply:

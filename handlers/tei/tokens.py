@@ -80,7 +80,7 @@ def _lists(ids: Sequence[Any]) -> tuple[Sequence[Sequence[int]], bool]:
     """Return the lists of token ids, and True if they are a batch.
 
     Raises:
-        ContractError: Some are ids, and others lists.
+        ContractError: Some items are ids, and others are lists.
     """
     if all(isinstance(item, int) for item in ids):
         return [ids], False
