@@ -1,7 +1,7 @@
 """TGI's answers: one JSON document, or an event for each token.
 
-The bytes are as serde_json writes them: no spaces between items, non-ASCII characters unescaped, and keys in the
-order that TGI's structs have. Source: TGI's router, `src/lib.rs` and `src/server.rs`.
+The bytes match serde_json's: no spaces between items, non-ASCII characters unescaped, and keys in the order of TGI's
+structs. Source: TGI's router, `src/lib.rs` and `src/server.rs`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COUNTS = ("finish_reason", "generated_tokens", "seed")
 DETAILS = (*_COUNTS, "prefill", "tokens", "best_of_sequences", "top_tokens")
 OTHER = ("generated_text", *_COUNTS, "prefill", "tokens", "top_tokens")
 LAST = (*_COUNTS, "input_length")
-# TGI's clients know the other reasons. An answer with one of these is incomplete.
+# TGI's clients know only the other finish reasons. An answer with one of these reasons is incomplete.
 _INCOMPLETE = (None, FinishReason.ABORT, FinishReason.ERROR)
 _pack, _unpack = Struct("<f").pack, Struct("<f").unpack
 IDLE_COMMENT = b":\n\n"  # TGI sends this comment while a stream is idle.
@@ -37,7 +37,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 class WholeAnswer(TokenDocument):
-    """One document with the sequence of the highest mean log probability. Details have the other sequences too."""
+    """One document with the sequence of the highest mean log probability. `details` also has the other sequences."""
 
     def __init__(
         self, form: TokenForm, inputs: str, seeds: Sequence[int | None], *, in_array: bool, compute_type: str
@@ -45,10 +45,10 @@ class WholeAnswer(TokenDocument):
         """Create the answer.
 
         Args:
-            form: The contents.
+            form: The form of the answer.
             inputs: The prompt.
             seeds: The seed of each sequence. None for greedy decoding.
-            in_array: The document is in an array.
+            in_array: True if the document is in an array.
             compute_type: The value of option.rolling_batch.
         """
         super().__init__(form, (inputs,) * len(seeds), seeds)
@@ -94,7 +94,7 @@ class WholeAnswer(TokenDocument):
 
 
 def stream_headers(compute_type: str, characters: int) -> Headers:
-    """Return the headers of a stream. A stream with only an error has them too.
+    """Return the headers of a stream. A stream with only an error also has these headers.
 
     Args:
         compute_type: The value of option.rolling_batch.
@@ -140,7 +140,7 @@ class StreamAnswer(TokenStream):
 
 
 def _float32(value: float) -> str:
-    """Return the JSON of a finite number as serde_json writes it in 32 bits, or "null" for numbers beyond 32 bits."""
+    """Return the JSON of a number as serde_json writes a 32-bit float, or "null" if the number exceeds 32 bits."""
     try:
         packed = _pack(value)
     except OverflowError:
@@ -157,7 +157,7 @@ def _float32(value: float) -> str:
 
 
 def _exponential(text: str) -> str:
-    """Return a number in exponential form as serde_json writes it: 1.5e-07 as 1.5e-7, and 1e-06 as 0.000001."""
+    """Return an exponential number in the form of serde_json: 1.5e-7 for 1.5e-07, and 0.000001 for 1e-06."""
     mantissa, _, exponent = text.partition("e")
     power = int(exponent)
     if power < -6 or power > 0:

@@ -40,7 +40,7 @@ def error_document(text: str, kind: str) -> str:
 
     Args:
         text: The message.
-        kind: The value of `error_type`. Clients choose their exception by it.
+        kind: The value of `error_type`, by which clients choose their exception.
     """
     return f'{{"error":{quote(text)},"error_type":{quote(kind)}}}'
 
@@ -67,7 +67,7 @@ def _status_kind_and_text(error: errors.RequestError) -> tuple[int, str, str]:
     if isinstance(error, errors.UnknownModel | errors.NotServed):
         return 404, "not_found", error.message
     if isinstance(error, errors.DeadlineExceeded):
-        # TGI's router has no such error. Its Python client raises its error of a time-out for the status.
+        # TGI's router has no such error. For this status, TGI's Python client raises its timeout error.
         return 504, "timeout", f"Request failed during generation: {error.message}"
     if isinstance(error, IncompleteGeneration):
         return 500, "incomplete_generation", error.message

@@ -12,14 +12,14 @@ _SCHEMES = ("http://", "https://", "data:")
 
 
 def with_marks(inputs: str, mark: Callable[[int], str]) -> tuple[str, tuple[str, ...]]:
-    """Return a prompt with the model's mark in place of each image, and the URLs of the images.
+    """Return a prompt with the model's mark instead of each image, and the URLs of the images.
 
     Args:
         inputs: The prompt with Markdown.
-        mark: Returns the mark of an image, by its number from 1.
+        mark: Returns the mark for the image with a number, starting at 1.
 
     Raises:
-        UnusableImage: An image has another URL than http, https or data.
+        UnusableImage: An image's URL is not http, https or data.
     """
     urls: list[str] = []
 
@@ -30,5 +30,5 @@ def with_marks(inputs: str, mark: Callable[[int], str]) -> tuple[str, tuple[str,
         urls.append(url)
         return mark(len(urls))
 
-    end = inputs.rfind(")") + 1  # For a bracket that does not come, each `![](` would be searched to the end.
+    end = inputs.rfind(")") + 1  # Without this end, each unclosed `![](` would be searched to the end of the text.
     return _IMAGE.sub(marked, inputs[:end]) + inputs[end:], tuple(urls)

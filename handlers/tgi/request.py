@@ -1,6 +1,6 @@
 """Reads TGI's requests: their fields, the ranges with TGI's error messages, and the translation for an engine.
 
-The checks have TGI's order. Source: TGI's router, `src/lib.rs` for the fields and `src/validation.rs` for the checks.
+The checks run in TGI's order. Source: TGI's router, `src/lib.rs` for the fields and `src/validation.rs` for the checks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from handlers.route_declarations import NO_ADAPTERS, ContractSetting
 
 Unsigned32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-# msgspec has no bounds beyond 63 bits. The upper bound is checked when the number is used.
+# msgspec supports no bounds beyond 63 bits. The upper bound is checked when the number is used.
 Unsigned64 = Annotated[int, msgspec.Meta(ge=0)]
 
 MAX_TOP_N_TOKENS = 5  # TGI's default.
-# The context must have room for this many of the new tokens. Further tokens are generated as long as they fit.
+# The context must have room for at most this many new tokens. Further tokens are generated as long as they fit.
 _MOST_RESERVED = 1024
 
 _NOT_READ = "is not read here; in `parameters`, `grammar` and `stop` constrain the text"
@@ -49,7 +49,7 @@ class RequestParameters(msgspec.Struct, frozen=True, omit_defaults=True):
     max_new_tokens: Unsigned32 | None = None
     return_full_text: bool | None = None
     stop: tuple[str, ...] | None = None
-    stop_sequences: tuple[str, ...] | None = None  # The earlier name of `stop`. Clients send both.
+    stop_sequences: tuple[str, ...] | None = None  # The earlier name of `stop`. Some clients send both.
     truncate: Unsigned64 | None = None
     watermark: bool | None = None
     details: bool | None = None
@@ -78,7 +78,7 @@ def max_input_tokens(model: LoadedModel, config: ModelConfig) -> int:
 class TgiParameters:
     """The validated and translated parameters of a request."""
 
-    request: GenerationRequest  # Without its id and its prompt.
+    request: GenerationRequest  # The request without its id and prompt.
     best_of: int
     details: bool
     prefill: bool
@@ -86,7 +86,7 @@ class TgiParameters:
 
     @property
     def shown_seed(self) -> int | None:
-        """The seed that details show. None for greedy decoding."""
+        """The seed that `details` shows. None for greedy decoding."""
         sampling = self.request.sampling
         return None if sampling.greedy or sampling.seed is None else sampling.seed % _UINT64
 
@@ -203,7 +203,7 @@ def _fraction(name: str, value: float | None) -> float:
 
 
 def _stop(stop: tuple[str, ...], setting: ContractSetting) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the stop texts, and the ids of those that are special tokens. The text does not show special tokens."""
+    """Return the stop texts, and the ids of stop texts that are special tokens, which the text does not show."""
     most = setting.config.tgi.max_stop_sequences
     if len(stop) > most:
         raise InvalidRequest(f"`stop` supports up to {most} stop sequences. Given: {len(stop)}")

@@ -33,7 +33,7 @@ from handlers.tgi.request import TgiParameters, TgiRequest, unread_names, valida
 from handlers.tgi.tokenize import ChatRequest, chat, chat_tokenize, tokenize
 
 _NO_IMAGES: tuple[str, ...] = ()
-_NAMES = {"adapter": "adapter_id", "stop_token_ids": "stop"}  # Stop texts may be special tokens.
+_NAMES = {"adapter": "adapter_id", "stop_token_ids": "stop"}  # A stop text may be a special token.
 
 
 class TgiContract:
@@ -44,8 +44,8 @@ class TgiContract:
 
         Args:
             setting: The model and its settings.
-            streams: True if the route streams its answers. None on the route /, whose bodies decide. There an answer
-                that is not streamed is an array, and texts begin with the prompt by default.
+            streams: True if the route streams its answers. None for the route /, where the body decides. On that route,
+                an answer that is not streamed is an array, and by default texts begin with the prompt.
         """
         self._setting, self._streams = setting, streams
         self._memo = ParameterMemo[TgiParameters]()

@@ -10,7 +10,7 @@ from engines.settings.parsers import integer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TgiConfig:
-    """Limits of a request. The defaults are TGI's."""
+    """Limits on a request. The defaults are TGI's."""
 
     max_stop_sequences: int = setting(
         "option.max_stop_sequences", integer(0, 1024), "4", doc="Stop sequences on TGI's routes"

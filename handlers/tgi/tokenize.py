@@ -32,7 +32,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
-    """The part of a chat that has to be there."""
+    """The required part of a chat."""
 
     messages: list[ChatMessage]
 
@@ -49,7 +49,7 @@ def chat_tokenize(call: Call, view: ModelView) -> Reply:
     texts, prompt = view.text().texts, view.chat()
     text = texts.decode(prompt.token_ids) if prompt.text is None else prompt.text
     ids, positions = _positions(check_text("messages", text, PLACED_BYTES), texts, special=False)
-    if ids != prompt.token_ids:  # Such as the tokens of images, which have no text.
+    if ids != prompt.token_ids:  # For example, tokens of images have no text.
         ids, positions = prompt.token_ids, None
     return Reply(
         200,
@@ -59,7 +59,7 @@ def chat_tokenize(call: Call, view: ModelView) -> Reply:
 
 
 def _positions(text: str, texts: ModelTexts, *, special: bool) -> tuple[list[int], list[tuple[int, int]] | None]:
-    """Return token ids, and the characters of the text that each spans. None if the tokenizer does not know them.
+    """Return token ids, and the range of characters of each token. None if the tokenizer does not know the ranges.
 
     Raises:
         InvalidRequest: The tokenizer failed.
