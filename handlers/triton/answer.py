@@ -1,4 +1,4 @@
-"""Triton's generate responses: one object, or an event for each.
+"""Triton's generate responses: one object, or one event for each response.
 
 Source: Triton 2.68, "Generate Extension", "generate vs. generate_stream" and "Generate Response JSON Object". The bytes
 are Triton's: keys in alphabetical order, no white space, non-ASCII characters unescaped, a tensor of one element as a
@@ -23,7 +23,7 @@ from handlers.triton.request import TritonRequest
 
 EVENTS = "text/event-stream; charset=utf-8"
 
-_FINISH_REASONS = {None: "None"} | FINISH_REASONS  # As vLLM's backend writes them.
+_FINISH_REASONS = {None: "None"} | FINISH_REASONS  # In the form of Triton's vLLM backend.
 _FLOAT32 = struct.Struct("f")
 
 
@@ -39,7 +39,7 @@ class _Answer(Answer):
         self._names = sorted((*self._members, *request.outputs, "text_output"))
 
     def fail(self, error: RequestError) -> Reply:
-        """Return the error as a JSON document. A stream gets one as well, because nothing has been sent yet."""
+        """Return the error as a JSON document. A stream also gets a document, because nothing has been sent yet."""
         return refusal(error)
 
     def _response(self, prompt_token_count: int) -> str:
@@ -69,7 +69,7 @@ class _Answer(Answer):
                 return _tensor(_float32(piece.logprob) for piece in pieces)
 
     def _logprobs(self, piece: GeneratedSequence) -> str:
-        """Return the log probabilities as JSON text, or "null". Triton's backend uses Python's `json` as well."""
+        """Return the log probabilities as JSON text, or "null". Triton's backend also uses Python's `json`."""
         return json.dumps([_candidates(token) for token in piece.tokens]) if self._request.shows_logprobs else "null"
 
 
@@ -86,7 +86,7 @@ class CollectedAnswer(_Answer):
         self._fed = False
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return the response with the last delta, and no bytes before.
+        """Return the response when the last delta arrives, and no bytes before.
 
         Raises:
             SeveralResponses: The request sets `stream`, and this is the second step.
@@ -111,7 +111,7 @@ class EventAnswer(_Answer):
         super().__init__(model, request)
         head = "".join(f'"{name}":{value},' for name, value in self._members.items())
         shows_text_alone = not request.outputs and request.vllm.request.sequences == 1 and request.vllm.detokenize
-        # The part of an event before the text. None if an event has more than the text after it.
+        # The part of an event before its text. None if more members follow the text.
         self._plain = f'data: {{{head}"text_output":' if shows_text_alone else None
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
@@ -128,7 +128,7 @@ class EventAnswer(_Answer):
 
 
 def _tensor(elements: Iterable[str]) -> str:
-    """Return one element as a bare value, and any other number of elements as an array."""
+    """Return a single element as a bare value, and any other number of elements as an array."""
     listed = list(elements)
     return listed[0] if len(listed) == 1 else f"[{','.join(listed)}]"
 
@@ -149,7 +149,7 @@ def _rectangle(pieces: Sequence[GeneratedSequence]) -> Iterable[str]:
 
 
 def _candidates(token: Token) -> dict[int, dict[str, Any]]:
-    """Return the chosen token, then the other most probable ones."""
+    """Return the chosen token, followed by the other most probable tokens."""
     found = {token.id: _candidate(token, token.rank)}
     for place, other in enumerate(token.top, start=1):
         found.setdefault(other.id, _candidate(other, place if other.rank is None else other.rank))

@@ -1,4 +1,4 @@
-"""Vectors by Triton's generate extension and by KServe's inference with tensors, for embedding models.
+"""Vectors from embedding models, through Triton's generate extension and KServe's inference with tensors.
 
 Source: Triton's vLLM backend, `EmbedRequest` in `src/utils/request.py`; KServe, "Open Inference Protocol (V2 Inference
 Protocol)", "Inference"; LiteLLM's provider `triton`, which sends such requests.
@@ -25,11 +25,11 @@ from handlers.triton.answer import EVENTS
 from handlers.triton.errors import VERSION, TritonRefusal, refusal
 from handlers.triton.request import read_inputs, switch
 
-TEXTS = "input_text"  # LiteLLM's name of the input. It reads all outputs.
+TEXTS = "input_text"  # LiteLLM's name for the input. LiteLLM reads all outputs.
 _VECTORS = "embedding"
 _POOLING = Pooling(task="embed")
 _BINARY = "Inference-Header-Content-Length"
-_UNIT = 1e-2  # The difference from 1 of the length of a vector that the model has scaled, in float16.
+_UNIT = 1e-2  # In float16, the length of a vector that the model has scaled may differ from 1 by this much.
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 
@@ -45,10 +45,10 @@ class _Embedding(msgspec.Struct, frozen=True):
 
 
 class GeneratedEmbeddingContract:
-    """`/generate` or `/generate_stream` of a model that generates no text: a vector as JSON in a text."""
+    """`/generate` or `/generate_stream` of a model that makes vectors. The answer's text is a vector as JSON."""
 
     def __init__(self, setting: ContractSetting, *, events: bool) -> None:
-        """Create the contract. `events`: the answer is a server-sent event."""
+        """Create the contract. If `events` is True, the answer is a server-sent event."""
         self._setting, self._events = setting, events
 
     def parse(self, call: Call) -> Exchange:
@@ -71,7 +71,7 @@ class GeneratedEmbeddingContract:
 
 
 def check_embeds(setting: ContractSetting) -> int:
-    """Return the number of numbers of the model's vectors.
+    """Return the number of dimensions of the model's vectors.
 
     Raises:
         InvalidRequest: The model makes no vectors.
@@ -98,9 +98,9 @@ class _TextAnswer(Answer):
         Args:
             model: The name of the model.
             request_id: The client's id. It may be empty.
-            dimensions: The numbers that are kept of the vector. None keeps all.
-            counts: The counts of tokens that are shown: "input", "output".
-            events: The answer is a server-sent event.
+            dimensions: How many numbers of the vector are kept. None keeps all.
+            counts: The token counts that are shown: "input", "output".
+            events: True if the answer is a server-sent event.
         """
         self.content_type = EVENTS if events else JSON
         self._model, self._id, self._dimensions, self._events = model, request_id, dimensions, events
@@ -114,7 +114,7 @@ class _TextAnswer(Answer):
                 "model_name": self._model,
                 "model_version": VERSION,
                 **{f"num_{name}_tokens": tokens[name] for name in self._counts},
-                # The backend uses Python's `json` as well.
+                # The backend also uses Python's `json`.
                 "text_output": json.dumps(_cut(delta.numbers, self._dimensions).tolist()),
             }
         )
@@ -125,7 +125,7 @@ class _TextAnswer(Answer):
 
 
 def _cut(vector: Any, dimensions: int | None) -> Any:
-    """Return the first numbers of a vector. They have the length 1 if the vector has it."""
+    """Return the first numbers of a vector. If the vector has the length 1, the result is scaled to the length 1."""
     if dimensions is None:
         return vector
     kept = vector[:dimensions]
@@ -147,7 +147,7 @@ class _Infer(msgspec.Struct, frozen=True):
 
 
 class InferContract:
-    """`/infer` of an embedding model: a tensor of texts to a tensor with a row for each text."""
+    """`/infer` of an embedding model. A tensor of texts becomes a tensor with a row for each text."""
 
     def __init__(self, setting: ContractSetting) -> None:
         self._setting = setting
@@ -195,7 +195,7 @@ class _TensorAnswer(PooledAnswer):
         self._model, self._id, self._size = model, request_id, size
 
     def part(self, numbers: Any) -> Any:
-        # Triton writes the nearest 32-bit values in the digits of a double.
+        # Triton writes the nearest 32-bit values with the digits of a double.
         return encode(numbers.astype(np.float64)).strip(b"[]")
 
     def document(self, parts: Sequence[Any]) -> bytes:

@@ -1,8 +1,7 @@
 """Triton's error bodies and statuses: `{"error": "<message>"}`.
 
-Source: Triton 2.68, "Generate Extension", "Generate Response JSON Error Object". Messages are Triton's own, since
-clients look for them. A mistake of the client is always 400, as the document says, also where Triton itself answers
-500.
+Source: Triton 2.68, "Generate Extension", "Generate Response JSON Error Object". Messages are Triton's own, because
+clients look for them. A client error is always 400, as the document says, even where Triton itself answers 500.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
     503: (errors.Overloaded, errors.NotReady, errors.DeadlineExceeded),
 }
 _LARGEST_VERSION = 2**63 - 1
-_MOST_NAMES = 100  # Of adapters in a message.
+_MOST_NAMES = 100  # The maximum number of adapter names in a message.
 
 
 class TritonRefusal(errors.InvalidRequest):
-    """Triton, or its backend before it generates, refuses the call. The message is theirs."""
+    """Triton, or its backend before generation, refuses the call with this message."""
 
 
 class SeveralResponses(TritonRefusal):
@@ -81,7 +80,7 @@ def unknown_model(name: str, version: str | None = None) -> str:
 
 
 def missing_model(names: Mapping[str, str], config: ModelConfig) -> Reply | None:
-    """Return the error for a path that does not name the served model and version. None if it names them."""
+    """Return the error for a path, or None if the path names the served model and version."""
     name, version = names["model"], names.get("version")
     if name != config.name:
         return error_reply(404, unknown_model(name))

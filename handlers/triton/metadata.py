@@ -1,4 +1,4 @@
-"""Triton's routes that generate nothing: KServe's health and metadata, Triton's configuration, statistics, repository.
+"""Triton's routes that generate nothing: KServe's health and metadata; Triton's configuration, statistics, repository.
 
 Source: KServe, "Open Inference Protocol (V2 Inference Protocol)"; Triton 2.68, the extensions "Model Configuration",
 "Statistics" and "Model Repository". Each model has one version, described as Triton's vLLM backend does.
@@ -19,7 +19,7 @@ from handlers.route_declarations import OWN_HANDLER, ModelView
 from handlers.triton.errors import VERSION, error_reply, missing_model
 from handlers.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, Kind
 
-PROTOCOL_VERSION = "2.68.0"  # The release of Triton whose protocol this is.
+PROTOCOL_VERSION = "2.68.0"  # The release of Triton whose protocol this module implements.
 _EXTENSIONS = ("model_repository", "model_configuration", "parameters", "statistics")
 _SERVER = {"name": "triton", "version": PROTOCOL_VERSION, "extensions": _EXTENSIONS}
 _YES, _NO = Reply(200, "", b""), Reply(400, "", b"")
@@ -48,7 +48,7 @@ def of_served_model(tell: Tell) -> Tell:
 
 
 def live(call: Call, views: Sequence[ModelView]) -> Reply:
-    """Return 200 as long as no engine has failed, also while models load and drain."""
+    """Return 200 as long as no engine has failed, even while models load and drain."""
     return _NO if any(view.state in ("failed", "stopped") for view in views) else _YES
 
 
@@ -135,15 +135,15 @@ def configuration(call: Call, view: ModelView) -> Reply:
 
 
 def model_statistics(call: Call, view: ModelView) -> Reply:
-    """Return counts and times of the model. 400 for a model that is not served, as in Triton."""
+    """Return the model's counts and times, or a 400 for a model that is not served, as in Triton."""
     missing = missing_model(call.path_parameters, view.config)
     return statistics(call, (view,)) if missing is None else Reply(400, JSON, missing.body)
 
 
 def statistics(call: Call, views: Sequence[ModelView]) -> Reply:
-    """Return counts and times of all models since the start. They include the calls of all contracts.
+    """Return counts and times of all models since the start, which include the calls of all contracts.
 
-    Times are in nanoseconds, `last_inference` in milliseconds.
+    Times are in nanoseconds, except that `last_inference` is in milliseconds.
     """
     return _json({"model_stats": [_statistics(view) for view in views]})
 
@@ -188,12 +188,12 @@ def repository_index(call: Call, views: Sequence[ModelView]) -> Reply:
 
 
 def of_one_repository(call: Call, views: Sequence[ModelView]) -> Reply:
-    """Refuse to load or unload a model of a repository that the path names, as Triton does."""
+    """Refuse to load or unload a model from a repository that the path names, as Triton does."""
     return error_reply(501, "'repository_name' specification is not supported")
 
 
 def _object_of(body: bytes) -> dict[str, Any] | Reply:
-    """Return the object of a body, which may be empty, or the reply with its fault."""
+    """Return the JSON object of a body, which may be empty, or the reply that refuses the body."""
     if not body.strip():
         return {}
     try:
@@ -227,7 +227,7 @@ def load(call: Call, view: ModelView) -> Reply:
 
 
 def unload(call: Call, view: ModelView) -> Reply:
-    """Refuse to unload the served model. Other models count as unloaded already, as in Triton."""
+    """Refuse to unload the served model. Other models count as already unloaded, as in Triton."""
     if call.path_parameters["model"] != view.config.name:
         return _YES
     return error_reply(501, f"unload is not supported: this server serves '{view.config.name}' as long as it runs")

@@ -1,9 +1,9 @@
 """Reads generate requests, with the names of vLLM or of TensorRT-LLM.
 
 Source: Triton 2.68, "Generate Extension", "Generate Request JSON Object"; the models of the vLLM backend and of the
-TensorRT-LLM backend of Triton. A request is read and answered as by the TensorRT-LLM backend if it has an input that
-only TensorRT-LLM's models have, or if the model's settings are for TensorRT-LLM. All other requests are read and
-answered as by the vLLM backend.
+TensorRT-LLM backend of Triton. A request is treated as a request to the TensorRT-LLM backend if it has an input that
+only TensorRT-LLM's models have, or if the model's settings are for TensorRT-LLM. All other requests are treated as
+requests to the vLLM backend.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ TENSORRT_LLM_INPUTS: dict[str, Kind] = {
     "guided_decoding_guide": "text",
 }
 
-SAMPLING_PREFIX = "sampling_param_"  # Prefix of sampling fields in the LLM-API model.
+SAMPLING_PREFIX = "sampling_param_"  # The prefix of sampling fields in the LLM-API model.
 # All inputs, including the sampling fields of the LLM-API model that may be arrays. Other members are parameters.
 _INPUTS = VLLM_INPUTS | TENSORRT_LLM_INPUTS | {f"{SAMPLING_PREFIX}stop": "texts", f"{SAMPLING_PREFIX}bad": "texts"}
 _NO_STRING = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
@@ -74,12 +74,12 @@ _TYPES: dict[Kind, tuple[type, str]] = {
     "boolean": (bool, "Unable to parse 'data': attempt to access JSON non-boolean as boolean"),
     "integer": (int, "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer"),
 }
-# The outputs beside `text_output`, by the inputs that ask for them.
+# The outputs in addition to `text_output`, by the inputs that ask for them.
 _OUTPUTS = {
     **{name: (name.removeprefix("return_"),) for name in VLLM_INPUTS if name.startswith("return_")},
     "return_log_probs": ("cum_log_probs", "output_log_probs"),
 }
-# Names that Triton reserves, and `id` as a parameter. They have no effect in Slipway.
+# Names that Triton reserves, and `id` as a parameter. These names have no effect in Slipway.
 _FOR_THE_SERVER = frozenset(
     {"id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
 )
@@ -108,13 +108,13 @@ class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str = ""  # Empty if the request has no id. The responses then have none either.
     prompt: str = ""
-    images: tuple[str, ...] = ()  # Their URLs. The prompt has the model's mark for each.
+    images: tuple[str, ...] = ()  # The URLs of images. The prompt has the model's mark for each image.
     vllm: VllmParameters
-    stream: bool  # Send one response for each step of the engine, instead of one at the end.
+    stream: bool  # Send a response for each step of the engine, instead of a single response at the end.
     # The tokenizer adds the special tokens of its template, such as the beginning of the sequence.
     add_special_tokens: bool
     repeat_prompt: bool  # `text_output` begins with the prompt.
-    outputs: frozenset[str]  # The outputs that the request asks for beside `text_output`.
+    outputs: frozenset[str]  # The outputs that the request asks for in addition to `text_output`.
     adapter: str | None  # The value of `lora_name`.
     ignored: tuple[str, ...]  # The given names that have no effect.
     names: Mapping[str, str]  # See `Exchange`.
@@ -135,7 +135,7 @@ class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
             want_tokens=want_logprobs,
             want_logprobs=want_logprobs,
             want_ranks=self.shows_logprobs,
-            tokens_apart=True,  # Each step is an event, also one whose text is held back.
+            tokens_apart=True,  # Each step is an event, even if its text is held back.
             top_tokens=(self.vllm.logprobs or 0) if self.shows_logprobs else 0,
             adapter=adapter,
             **call.steering,
@@ -148,11 +148,11 @@ def read_request(body: bytes, setting: ContractSetting, memo: ParameterMemo[Trit
     Args:
         body: The body.
         setting: The model and its settings.
-        memo: Has the requests that were read, without their ids, prompts and images.
+        memo: Caches the requests that were read, without their ids, prompts and images.
 
     Raises:
         TritonRefusal: The body is not JSON, or a member has a wrong type or shape.
-        InvalidParameter: A parameter is wrong. The error names it, and the allowed values.
+        InvalidParameter: A parameter is wrong. The error names the parameter and the allowed values.
         InvalidRequest: The request asks for a vector.
     """
     names: dict[str, str] = {}
@@ -165,7 +165,7 @@ def read_request(body: bytes, setting: ContractSetting, memo: ParameterMemo[Trit
 def _read(
     body: bytes, setting: ContractSetting, memo: ParameterMemo[TritonRequest], names: dict[str, str]
 ) -> TritonRequest:
-    """Read a request's body. `names` takes the client's names by vLLM's and the engine's, where they differ."""
+    """Read a request's body. `names` is filled with the client's names, by vLLM's and the engine's, if they differ."""
     request_id, inputs, parameters = read_inputs(body, setting)
     if inputs.pop("embedding_request", None) is not None:
         raise InvalidRequest(f"Model {setting.config.name} does not support 'embed' request")
@@ -182,7 +182,7 @@ def _read(
 def _read_parameters(
     inputs: dict[str, Any], parameters: dict[str, Any], setting: ContractSetting, names: dict[str, str]
 ) -> TritonRequest:
-    """Return the request that inputs and other members make, without its id, its prompt and its images."""
+    """Return the request for these inputs and other members, without its id, prompt and images."""
     sampling_parameters = inputs.pop("sampling_parameters", None)
     if sampling_parameters is not None:
         _refuse_beside({name.removeprefix(SAMPLING_PREFIX): value for name, value in parameters.items()})
@@ -191,7 +191,7 @@ def _read_parameters(
     values = {name: value for name, value in {**parameters, **inputs}.items() if name not in _FOR_THE_SERVER}
     given = set(values)
     if sampling_parameters is not None and "bad_words" not in inputs:
-        given.discard("bad_words")  # vLLM's own parameter. TensorRT-LLM's is an input.
+        given.discard("bad_words")  # Here it is vLLM's own parameter. TensorRT-LLM's `bad_words` is an input.
     tensorrt_llm = setting.config.rolling_batch == "trtllm" or any(
         name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in given
     )
@@ -200,7 +200,7 @@ def _read_parameters(
     names.update(vllm_names(values))
     if "streaming" in values:
         names["stream"] = "streaming"
-    stream = any([switch(values, "stream"), switch(values, "streaming")])  # A list: both are removed.
+    stream = any([switch(values, "stream"), switch(values, "streaming")])  # A list, so that both are removed.
     leaves_out_prompt = switch(values, "exclude_input_in_output")
     if stream and leaves_out_prompt is False:
         raise InvalidRequest("When streaming, `exclude_input_in_output` = False is not allowed.")
@@ -266,7 +266,7 @@ def _members(body: bytes) -> list[tuple[str, Any]]:
 
 
 def _repeats(body: bytes, document: Any) -> bool:
-    """Return True if an input may occur twice in one object. The decoder keeps only the last one."""
+    """Return True if an input may occur twice in one object. The decoder keeps only the last value."""
     if not isinstance(document, dict):
         return False
     within = document.get("parameters")
@@ -280,7 +280,7 @@ def _inputs_and_parameters(
     """Return the inputs of the model, and all other members.
 
     Args:
-        whose: Identifies the request in messages.
+        whose: The text that identifies the request in messages.
     """
     inputs: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
@@ -343,9 +343,9 @@ def _input(name: str, value: Any, kind: Kind, within: str) -> Any:
 
 
 def _refuse_beside(parameters: Mapping[str, Any]) -> None:
-    """Refuse parameters beside `sampling_parameters` that would choose an adapter or constrain the text.
+    """Refuse parameters outside `sampling_parameters` that would choose an adapter or constrain the text.
 
-    Triton's vLLM backend does not read parameters there.
+    If a request has `sampling_parameters`, Triton's vLLM backend reads no parameters elsewhere.
 
     Raises:
         InvalidParameter: The request has such a parameter. The error names the first one.
@@ -368,7 +368,7 @@ def _document(text: str) -> dict[str, Any]:
 
 
 def switch(values: dict[str, Any], name: str) -> bool | None:
-    """Remove a boolean from the values and return it, or None. It may be text in `sampling_parameters`."""
+    """Remove a boolean from the values and return it, or None if absent. In `sampling_parameters` it may be text."""
     value = values.pop(name, None)
     if value is None or isinstance(value, bool):
         return value
@@ -401,7 +401,7 @@ def _vllm(values: Mapping[str, Any], constraint: Constraint | None, stream: bool
 
 
 def plain_names(values: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return the values under vLLM's names, without the prefix. `names` takes the client's names by vLLM's.
+    """Return the values under vLLM's names, without the prefix. Add the client's names to `names`, by vLLM's names.
 
     Raises:
         InvalidParameter: Two values have the same name.
@@ -423,10 +423,10 @@ def plain_names(values: Mapping[str, Any], names: dict[str, str]) -> dict[str, A
 def to_vllm(
     plain: Mapping[str, Any], eos_token_ids: frozenset[int], names: dict[str, str]
 ) -> tuple[dict[str, Any], Constraint | None]:
-    """Return the values with vLLM's names, and the constraint. `names` takes the client's names by vLLM's.
+    """Return the values under vLLM's names, and the constraint. Add the client's names to `names`, by vLLM's names.
 
     Raises:
-        InvalidParameter: A parameter is wrong. The error names it, and the allowed values.
+        InvalidParameter: A parameter is wrong. The error names the parameter and the allowed values.
     """
     values = {name: value for name, value in plain.items() if name != "pad_id"}  # Padding has no effect.
     for name in _REFUSED_IF_TRUE:
@@ -445,7 +445,7 @@ def to_vllm(
 
 
 def _words(value: Any) -> Any:
-    """Return the words of a list without empty strings."""
+    """Return a list of words without the empty strings."""
     words = [value] if isinstance(value, str) else value
     return [word for word in words if word] if isinstance(words, list) else value
 
@@ -469,7 +469,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def _translate_beams(values: dict[str, Any], names: dict[str, str]) -> None:
-    """Set the number of beams. All of them are returned, or the best `num_return_sequences` of them."""
+    """Set the number of beams. All beams are returned, or only the best `num_return_sequences` beams."""
     width = values.pop("beam_width", 1)
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         raise InvalidParameter("beam_width", "must be a whole number, at least 1")
@@ -486,7 +486,7 @@ def _translate_beams(values: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _translate_end(values: dict[str, Any], eos_token_ids: frozenset[int], names: dict[str, str]) -> None:
-    """Replace the model's own end tokens by `end_id`. -1 means that no token ends the text."""
+    """Replace the model's own end tokens with `end_id`. -1 means that no token ends the text."""
     end_id = values.pop("end_id", None)
     if end_id is None:
         return

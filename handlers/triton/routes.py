@@ -24,14 +24,14 @@ from handlers.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, TritonRequ
 
 
 class TritonContract:
-    """`/generate` or `/generate_stream` of one model."""
+    """The contract of `/generate` or `/generate_stream` for one model."""
 
     def __init__(self, setting: ContractSetting, *, events: bool) -> None:
-        """Create the triton contract.
+        """Create the contract.
 
         Args:
-            events: Send server-sent events: one event for each part if the request sets `stream`, otherwise one event
-                with the whole answer.
+            events: True sends server-sent events: one for each part if the request sets `stream`, otherwise one with
+                the whole answer.
         """
         self._setting, self._events = setting, events
         self._memo = ParameterMemo[TritonRequest]()
@@ -71,7 +71,7 @@ _KINDS: dict[str, Schema] = {
 def _in_parameters(schema: Schema) -> Schema:
     """Return the schema of a vLLM parameter as a member of `parameters`, whose values are only scalars.
 
-    An array or an object is given as text.
+    Arrays and objects are given as text.
     """
     if schema["type"] in _SCALARS:
         return schema
