@@ -1,7 +1,7 @@
 """LMI's stateful sessions for the built-in handlers. They are created, checked and closed in threads.
 
-The built-in handlers store no data in a session. A session makes SageMaker send a client's requests to the same
-instance, which has their common prefix in its KV cache. Sources: djl_python, `session_manager.py`; Amazon SageMaker,
+The built-in handlers store no data in a session. Because of the session, SageMaker sends a client's requests to the
+same instance, whose KV cache has their common prefix. Sources: djl_python, `session_manager.py`; Amazon SageMaker,
 "Stateful sessions with Amazon SageMaker AI models".
 """
 
@@ -40,12 +40,12 @@ CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
 NEW_SESSION = "NEW_SESSION"  # The id that SageMaker's client sends before it has a session.
 CLOSE = "CLOSE"
 # A session is a directory with a small file, which takes 4 KiB of disk or shared memory. Creating a session lists all
-# sessions. With this many, that takes a thread less than 0.1 s.
+# sessions. With this many sessions, listing them takes a thread less than 0.1 s.
 MOST_SESSIONS = 2_000
 _THREADS = 4
 _MOST_WAITING = 256  # Calls that may wait for their sessions.
-_SECONDS = 30.0  # Limit on the time of an operation on a session.
-_LAST_SAVE_SECONDS = 5.0  # Limit on the time to save sessions to S3 when the model stops.
+_SECONDS = 30.0  # The time limit for an operation on a session.
+_LAST_SAVE_SECONDS = 5.0  # The time limit for saving sessions to S3 when the model stops.
 _ID = re.compile(r"[A-Za-z0-9-]{1,256}")
 _OFF = "stateful sessions are not enabled (option.enable_stateful_sessions)"
 
@@ -79,8 +79,8 @@ class Sessions:
         """Return the reply to a body with a `requestType`.
 
         Raises:
-            ContractError: The body is wrong, the session to close does not exist or has expired, or sessions are off.
-                The reply is a 424. If too many sessions are open, it has the status of overload.
+            ContractError: The body is invalid, the session to close does not exist or has expired, or sessions are off.
+                The reply is a 424. If too many sessions are open, the reply has the status for overload.
         """
         action = action_of(call.body)
         manager = self._enabled_manager("`requestType` asks for a session, but ")
@@ -118,23 +118,23 @@ class Sessions:
         if len(self._created) >= self._most:
             self._created.intersection_update(
                 os.listdir(manager.sessions_path)
-            )  # The others were closed or have expired.
+            )  # The other sessions were closed or have expired.
         session = manager.create_session()
         self._created.add(session.session_id)
         return session
 
     def remove_created(self) -> None:
-        """Remove the sessions that this object created, and the directory if it is empty then."""
+        """Remove the sessions that this object created, and then the directory if it is empty."""
         if self._manager is None:
             return
         path = self._manager.sessions_path
         for session_id in self._created:
             shutil.rmtree(os.path.join(path, session_id), ignore_errors=True)
-        with contextlib.suppress(OSError):  # Another server has sessions there.
+        with contextlib.suppress(OSError):  # Another server has sessions in the directory.
             os.rmdir(path)
 
     async def _run(self, work: Callable[[], T]) -> T:
-        if self._stopped:  # The model is loaded anew, and calls still come.
+        if self._stopped:  # The model is being reloaded, and calls still arrive.
             raise self._full("the model is not ready; try again later")
         if self._open >= _MOST_WAITING:
             raise self._full(f"{self._open} calls wait for their sessions; try again later")
@@ -160,7 +160,7 @@ async def load_sessions(config: ModelConfig, overload_status: int) -> Sessions:
     Sessions are off if they cannot be stored in the default directory.
 
     Raises:
-        EngineStartError: Sessions cannot be stored in the place that the settings name.
+        EngineStartError: Sessions cannot be stored in the location that the settings name.
     """
     if not config.lmi.enable_stateful_sessions:
         return Sessions(None, overload_status)
@@ -185,7 +185,7 @@ async def load_sessions(config: ModelConfig, overload_status: int) -> Sessions:
 def remove_sessions() -> None:
     """Remove the sessions that this process created in the default directory.
 
-    Call it when the process ends, not when a model ends: the model may be started again, and its clients continue
+    Call it when the process ends, not when a model stops: the model may be restarted, and its clients then continue
     their sessions.
     """
     while _in_default_directory:
@@ -229,7 +229,7 @@ def action_of(body: bytes) -> str:
     """Return the action of a body with a `requestType`: NEW_SESSION or CLOSE.
 
     Raises:
-        ContractError: The action is unknown, or the body has further fields. The reply is a 424.
+        ContractError: The action is unknown, or the body has other fields. The reply is a 424.
     """
     if len(body) >= LONG_BODY:
         raise payload_refused("`requestType` goes without other fields")
@@ -249,7 +249,7 @@ def action_of(body: bytes) -> str:
 def created(session_id: str, expires: float) -> Reply:
     """Return the reply to NEW_SESSION.
 
-    The id is in two headers. SageMaker reads the first header, clients that call LMI directly the second.
+    The id is in two headers. SageMaker reads the first header. Clients that call LMI directly read the second header.
 
     Args:
         session_id: The session's id.

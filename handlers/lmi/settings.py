@@ -30,26 +30,26 @@ OUTPUT_FORMATTER: Setting[Any] = Setting(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LmiConfig:
-    """The schema of requests and the form of answers on `/invocations`, and sessions."""
+    """Settings of `/invocations`: the schema of requests, the form of answers, and sessions."""
 
     # Stop strings of every request of the dynamic batch.
     stop_sequences: tuple[str, ...] = setting(
         "option.stop_sequence", STRINGS, unset=(), doc="Stop strings of the dynamic batch"
     )
     output_formatter: OutputFormatter | None = field(default=None, metadata=OUTPUT_FORMATTER.metadata)
-    # The name of the output formatter in `model.py`, if `output_formatter` is not a built-in one.
+    # The name of the output formatter in `model.py`, if it is not a built-in formatter.
     formatter_function: str | None = None
     tgi_compat: bool = setting("option.tgi_compat", BOOLEAN, "false", doc="Answer `inputs` with TGI's field names")
-    # The schemas of LMI's asynchronous handler.
+    # Use the schemas of LMI's asynchronous handler.
     async_mode: bool = field(default=False, metadata=ASYNC_MODE.metadata)
-    # How chat is answered: in the objects of LMI's rolling batch, or in OpenAI's.
+    # Chats are answered with the objects of LMI's rolling batch, or with OpenAI's objects.
     chat_format: ChatFormat = setting(
         "option.chat_format",
         choice({word: word for word in get_args(ChatFormat)}),
         "lmi",
         doc="Form of the answers to `messages` on `/invocations`",
     )
-    # Tokens carry their log probability, which costs time to compute; otherwise `log_prob` is null.
+    # Tokens have their log probability, which takes time to compute. Otherwise `log_prob` is null.
     token_logprobs: bool = setting(
         "option.token_logprobs", BOOLEAN, "true", doc="Compute each token's `log_prob`; false is faster"
     )
@@ -81,9 +81,9 @@ class LmiConfig:
         shows_default=False,
         doc="The score of a pair on `/invocations` passes a sigmoid",
     )
-    # The form of vectors: that of DJL's engines, or that of LMI's vLLM handler.
+    # Vectors have the form of DJL's engines, or of LMI's vLLM handler.
     vector_format: VectorFormat = "djl"
-    scores_in_order: bool = False  # `query` and `texts` get DJL's scores; otherwise TEI's ranks.
+    scores_in_order: bool = False  # Bodies with `query` and `texts` get DJL's scores. Otherwise they get TEI's ranks.
 
 
 RERANKING = Setting(

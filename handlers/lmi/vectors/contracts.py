@@ -28,7 +28,7 @@ from handlers.lmi.vectors.options import FIELDS, VectorDefaults, VectorOptions
 from handlers.model_config import ModelConfig
 from handlers.parsing.json_fields import json_kind, shown
 
-_MOST_CLASSES = 5  # Classes in DJL's answer for a text.
+_MOST_CLASSES = 5  # The maximum number of classes in DJL's answer for a text.
 _FUNCTIONS = ("sigmoid", "softmax", "none")
 _FIELDS = frozenset(
     {"inputs", "parameters", "adapters", "stream", "text", "text_pair", "key", "value", "query", "texts"}
@@ -62,7 +62,7 @@ class Refusals:
         return self._reply(error)
 
     def unreadable(self, error: InvalidRequest) -> InvalidRequest:
-        """Return the error of a body that is no document."""
+        """Return the error of a body that is not a document."""
         return InvalidRequest("Input is not a valid json.")
 
     def _reply(self, error: RequestError) -> Reply:
@@ -90,7 +90,7 @@ _DJL, _HANDLER = Refusals(), HandlerRefusals()
 
 
 class LmiPooledAnswer(PooledAnswer):
-    """An answer that fails in the form of its contract."""
+    """An answer whose errors have the form of its contract."""
 
     refusals: ClassVar[Refusals] = _DJL
 
@@ -99,7 +99,7 @@ class LmiPooledAnswer(PooledAnswer):
 
 
 class PoolingContract:
-    """The common part: reads the body, and makes a request for each text or pair."""
+    """The base class: reads the body, and makes a request for each text or pair."""
 
     refusals: ClassVar[Refusals] = _DJL
     fields: ClassVar[frozenset[str]] = _FIELDS  # The fields of a body that have an effect.
@@ -148,7 +148,7 @@ def _djl_texts(document: Any) -> tuple[Sequence[str], bool]:
     """Return the texts of a body in the form of DJL's engines, and True if they came as a list.
 
     Raises:
-        InvalidRequest: There are none, or a value has no text.
+        InvalidRequest: The body has no texts, or a value is not a text.
     """
     inputs = document
     if isinstance(document, dict):
@@ -163,7 +163,7 @@ def _djl_texts(document: Any) -> tuple[Sequence[str], bool]:
 
 
 def _djl_text(name: str, value: Any) -> str:
-    """Return the text of a value. Gson, DJL's reader, takes numbers and booleans for texts as well."""
+    """Return the text of a value. Gson, which DJL uses, also accepts numbers and booleans as texts."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool | int | float):
@@ -342,7 +342,7 @@ class _DjlClasses(LmiPooledAnswer):
 
 
 def best_first(scores: Any) -> list[int]:
-    """Return the numbers of the classes, the most probable one first."""
+    """Return the indices of the classes, the most probable class first."""
     return [int(number) for number in np.argsort(-scores, kind="stable")]
 
 
@@ -377,7 +377,7 @@ class PipelineContract(PoolingContract):
 
 
 def _pipeline_options(parameters: Mapping[str, Any]) -> tuple[bool, int | None, str | None]:
-    """Return True if several classes were asked for, their number, and the function that makes probabilities."""
+    """Return True if the call asks for several classes, their number, and the function that makes probabilities."""
     top = parameters.get("top_k", 1)
     if top is not None and (type(top) is not int or top < 1):
         raise InvalidRequest(f"`top_k` must be a positive integer or null, got {shown(top)}")
@@ -408,7 +408,7 @@ class _PipelineClasses(LmiPooledAnswer):
 
 
 def _function_of(problem_type: str, classes: int) -> str:
-    """Return the function that makes probabilities if the call names none, as transformers' pipeline chooses it."""
+    """Return the function that transformers' pipeline uses to make probabilities if the call names none."""
     if problem_type == "regression":
         return "none"
     return "sigmoid" if problem_type == "multi_label_classification" or classes == 1 else "softmax"

@@ -1,4 +1,4 @@
-"""`/invocations` of a pooling model: finds out whose call a body is, and gives the call to that contract."""
+"""The handler of `/invocations` for a pooling model. It finds the contract of each body, and passes the call to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCORED = ("text_1", "data_1", "queries")
 
 
 class PoolingInvocations:
-    """Gives each call to the handler for the kind of its body."""
+    """Passes each call to the handler for the kind of its body."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class PoolingInvocations:
             lmi: Answers LMI's bodies.
             openai: Answers the bodies of vLLM's routes. None if the engine is not vLLM.
             model: The model.
-            ranks: Answers `query` and `texts`. None: LMI's contract does.
-            similarity: Answers `inputs` with a source sentence. None: LMI's contract does.
+            ranks: Answers bodies with `query` and `texts`. If None, LMI's contract answers them.
+            similarity: Answers `inputs` with a source sentence. If None, LMI's contract answers them.
         """
         self._lmi, self._openai, self._ranks, self._similarity = lmi, openai, ranks, similarity
         self._path_of_input = _PATHS_OF_INPUT.get(model.kind, "/pooling")
@@ -58,7 +58,7 @@ class PoolingInvocations:
         return await self._lmi.handle(call, writer)
 
     def _path(self, fields: Mapping[str, msgspec.Raw]) -> str | None:
-        """Return the path of the route of vLLM that takes a body; None if no such route does."""
+        """Return the path of the vLLM route that accepts a body, or None if there is no such route."""
         if "inputs" in fields:
             return None
         if "documents" in fields and "query" in fields:
@@ -83,10 +83,10 @@ class PoolingInvocations:
 
 
 def _fields(body: bytes) -> Mapping[str, msgspec.Raw]:
-    """Return the fields of a body that may be another contract's; none for a body that is LMI's in any case."""
+    """Return the fields of a body that may belong to another contract. Empty if the body can only be LMI's."""
     if not any(mark in body for mark in _MARKS):
         return {}
     try:
         return _split(body)
     except msgspec.DecodeError:
-        return {}  # LMI's contract reports the fault.
+        return {}  # LMI's contract reports the error.

@@ -1,6 +1,6 @@
-"""The options of a call for vectors. They stand beside `inputs`, as in bodies for TEI's `/invocations`.
+"""The options of a call for vectors. They are fields next to `inputs`, as in bodies for TEI's `/invocations`.
 
-LMI has none of them. TEI's image on SageMaker takes them on the same route.
+LMI has no such options. TEI's image on SageMaker accepts them on the same route.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _SIDES: Mapping[str, Side] = {"left": "left", "Left": "left", "right": "right", 
 
 @dataclass(frozen=True, slots=True)
 class VectorOptions:
-    """The vectors that a call wants."""
+    """The vectors that a call asks for."""
 
     pooling: Pooling
-    front: str = ""  # The text that goes in front of each text.
-    dimensions: int | None = None  # The numbers that are kept of each vector. None keeps all.
+    front: str = ""  # The prefix of each text.
+    dimensions: int | None = None  # How many numbers of each vector are kept. None keeps all.
     normalize_kept: bool = False  # The kept numbers are scaled to the length 1.
 
     def request(self, prompt: str | tuple[int, ...]) -> GenerationRequest:
         """Return the request for a text or token ids, without its id.
 
         Raises:
-            InvalidParameter: Token ids cannot have a text in front of them.
+            InvalidParameter: Token ids cannot have a prefix.
         """
         if not self.front:
             return pooling_request(prompt, self.pooling)
@@ -43,22 +43,22 @@ class VectorOptions:
         return pooling_request(self.front + prompt, self.pooling)
 
     def vector(self, numbers: Any) -> Any:
-        """Return a vector of the engine as the call wants it."""
+        """Return the engine's vector in the form that the call asks for."""
         if self.dimensions is None:
             return numbers
         return shortened(numbers, self.dimensions, normalize=self.normalize_kept)
 
 
 class VectorDefaults:
-    """The options of a call that names none."""
+    """The options of a call that sets none."""
 
     def __init__(self, model: PoolingModel, *, normalize: bool, cut: Side | None) -> None:
         """Create the defaults.
 
         Args:
             model: The model.
-            normalize: Vectors have the length 1.
-            cut: The side at which texts that are too long are cut. None: they are refused.
+            normalize: True if vectors have the length 1.
+            cut: The side at which texts that are too long are cut. None refuses such texts.
         """
         self._model = model
         self._pooling = Pooling(task="embed", activation=normalize, cut=cut)
@@ -68,7 +68,7 @@ class VectorDefaults:
         """Return the options of a body.
 
         Raises:
-            InvalidParameter: An option is wrong.
+            InvalidParameter: An option is invalid.
         """
         if not isinstance(document, dict) or document.keys().isdisjoint(FIELDS):
             return self._options
