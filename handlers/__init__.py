@@ -1,1 +1,1 @@
-"""From bytes to tokens and back: contracts, handlers, engines. Knows no HTTP server."""
+"""Translates between request bytes and tokens: contracts and handlers. This package does not know the HTTP server."""

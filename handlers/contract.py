@@ -21,7 +21,7 @@ from engines.request import GenerationRequest, TokenDelta
 from handlers.deadline import REACHED
 
 JSON = "application/json"
-WITHOUT_BODY = frozenset({204, 304})  # Statuses with neither body nor length (RFC 9110, section 8.6).
+WITHOUT_BODY = frozenset({204, 304})  # Replies with these statuses have no body and no length (RFC 9110, 8.6).
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 _SALT_HEADER, _PRIORITY_HEADER = "X-Cache-Salt", "X-Vllm-Priority"
 _PRIORITIES = range(-(1 << 31), 1 << 31)
@@ -154,13 +154,13 @@ class Call:
     """An HTTP request with its whole body."""
 
     body: bytes
-    content_type: str = ""  # With its parameters. Empty if absent.
+    content_type: str = ""  # The header with its parameters. Empty if absent.
     request_id: str
     # All headers, by lower-case name. If a name is repeated, the last header counts.
     headers: Mapping[bytes, bytes] = field(default_factory=dict)
-    query: tuple[tuple[str, str], ...] = ()  # Query parameters, decoded, in order.
+    query: tuple[tuple[str, str], ...] = ()  # The decoded query parameters, in order.
     method: str = "POST"
-    path: str = ""  # Decoded, without the query.
+    path: str = ""  # The decoded path, without the query.
     # The variable parts of the path, by the names that the route gives them.
     path_parameters: Mapping[str, str] = field(default_factory=dict)
     # The fields of a JSON object, each still encoded. None if the body was not split into its fields yet.
@@ -172,7 +172,7 @@ class Call:
     explanation: ExplainAsked | None = None  # If set, nothing is generated, and the reply is the explanation.
     arrived_at: float = field(default_factory=time.monotonic)  # When the head arrived, by the monotonic clock.
     time_limit: float | None = None  # Seconds from `arrived_at` until the call ends with its text so far.
-    # A custom handler makes the call. It may stream an answer that it gets whole, so the stream deadline applies.
+    # A custom handler makes the call. The handler may stream a whole answer, so the stream deadline applies.
     from_handler: bool = False
 
     def header(self, name: str) -> str | None:
@@ -203,7 +203,7 @@ class ContractError(Exception):
     def __init__(self, reply: Reply, reason: str) -> None:
         super().__init__(reason)
         self.reply = reply
-        self.reason = reason  # For the log. It never holds the prompt.
+        self.reason = reason  # The reason for the log, which never contains the prompt.
 
 
 class Answer(Protocol):
@@ -217,7 +217,7 @@ class Answer(Protocol):
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """Return the bytes that a delta adds to the body.
 
-        The bytes may be empty. A later part of a cumulative answer may replace them, unless the delta is the last one.
+        The bytes may be empty. A later part of a cumulative answer may replace them, unless the delta is the last.
 
         Args:
             prompt: The position of the delta's request in `Exchange.requests`.

@@ -31,8 +31,8 @@ _ATTRIBUTE = b"deadline"
 class Deadline:
     """The deadline of one call."""
 
-    seconds: float  # From the arrival of the call's head.
-    at: float  # By the monotonic clock.
+    seconds: float  # Seconds from the arrival of the call's head.
+    at: float  # The time of the deadline, by the monotonic clock.
 
     def call(self, function: Callable[[DeadlineExceeded], object]) -> asyncio.TimerHandle:
         """Call a function at the deadline, or soon if it has passed, with the error of a call that has no token."""
@@ -40,7 +40,7 @@ class Deadline:
         return asyncio.get_running_loop().call_later(seconds, function, DeadlineExceeded(self.seconds))
 
     async def limit(self, work: Awaitable[T]) -> T:
-        """Wait for the result of work that comes before the first token.
+        """Wait for the result of work that has to be done before the first token.
 
         Raises:
             DeadlineExceeded: The work took too long, and was cancelled.

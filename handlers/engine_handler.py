@@ -88,9 +88,9 @@ class EngineHandler:
                 await running.submit()
                 return running
         except RequestError as error:
-            if isinstance(error, Overloaded):  # the engine may lack room for something else
+            if isinstance(error, Overloaded):  # the engine may be overloaded for another reason
                 error = Overloaded(error.message, queue.overload_status)
-            if isinstance(error, DeadlineExceeded):  # while its images were loaded
+            if isinstance(error, DeadlineExceeded):  # reached while images were loaded
                 queue.count_deadline(call.request_id, begun=False)
             raise _refusal(queue, exchange, error) from None
 

@@ -1,4 +1,4 @@
-"""The entry point: loads a model with the handler and the engine that its settings ask for."""
+"""The entry point of this package: loads a model with the handler and the engine that its settings ask for."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from handlers.queue import EngineQueue
 
 # The maximum number of prompts, token ids and characters that are shown for a call.
 _MOST_PROMPTS, _MOST_IDS, _MOST_CHARACTERS = 8, 10_000, 100_000
-_MOST_FIELDS = 64  # The maximum number of fields of a body whose effects are searched for.
+_MOST_FIELDS = 64  # The effects of at most this many fields of a body are searched for.
 _MOST_SECONDS = 2.0  # The time limit of that search, including the wait for other searches.
 _SHORT_BODY, _SHORT = 16 * 1024, 1000  # Bytes. The search cuts texts and lists of longer bodies to `_SHORT`.
 _WITH_PARAMETERS = frozenset({"parameters", "sampling_parameters"})  # Objects whose members are parameters.
@@ -107,7 +107,7 @@ async def prepare(queue: EngineQueue, exchange: Exchange, call: Call) -> NoRetur
     requests = exchange.requests
     places = sum(request.sequences_in_engine for request in requests)
     queue.admit(places)
-    queue.open_sequences -= places  # Nothing is sent.
+    queue.open_sequences -= places  # The places are not needed, because nothing is sent.
     deadline = queue.deadlines.of(call.arrived_at, call.time_limit, stream=requests[0].stream or call.from_handler)
     preparing = _prepared(queue, requests[:1] if call.explanation.variant else requests, deadline)
     try:

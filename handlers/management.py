@@ -73,8 +73,8 @@ class RegistrationFailed(Exception):
         self.cause, self.message = cause, message
 
 
-# In order: no model is at the URL; the name and version are taken; the settings are wrong; memory is short; the load
-# failed.
+# The meaning of each cause, in order: no model is at the URL; the name and version are taken; the settings are wrong;
+# memory is short; the load failed.
 Cause = Literal["url", "registered", "settings", "memory", "load"]
 
 

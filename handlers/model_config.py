@@ -19,7 +19,7 @@ from handlers.tgi.settings import TgiConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(EngineConfig):
-    """One model and how to serve it: the settings of its engine, and those of each contract."""
+    """One model and how to serve it: the settings of its engine, and the settings of each contract."""
 
     # Sampling parameters switch sampling on unless `do_sample` says otherwise (LMI 0.32 and later).
     do_sample_inferred: bool = setting(

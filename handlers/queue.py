@@ -22,7 +22,7 @@ class Abortable(Protocol):
 class EngineQueue:
     """The calls of one engine.
 
-    At most `limit` sequences are in the engine at a time, running or waiting; further calls are refused at once.
+    At most `limit` sequences are in the engine at the same time, running or waiting. Further calls are refused at once.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class EngineQueue:
         self.statistics = engine.statistics
         self.sets_deadlines = deadlines != NO_DEADLINES  # If False, most calls have no deadline.
         self.open_sequences = 0  # The number of places that are taken.
-        self.running: dict[str, Abortable] = {}  # By request id.
+        self.running: dict[str, Abortable] = {}  # The running calls, by request id.
 
     def admit(self, sequences: int) -> None:
         """Take places for a call.

@@ -56,7 +56,7 @@ class ModelView:
 
     config: ModelConfig
     state: State
-    reason: str  # The reason if it has failed or is unhealthy, else empty.
+    reason: str  # Why the model has failed or is unhealthy. Otherwise empty.
     started_at: float  # The time at which the server was started, in seconds since the epoch.
     loaded: LoadedModel | None  # None until the model is loaded, and if a custom handler generates.
     engine: str  # The runtime: "vllm", "dynamic_batch" or "python".
@@ -97,7 +97,7 @@ class ModelView:
 
 # The query parameter or header that names a model's version, and the path parameter that holds the version then.
 MODEL_VERSION = "model_version"
-NO_ADAPTERS = "cannot be used: this server has no adapters"  # Follows the name of a parameter or header.
+NO_ADAPTERS = "cannot be used: this server has no adapters"  # The text after the name of a parameter or header.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,10 +216,10 @@ class ManagementRoute:
     """A route that manages models or adapters. Cross-site calls from browsers are refused."""
 
     path: str
-    operations: Mapping[str, ManagementOperation]  # By method.
+    operations: Mapping[str, ManagementOperation]  # The operations, by HTTP method.
     counted: str | None = None  # The path under which calls are counted, if it differs from `path`.
     refuse: Callable[[RequestError], Reply] | None = None  # Makes its error replies, unless the contract does.
-    # Replies to all other methods, in place of `ContractRoutes.wrong_method`.
+    # Replies to all other methods, instead of `ContractRoutes.wrong_method`.
     wrong_method: Callable[[Call], Reply] | None = None
 
     @property
@@ -249,7 +249,7 @@ class ContractRoutes:
     wrong_method: Callable[[Call], Reply]
     body_names_model: bool = False  # Bodies may name the model in `model`.
     id_header: str | None = None  # The contract's own header for the request's id, in addition to the server's header.
-    prefixes: tuple[str, ...] = ()  # Unknown paths below these belong to the contract too.
+    prefixes: tuple[str, ...] = ()  # Unknown paths below these prefixes also belong to the contract.
     not_found: Callable[[Call], Reply] | None = None  # Returns the reply to such a path.
     headers: tuple[tuple[str, str], ...] = ()  # Headers of every reply that the routes make.
     redirects: bool = False  # A path with slashes at its end is redirected to the path without them, as in FastAPI.

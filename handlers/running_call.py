@@ -39,7 +39,7 @@ class RunningCall:
         self._generations: list[Generation] = []
         self._open_prompts = len(exchange.requests)
         self._places = 0  # The queue's places that the call still holds.
-        self._timer: asyncio.Handle | None = None  # For the next comment, or the next part of a cumulative answer.
+        self._timer: asyncio.Handle | None = None  # Triggers a comment, or a part of a cumulative answer.
         self._spoken = True  # Something was written since the last tick. Cheaper than reading the clock.
         self._length = 0  # The length of the last part of a cumulative answer, in bytes.
         self._aborted = False
@@ -78,7 +78,7 @@ class RunningCall:
         except RequestError as error:
             if isinstance(error, InvalidParameter):
                 error = error.renamed(self._exchange.names)
-            if self.begun:  # by an earlier prompt
+            if self.begun:  # an earlier prompt has begun the reply
                 self.on_error(error)
             if not self.answered:  # and no earlier prompt has failed
                 self.cancel()
@@ -273,7 +273,7 @@ def deadline_of(queue: EngineQueue, exchange: Exchange, call: Call) -> Deadline 
 
 
 class _FurtherPrompt:
-    """The sink for one of a call's prompts after the first."""
+    """The sink for a second or later prompt of a call."""
 
     __slots__ = ("_prompt", "_running")
 

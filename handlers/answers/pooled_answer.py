@@ -12,7 +12,7 @@ import orjson
 from engines.request import TokenDelta
 from handlers.contract import JSON, Answer
 
-_LARGEST_EXPONENT = 700.0  # e to this power still fits into a float64.
+_LARGEST_EXPONENT = 700.0  # The exponential of this number still fits into a float64.
 
 
 def encode(document: Any) -> bytes:

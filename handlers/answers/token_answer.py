@@ -1,6 +1,6 @@
 """Answers that show tokens: a JSON document, or a record for each token. LMI and TGI use them.
 
-A contract gives its JSON as a `TokenForm`, whose tuples list the members of its objects in order.
+A `TokenForm` describes a contract's JSON. Its tuples list the members of each object in order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
     token: tuple[str, str, str] = ("", "", "")  # The text before a token's id, its text and its log probability.
     ends: tuple[str, str] = ("}", "}")  # The text after the log probability of a normal token and of a special token.
     prefill: TokenForm | None = None  # The form of the prompt's tokens, if it differs from this form.
-    number: Callable[[float], str] = repr  # Writes a finite log probability. Others are null.
+    number: Callable[[float], str] = repr  # Writes a finite log probability. Other values become null.
     special_texts: Mapping[int, str] = {}  # The texts of special tokens that the generated text lacks, by id.
     comma: str = ", "
     colon: str = ": "
@@ -110,7 +110,7 @@ class TokenDocument(Answer):
 
     def __init__(self, form: TokenForm, prompts: Sequence[str], seeds: Sequence[int | None] = ()) -> None:
         self._form, self._prompts, self._seeds = form, prompts, seeds
-        self._sequences: list[dict[int, ShownSequence]] = [{} for _ in prompts]  # By rank.
+        self._sequences: list[dict[int, ShownSequence]] = [{} for _ in prompts]  # Each prompt's sequences, by rank.
         self._open = len(prompts)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
@@ -167,6 +167,6 @@ class TokenStream(Answer):
     def _end(self) -> str:
         """Return the text after the last token."""
         form = self._form
-        if self._sequence.ended_at_deadline and not form.details:  # nothing else would show the deadline
+        if self._sequence.ended_at_deadline and not form.details:  # otherwise the answer would not show the deadline
             form = msgspec.structs.replace(form, details=("finish_reason", "generated_tokens"))
         return f"{form.comma}{form.texts(self._sequence, nulls=form.nulls)}}}{self.after}{self.done}"

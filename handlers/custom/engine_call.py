@@ -31,8 +31,8 @@ class Origin:
     """The client's call during which the handler calls the engine."""
 
     key_salt: str = ""  # Differs for each API key. Empty if the server has no keys.
-    arrived_at: float = 0.0  # As in `Call`. 0 if the handler calls the engine outside a client's call.
-    time_limit: float | None = None  # As in `Call`.
+    arrived_at: float = 0.0  # See `Call.arrived_at`. 0 if the handler calls the engine outside a client's call.
+    time_limit: float | None = None  # See `Call.time_limit`.
 
 
 NO_ORIGIN = Origin()

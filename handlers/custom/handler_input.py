@@ -34,7 +34,7 @@ _RESERVED = re.compile(
 class HandlerInput(NamedTuple):
     """The headers of a call, and the properties and the contents of a handler's `Input`."""
 
-    headers: tuple[tuple[str, str], ...]  # With names in canonical case, such as `X-Amzn-SageMaker-Session-Id`.
+    headers: tuple[tuple[str, str], ...]  # The names have canonical case, such as `X-Amzn-SageMaker-Session-Id`.
     properties: tuple[tuple[str, str], ...]
     contents: tuple[tuple[str | None, bytes], ...]
 

@@ -100,7 +100,7 @@ class HandlerReply:
 
 
 def reply_of(output: Message, body: bytes | None = None) -> Reply:
-    """Return the reply for an output: its code, its properties as headers, and `body` or else its content."""
+    """Return the reply for an output. The output's properties become headers. The body is `body` or the content."""
     if output.code not in _STATUSES:
         return Reply(FAILED_DEPENDENCY, JSON, handler_failure(f"Invalid status code: {output.code}"))
     content_type, headers = response_headers(output.properties)

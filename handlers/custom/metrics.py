@@ -86,7 +86,7 @@ class HandlerMetrics:
             yield from self._metrics.values()
 
     def _count(self, text: str) -> str:
-        """Count a line. Return the reason if the line is ignored, else an empty string."""
+        """Count a line. If the line is ignored, return the reason, otherwise an empty string."""
         parts = _LINE.fullmatch(text) if len(text) <= _LONGEST else None
         value = _number(parts[3]) if parts is not None else None
         if parts is None or value is None:

@@ -36,7 +36,7 @@ class ModelImports:
     def add_own(self, directory: Path) -> None:
         """Put the model's directory first on `sys.path`.
 
-        Modules beside `model.py` may have the same names in several models. So other models' modules with such names
+        Modules next to `model.py` may have the same names in several models. So other models' modules with such names
         are removed from `sys.modules`. Code that has already imported them keeps them.
 
         Raises:

@@ -75,7 +75,7 @@ class HandlerConfig:
         variables=("PYTHON_EXECUTABLE",),
         doc="Interpreter of the workers",
     )
-    # Environment variables in addition to those of this process.
+    # Environment variables in addition to the variables of this process.
     environment: Mapping[str, str] = field(default_factory=dict, metadata=ENVIRONMENT.metadata)
     # The model gets its own virtual environment even if there are no packages to install.
     enable_venv: bool = setting(

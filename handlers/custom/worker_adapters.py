@@ -1,4 +1,4 @@
-"""Manages a custom handler's LoRA adapters: tells each worker's handler which adapters to load, update or remove."""
+"""Manages a custom handler's LoRA adapters: makes each worker's handler load, update or remove adapters."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from handlers.djl_errors import refused
 logger = logging.getLogger("handlers.custom")
 
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 30.0  # Seconds between a worker's failure and its restart.
-_HEALTHY_SECONDS = 60.0  # If a worker fails after this time, the delay of restarts starts anew.
+_HEALTHY_SECONDS = 60.0  # If a worker fails only after this time, the delay of restarts is reset.
 _IDLE_GRACE = 5.0  # Seconds that an idle worker has to exit before it is killed.
 _CPU = "-1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -97,7 +97,7 @@ class WorkerPool:
         except BaseException:
             await self.stop(0)
             raise
-        if self.failed == _NOT_LOADED:  # Otherwise too many workers have ended already.
+        if self.failed == _NOT_LOADED:  # Otherwise too many workers have already failed.
             self.failed = ""
 
     async def stop(self, grace: float) -> None:
@@ -162,7 +162,7 @@ class WorkerPool:
 
     @property
     def workers(self) -> list[Worker]:
-        """All workers in the order of their start, including workers that are still starting."""
+        """All workers, including workers that are still starting, in the order in which they were started."""
         return sorted((*self._batchers, *self._starting), key=lambda worker: worker.id)
 
     @property
@@ -258,7 +258,7 @@ class WorkerPool:
             timer.cancel()
 
     def _end_surplus(self, worker: Worker, calls: int) -> None:
-        """End a surplus worker, unless it got a new call since its number of calls was `calls`."""
+        """End a surplus worker that is still at `calls` calls, and so was idle in the meantime."""
         self._idle_timers.pop(worker, None)
         if worker.calls != calls or len(self._batchers) <= self.min_workers:
             return

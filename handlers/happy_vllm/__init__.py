@@ -1,1 +1,1 @@
-"""happy_vllm: its generating and its technical routes."""
+"""happy_vllm: the routes that generate, and the technical routes."""

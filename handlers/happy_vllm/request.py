@@ -101,8 +101,8 @@ def read_generation(values: dict[str, Any], memo: ParameterMemo[tuple[bool, Vllm
         memo: Caches parsed bodies without their prompts: `prompt_in_response` and vLLM's parameters.
 
     Raises:
-        InvalidRequest: The prompt is missing, or keywords exclude each other. As InvalidParameter: a keyword is
-            unknown, or has the wrong type or value.
+        InvalidRequest: The prompt is missing, or keywords exclude each other.
+        InvalidParameter: A keyword is unknown, or has the wrong type or value.
     """
     prompt = FieldReader(values).required_string("prompt")
     key = msgspec.json.encode({**values, "prompt": None})

@@ -1,6 +1,6 @@
 """Reads the adapters that an LMI call names.
 
-The names come from SageMaker's header, the body or the query. The first of these that is present counts.
+The names come from SageMaker's header, the body or the query, in this order. The first source that is present counts.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class LmiAsyncContract:
         sampling = {
             name: value for name, value in msgspec.structs.asdict(vllm.sampling).items() if value not in (None, ())
         }
-        del sampling["typical_p"]  # vLLM's API lacks it.
+        del sampling["typical_p"]  # vLLM's API lacks this parameter.
         if (constraint := sampling.pop("constraint", None)) is not None:
             compact = {"disable_any_whitespace": not constraint.any_whitespace}
             sampling["structured_outputs"] = constraint.for_vllm() | compact
@@ -229,7 +229,7 @@ class StreamAnswer(TokenStream):
 
     content_type = "application/jsonlines"
     head, after = '{"index": 0, "token": ', "\n"
-    done = "\n\n"  # LMI sends an empty line for vLLM's chunk of usage, and another for `[DONE]`.
+    done = "\n\n"  # LMI sends an empty line for vLLM's usage chunk, and another empty line for `[DONE]`.
 
     def fail(self, error: RequestError) -> Reply:
         return _failure(error)

@@ -21,7 +21,7 @@ NOT_READ = (
     "stop_token_ids, bad_words, logit_bias, allowed_token_ids or min_new_tokens"
 )
 
-_SAMPLING_DEFAULTS = (1.0, 0, 1.0)  # Temperature, top_k and top_p.
+_SAMPLING_DEFAULTS = (1.0, 0, 1.0)  # The defaults of temperature, top_k and top_p.
 _TRTLLM_SAMPLING_DEFAULTS = (1.0, 5, 0.85)  # The same defaults in TensorRT-LLM's table.
 _OTHER_NAMES = {"ignore_eos_token": "ignore_eos", "bad_sequences": "bad_words"}
 _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
@@ -30,7 +30,7 @@ _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
 class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
     """The validated and translated parameters of a request."""
 
-    request: GenerationRequest  # Without the id, the prompt and the contents of the answer.
+    request: GenerationRequest  # The request without the id, the prompt and the contents of the answer.
     details: bool
     return_full_text: bool
     decoder_input_details: bool

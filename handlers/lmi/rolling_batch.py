@@ -55,7 +55,7 @@ class _ParsedParameters(msgspec.Struct, frozen=True):
 
     formatter: str
     form: TokenForm
-    request: GenerationRequest  # Without the id and the prompt.
+    request: GenerationRequest  # The request without the id and the prompt.
     notes: tuple[str, ...]
     names: Mapping[str, str]  # See `Exchange`.
 

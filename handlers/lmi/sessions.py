@@ -43,7 +43,7 @@ CLOSE = "CLOSE"
 # sessions. With this many sessions, listing them takes a thread less than 0.1 s.
 MOST_SESSIONS = 2_000
 _THREADS = 4
-_MOST_WAITING = 256  # Calls that may wait for their sessions.
+_MOST_WAITING = 256  # The maximum number of calls that may wait for their sessions.
 _SECONDS = 30.0  # The time limit for an operation on a session.
 _LAST_SAVE_SECONDS = 5.0  # The time limit for saving sessions to S3 when the model stops.
 _ID = re.compile(r"[A-Za-z0-9-]{1,256}")

@@ -82,7 +82,7 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
     if body.get("use_beam_search"):
         refuse_unread(body, body, "cannot be used together with `use_beam_search`")
     changes = _allowed_tools(body) if path in (CHAT, BATCH, RESPONSES) else {}
-    tools = tuple(_tools(body, path))  # With their indices in the body, even if not all tools are allowed.
+    tools = tuple(_tools(body, path))  # Indices count all tools of the body, even if not all are allowed.
     body = {**body, **changes}
     _check_tool_choice(body, path, parses_tools)
     if path == MESSAGES:
@@ -131,7 +131,7 @@ class Form(NamedTuple):
     """The form of a body's text, in the client's words."""
 
     name: str = "structured_outputs"
-    strict: bool | None = None  # As in `SchemaPart`.
+    strict: bool | None = None  # See `SchemaPart.strict`.
     tools: tuple[Tool, ...] = ()  # The model has to call one of these tools.
     is_named: bool = False  # The client has named the tool.
 

@@ -1,7 +1,7 @@
 """Slipway's contract for completions and chats. The contract also decides which calls Slipway answers itself.
 
 It leaves other calls to vLLM's serving classes: requests with fields that `body` does not have or with values that vLLM
-would convert or refuse, and requests to models whose answers are parsed. Both ways, a request gets the same bytes.
+would convert or refuse, and requests to models whose answers are parsed. A request gets the same bytes either way.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FrontEnd:
     role: str  # The role of answers in a chat.
     default_sampling: Mapping[str, Any]  # The model's default sampling parameters, by vLLM's names.
     most_new_tokens: int | None  # A limit on new tokens that no request can raise.
-    max_model_len: int  # In tokens.
+    max_model_len: int  # The length of the model's context in tokens.
     most_prompts: int  # The maximum number of prompts in the body of a completion.
     most_sequences: int  # The maximum number of sequences for each prompt.
     most_stop_strings: int

@@ -83,17 +83,17 @@ class OpenAICall:
         self._closed = False
         self._background: asyncio.Task[None] | None = None
         self.any_model = any_model  # Every `model` in its body is accepted.
-        self.only_counts = only_counts  # Its prompt is counted, and nothing is generated.
+        self.only_counts = only_counts  # The call's prompt is counted, and nothing is generated.
         # The salt of prompts if the body has no salt.
         self.cache_salt = call.steering.get("cache_salt", "") if call is not None else ""
         self.uses_tools = False  # The model may call tools of the call's body.
         self.form = Form()  # The form of the text that the body asks for.
-        self.request_id = ""  # For the log.
+        self.request_id = ""  # The request's id, for the log.
         self.not_held: tuple[tuple[str, str], ...] = ()  # The header about the JSON schema.
         self.reached: tuple[tuple[str, str], ...] = ()  # The header of an answer that ended at its deadline.
         self.streams = call is not None and call.from_handler  # The stream deadline applies.
         self.deadline: Deadline | None = None
-        self.open: set[OpenRequest] = set()  # Its requests in the engine.
+        self.open: set[OpenRequest] = set()  # The call's requests in the engine.
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._on_missed: Callable[[DeadlineExceeded], object] | None = None
         self.deadline_passed = False  # The call's requests were ended, or the call has its error.
@@ -108,7 +108,7 @@ class OpenAICall:
         self.explains_one = False  # Only the call's first prompt is explained.
         # Gets the prompts at the point where they would go to the engine. None if the call is not to be explained.
         self.explained: asyncio.Future[Sequence[ExplainedPrompt]] | None = None
-        self.asked: list[tuple[Any, Any, Any]] = []  # These prompts, with vLLM's parameters and options.
+        self.asked: list[tuple[Any, Any, Any]] = []  # The prompts to explain, with vLLM's parameters and options.
         self.failed = ""  # Why one of the call's requests failed. Empty if none has failed.
 
     @property

@@ -259,7 +259,7 @@ class OpenAIHandler:
             explains_one = call.explanation is not None and call.explanation.variant
             if exchange is not None and len(exchange.requests) > 1 and not explains_one:
                 tokenizing, deadline = self._tokenized(exchange), deadline_of(self._queue, exchange, call)
-                with contextlib.suppress(DeadlineExceeded):  # `RunningCall.submit` answers.
+                with contextlib.suppress(DeadlineExceeded):  # `RunningCall.submit` answers such a call.
                     exchange = await (tokenizing if deadline is None else deadline.limit(tokenizing))
         if exchange is not None:
             began = time.monotonic()
@@ -316,7 +316,7 @@ class OpenAIHandler:
         """Replace the prompts with their token ids, unless the queue has no room for them.
 
         Returns:
-            None if a prompt is refused, because then no other prompt must have begun, or if the call would never fit.
+            None if the call would never fit, or if a prompt is refused. No other prompt has begun by then.
         """
         tokenize = self._queue.engine.prompt_token_ids
         places = sum([request.sequences_in_engine for request in exchange.requests])
@@ -368,6 +368,6 @@ def _refusal(error: InvalidRequest, path: str, form: AnswerForm) -> Reply:
 
 
 def _belongs(known: str, request_id: str) -> bool:
-    """Return True if `known` is vLLM's request id of one of the answer's prompts."""
+    """Return True if vLLM's request id `known` belongs to the answer or the HTTP request with the id `request_id`."""
     names = (known, _ONE_OF_MANY.sub("", known))
     return known.startswith(_PREFIXES) and any(request_id in (name, name.partition("-")[2]) for name in names)

@@ -125,7 +125,7 @@ def refuse(error: errors.RequestError) -> Reply:
     """Return the reply to an error, with the status and type that vLLM has for it."""
     match error:
         case errors.Unauthorized():
-            return Reply(401, JSON, b'{"error":"Unauthorized"}')  # as vLLM's middleware, without an error object
+            return Reply(401, JSON, b'{"error":"Unauthorized"}')  # like vLLM's middleware, without an error object
         case errors.UnknownModel() | errors.UnknownAdapter():
             return error_reply(error.message, "NotFoundError", 404, "model")
         case errors.NotServed():

@@ -42,7 +42,7 @@ _FRAMING = frozenset({"content-type", "content-length"})
 class VllmApp:
     """vLLM's front end of a model."""
 
-    app: Any  # FastAPI's application.
+    app: Any  # The FastAPI application.
     llm: Any  # vLLM's engine, which identifies requests by the ids of their answers.
     parses_tools: bool = False  # The model has a tool-call parser.
     media: MediaMemory | None = None  # The images, audio and videos of its requests.
@@ -61,7 +61,7 @@ class VllmCall:
         self._vllm, self._openai_call, self._call, self._writer, self._path = vllm, openai_call, call, writer, path
         self._model = model
         self._errors = error_form(path)
-        self._held_back = b""  # Events of a stream that the engine has not begun.
+        self._held_back = b""  # The events of a stream that the engine has not begun yet.
         self._gone = asyncio.Event()
         self._body_read = False
         self._status, self._content_type = 0, ""

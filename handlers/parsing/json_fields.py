@@ -21,7 +21,7 @@ Kind = str | list[str]  # The `type` in a JSON schema, such as "integer".
 _KINDS = {str: "a string", int: "a number", float: "a number", list: "an array", dict: "an object", bool: "a boolean"}
 _DIGITS = re.compile("[0-9]{1,19}").fullmatch
 _TRUNCATED = "Input data was truncated"
-# The first half of a character beyond 16 bits without its second half, unless the text ends here.
+# The first half of a surrogate pair without its second half, unless the text ends there.
 _LONE_SURROGATE = re.compile(
     rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\?\Z|\\u[0-9a-fA-F]{0,3}\Z|\\u[dD][c-fC-F][0-9a-fA-F]{2})"
 )

@@ -166,7 +166,7 @@ def _sampling(read: ParameterReader) -> SamplingParameters:
         repetition_penalty=read.number("repetition_penalty", 1.0, above=0.0),
         presence_penalty=read.number("presence_penalty", 0.0, minimum=-2.0, maximum=2.0),
         frequency_penalty=read.number("frequency_penalty", 0.0, minimum=-2.0, maximum=2.0),
-        seed=None if (seed := read.optional_integer("seed")) == -1 else seed,  # -1 is none, as in vLLM
+        seed=None if (seed := read.optional_integer("seed")) == -1 else seed,  # -1 means no seed, as in vLLM
         stop=read.strings("stop"),
         stop_token_ids=tuple(dict.fromkeys(read.integers("stop_token_ids", minimum=0))),
         include_stop_str_in_output=read.boolean("include_stop_str_in_output", False),

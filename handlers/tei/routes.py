@@ -137,6 +137,6 @@ TEI = ContractRoutes(
     ),
     refuse=refuse,
     error=_ERROR,
-    wrong_method=lambda _: Reply(405, "", b""),  # As in axum, TEI's web framework.
+    wrong_method=lambda _: Reply(405, "", b""),  # Like axum, TEI's web framework.
     body_names_model=True,
 )

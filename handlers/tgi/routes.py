@@ -226,5 +226,5 @@ TGI = ContractRoutes(
     ),
     refuse=refuse,
     error=_ERROR,
-    wrong_method=lambda _: Reply(405, "", b""),  # As in axum, TGI's web framework.
+    wrong_method=lambda _: Reply(405, "", b""),  # Like axum, TGI's web framework.
 )

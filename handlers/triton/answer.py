@@ -1,8 +1,8 @@
 """Triton's generate responses: one object, or one event for each response.
 
 Source: Triton 2.68, "Generate Extension", "generate vs. generate_stream" and "Generate Response JSON Object". The bytes
-are Triton's: keys in alphabetical order, no white space, non-ASCII characters unescaped, a tensor of one element as a
-bare value and any other as a flat array.
+are Triton's: keys in alphabetical order, no white space, and non-ASCII characters unescaped. A tensor of one element is
+a bare value, and any other tensor is a flat array.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from handlers.triton.request import TritonRequest
 
 EVENTS = "text/event-stream; charset=utf-8"
 
-_FINISH_REASONS = {None: "None"} | FINISH_REASONS  # In the form of Triton's vLLM backend.
+_FINISH_REASONS = {None: "None"} | FINISH_REASONS  # The names that Triton's vLLM backend uses.
 _FLOAT32 = struct.Struct("f")
 
 
@@ -65,7 +65,7 @@ class _Answer(Answer):
                 return _tensor(str(piece.count - seen) for piece, seen in zip(pieces, before, strict=True))
             case "output_log_probs":
                 return _tensor(_rectangle(pieces))
-            case _:  # cumulative_logprob, and TensorRT-LLM's cum_log_probs
+            case _:  # `cumulative_logprob`, and TensorRT-LLM's `cum_log_probs`
                 return _tensor(_float32(piece.logprob) for piece in pieces)
 
     def _logprobs(self, piece: GeneratedSequence) -> str:

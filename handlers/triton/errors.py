@@ -60,7 +60,7 @@ def message_of(error: errors.RequestError) -> str:
         return f"LoRA {error.name[: errors.SHOWN]} is not supported, we currently support {known}"
     if isinstance(error, errors.UnusableImage):
         return f"Error generating stream: `image` {error.reason}"
-    if isinstance(error, errors.DeadlineExceeded):  # as Triton's scheduler
+    if isinstance(error, errors.DeadlineExceeded):  # like Triton's scheduler
         return f"Request timeout expired: {error.message}"
     if isinstance(error, errors.InvalidRequest | errors.GenerationFailed) and not isinstance(error, TritonRefusal):
         return f"Error generating stream: {error.message}"
@@ -74,7 +74,7 @@ def refusal(error: errors.RequestError) -> Reply:
 
 
 def unknown_model(name: str, version: str | None = None) -> str:
-    """Return Triton's message for a model, or a version of it, that is not served."""
+    """Return Triton's message for a model or a version that is not served."""
     which = "" if version is None else f" version {version}"
     return f"Request for unknown model: '{name[: errors.SHOWN]}'{which} is not found"
 

@@ -16,7 +16,7 @@ from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, payload_erro
 
 logger = logging.getLogger("handlers.custom")
 
-# Seconds. If a client takes no data of its stream for this long, its call is cancelled.
+# Seconds. If a client reads no data of its stream for this long, its call is cancelled.
 CLIENT_PATIENCE = 120.0
 # Seconds that an async handler has to end a cancelled call. After that, the worker counts as hung.
 _CANCEL_PATIENCE = 5.0

@@ -1,7 +1,7 @@
 """The script that a worker's interpreter runs: `launch.py <socket fd> <folder of djl_python> <file of stacks>`.
 
-It loads `djl_python`, `slipway_worker` and `engines/stacks.py` by their location. No module beside them becomes
-importable.
+It loads `djl_python`, `slipway_worker` and `engines/stacks.py` by their location, so that the modules next to them do
+not become importable.
 """
 
 import importlib

@@ -22,7 +22,7 @@ class RemoteEngine:
     def __init__(self, connection: ServerConnection) -> None:
         self._connection = connection
         self._numbers = itertools.count(1)
-        self._messages: dict[int, asyncio.Queue[Message]] = {}  # By the number of a call that has no full answer yet.
+        self._messages: dict[int, asyncio.Queue[Message]] = {}  # By the number of an unfinished call.
         # The number of the server's call that each task answers. Tasks that the handler starts are not in it, because
         # they may serve several calls.
         self.tasks: WeakKeyDictionary[asyncio.Task[None], int] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""SageMaker's script mode: `model_fn`, `input_fn`, `predict_fn` and `output_fn` in place of a handler function.
+"""SageMaker's script mode: `model_fn`, `input_fn`, `predict_fn` and `output_fn` instead of a handler function.
 
 Source: AWS's sagemaker-inference-toolkit, `transformer.py`, `encoder.py` and `decoder.py`.
 """
@@ -47,7 +47,7 @@ class SageMakerScript:
     """A customer's module in script mode, as a handler function. Each call is one request, never a batch.
 
     The module has `model_fn(model_dir)`. It may have `input_fn(body, content_type)`, `predict_fn(data, model)` and
-    `output_fn(prediction, accept)`, which have defaults. Instead of these three it may have
+    `output_fn(prediction, accept)`, which have defaults. Instead of these three functions, it may have
     `transform_fn(model, body, content_type, accept)`.
 
     `pre_model_fn(model_dir)` runs before `model_fn`, and `model_warmup_fn(model_dir, model)` after it. Each function
@@ -79,7 +79,7 @@ class SageMakerScript:
 
         Args:
             inputs: The request's body and id, or the properties of the load.
-            headers: The request's headers. The properties of `inputs` hold the custom attributes, too.
+            headers: The request's headers. In addition to these, the properties of `inputs` hold the custom attributes.
         """
         if inputs.is_empty():
             self._load(inputs)

@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import NoReturn
 
 CREDIT_BYTES = 64 * 1024  # Bytes of a call's answer that one CREDIT message allows.
-INITIAL_CREDITS = 3  # Credits that a call has at its start.
+INITIAL_CREDITS = 3  # The credits that a call has at its start.
 
 SIZES = struct.Struct(">IQ")  # The lengths of the header and of the contents, in bytes.
 
@@ -36,13 +36,13 @@ class MessageKind(StrEnum):
     STREAM_END go to the worker. The worker numbers these calls, and names the server's call during which each is made.
     """
 
-    # To the worker.
+    # Messages to the worker.
     LOAD = "load"  # The content is a `LoadRequest` as JSON.
     CALL = "call"
     CREDIT = "credit"  # The client has read enough of the answer: the worker may send CREDIT_BYTES more.
     CANCEL = "cancel"
     STOP = "stop"
-    # To the server.
+    # Messages to the server.
     LOADED = "loaded"  # The handler is ready, or has failed with an error.
     OUTPUT = "output"
     CHUNK = "chunk"

@@ -1,1 +1,1 @@
-"""Customers' formatters in LMI's answers."""
+"""Customers' formatters for LMI's requests and answers."""

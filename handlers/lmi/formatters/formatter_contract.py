@@ -180,7 +180,7 @@ def _document(request: RequestInput, formatter: str | None, stream: bool, format
 
 
 class FormatterAnswer(Answer):
-    """An answer that an output formatter writes. It has no content type, as in LMI.
+    """An answer that an output formatter writes. As in LMI, the answer has no content type.
 
     A formatter of the newer form is called with the whole output: once for each delta, or, if the answer is streamed,
     as long as the output has unread tokens. A formatter of the older form is called with each token.

@@ -81,7 +81,7 @@ def read_registration(call: Call) -> Registration:
 def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
     """Return `min_worker` and `max_worker` of a PUT.
 
-    If one of them is absent, it keeps its current value unless the other one contradicts it.
+    If one value is absent, it stays as it is, unless the other value contradicts it.
 
     Args:
         call: The PUT.
@@ -109,7 +109,7 @@ def read_page(call: Call) -> tuple[int, int]:
     """Return the position of a page's first entry and the page's maximum length, from `next_page_token` and `limit`.
 
     Raises:
-        ContractError: One of them is not an integer in its range. The reply is a 400.
+        ContractError: A value is not an integer in its range. The reply is a 400.
     """
     given = dict(call.query)
     limit = _integer("limit", given.get("limit", str(MAX_LISTED)), 1)

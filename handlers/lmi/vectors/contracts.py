@@ -68,7 +68,7 @@ class Refusals:
     def _reply(self, error: RequestError) -> Reply:
         if isinstance(error, InvalidRequest):
             return front_end_reply(400, "TranslateException", error.message)
-        if isinstance(error, DeadlineExceeded):  # as LMI's `predict_timeout`
+        if isinstance(error, DeadlineExceeded):  # like LMI's `predict_timeout`
             return front_end_reply(503, "WlmException", error.message)
         return front_end_reply(500, "InternalServerException", error.message)
 

@@ -1,4 +1,4 @@
-"""The options of a call for vectors. They are fields next to `inputs`, as in bodies for TEI's `/invocations`.
+"""The options of a call for vectors. The options are fields next to `inputs`, as in bodies for TEI's `/invocations`.
 
 LMI has no such options. TEI's image on SageMaker accepts them on the same route.
 """

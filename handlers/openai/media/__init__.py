@@ -1,1 +1,1 @@
-"""Images, sounds and videos of requests: their download, their limits, and how vLLM loads them."""
+"""The images, audio and videos of requests: downloads, limits, and how vLLM loads media."""

@@ -42,7 +42,7 @@ class RequestMedia:
     def __init__(self, memory: MediaMemory) -> None:
         self._memory, self.config, self._downloads = memory, memory.config, memory.downloads
         self._own_downloads = asyncio.Semaphore(_MOST_OWN_DOWNLOADS)
-        self._decode_until = 0.0  # By `time.monotonic`. 0 until a video is decoded.
+        self._decode_until = 0.0  # The end of decoding, by the monotonic clock. 0 until a video is decoded.
         self._pixels = self._downloaded = self._held = 0
         self._closed = False
 

@@ -166,7 +166,7 @@ async def build(
 
 
 def render_in_context() -> None:
-    """Let the threads that render pooled prompts know their call, whose limits and salt apply to its media."""
+    """Pass the current call to the threads that render pooled prompts, because its limits and salt apply to media."""
 
     def in_context(render: Callable[..., Any], executor: Any = None) -> Callable[..., Awaitable[Any]]:
         run = make_async(lambda context, *prompts: context.run(render, *prompts), executor)

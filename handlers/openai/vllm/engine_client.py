@@ -113,7 +113,7 @@ class EngineClient:
         return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options, places=places)
 
     def _read_args(self, args: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the arguments without those for connectors that the engine does not have.
+        """Return the arguments without the arguments for connectors that the engine does not have.
 
         vLLM would report numbers from such arguments in usage and metrics.
         """
@@ -416,7 +416,7 @@ class _Request:
         """Find the request's sequences.
 
         Raises:
-            RuntimeError: vLLM no longer keeps its sequences where they are expected.
+            RuntimeError: vLLM does not keep the sequences where they are expected.
         """
         own = _states(self._llm, request_id, self._queue)
         if not own and not _ended(self._queue.output):

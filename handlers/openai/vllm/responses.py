@@ -108,7 +108,7 @@ async def with_own_id(
     request: ResponsesRequest,
     *rest: Any,
 ) -> Any:
-    """Create a response, unless a background response with the same id is running, whose record would be replaced.
+    """Create a response, unless a background response with this id is running, because its record would be replaced.
 
     Args:
         create: Creates the response. When it returns, the id of a background response is in `running`.

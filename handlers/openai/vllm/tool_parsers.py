@@ -1,4 +1,4 @@
-"""Chooses vLLM's parser of an answer by the tools of the call.
+"""Chooses vLLM's parser for an answer, depending on the tools of the call.
 
 `OnlineRenderer.parser` is the class whose `adjust_request` constrains tool calls. The objects that serve responses have
 this class as `parser`, and the objects that serve chats and messages have it as `parser_cls`. They read the attribute

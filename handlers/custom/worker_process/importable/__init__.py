@@ -1,1 +1,1 @@
-"""A folder for PYTHONPATH. It makes `djl_python` importable, and nothing that is installed beside `djl_python`."""
+"""A folder for PYTHONPATH. It makes only `djl_python` importable, and not the packages installed next to it."""
