@@ -15,12 +15,12 @@ from engines.settings.parsers import json_value
 Headers = Sequence[tuple[bytes, bytes]]
 
 _KEY = re.compile(r"[\x21-\x7e]+")
-_SALT = b"slipway cache salt "  # So the salt differs from the digest that is compared.
+_SALT = b"slipway cache salt "  # Makes the salt differ from the digest that is compared.
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """A set of keys. Only their SHA-256 digests are kept."""
+    """A set of keys. Only their SHA-256 digests are stored."""
 
     digests: tuple[bytes, ...] = field(repr=False)
 
@@ -33,7 +33,8 @@ class ApiKeys:
         """Remove the headers that hold a key.
 
         Returns:
-            The other headers, and the salt of the key: a text that differs for each key. None if no header holds a key.
+            The other headers, and the salt of the key: a string that differs for each key. None if no header holds a
+            key.
         """
         rest, held = [], b""
         for name, value in headers:
@@ -51,7 +52,7 @@ class ApiKeys:
 
 
 def _key_in(name: bytes, value: bytes) -> bytes | None:
-    """Return the text at the place of a key in a header. None if the header has no such place."""
+    """Return the text that a header has in place of a key. None if the header cannot hold a key."""
     if name == b"authorization":
         scheme, _, key = value.partition(b" ")
         return key.strip() if scheme.lower() == b"bearer" else None
@@ -62,7 +63,7 @@ def keys_in(text: str) -> tuple[str, ...]:
     """Parse a setting: keys separated by commas, or a JSON array of keys.
 
     Raises:
-        ValueError: The setting is empty, or a key has other characters than visible ASCII.
+        ValueError: The setting is empty, or a key contains characters other than visible ASCII.
     """
     keys = json_value(text) if text.lstrip().startswith("[") else [key.strip().strip("\"'") for key in text.split(",")]
     keys = [key for key in keys if key != ""]
@@ -72,13 +73,13 @@ def keys_in(text: str) -> tuple[str, ...]:
 
 
 def keys_in_file(path: str) -> tuple[str, ...]:
-    """Read a file with one key a line.
+    """Read a file with one key per line.
 
     Empty lines and lines that begin with # are ignored.
 
     Raises:
-        ValueError: The file cannot be read, has no key, or has a line that is no key. The message quotes nothing of
-            the file.
+        ValueError: The file cannot be read, has no key, or has a line that is not a key. The message quotes nothing
+            from the file.
     """
     try:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]

@@ -39,7 +39,7 @@ from handlers.contract import JSON, Call, Reply
 from handlers.djl_errors import front_end_refusal
 from handlers.model_config import ModelConfig
 
-# The API description shows this model if the server has several models, or none yet.
+# The API description shows this model if the server has several models or no models.
 _ANY_CONFIG = ModelConfig(name="{model}", model_dir=Path(), model_id="")
 
 
@@ -47,11 +47,11 @@ _ANY_CONFIG = ModelConfig(name="{model}", model_dir=Path(), model_id="")
 class Applications:
     """The application of each listener."""
 
-    router: Router  # Of the main listener. The process itself calls it without an API key.
-    management_router: Router | None  # None if the main listener serves the management API as well.
+    router: Router  # The main listener's router. The server itself calls it without an API key.
+    management_router: Router | None  # None if the main listener also serves the management API.
     keys: ApiKeys | None
-    refusal: HttpRoute  # Refuses calls without a key to the server's pages and to other applications.
-    records: RecordFiles | None = None  # Get the records of inference requests.
+    refusal: HttpRoute  # Refuses calls that have no key and are for the server's pages or for other applications.
+    records: RecordFiles | None = None  # Store the records of inference requests.
 
     @property
     def main(self) -> Application:
@@ -63,16 +63,16 @@ class Applications:
         return None if router is None else self._guarded(router, router)
 
     def guarded(self, application: Application) -> Application:
-        """Return an application in front of the main routes that asks for an API key if the server has keys.
+        """Return an application that asks for an API key, if the server has keys, and then calls the main routes.
 
-        It records inference requests if the server has a directory for them.
+        The application records inference requests if the server has a directory for records.
         """
         if self.records is not None:
             application = RequestCapture(application, self._infers, self.records)
         return self._guarded(application, self.router)
 
     def _infers(self, scope: Any) -> bool:
-        """Return True if a request is for a route that infers or tokenizes."""
+        """Return True if a request is for a route that runs inference or tokenizes."""
         if scope["method"] in ("HEAD", "OPTIONS"):
             return False
         route, _ = self.router.dispatch(head := RequestHead(scope))
@@ -84,15 +84,15 @@ class Applications:
 
 @dataclass(frozen=True, slots=True)
 class _Guarded:
-    """Passes calls with an API key on to an application. Calls without a key reach only the open routes.
+    """Passes calls that have an API key on to an application. Calls without a key reach only the open routes.
 
-    The application does not get the key.
+    The application does not receive the key.
     """
 
     application: Application
-    router: Router  # Has the routes that the application serves.
+    router: Router  # The routes that the application serves.
     keys: ApiKeys
-    refusal: HttpRoute  # Refuses calls without a key to the server's pages and to other applications.
+    refusal: HttpRoute  # Refuses calls that have no key and are for the server's pages or for other applications.
 
     def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         if scope["type"] == "http":
@@ -114,8 +114,8 @@ class _Page:
     """A page of the server itself. It is neither counted nor logged."""
 
     show: Callable[[], Response | Awaitable[Response]]
-    hosts: KnownHosts | None = None  # Refuses other sites' requests. None if the page says nothing about the server.
-    in_thread: bool = False  # `show` may take long.
+    hosts: KnownHosts | None = None  # Refuses other sites' requests. None if the page reveals nothing about the server.
+    in_thread: bool = False  # `show` may take a long time.
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if self.hosts is not None and (fault := self.hosts.fault(dict(scope["headers"]))):
@@ -139,12 +139,13 @@ def create_app(
 
     Args:
         models: The server's models.
-        server_config: The server's settings.
+        models: The models of the server.
         registrar: Loads and unloads models for the management API.
         mounts: Further applications that the main listener serves.
         lag: Delays of the event loop in seconds, for `/metrics`.
-        report: Origins of the server's settings, for the console. None: the report of the server's one model.
-        boxes: Show the black box of this moment to those who may manage models.
+        report: Where each of the server's settings came from, for the console. None: the report of the server's one
+            model.
+        boxes: Show the current black box to clients that may manage models.
     """
     counts = HttpCounts()
     state = AppState(models, server_config, counts)
@@ -200,7 +201,7 @@ def _add_server_pages(router: Router, state: AppState, metrics: Metrics) -> None
     transform = _Page(lambda: _response(execution_parameters(models, state.server_config)))
     router.add("/execution-parameters", "GET", transform)
     rendered = _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE}), state.hosts)
-    for address in ("/metrics", "/server/metrics"):  # LMI has both.
+    for address in ("/metrics", "/server/metrics"):  # LMI serves both paths.
         router.add(address, "GET", rendered)
     router.add("/openapi.json", "GET", _Page(_Description(models), state.hosts, in_thread=True))
     assets = swagger_assets()
@@ -216,9 +217,10 @@ def _not_found(reply: Callable[[Call], Reply], head: RequestHead) -> Reply:
 
 
 class _Description:
-    """The API description. vLLM's own routes are added once a model is loaded, which takes a second.
+    """The API description. vLLM's own routes are added once a model is loaded. Reading them takes a second.
 
-    vLLM has routes for each kind of model. If the server has models of several kinds, it has the routes of all.
+    vLLM's routes depend on the kind of the model. If a server's models are of several kinds, all their routes are
+    shown.
     """
 
     def __init__(self, models: Models) -> None:
@@ -237,7 +239,7 @@ class _Description:
                 self._of_kinds[kind], new = service.openai.openapi(), True
         if new:
             paths: dict[str, Any] = {}
-            schemas: dict[str, Any] = {}  # A name means the same for every kind.
+            schemas: dict[str, Any] = {}  # A name has the same meaning for every kind.
             for document in self._of_kinds.values():
                 paths |= document.get("paths", {})
                 schemas |= document.get("components", {}).get("schemas", {})

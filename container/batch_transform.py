@@ -1,6 +1,6 @@
-"""`/execution-parameters`: SageMaker's batch transform asks here how it should send records. LMI has no such route.
+"""`/execution-parameters`: SageMaker's batch transform asks this route how to send records. LMI has no such route.
 
-The values of a transform job go first. The answer is made of settings, so it is known before a model is loaded.
+The values of a transform job override this reply. The reply depends only on settings, so no model must be loaded.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from container.settings.server import ServerConfig
 from handlers.contract import JSON, Reply
 
 _MEBIBYTE = 1 << 20
-_PAYLOAD = 6  # SageMaker's default of MaxPayloadInMB. A larger payload would leave room for fewer calls.
-_ROOM = 100  # SageMaker's limit of MaxPayloadInMB times MaxConcurrentTransforms.
+_PAYLOAD = 6  # SageMaker's default for MaxPayloadInMB. A larger payload would allow fewer concurrent calls.
+_ROOM = 100  # SageMaker's limit on MaxPayloadInMB times MaxConcurrentTransforms.
 
 
 def execution_parameters(models: Models, server_config: ServerConfig) -> Reply:
     """Return the reply of the route.
 
     A record is a body of `/invocations`, and a body holds one request. So records are never joined (SINGLE_RECORD). The
-    number of calls that are sent at a time is the number that can run together, within SageMaker's limit.
+    number of concurrent calls is the number that the models can run together, within SageMaker's limit.
     """
     payload = max(1, min(_PAYLOAD, server_config.max_request_size // _MEBIBYTE))
     together = min((_together(model, server_config) for model in models), default=1)
@@ -33,6 +33,6 @@ def execution_parameters(models: Models, server_config: ServerConfig) -> Reply:
 
 
 def _together(model: Model, server_config: ServerConfig) -> int:
-    """Return the number of calls that a model runs together. A custom handler's calls may have to wait in the queue."""
+    """Return the number of calls that a model runs together. Calls of a custom handler may wait in the queue."""
     given = model.lifecycle.config
     return min(given.rolling_batch_size, server_config.job_queue_size) if given.handler else given.rolling_batch_size

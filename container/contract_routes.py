@@ -1,4 +1,4 @@
-"""HTTP routes for the routes that contracts declare (`handlers.route_declarations`)."""
+"""HTTP routes for the route declarations of contracts (`handlers.route_declarations`)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _UNUSABLE = "this contract cannot be served with this model; the server's log sa
 _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"
 _NO_CHATS = "chats need the vLLM engine (option.rolling_batch=vllm)"
 
-# The contracts' own health routes. Like `/ping`, they need no API key if they are asked with GET.
+# The contracts' own health routes. Like `/ping`, they need no API key for GET requests.
 _PROBES = ("/", "/health", "/liveness", "/readiness", "/v2/health/live", "/v2/health/ready")
-# Further paths that vLLM has, in addition to the paths of its contract.
+# Paths that vLLM serves in addition to the paths of its contract.
 _OF_FASTAPI = ("/health", "/metrics", "/docs", "/openapi.json")
 
-_LONG_TEXT = 4096  # Bytes. Longer bodies are answered in a thread: tokenizing takes longer than reading.
-_THREADS = 2  # Long bodies that are answered at a time. Each may take seconds, and 256 MB.
+_LONG_TEXT = 4096  # Bytes. Longer bodies are answered in a thread, because tokenizing takes longer than parsing.
+_THREADS = 2  # The number of long bodies that are answered at a time. Each may take seconds and 256 MB.
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ def add_management(
 
 
 def _of_kind(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute | ByKind:
-    """Return the route of a path and method that contracts declare. The kind of the model may decide between them."""
+    """Return the route for a path and method that contracts declare. The kind of the model may decide which one."""
     generating, pooling = (
         [(declared, route) for declared, route in routes if takes(declared, pooling=pools)] for pools in (False, True)
     )
@@ -105,7 +105,7 @@ def _of_kind(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute | ByKind:
 
 
 def _shared(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute:
-    """Return the one route, or of two the one for bodies with a certain field in front of the other."""
+    """Return the only route. If there are two, return a choice between them by a field of the body."""
     if len(routes) == 1:
         return routes[0][1]
     for (declared, route), (_, other) in (routes, reversed(routes)):
@@ -115,7 +115,7 @@ def _shared(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute:
 
 
 class _GenerationHttpRoute(HttpRoute):
-    """The model generates text, or makes vectors or scores. The path names it, or the body if the contract has that."""
+    """The model generates text, vectors or scores. The path names the model, or in some contracts the body."""
 
     def __init__(self, state: AppState, contract: ContractRoutes, declared: GenerationRoute) -> None:
         super().__init__(state, contract, declared.path)
@@ -148,7 +148,7 @@ class _GenerationHttpRoute(HttpRoute):
 
 
 class _InvocationHttpRoute(HttpRoute):
-    """The handler of `/invocations` answers. The head names the model, or else a form."""
+    """The handler of `/invocations` answers. The request head names the model; otherwise a form in the body does."""
 
     queued = True
 
@@ -181,7 +181,7 @@ class _InvocationHttpRoute(HttpRoute):
 
 
 class _InfoHttpRoute(HttpRoute):
-    """Describes the model, or works on text without generating any."""
+    """Describes the model, or works on text without running the model."""
 
     def __init__(self, state: AppState, contract: ContractRoutes, declared: InfoRoute, threads: Executor) -> None:
         super().__init__(state, contract, declared.path)
@@ -206,7 +206,7 @@ class _InfoHttpRoute(HttpRoute):
 
 
 async def _rendered(chat: Call, service: Service | None) -> RenderedChat | RequestError:
-    """Return the prompt that a chat becomes, or the reason why it has none."""
+    """Return the prompt that is rendered from a chat, or the reason why there is no prompt."""
     if service is None or service.openai is None:
         return NotServed(_NO_CHATS)
     try:
@@ -234,7 +234,7 @@ class _ManagementHttpRoute(HttpRoute):
 
 
 class _FieldChoice(HttpRoute):
-    """Chooses between two contracts of a path by a field of the body."""
+    """Chooses between two contracts on one path by a field of the body."""
 
     def __init__(self, field: str, with_field: HttpRoute, without_field: HttpRoute) -> None:
         super().__init__(with_field.state, with_field.contract, with_field.path)
@@ -252,8 +252,8 @@ class _FieldChoice(HttpRoute):
 def _reader_of(field: str) -> Callable[[bytes], bytes]:
     """Return a function that returns the encoded value of a field of a JSON object.
 
-    It is empty if the object has no such field or null in it, or if a body is no object: the route that answers reports
-    faults.
+    The value is empty if the field is missing or null, or if the body is not an object: the route that answers reports
+    errors in the body.
     """
     shape = msgspec.defstruct("WithField", [("field", msgspec.Raw, msgspec.Raw())], rename={"field": field})
     decode = JsonDecoder[Any](shape).decode
@@ -272,7 +272,7 @@ _model_in = _reader_of("model")
 
 
 async def _name_in_body(route: HttpRoute, call: Call) -> str:
-    """Return the model that a JSON body or a form names. Empty if it names no model, or if the name does not matter."""
+    """Return the model that a JSON body or a form names. Empty if no model is named, or if the name does not matter."""
     if route.state.models.single or not route.contract.body_names_model:
         return ""
     if is_form(call.content_type):
@@ -287,7 +287,7 @@ async def _name_in_body(route: HttpRoute, call: Call) -> str:
 def _refuse_other_methods(
     router: Router, state: AppState, contract: ContractRoutes, path: str, *, same_site: bool = False
 ) -> None:
-    """Answer the methods that a path does not have: with an error, and browsers' preflights if CORS is on."""
+    """Answer the methods that a path does not support: with an error, and browsers' preflights if CORS is on."""
     allow = ("allow", ", ".join(router.methods(path)))
 
     def reply(head: RequestHead) -> Reply:
@@ -309,11 +309,11 @@ def _redirect(
     refuse: Callable[[RequestError], Reply] | None = None,
     same_site: bool = False,
 ) -> None:
-    """Redirect from a path with slashes at its end to the path without them, as FastAPI does.
+    """Redirect from a path with trailing slashes to the path without them, as FastAPI does.
 
-    The address is relative to the request's. So it holds behind a proxy that removes a prefix of the path or speaks
-    TLS, and never leads to another host. After several slashes it begins at the root, since clients differ in what
-    `../` means there.
+    The address is relative to the request's address. So the redirect works behind a proxy that removes a path prefix or
+    terminates TLS, and never leads to another host. If the path ends in several slashes, the address starts at the
+    root, because clients disagree on the meaning of `../` there.
     """
 
     def reply(head: RequestHead) -> Reply:

@@ -1,4 +1,4 @@
-"""The GPUs of this machine and their memory, found without loading a driver, and how workers share them."""
+"""Finds the GPUs of this machine and their memory without loading a driver, and shares the GPUs among workers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _MOST_GPUS = 128
 
 
 class GpusUnknown(Exception):
-    """The number of GPUs or their memory is unknown. The message has the reason."""
+    """The number of GPUs or their memory is unknown. The message states the reason."""
 
 
 class SliceNotChosen(Exception):
-    """Several GPUs are visible, and a GPU is divided into MIG slices. It is unclear which one CUDA would use."""
+    """Several GPUs are visible, and one of them is divided into MIG slices. CUDA's choice is unclear."""
 
 
 def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
@@ -55,7 +55,7 @@ def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
 def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
     """Return the free bytes of each GPU that this process sees, in CUDA's order.
 
-    A MIG slice counts as a GPU. The numbers come from nvidia-smi. Asking the driver in this process would leave a
+    A MIG slice counts as a GPU. The numbers come from nvidia-smi. Asking the driver in this process would create a
     context on each GPU.
 
     Raises:
@@ -66,10 +66,10 @@ def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
 
 
 def gpu_figures(seconds: float) -> list[dict[str, str]]:
-    """Return the figures of each GPU of the machine by nvidia-smi's names for them. Empty without a GPU.
+    """Return nvidia-smi's figures for each GPU of the machine, by nvidia-smi's names. Empty without a GPU.
 
     Args:
-        seconds: The time for nvidia-smi, which may hang together with a GPU.
+        seconds: The time limit for nvidia-smi, which may hang if a GPU hangs.
 
     Raises:
         GpusUnknown: nvidia-smi fails.
@@ -81,7 +81,7 @@ def gpu_figures(seconds: float) -> list[dict[str, str]]:
 
 
 def machine_gpus() -> tuple[int, ...]:
-    """Return all bytes of each GPU that this process sees, free or not; 0 for each if they are not known."""
+    """Return the total bytes of each GPU that this process sees, or 0 for each GPU if they are unknown."""
     count = gpu_count()
     if not count:
         return ()
@@ -92,10 +92,10 @@ def machine_gpus() -> tuple[int, ...]:
 
 
 def described_gpus(text: str) -> tuple[int, ...]:
-    """Read the GPUs of a machine from a text such as `4x24GiB`: the bytes of each, or 0 if only a number is given.
+    """Parse the GPUs of a machine from a string such as `4x24GiB`: the bytes of each, or 0 if only a count is given.
 
     Raises:
-        ValueError: The text is no such thing.
+        ValueError: The string does not have this form.
     """
     found = _MACHINE("".join(text.split()).lower())
     if found is None:
@@ -109,12 +109,12 @@ def described_gpus(text: str) -> tuple[int, ...]:
 
 
 def visible_memory(report: str, visible: str | None, kind: Literal["free", "total"] = "free") -> tuple[int, ...]:
-    """Read the result of `gpu_memory` from a report.
+    """Compute the result of `gpu_memory` from a report.
 
     Args:
         report: The output of `nvidia-smi -q -x`.
         visible: The value of CUDA_VISIBLE_DEVICES.
-        kind: The bytes that are returned.
+        kind: Whether free or total bytes are returned.
     """
     try:
         gpus = ElementTree.fromstring(report).findall("gpu")
@@ -145,11 +145,11 @@ def visible_memory(report: str, visible: str | None, kind: Literal["free", "tota
 def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
     """Return groups of `each` devices, one group for each worker. Empty if the workers run on the CPU.
 
-    In LMI `load_on` has the first device of each group. If such groups would overlap or do not exist, it has all
-    devices of the groups.
+    As in LMI, `load_on` lists the first device of each group. If such groups would overlap or do not exist, `load_on`
+    lists all devices of the groups.
 
     Raises:
-        ValueError: `load_on` names a GPU that does not exist, or a worker needs more GPUs than it allows.
+        ValueError: `load_on` names a GPU that does not exist, or allows fewer GPUs than a worker needs.
     """
     chosen = allowed_devices(gpus, load_on)
     apart = all(after - before >= each for before, after in pairwise(sorted(chosen)))
@@ -163,7 +163,7 @@ def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
 def allowed_devices(gpus: int, load_on: str) -> tuple[int, ...]:
     """Return the GPUs that `load_on` (`load_on_devices`) allows: `*`, `cpu`, or GPUs such as `0;1` and `gpu0`.
 
-    None: the CPU.
+    Empty for the CPU.
 
     Raises:
         ValueError: `load_on` names a GPU that does not exist.
@@ -216,7 +216,7 @@ def _nvidia_smi(*arguments: str, seconds: float = _QUERY_SECONDS) -> str:
 
 
 def _gpu(gpus: list[ElementTree.Element], name: str) -> ElementTree.Element | None:
-    """Return the GPU of an entry of CUDA_VISIBLE_DEVICES: its number, or its UUID or the beginning of it."""
+    """Return the GPU for an entry of CUDA_VISIBLE_DEVICES: an index, or a UUID or its beginning."""
     if name.isdecimal():
         return gpus[int(name)] if int(name) < len(gpus) else None
     if not name.startswith("GPU-"):

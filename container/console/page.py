@@ -22,7 +22,7 @@ POLICY = "; ".join(
         "default-src 'none'",
         *("script-src 'self'", "style-src 'self'", "img-src 'self'", "connect-src 'self'"),
         *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
-        # No text becomes markup, even if the script is faulty: the browser refuses `innerHTML` and the like.
+        # Strings cannot become markup, even if the script is faulty: the browser refuses `innerHTML` and similar calls.
         *("require-trusted-types-for 'script'", "trusted-types 'none'"),
     )
 )
@@ -44,7 +44,7 @@ def _read(path: Path, **more: str) -> Application:
     content, headers = path.read_bytes(), {**HEADERS, "content-type": _TYPES[path.suffix], **more}
 
     async def reply(scope: Any, receive: Any, send: Any) -> None:
-        await Response(content, headers=headers)(scope, receive, send)  # The middleware changes its headers.
+        await Response(content, headers=headers)(scope, receive, send)  # The middleware changes the response's headers.
 
     return GZipMiddleware(reply)
 
@@ -59,5 +59,5 @@ def files() -> Mapping[str, Application]:
 
 
 def front_page() -> Application:
-    """Return the application that serves the page on a path that answers other clients than browsers differently."""
+    """Return an application that serves the page on a path that answers clients other than browsers differently."""
     return _read(DIRECTORY / _INDEX, vary="accept")

@@ -29,8 +29,8 @@ def console_state(
 
     Args:
         endpoints: The names of the local SageMaker endpoints.
-        management: The request came to the listener of the management API. Only its callers see settings and the
-            sources of adapters.
+        management: The request came to the management API's listener. Settings and the sources of adapters are shown
+            only in replies from this listener.
     """
     health = ping(state.models, state.server_config, state.error_rates)
     document = {
@@ -82,12 +82,12 @@ def _model(model: Model, management: bool) -> dict[str, Any]:
 
 
 def _restarts(model: Model, most: int) -> dict[str, float] | None:
-    """Return how often the engine was started again, and what became of its calls. Of copies, the worst one counts.
+    """Return the restarts of the copy with the most restarts, and the figures of the engine's interrupted calls.
 
-    None if it would not be started again.
+    None if the engine would not be restarted after a failure.
 
     Args:
-        most: The restarts of each copy that the settings allow within the window.
+        most: The number of restarts of each copy that the settings allow within the window.
     """
     service = model.lifecycle.service
     engine = service.running_engine if service is not None else None

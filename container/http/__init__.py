@@ -1,1 +1,1 @@
-"""From an ASGI request to a handler, and the reply back to the connection."""
+"""Passes an ASGI request to a handler, and writes the reply to the connection."""

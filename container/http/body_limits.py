@@ -1,4 +1,4 @@
-"""Reads the bodies of requests within limits: the size and the time of each, and the memory of all together."""
+"""Reads request bodies within limits: the size and the time of each body, and the memory for all bodies together."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BodyMemory:
         """Reserve `size` bytes.
 
         Raises:
-            Overloaded: The budget does not have this number of bytes.
+            Overloaded: The budget has fewer bytes left.
         """
         if self.used + size > self.limit:
             raise Overloaded(
@@ -60,7 +60,7 @@ def announced_size(headers: Mapping[bytes, bytes]) -> int:
 
 
 class BodyReader:
-    """Reads the body of one request, and holds its share of the memory until `let_go`."""
+    """Reads the body of one request, and holds its share of the memory until `let_go` is called."""
 
     __slots__ = ("_held", "_memory")
 
@@ -68,7 +68,7 @@ class BodyReader:
         """Create the body reader.
 
         Args:
-            memory: The budget, or None not to count this body.
+            memory: The budget. None: this body is not counted.
         """
         self._memory = memory
         self._held = 0
@@ -87,15 +87,15 @@ class BodyReader:
             headers: The request's headers, names in lower case.
             receive: ASGI's callable.
             limit: The largest size, in bytes.
-            seconds: The longest time without a part of the body.
-            waits: A set that holds the time limit of the current wait, so that a drain can end the wait.
+            seconds: The longest time to wait for the next part of the body.
+            waits: A set to which the time limit of the current wait is added, so that a drain can end the wait.
 
         Returns:
             The whole body, or None if the client went away while sending it.
 
         Raises:
             BodyTooLarge: The body is larger than `limit`.
-            BodyTimeout: The body came too slowly, or the wait was ended.
+            BodyTimeout: The body arrived too slowly, or a drain ended the wait.
             Overloaded: The memory for bodies is used up.
         """
         if announced_size(headers) > limit:
@@ -128,7 +128,7 @@ class BodyReader:
             waits.discard(timeout)
         if len(parts) == 1:
             return parts[0]
-        # Joining long parts takes a while. In a thread it does not hold the event loop.
+        # Joining long parts takes a while. In a thread, this does not block the event loop.
         return b"".join(parts) if size < LONG_BODY else await asyncio.to_thread(b"".join, parts)
 
     def _check_size(self, size: int, limit: int) -> None:

@@ -1,10 +1,10 @@
-"""Finds the requests that a browser sends for a page of another site.
+"""Finds requests that a browser sends on behalf of another site's page.
 
 Routes that control or describe the server refuse such requests.
 
-Any web page can have a browser send requests to a server on its user's machine or network, without asking the server
-first (CORS's "simple requests"), and by DNS rebinding it can read the answers. API clients are told apart by their
-headers: they send none of `BROWSER_HEADERS`, and do not call themselves Mozilla.
+Any web page can make a browser send requests to a server on its user's machine or network, without asking the server
+first (CORS's "simple requests"). By DNS rebinding, the page can also read the answers. API clients are recognized by
+their headers: they send none of `BROWSER_HEADERS`, and do not call themselves Mozilla.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _PORT = re.compile(r":[0-9]*$")
 class KnownHosts:
     """The names under which browsers may reach the server's own routes.
 
-    A page that was loaded under another name may belong to a site whose name leads here now (DNS rebinding). Nobody
-    else can make an IP address, `localhost` or this machine's name lead here.
+    A page that was loaded under another name may belong to a site whose name now resolves to this server (DNS
+    rebinding). No site can make an IP address, `localhost` or this machine's name resolve to this server.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        """Set additional names (`SERVING_ALLOWED_HOSTS`)."""
+        """Allow additional names (`SERVING_ALLOWED_HOSTS`)."""
         self._names = frozenset(name.lower() for name in (*names, "localhost", socket.gethostname()))
 
     def fault(self, headers: Mapping[bytes, bytes]) -> str:
-        """Return the reason why a request is refused. Empty if an API client or a page of this server has sent it."""
+        """Return the reason to refuse a request. Empty if an API client or a page of this server sent the request."""
         if not _is_browsers(headers):
             return ""
         site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")

@@ -1,8 +1,8 @@
 """SageMaker's custom attributes: a header that holds further properties of a call, as `name=value; name=value`.
 
-The attribute `route` names the route that answers a call of `/invocations`. SageMaker calls no other path for most
-clients. AWS's vLLM image has the attribute too, for all of its routes. Here it reaches only routes that infer or
-tokenize: a client of an endpoint must not load adapters or models.
+The attribute `route` names the route that answers a call of `/invocations`, because most SageMaker clients can call no
+other path. AWS's vLLM image also has this attribute, for all of its routes. Here the attribute can name only routes
+that run inference or tokenize: a client of an endpoint must not load adapters or models.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from handlers.deadline import HEADER as DEADLINE
 
 CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
 _MOST_CHARACTERS = 1024  # SageMaker's limit.
-# Headers of a reply that become attributes, too: the name of the attribute, and the value to which a long one is cut.
-# `#` is the place of the whole schema.
+# Headers of a reply that also become attributes: the attribute's name, and the shorter value that replaces a long
+# one. `#` stands for the whole schema.
 _ATTRIBUTES = {
     DEADLINE: (b"X-Slipway-Deadline", b"reached"),
     NOT_HELD.encode(): (b"X-Slipway-Not-Held", b"#"),
 }
-_SEPARATOR = re.compile(rb"[,;\s]+")  # AWS's image separates attributes by commas, LMI by semicolons.
+_SEPARATOR = re.compile(rb"[,;\s]+")  # AWS's image separates attributes with commas, LMI with semicolons.
 _ROUTE = re.compile(rb"(?:^|[,;\s])route=([^,;\s]*)")
 _PATH = re.compile(rb"(/(?!\.\.?(/|$))[^/%?#\\\x00-\x20\x7f-\xff]+)+|/")  # No escape, query, fragment, `//` or `..`.
 
 
 def attributes_of(header: bytes) -> Sequence[tuple[bytes, bytes]]:
-    """Return the attributes of the header's value, with names in lower case. One without `=` is left out, as in LMI.
+    """Return the attributes of a header value, with names in lower case. Attributes without `=` are dropped, as in LMI.
 
-    Semicolons separate them, as in LMI. Commas and white space do so, too, if one of the attributes is `route`.
+    Semicolons separate attributes, as in LMI. If one of them is `route`, commas and white space do, too.
     """
     given = _SEPARATOR.split(header) if _ROUTE.search(header) else header.split(b";")
     pairs = [attribute.partition(b"=") for attribute in given]
@@ -37,19 +37,19 @@ def attributes_of(header: bytes) -> Sequence[tuple[bytes, bytes]]:
 
 
 def named_route(header: bytes) -> bytes | None:
-    """Return the path or URL in the first attribute `route`. None if there is no such attribute, or if it is a word."""
+    """Return the path or URL in the first attribute `route`. None if it is missing, or its value is a word."""
     found = _ROUTE.search(header)
     return found[1] if found is not None and (found[1].startswith(b"/") or b"://" in found[1]) else None
 
 
 def with_attributes(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a reply. What they say about the answer becomes attributes, too.
+    """Return the headers of a reply, with attributes added for the headers that describe the answer.
 
-    SageMaker passes no other header on. Attributes that the reply has stay. One that has no room left is short, or
-    missing.
+    SageMaker passes on no other header. Existing attributes are kept. If there is too little room for a new attribute,
+    its value is shortened, or the attribute is dropped.
 
     Args:
-        headers: With names in lower case.
+        headers: The headers of the reply, with names in lower case.
     """
     given = dict(headers)
     told = [name for name in _ATTRIBUTES if name in given]
@@ -67,5 +67,5 @@ def with_attributes(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, byt
 
 
 def is_plain_path(route: bytes) -> bool:
-    """Return True if a route is a path without escapes, query and fragment. No other route is looked up."""
+    """Return True if a route is a path without escapes, query or fragment. Only such a route is looked up."""
     return _PATH.fullmatch(route) is not None

@@ -18,12 +18,12 @@ class ClientGone(Exception):
 class DisconnectWatch:
     """Waits for the client of one call to leave.
 
-    While the call is on its way to the engine, a task listens for the client. The task starts only if the call has to
-    wait for something, such as the tokens of a long prompt. Most calls reach the engine without it.
+    While the call is on its way to the engine, a task listens for a disconnect. The task starts only if the call has to
+    wait, for example while a long prompt is tokenized. Most calls reach the engine without this task.
     """
 
     _receive: Receive
-    _answering: asyncio.Task[None] | None = None  # Is cancelled if the client leaves.
+    _answering: asyncio.Task[None] | None = None  # Cancelled if the client leaves.
     _listener: asyncio.Task[None] | None = None
 
     async def unless_gone(self, answer: Awaitable[Running | None]) -> Running | None:

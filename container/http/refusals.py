@@ -1,4 +1,4 @@
-"""The headers of a refusal about the connection and the next attempt."""
+"""The headers of a refusal that concern the connection and the next attempt."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from engines.errors import BodyTimeout, BodyTooLarge, NotReady, Overloaded, Requ
 
 
 def connection_headers(error: RequestError, *, body_read: bool) -> Headers:
-    """Return the headers of a refusal about the connection and the next attempt.
+    """Return the headers of a refusal that concern the connection and the next attempt.
 
     Args:
         error: The reason for the refusal.
-        body_read: True if the whole body was read, so that the connection can serve the next request.
+        body_read: True if the whole body was read, so the connection can serve the next request.
     """
     match error:
         case NotReady():

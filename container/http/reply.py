@@ -1,4 +1,4 @@
-"""The HTTP reply to one request. Each part is sent at once when it is written, without a task or a wait."""
+"""The HTTP reply to one request. Each part is sent as soon as it is written, without a task or a wait."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
 Headers = list[tuple[bytes, bytes]]
 
-# Bytes of a stream that may wait for its client. The connection holds the same number of bytes again. A single part may
-# be larger.
+# The largest number of bytes of a stream that wait for its client. The connection buffers as many again. A single part
+# may be larger.
 MAX_UNSENT = 16 * 1024 * 1024
 
 _LATER = (429, 503)
-_COME_AGAIN = 64  # Refused clients that may retry in each second. More would take time from the engine.
+_COME_AGAIN = 64  # The number of refused clients that may retry per second. More would take time from the engine.
 _MOST_SECONDS = 30
 
 
 class RetryAfter:
-    """The time after which a refused client may retry: a second, or more if many clients are refused."""
+    """The time after which a refused client may retry: one second, or more if many clients are refused."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -63,12 +63,12 @@ class HttpReply:
         Args:
             send: ASGI's callable.
             headers: Headers of every reply. A reply's headers replace headers of the same name.
-            retry_after: Makes the `retry-after` headers of the server.
-            break_off: Drops the connection at once.
+            retry_after: Creates the server's `retry-after` headers.
+            break_off: Closes the connection at once.
         """
         self._send, self.headers, self._break_off = send, headers, break_off
         self._retry_after = retry_after
-        self._connection: CorkedTransport | None = None  # Takes the chunks of a stream. None: `send` takes its parts.
+        self._connection: CorkedTransport | None = None  # Gets the chunks of a stream. None: `send` gets the parts.
         self._broken = False
         self._resuming: asyncio.Task[None] | None = None  # Sends the backlog. None while the client keeps up.
         self._backlog = bytearray()
@@ -77,8 +77,8 @@ class HttpReply:
         self.status = 0  # 0 until the reply has begun.
         self.finished = False  # The whole reply has been written.
         self.bytes_sent = 0
-        self.ended_at_deadline = False  # The reply, an answer or an error, came at the call's deadline.
-        self.request_id: str | None = None  # The id in the reply's own headers. It replaces the call's id.
+        self.ended_at_deadline = False  # The reply, whether an answer or an error, came at the call's deadline.
+        self.request_id: str | None = None  # The id in the reply's own headers. It overrides the call's id.
 
     def reply(self, reply: Reply) -> None:
         framing: Headers = []
@@ -92,13 +92,14 @@ class HttpReply:
             and not self.ended_at_deadline
             and not any(name == b"retry-after" for name, _ in self.headers)
         ):
-            # `connection_headers` may have made one already. One of `reply.headers` replaces this one.
+            # `connection_headers` may already have added a `retry-after` header. A header in `reply.headers` replaces
+            # this one.
             self.headers = [*self.headers, self._retry_after.header()]
         self._start(reply.status, framing, reply.headers)
         self.end(b"" if reply.status in WITHOUT_BODY else reply.body)
 
     def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        """Begin a reply of unknown length. It is sent in chunks."""
+        """Begin a reply of unknown length. The body is sent in chunks."""
         self._start(status, [(b"content-type", content_type.encode("latin-1"))] if content_type else [], headers)
         self._connection = chunked_connection(self._send)
 
@@ -125,14 +126,14 @@ class HttpReply:
             self._push({"type": "http.response.body", "body": data, "more_body": True})
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
-        """Add the result of `part` when the client has read all earlier parts."""
+        """Add the result of `part` once the client has read all earlier parts."""
         if self._resuming is None:
             self.write(part())
         else:
             self._latest = part
 
     def end(self, data: bytes) -> None:
-        """Finish the reply with these last bytes."""
+        """Finish the reply with these bytes."""
         self._latest = None
         if self._broken:
             return
@@ -150,7 +151,7 @@ class HttpReply:
             await asyncio.wait({self._resuming})
 
     def _push(self, message: Message) -> None:
-        """Send a message now, without a task. If the server has to wait for its client, a task sends the rest."""
+        """Send a message now, without a task. If the server has to wait for the client, a task sends the rest."""
         sending = self._send(message)
         try:
             waiting_for = sending.send(None)
@@ -184,7 +185,7 @@ class HttpReply:
         self._resuming = None
 
     def _give_up(self) -> None:
-        """Drop the connection. The request's task then finds that its client has left."""
+        """Close the connection. The request's task then finds that the client has left."""
         self.finished, self._broken = False, True
         self._backlog.clear()
         self._latest = None
@@ -194,6 +195,6 @@ class HttpReply:
 
 @types.coroutine
 def _rest(steps: Coroutine[Any, Any, None], waiting_for: Any) -> Generator[Any, Any, None]:
-    """Return the rest of a coroutine whose first step waits for a future. A task awaits it."""
+    """Return the rest of a coroutine whose first step waits for a future. A task awaits the result."""
     yield waiting_for
     yield from steps.__await__()

@@ -1,4 +1,4 @@
-"""The head of a request, read once: its parts, its id, and the `Call` that it becomes with its body."""
+"""The head of a request, parsed once: its parts, its id, and the `Call` that head and body form."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Scope = dict[str, Any]
 
 REQUEST_ID = b"x-request-id"
 INFERENCE_ID = (
-    b"x-amzn-sagemaker-inference-id"  # SageMaker's header for a client's id. The configured header goes first.
+    b"x-amzn-sagemaker-inference-id"  # SageMaker's header for a client's id. The configured header takes precedence.
 )
-KEY_SALT = "slipway.key_salt"  # The key in an ASGI scope for the salt of the call's API key.
-LONGEST_PATH = 1024  # Bytes of a path that the log and errors show.
+KEY_SALT = "slipway.key_salt"  # The ASGI scope's key for the salt of the call's API key.
+LONGEST_PATH = 1024  # The most bytes of a path that the log and errors show.
 _ACCEPTABLE = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 
 
@@ -42,17 +42,17 @@ class RequestHead:
     )
 
     def __init__(self, scope: Scope, id_header: bytes = REQUEST_ID) -> None:
-        """Read the head of an ASGI request. `id_header` names the header with the client's request id."""
+        """Parse the head of an ASGI request. `id_header` names the header with the client's request id."""
         self.scope = scope
         self.arrived_at = time.monotonic()
         self.method: str = scope["method"]
-        # The path that is answered, decoded and as it was sent: without slashes that have no meaning, and the one that
-        # a custom attribute names.
+        # The path to answer, decoded and as it was sent. Slashes without a meaning are removed, and the path that a
+        # custom attribute names replaces the request's own.
         self.path: str = scope["path"]
         self.raw_path: bytes = scope["raw_path"]
         self.query: bytes = scope["query_string"]
         self.path_parameters: Mapping[str, str] = {}  # The router sets them.
-        # By names in lower case. Of several headers with one name, the last.
+        # Header names are in lower case. If a name occurs several times, the last header counts.
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         # SageMaker's custom attributes, with names in lower case.
         given = self.headers.get(CUSTOM_ATTRIBUTES)
@@ -91,11 +91,11 @@ class RequestHead:
 def request_id(header: bytes | None) -> str:
     """Return the client's id, or a new random UUID if the client sent no safe id.
 
-    Safe ids have 1 to 128 characters of visible ASCII. They are written into headers and logs.
+    Safe ids have 1 to 128 characters of visible ASCII, because they are written to headers and logs.
     """
     if header is not None and _ACCEPTABLE(header):
         return header.decode("ascii")
-    # RFC 9562, section 5.4. `uuid.uuid4` makes an object first, which takes longer.
+    # RFC 9562, section 5.4. `uuid.uuid4` is slower because it creates an object first.
     digits = os.urandom(16).hex()
     variant = "89ab"[int(digits[16], 16) % 4]
     return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{variant}{digits[17:20]}-{digits[20:]}"

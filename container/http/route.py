@@ -1,7 +1,7 @@
 """A route: reads a request, has it answered, counts it and logs it.
 
-It words the server's errors as well (model not loaded yet, body too large, internal error), so that these have the form
-of the route's contract.
+A route also writes the server's errors (model not loaded yet, body too large, internal error), so that they have the
+form of the route's contract.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger("slipway.access")
 _OVERLOADED = (429, 503)
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
-# The model of a request, or the reply to it. None: the body tells, or the route is for no model.
+# The model of a request, or the reply to it. None: the body decides, or the route needs no model.
 Found = Model | Reply | None
 
 
@@ -77,7 +77,7 @@ class AppState:
             },
             refusals=frozenset({server_config.throttle_error_http_code, server_config.wlm_error_http_code}),
         )
-        self.searches = asyncio.Lock()  # Of origins for explanations: one at a time.
+        self.searches = asyncio.Lock()  # Searches of origins for explanations: one at a time.
         self.id_header = server_config.request_id_header.lower().encode()
         self.retry_after = RetryAfter()
         cors = {
@@ -96,8 +96,8 @@ class HttpRoute:
     A subclass finds the model of a request (`find`, `find_by_body`) and answers it (`answer`).
     """
 
-    by_attribute = False  # The attribute `route` of SageMaker's custom attributes may name it: it infers or tokenizes.
-    queued = False  # Every call needs a place in the model's queue. If that is full, a long body is not read.
+    by_attribute = False  # The custom attribute `route` may name this route, because it infers or tokenizes.
+    queued = False  # Every call needs a place in the model's queue. If the queue is full, a long body is not read.
 
     def __init__(
         self,
@@ -116,10 +116,10 @@ class HttpRoute:
             state: The objects that all routes share.
             contract: The contract of the route.
             path: The path in the route table, for counts.
-            refuse: Returns the reply to a request that failed, if it has another form than the contract's.
+            refuse: Returns the reply to a request that failed, if the contract's own form is not used.
             reply: Returns the reply to every request, if the head alone decides it.
-            same_site: Refuse requests that a browser sends for a page of another site, and send no CORS headers.
-            max_body: The largest body in bytes, if it is smaller than the setting `max_request_size`.
+            same_site: Refuse requests that a browser sends on behalf of another site's page, and send no CORS headers.
+            max_body: The largest body in bytes, if that is less than the setting `max_request_size`.
         """
         self.state, self.contract, self.path, self.refuse = state, contract, path, refuse or contract.refuse
         self._reply, self._same_site = reply, same_site
@@ -132,7 +132,7 @@ class HttpRoute:
         self._short_body = min(UNCOUNTED, self._max_body)
 
     def find(self, head: RequestHead) -> Found:
-        """Return the model of a request, or its reply. None: the body tells, or the route is for no model.
+        """Return the model of a request, or the reply. None: the body decides, or the route needs no model.
 
         Raises:
             RequestError: The request is refused.
@@ -140,7 +140,7 @@ class HttpRoute:
         return None if self._reply is None else self._reply(head)
 
     async def find_by_body(self, head: RequestHead, call: Call) -> Model | Reply | HttpRoute | None:
-        """Return the model or the reply of a request whose head does not tell it, or the route that answers it.
+        """Return the model, the reply or the answering route of a request whose head does not decide this.
 
         Raises:
             RequestError: The request is refused.
@@ -150,7 +150,7 @@ class HttpRoute:
     async def explain(
         self, head: RequestHead, call: Call, reply: ReplyWriter, service: Service | None
     ) -> Running | None:
-        """Explain a call in place of answering it. A route that generates nothing answers it as always.
+        """Explain a call instead of answering it. A route that generates nothing answers the call as usual.
 
         Raises:
             ContractError: The call is refused with the reply in the error.
@@ -167,7 +167,7 @@ class HttpRoute:
         return await explain(call, partial(self.answer, service=service), reply, self.state.searches)
 
     def answer(self, call: Call, reply: ReplyWriter, service: Service | None) -> Awaitable[Running | None]:
-        """Answer a call. `service` is the model's service. It is None if the route is for no model.
+        """Answer a call. `service` is the model's service, or None if the route needs no model.
 
         Raises:
             ContractError: The call is refused with the reply in the error.
@@ -176,28 +176,28 @@ class HttpRoute:
         raise NotImplementedError
 
     def names(self, head: RequestHead) -> tuple[str | None, str | None] | None:
-        """Return the names of the model and the version in a head.
+        """Return the names of the model and of the version in a request head.
 
-        None: the attribute `route` of SageMaker's custom attributes cannot name another route in place of this one.
+        None: the attribute `route` of SageMaker's custom attributes cannot replace this route by another route.
         """
         return None
 
     def unauthorized(self, method: str = "", *, in_browser: bool = False) -> Reply:
-        """Return the refusal of a call without a key. Browsers may ask whether they may send one (CORS's preflight)."""
+        """Return the refusal of a call without a key. Browsers may ask if they may send a key (CORS's preflight)."""
         if method == "OPTIONS" and self._cors_headers:
             return Reply(200, "", b"")
         reply = self.refuse(Unauthorized(in_browser=in_browser))
         return replace(reply, headers=(*reply.headers, ("www-authenticate", "Bearer")))
 
     async def serve(self, head: RequestHead, refusal: Reply | None, receive: Receive, send: Send) -> None:
-        """Serve one request. `refusal` is the reply to it if it was refused before its model was looked up."""
+        """Serve one request. `refusal` is the reply if the request was refused before its model was looked up."""
         started = time.perf_counter()
         state, request_id = self.state, head.request_id.encode()
         route: HttpRoute = self
         ids: Headers = [(REQUEST_ID, request_id)]
         if self._id_header is not None:
             ids.append((self._id_header, request_id))
-        bare: Headers = [*ids, *self._cors_headers]  # Of a reply that the head decides.
+        bare: Headers = [*ids, *self._cors_headers]  # For a reply that the head decides.
         break_off = head.scope.get("extensions", {}).get(BREAK_OFF)
         headers = [*ids, *self._headers] if refusal is None else bare
         reply = HttpReply(send, headers, state.retry_after, break_off)
@@ -205,7 +205,7 @@ class HttpRoute:
         body: bytes | None = None
         reader: BodyReader | None = None
         running: Running | None = None
-        lifecycle: Lifecycle | None = None  # Of the model that answers.
+        lifecycle: Lifecycle | None = None  # The life cycle of the model that answers.
         state.models.open_calls[head] = self.path, started
         try:
             try:
@@ -264,10 +264,11 @@ class HttpRoute:
         # A client that left before the end is counted with the status that proxies use.
         status = reply.status if reply.finished else CLIENT_GONE
         state.counts.count(self.path, status, seconds)
-        # A client may give a call any deadline. While models load, refusals do not count as errors.
+        # Clients set their own deadlines, so late replies are not counted. While models load, refusals are not errors.
         if state.error_rates.limited and state.models.loaded and not reply.ended_at_deadline:
             state.error_rates.count(status)
-        # Queries, prompts and answers are never logged. The path is logged encoded: decoded, it may have line ends.
+        # Queries, prompts and answers are never logged. The path is logged encoded: a decoded path may contain line
+        # ends.
         path = head.raw_path[:LONGEST_PATH].decode("ascii", "backslashreplace")
         access_log.add(
             f"{head.method} {path} {status} {seconds * 1000:.1f} ms {reply.bytes_sent} bytes",
@@ -289,14 +290,14 @@ class HttpRoute:
             if not reply.status:
                 reply.reply(self.refuse(InternalError()))
             return
-        # If the server is full or not ready, the line in the access log is enough. A second line would make a refusal
-        # a sixth more expensive.
+        # If the server is full or not ready, the line in the access log is enough. A second line would make a refusal a
+        # sixth more expensive.
         level = logging.DEBUG if refusal.status in _OVERLOADED else logging.INFO
         logger.log(level, "refused: %s", reason, extra=extra)
         reply.reply(refusal)
 
 
 def _shown(body: bytes) -> str:
-    """Return the first `UNCOUNTED` bytes of a body for the log. A line of many megabytes would hold up the process."""
+    """Return the first `UNCOUNTED` bytes of a body for the log. A line of many megabytes would stall the process."""
     text = body[:UNCOUNTED].decode(errors="replace")
     return text if len(body) <= UNCOUNTED else f"{text}... ({len(body)} bytes)"

@@ -21,36 +21,36 @@ from handlers.route_declarations import MODEL_VERSION
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
-ANY_METHOD = "*"  # Serves the methods for which the path has no other application.
-WITH_SLASHES = "/"  # In place of a method: serves the path with slashes at its end.
+ANY_METHOD = "*"  # Serves the methods for which the path has no other entry.
+WITH_SLASHES = "/"  # In place of a method: serves the path with trailing slashes.
 FOR_BROWSERS = "text/html"  # In place of a method: serves GET to clients that accept text/html.
 _ENCODED_SLASH = re.compile("%2f", re.IGNORECASE)
 # LMI's paths, which may end in slashes (DJL Serving, `InferenceRequestHandler` and `ManagementRequestHandler`). vLLM
-# and happy_vllm redirect such a path (`WITH_SLASHES`). The servers of other contracts do not know it.
+# and happy_vllm redirect such a path (`WITH_SLASHES`). The servers of other contracts answer that it is unknown.
 _ENDS_IN_SLASHES = re.compile(r"/(?:ping|invocations|predictions|models|adapters|workflows|server)(?:/.*)?/").fullmatch
-# Replaces an encoded slash while a route is looked up. An encoded slash belongs to a name and separates nothing (RFC
-# 3986, section 2.2). No decoded path has this character.
+# Replaces an encoded slash while a route is looked up. An encoded slash is part of a name, not a separator (RFC 3986,
+# section 2.2). No decoded path contains this character.
 _SLASH_IN_NAME = "\udc2f"
 _ROUTE = "`route` in X-Amzn-SageMaker-Custom-Attributes"
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """Another application, for the paths below a prefix. The container's own routes go first."""
+    """Another application, for the paths below a prefix. The container's own routes take precedence."""
 
     prefix: str
     application: Application
     endpoints: tuple[str, ...] = ()  # Names of the SageMaker endpoints that it serves, for the console.
-    # Ends its work in the background. The argument is the time in seconds that running work may take.
+    # Finishes the application's work in the background. The argument is the time limit for running work, in seconds.
     drain: Callable[[float], Awaitable[None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ByKind:
-    """The routes of two contracts for one path. The kind of the model decides which of them is meant.
+    """The routes of two contracts for one path. The kind of the model decides which route answers.
 
-    A server with several models, or a model that is not loaded yet, may not tell the kind. The route of models that
-    generate text answers then.
+    The kind may be unknown if the server has several models, or if the model is not loaded yet. The route of models
+    that generate text answers then.
     """
 
     generating: HttpRoute
@@ -69,7 +69,7 @@ Entry = Application | HttpRoute | ByKind
 
 
 class Router:
-    """An ASGI application that gives each request to its route. Most paths are found without a search."""
+    """An ASGI application that passes each request to its route. Most paths are found without a search."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Router:
             id_header: The header with the client's request id, in lower case.
         """
         self._plain: dict[str, dict[str, Entry]] = {}
-        # Sorted by the number of parameters: `/models/{model}/invoke` comes before `/models/{model}/{version}`.
+        # Sorted by the number of parameters: `/models/{model}/invoke` precedes `/models/{model}/{version}`.
         self._patterns: dict[str, tuple[re.Pattern[str], dict[str, Entry]]] = {}
         self._mounts = tuple(mounts)
         self._not_found = not_found
@@ -98,13 +98,13 @@ class Router:
     def add(self, path: str, method: str, entry: Entry, *, without_key: bool = False) -> None:
         """Serve a path.
 
-        The first application that is added for a path and method stays.
+        If a path and method are added twice, the first application is kept.
 
         Args:
-            path: May have `{name}` for a segment.
+            path: The path, in which `{name}` stands for a segment.
             method: An HTTP method, `ANY_METHOD`, `WITH_SLASHES` or `FOR_BROWSERS`.
             entry: Serves the requests.
-            without_key: Callers need no API key, even if the server asks for keys. Such a path has no `{name}`.
+            without_key: Callers need no API key, even if the server requires keys. Such a path has no `{name}`.
         """
         if without_key:
             self._open.add((path, method))
@@ -129,16 +129,16 @@ class Router:
         route, refusal = self.dispatch(head)
         if isinstance(route, HttpRoute):
             return route.serve(head, refusal, receive, send)
-        scope.setdefault("app", self)  # Starlette's key: a mounted application may call the container's own routes
+        scope.setdefault("app", self)  # Starlette's key: a mounted application may call the container's own routes.
         return route(scope, receive, send)
 
     def dispatch(self, head: RequestHead) -> tuple[Application | HttpRoute, Reply | None]:
-        """Decide which route answers a request. The route finds the model.
+        """Decide which route answers a request. The route itself finds the model.
 
-        The head then has the path's parameters, and the path that is answered.
+        The head then holds the path's parameters and the path to answer.
 
         Returns:
-            The route, and the refusal if the attribute `route` is wrong.
+            The route, and a refusal if the attribute `route` is invalid.
         """
         route = self._entry(head)
         if isinstance(route, ByKind):
@@ -173,7 +173,8 @@ class Router:
             return route, route.refuse(InvalidRequest(fault))
         asked, given = head.path_parameters.get("model"), target.path_parameters.get("model")
         if asked and given and asked != given:
-            # SageMaker has chosen the model of a multi-model endpoint, and may have checked the right to it.
+            # SageMaker has chosen the model of a multi-model endpoint, and may have checked the client's rights to the
+            # model.
             fault = f"{_ROUTE} must not name another model than {asked}, which the call is for, got {given}"
             return route, route.refuse(InvalidRequest(fault))
         name, version = names
@@ -187,9 +188,9 @@ class Router:
         return other, None
 
     def _entry(self, head: RequestHead) -> Entry:
-        """Return the entry of the table for a path and method. The head then has the path's parameters.
+        """Return the table's entry for a path and method. The head then holds the path's parameters.
 
-        The head also loses the slashes that LMI's paths may end in: contracts compare paths.
+        Trailing slashes that LMI allows are also removed from the head, because contracts compare paths.
         """
         path = served = head.path if b"%2" not in head.raw_path else _with_marked_slashes(head)
         if path.endswith("/"):
@@ -208,7 +209,7 @@ class Router:
         method = head.method
         if FOR_BROWSERS in methods and method == "GET" and b"text/html" in head.headers.get(b"accept", b""):
             return methods[FOR_BROWSERS]
-        # HEAD is served on every path that has GET (RFC 9110, section 9.1). The HTTP server leaves the body out.
+        # HEAD is served on every path that has GET (RFC 9110, section 9.1). The HTTP server omits the body.
         found = methods.get(method) or methods.get(ANY_METHOD) or (methods.get("GET") if method == "HEAD" else None)
         return found or self._unknown(head)
 
@@ -235,7 +236,7 @@ class Router:
 
 
 def without_slashes(path: str) -> str:
-    """Return a path without the slashes at its end if it is one of LMI's; any other path unchanged."""
+    """Return a path without its trailing slashes if it is one of LMI's. Any other path is returned unchanged."""
     return path.rstrip("/") if path.endswith("/") and _ENDS_IN_SLASHES(path) else path
 
 

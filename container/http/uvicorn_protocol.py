@@ -4,8 +4,8 @@ No other module touches uvicorn's internals. This module was run with uvicorn 0.
 releases when the server starts. test_uvicorn_protocol.py fails if one of these names has moved:
 
 - `HttpToolsProtocol`: the callbacks of httptools' parser, of the transport and of the server that are overridden below,
-  and its fields `cycle`, `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`; `scope`
-  has a method once the head is complete;
+  and the fields `cycle`, `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`. `scope`
+  contains a method once the head is complete.
 - `RequestResponseCycle`: `flow`, `transport`, `chunked_encoding`, `expected_content_length`, `response_started`,
   `response_complete`, `body`, `more_body`, `disconnected`, `message_event` and `waiting_for_100_continue`; its `send`
   waits while writing is paused, and at no other time.
@@ -26,14 +26,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 logger = logging.getLogger(__name__)
 
-UVICORN = "0.54."  # The beginning of the versions for which this module is written.
-# In `scope["extensions"]`: a function that drops the connection at once, with everything that waits to be sent.
+UVICORN = "0.54."  # The start of the version numbers for which this module is written.
+# The key in `scope["extensions"]` of a function that closes the connection at once and drops all unsent data.
 BREAK_OFF = "slipway.break_off"
 
-_TCP_CLOSE = 7  # The state of a reset TCP connection in the first byte of TCP_INFO.
+_TCP_CLOSE = 7  # The state of a reset TCP connection, in the first byte of TCP_INFO.
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-_LEADING_ZERO = b"0"  # Begins the size of the next chunk.
-_LOOKS_WITH_PROBE = (0, 3)  # A proxy may accept the first probe before it notices that its client has left.
+_LEADING_ZERO = b"0"  # The first digit of the next chunk's size.
+_LOOKS_WITH_PROBE = (0, 3)  # A proxy may accept the first probe before it notices that the client has left.
 
 _OVERRIDDEN = (
     *("on_headers_complete", "on_body", "on_response_complete", "_should_upgrade", "_start_asgi_task"),
@@ -46,7 +46,7 @@ def check_uvicorn() -> None:
     """Refuse to serve with a uvicorn whose internals may have moved.
 
     Raises:
-        RuntimeError: uvicorn has another version, or lacks a method.
+        RuntimeError: uvicorn has another version, or a method is missing.
     """
     if not uvicorn.__version__.startswith(UVICORN):
         raise RuntimeError(f"Slipway needs uvicorn {UVICORN}x, and uvicorn {uvicorn.__version__} is installed")
@@ -54,7 +54,7 @@ def check_uvicorn() -> None:
         raise RuntimeError(f"this uvicorn is not one that Slipway knows: it has no {', '.join(missing)}")
 
 
-# The transports of one server that have held writes. `_flush_all` passes these on at the end of the event loop's turn.
+# The transports of one server that hold writes back. `_flush_all` flushes them at the end of the event loop's turn.
 Cork = list["CorkedTransport"]
 
 
@@ -68,9 +68,9 @@ def _flush_all(cork: Cork) -> None:
 class CorkedTransport:
     """A transport that joins the writes of one turn of the event loop.
 
-    If the client may still be sending, `close` ends only the server's side. The connection is closed when the client
-    ends its side, or after some seconds. Otherwise a client that reads only after it has sent everything would lose its
-    reply.
+    If the client may still be sending, `close` closes only the server's side. The connection is closed when the client
+    closes its side, or after some seconds. Otherwise a client that reads only after it has sent everything would lose
+    its reply.
     """
 
     def __init__(self, transport: asyncio.Transport, cork: Cork, closing: Callable[[], float] | None = None) -> None:
@@ -79,15 +79,16 @@ class CorkedTransport:
         Args:
             transport: The transport to write to.
             cork: The cork of the server.
-            closing: Called when the transport is closed. Returns the seconds for which the client may still send.
+            closing: Called when the transport is closed. Returns the number of seconds for which the client may still
+                send.
         """
         self._transport, self._cork = transport, cork
         self.pieces: list[bytes] = []
-        # `HttpProtocol` clears `closing` with the connection, which breaks a reference cycle.
+        # `HttpProtocol` clears `closing` when the connection is lost, which breaks a reference cycle.
         self.closing = closing
         self.end: asyncio.TimerHandle | None = None
-        self.lingering = False  # The server's side has ended. Further data of the client is dropped.
-        self.paused = False  # The client has to take earlier writes first.
+        self.lingering = False  # The server's side is closed. Further data from the client is dropped.
+        self.paused = False  # The client has to read earlier writes first.
         self.abort, self.get_write_buffer_size = transport.abort, transport.get_write_buffer_size
         self.pause_reading, self.resume_reading = transport.pause_reading, transport.resume_reading
         self.get_extra_info = transport.get_extra_info
@@ -106,7 +107,7 @@ class CorkedTransport:
         self.pieces.append(data)
 
     def flush(self) -> None:
-        """Pass the held writes on. The connection is dropped if that fails."""
+        """Write the held data. If that fails, the connection is closed."""
         pieces = self.pieces
         if not pieces:
             return
@@ -120,7 +121,7 @@ class CorkedTransport:
             self._transport.abort()
 
     def close(self) -> None:
-        """Close when everything is sent and the client has had time to read it."""
+        """Close once everything is sent and the client has had time to read it."""
         if self.is_closing():
             return
         self.flush()
@@ -134,14 +135,14 @@ class CorkedTransport:
 
 
 def chunked_connection(send: Any) -> CorkedTransport | None:
-    """Return the connection of a reply that has begun. Its chunks may be written there, which is faster than `send`.
+    """Return the connection of a reply that has begun. Writing chunks there is faster than `send`.
 
     Args:
         send: ASGI's callable.
 
     Returns:
-        The connection. None if the reply has no chunks, or if `send` is not uvicorn's: code that wraps it has to see
-        all parts.
+        The connection. None if the reply is not chunked, or if `send` is not uvicorn's: code that wraps `send` has to
+        see all parts.
     """
     cycle = getattr(send, "__self__", None)
     if not isinstance(cycle, RequestResponseCycle) or not cycle.chunked_encoding:
@@ -151,15 +152,15 @@ def chunked_connection(send: Any) -> CorkedTransport | None:
 
 
 def received_body(receive: Any, most: int = sys.maxsize) -> bytes | None:
-    """Take the body of a request, once, if all of it has come. It is faster than uvicorn's `receive`.
+    """Take the body of a request, once, if the whole body has arrived. This is faster than uvicorn's `receive`.
 
     Args:
         receive: ASGI's callable.
-        most: The largest size of a body that is taken, in bytes.
+        most: The largest body that is taken, in bytes.
 
     Returns:
-        The body. None if it is larger, if a part is missing, if the client has left, or if `receive` is not uvicorn's:
-        code that wraps it has to see all parts.
+        The body. None if the body is larger, if a part is missing, if the client has left, or if `receive` is not
+        uvicorn's: code that wraps `receive` has to see all parts.
     """
     cycle = getattr(receive, "__self__", None)
     if not isinstance(cycle, RequestResponseCycle) or cycle.more_body or cycle.disconnected or cycle.response_complete:
@@ -174,7 +175,7 @@ def received_body(receive: Any, most: int = sys.maxsize) -> bytes | None:
 
 
 def _ended_by_close(application: Any, cycle: RequestResponseCycle) -> Any:
-    """Return an application whose body may have any length: the end of the connection ends it."""
+    """Return an application whose reply may have any length: closing the connection ends the reply."""
 
     async def unbounded(scope: Any, receive: Any, send: Any) -> None:
         async def send_part(message: Any) -> None:
@@ -187,7 +188,7 @@ def _ended_by_close(application: Any, cycle: RequestResponseCycle) -> Any:
 
 
 class _Refused(Exception):
-    """A request that httptools can read but the server refuses. The message is for the client."""
+    """A request that httptools can parse but the server refuses. The message is for the client."""
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -195,28 +196,29 @@ class HttpProtocol(HttpToolsProtocol):
 
     It differs from uvicorn's protocol in these points:
 
-    - It limits heads, pipelined requests, and the time in which a client sends or takes nothing.
-    - Clients of HTTP/1.0 know no chunks (nginx's `proxy_pass` is one by default). The end of the connection ends
-      replies without a length for them.
+    - It limits heads, pipelined requests, and the time in which a client sends or reads nothing.
+    - HTTP/1.0 clients do not know chunks (nginx's `proxy_pass` is such a client by default). For these clients, replies
+      without a length end when the connection is closed.
     - A request that offers another protocol is served as plain HTTP.
-    - Unreadable data is refused only after the requests before it were answered.
-    - Every request is told when its client has left.
+    - Unreadable data is refused only after the earlier requests were answered.
+    - Every request is notified when its client has left.
 
-    A client that has ended its side of the connection (RFC 9112, section 9.6) looks like a client that has left. They
-    differ when data is sent to them: the system of a client that left answers with a reset. If the reply is not
-    complete after `LOOK_SECONDS`, both get bytes that clients of HTTP/1.1 have to ignore: an interim reply, or a
-    leading zero of the next chunk's size in the middle of a stream. HTTP/1.0 has neither, so its clients count as gone.
+    A client that has closed its side of the connection (RFC 9112, section 9.6) looks like a client that has left. They
+    differ in their reaction to data: the operating system of a client that left answers with a reset. If the reply is
+    not complete after `LOOK_SECONDS`, the server sends bytes that HTTP/1.1 clients have to ignore: an interim reply, or
+    in the middle of a stream a leading zero of the next chunk's size. HTTP/1.0 has neither, so its clients count as
+    gone.
     """
 
-    MAX_HEAD = 256 * 1024  # Bytes of request line and headers, or of trailers.
-    HEAD_SECONDS = 60.0  # From the first byte of a head to its last.
-    SEND_SECONDS = 120.0  # A client has to take a part of the waiting data within this time.
-    LINGER_SECONDS = 10.0  # A refused client may send its body and read its reply for so long.
-    # The time before the server first looks if a client that has ended its side has left. Each further look takes twice
-    # the time, up to a second.
+    MAX_HEAD = 256 * 1024  # The largest size of a request line and headers, or of trailers, in bytes.
+    HEAD_SECONDS = 60.0  # The time limit from the first byte of a head to its last.
+    SEND_SECONDS = 120.0  # The time within which a client has to read a part of the waiting data.
+    LINGER_SECONDS = 10.0  # The time for which a refused client may send its body and read the reply.
+    # The time until the server first checks if a client that closed its side has left. Each further check waits twice
+    # as long, up to a second.
     LOOK_SECONDS = 0.02
-    MAX_HEADER_NAME = 256  # `container.http.request_head` keeps the names that it has seen.
-    MAX_PIPELINED = 100  # Requests of a connection that may wait for an earlier request. uvicorn has no limit.
+    MAX_HEADER_NAME = 256  # `container.http.request_head` keeps every name that it has seen.
+    MAX_PIPELINED = 100  # The most requests of a connection that wait for an earlier request. uvicorn has no limit.
 
     def __init__(self, *args: Any, cork: Cork | None = None, **keywords: Any) -> None:
         """Create the protocol of a connection. `cork` is shared by all connections of a server."""
@@ -226,10 +228,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_limit: asyncio.TimerHandle | None = None
         self._send_limit: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
-        self._unreadable = ""  # The fault of unreadable data. Nothing more is read after it.
-        self._look: asyncio.TimerHandle | None = None  # Set when the client has ended its side.
+        self._unreadable = ""  # The error in unreadable data. Nothing is read after it.
+        self._look: asyncio.TimerHandle | None = None  # Set when the client has closed its side.
 
-    # The transport's callbacks.
+    # Callbacks of the transport.
 
     def connection_made(self, transport: Any) -> None:
         self._connection = CorkedTransport(transport, self._cork, self._closing)
@@ -250,13 +252,13 @@ class HttpProtocol(HttpToolsProtocol):
         ):
             if timer is not None:
                 timer.cancel()
-        # uvicorn tells only the request that was read last, which may not have begun yet.
+        # uvicorn notifies only the last request that it read, which may not have begun yet.
         self.pipeline.clear()
         running = self._answering
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
-        self._answering = self.parser = None  # They hold this object.
+        self._answering = self.parser = None  # They refer to this object.
         self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
@@ -283,13 +285,13 @@ class HttpProtocol(HttpToolsProtocol):
             if self._head_limit is None:
                 self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
         elif self.cycle is None or self.cycle.response_complete:
-            # uvicorn does so after each reply, and cancels it when any byte comes.
+            # uvicorn sets this timer after each reply, and cancels it when any byte arrives.
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection if the client has ended its side and a whole request has no complete answer yet."""
+        """Keep the connection if the client closed its side and the answer to a complete request is unfinished."""
         if self._connection.pieces:  # a reply may have been written in this turn
             self._connection.flush()
         answering = self._answering
@@ -312,17 +314,18 @@ class HttpProtocol(HttpToolsProtocol):
         if self._send_limit is not None and not self._connection.is_closing():
             self._send_limit.cancel()
 
-    # The parser, and its callbacks.
+    # The parser and its callbacks.
 
     def _should_upgrade(self) -> bool:
-        """Return True, so that uvicorn does not answer an offer of another protocol. `data_received` does."""
+        """Return True, so that uvicorn does not answer an offer of another protocol. `data_received` does so."""
         return True
 
     def _without_offer(self, rest: bytes) -> bytes:
         """Return the current request without the protocol that it offers, for a new parser.
 
-        Without the offer the request is plain HTTP (RFC 9110, section 7.8). httptools stops at the end of its head, and
-        `rest` follows that. Java's HttpClient offers HTTP/2 with the first request of each connection.
+        Without the offer, the request is plain HTTP (RFC 9110, section 7.8). httptools stops at the end of the
+        request's head, and `rest` is the data after it. Java's HttpClient offers HTTP/2 with the first request of each
+        connection.
         """
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
@@ -337,7 +340,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._head_limit.cancel()
             self._head_limit = None
         self.scope["extensions"] = self._extensions
-        # CONNECT stops the parser as an offer of another protocol does. Without the offer nothing is left to serve.
+        # CONNECT stops the parser, as an offer of another protocol does. Without the offer, nothing is left to serve.
         if self.parser.get_method() == b"CONNECT":
             raise _Refused("CONNECT is for proxies, and this server is none.")
         hosts = 0
@@ -353,7 +356,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.should_upgrade():
             return
-        # Trailers come through the same callback. They are no headers (RFC 9110, section 6.5.1) and are not used.
+        # Trailers arrive through the same callback. They are not headers (RFC 9110, section 6.5.1) and are not used.
         self.headers = []
         if len(self.pipeline) > self.MAX_PIPELINED:
             self._connection.abort()
@@ -362,7 +365,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead = 0
         super().on_body(body)
 
-    # The request that is answered.
+    # The current request.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
@@ -373,7 +376,7 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _closing(self) -> float:
-        """Watch the waiting data. Returns the seconds for which the client may send its unfinished request."""
+        """Watch the waiting data. Return the number of seconds for which the client may send its unfinished request."""
         self._limit_sending()
         # A reply may be complete before its request. After unreadable data the end of the request is not known.
         answered = self._answering is not None and self._answering.response_complete
@@ -381,7 +384,7 @@ class HttpProtocol(HttpToolsProtocol):
         return self.LINGER_SECONDS if sends else 0.0
 
     def _drop_unfinished(self) -> None:
-        """Drop the request whose body is not complete, if it waits for an earlier one."""
+        """Drop the request whose body is incomplete, if it waits for an earlier request."""
         if self.pipeline and self.pipeline[0][0].more_body:
             self.pipeline.popleft()
 
@@ -397,7 +400,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._connection.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse unreadable data after the requests before it are answered. Close if its own reply has begun."""
+        """Refuse unreadable data after the earlier requests are answered. Close if the data's own reply has begun."""
         self._drop_unfinished()
         self._unreadable = msg
         answering = self._answering
@@ -411,7 +414,7 @@ class HttpProtocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def _look_for_client(self, looks: int) -> None:
-        """Drop the connection if the client has left, and not only ended its side."""
+        """Close the connection if the client has left, but not if it only closed its side."""
         answering = self._answering
         if answering is None or answering.response_complete or self._connection.is_closing():
             return
@@ -434,7 +437,7 @@ class HttpProtocol(HttpToolsProtocol):
         return bool(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE)
 
     def shutdown(self) -> None:
-        """End with the server, without waiting for the rest of an incomplete request."""
+        """Shut down with the server, without waiting for the rest of an incomplete request."""
         super().shutdown()
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
@@ -444,13 +447,13 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._head_limit = None
-        if self.cycle is not None and not self.cycle.response_complete:  # do not cut off its reply
+        if self.cycle is not None and not self.cycle.response_complete:  # Do not cut off this request's reply.
             self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
         else:
             self._connection.close()
 
     def _limit_sending(self) -> None:
-        """Watch the data that waits to be sent. None is added while writing is paused or the connection closes."""
+        """Watch the data that waits to be sent. No data is added while writing is paused or the connection closes."""
         if self._send_limit is not None:
             self._send_limit.cancel()
         waiting: int = self._connection.get_write_buffer_size()

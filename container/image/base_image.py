@@ -1,4 +1,4 @@
-"""Builds the image on a base image that has vLLM: makes Slipway's environment, and compiles the base image's modules.
+"""Builds the image on a base image that contains vLLM: creates Slipway's environment and compiles the base's modules.
 
 The base image has vLLM and its dependencies in the Python of its PATH: the system's Python (vLLM's image) or a virtual
 environment (AWS's image). Slipway's environment sees the base's packages after its own packages, and does not change
@@ -34,8 +34,8 @@ def package_directories() -> list[str]:
 
 
 def installed() -> dict[str, str]:
-    """Return the version of each package by its canonical name. Of two packages with one name: the version of the
-    package that is imported.
+    """Return the version of each package by its canonical name. If two packages share a name, the one that is
+    imported counts.
     """
     versions: dict[str, str] = {}
     for package in metadata.distributions():
@@ -45,7 +45,7 @@ def installed() -> dict[str, str]:
 
 
 def constraints(present: Mapping[str, str], lock: str, dependencies: list[str]) -> list[str]:
-    """Return the lock file's lines of packages that pip may have to add: missing packages, and packages too old for
+    """Return the lock file's lines for packages that pip may have to add: packages that are missing or too old for
     Slipway.
     """
     unfit = {
@@ -58,14 +58,14 @@ def constraints(present: Mapping[str, str], lock: str, dependencies: list[str]) 
 
 
 def lacking(report: Mapping[str, Any], lock: str) -> list[str]:
-    """Return the lock file's lines, with their hashes, of the packages that pip would add to Slipway.
+    """Return the lock file's lines, with hashes, for the packages that pip would add to Slipway.
 
     Args:
-        report: The report of pip's option `--report`.
+        report: The report that pip's option `--report` writes.
         lock: The text of the lock file.
 
     Raises:
-        SystemExit: pip would add a version that the lock does not have.
+        SystemExit: pip would add a version that is not in the lock file.
     """
     requirements = _requirements(lock)
     wanted = []
@@ -85,7 +85,7 @@ def check_vllm(present: Mapping[str, str], extras: Mapping[str, list[str]]) -> N
 
     Args:
         present: The base image's packages.
-        extras: pyproject.toml's optional dependencies. `gpu` and `cpu` name the release.
+        extras: pyproject.toml's optional dependencies, of which `gpu` and `cpu` name the release.
 
     Raises:
         SystemExit: The base image has another release of vLLM, or no vLLM.
@@ -109,7 +109,7 @@ def make_environment(directory: Path) -> None:
 
 
 def _requirements(lock: str) -> dict[str, str]:
-    """Return the lines of each package, by its canonical name: its version, and its hashes."""
+    """Return the version and hash lines of each package, by its canonical name."""
     found = re.findall(r"^([A-Za-z0-9._-]+)(==.*(?:\n +--hash=.*)*)", lock, re.MULTILINE)
     return {canonicalize_name(name): name + rest for name, rest in found}
 
@@ -123,7 +123,7 @@ def _environment(directory: Path, lock_file: Path, project_file: Path) -> None:
 
 
 def _compile() -> None:
-    """Compile every module, as pip does when it installs. Files that are not valid Python are skipped."""
+    """Compile every module, as pip does during installation. Files that are not valid Python are skipped."""
     for directory in package_directories():
         compileall.compile_dir(directory, quiet=2, workers=0)
 

@@ -1,8 +1,8 @@
-"""Lists the packages of an image with their licences: Python's packages and Debian's.
+"""Lists the packages of an image with their licences: Python packages and Debian packages.
 
     licenses.py    writes CSV to standard output: kind, name, version, licence
 
-A package can include parts with licences of other owners, such as a library in a wheel. Their texts are in the package.
+A package can include parts under other licences, such as a library in a wheel. Their texts are in the package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WITHOUT_FILES = "none, because it only names other packages"
 _DOCUMENTATION = Path("/usr/share/doc")
 _CLASSIFIER = "License :: "
 _LICENSE_FILE = re.compile(r"(licen[cs]e|copying)", re.IGNORECASE)
-_LONGEST = 100  # Some packages have the whole text of the licence in the field for its name.
+_LONGEST = 100  # Some packages put the whole text of the licence into the field for its name.
 
 
 class Package(NamedTuple):
@@ -35,7 +35,7 @@ class Package(NamedTuple):
 
 
 def python_packages() -> Iterator[Package]:
-    """Yield this Python's packages. Of two packages with one name: the package that is imported."""
+    """Yield this Python's packages. If two packages share a name, only the one that is imported is yielded."""
     seen = set()
     for package in metadata.distributions():
         name = package.name
@@ -47,7 +47,7 @@ def python_packages() -> Iterator[Package]:
 def license_of(package: metadata.Distribution) -> str:
     """Return the licence that a package declares, or the path of a file with its text.
 
-    A package without files, such as `cuda-toolkit`, needs none.
+    A package without files, such as `cuda-toolkit`, needs no licence.
     """
     fields = package.metadata.get_all
     for expression in fields("License-Expression") or ():

@@ -1,4 +1,4 @@
-"""Restarts the engine of a model after it died or stalled, and copies that died while others serve."""
+"""Restarts a model's engine that died or stalled, and copies that died while other copies serve."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from engines.interface import CopyState, EngineStartError
 logger = logging.getLogger(__name__)
 
 WINDOW_SECONDS = 600.0  # The setting `engine_restart` limits the restarts of each copy within this time.
-LONGEST_PAUSE_SECONDS = 60.0  # Before a restart. The first pause is a second, and each further one twice as long.
+LONGEST_PAUSE_SECONDS = 60.0  # Pauses before restarts begin with a second, and double up to this limit.
 
 
 class EngineRestarts:
     """Restarts engines, as often as the setting `engine_restart` allows.
 
-    The limit counts for each copy of a model. A request that kills engines may kill several copies before it is found.
-    A copy that is broken dies again and again, and the other copies live. Copies that are dead at the same time are
-    restarted together, if one of them has a restart left.
+    The limit applies to each copy of a model. A request that kills engines may kill several copies before it is found.
+    A broken copy dies again and again, while the other copies live. Copies that are dead at the same time are restarted
+    together if one of them has a restart left.
     """
 
     def __init__(self, models: Models, server_config: ServerConfig, loads: Loads) -> None:
@@ -32,7 +32,7 @@ class EngineRestarts:
         self._when_stalled = server_config.engine_restart > 0 and server_config.engine_restart_when_stalled
 
     def fault(self, model: Model) -> str:
-        """Return the reason to restart the engine of a model, or copies of it. Empty: it needs no restart."""
+        """Return the reason to restart a model's engine or some of its copies. Empty: no restart is needed."""
         lifecycle = model.lifecycle
         if lifecycle.died_while_draining:
             return lifecycle.reason
@@ -45,11 +45,11 @@ class EngineRestarts:
     def begin(self, model: Model, reason: str) -> bool:
         """Begin to restart a model's engine, or its dead copies.
 
-        While a copy serves, calls are answered. Otherwise calls of the model wait for the engine, or get an error, and
-        the model counts as failed until it is ready.
+        While any copy serves, calls are answered. Otherwise calls wait for the engine or get an error, and the model
+        counts as failed until it is ready.
 
         Returns:
-            False if the engine may not be restarted, or not now.
+            False if the engine must not be restarted, or cannot be restarted now.
         """
         if model in self._loads.running:
             return True
@@ -79,7 +79,7 @@ class EngineRestarts:
         return True
 
     def _recent(self, model: Model) -> int:
-        """Return the recent restarts of the copy with the fewest restarts, among the copies to restart now."""
+        """Return the smallest number of recent restarts among the copies to restart now."""
         since = time.monotonic() - WINDOW_SECONDS
         return min(model.recent_restarts(copy, since) for copy in _to_restart(model))
 
@@ -105,9 +105,9 @@ class EngineRestarts:
         logger.info("model %s: %s has been restarted", model.title, what)
 
     async def _fail_if_late(self, model: Model) -> None:
-        """Count a model as failed if its restart waits too long for the load of another model, and no copy serves.
+        """Mark a model as failed if its restart waits too long for another model's load, and no copy serves.
 
-        Calls do not wait longer than that.
+        Calls do not wait beyond that time.
         """
         lifecycle, fault = model.lifecycle, ""
         while not fault or lifecycle.missing:
