@@ -1,6 +1,6 @@
 """The life cycle of one model: loaded, restarted, drained and stopped.
 
-A model is starting, ready, draining or stopped. It is failed if it can no longer serve.
+A model is starting, ready, draining or stopped. If it can no longer serve, it is failed.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class State(Enum):
     STARTING = "starting"
     READY = "ready"
     FAILED = "failed"
-    RESTARTING = "restarting"  # The engine has died. It is started again, and calls wait for it.
+    RESTARTING = "restarting"  # The engine has died. It is being restarted, and calls wait for it.
     DRAINING = "draining"
     STOPPED = "stopped"
 
 
 class Lifecycle:
-    """Loads, restarts, drains and stops one model's service, and knows its state."""
+    """Loads, restarts, drains and stops one model's service, and tracks its state."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -61,22 +61,22 @@ class Lifecycle:
         self._stall: StallWatch | None = None
         self._fetched = False
         self.startup_times = StartupTimes()
-        self.stage = State.STARTING  # The last step that was reached. `state` also asks the engine.
+        self.stage = State.STARTING  # The last stage that was reached. `state` also asks the engine.
         self._failure = ""
         self.end_reason = "the server is stopping"  # The error of calls that a drain refuses or ends.
         self._started_at = time.time()
-        self.open_calls = 0  # Calls of the model that are not answered yet.
+        self.open_calls = 0  # The number of the model's calls that are not answered yet.
 
     @property
     def state(self) -> State:
-        """The state, from the engine's latest signs of life. No other process is asked."""
+        """The state, judged by the engine's latest signs of life. No other process is asked."""
         if self.stage is State.READY and self.service is not None and not self._health(self.service).alive:
             return State.RESTARTING if self._waiting_engine is not None else State.FAILED
         return self.stage
 
     @property
     def _waiting_engine(self) -> Engine | None:
-        """The engine, if its calls wait when it has died."""
+        """The engine, if calls wait for its restart when it has died."""
         service = self.service
         if service is None or self.stage is State.STARTING:
             return None
@@ -84,12 +84,12 @@ class Lifecycle:
             return None
         handler = service.runtime
         if isinstance(handler, EngineBehindHandler) and not handler.custom.health().alive:
-            return None  # Another engine would not help.
+            return None  # Restarting the engine would not help.
         return engine
 
     @property
     def _engine_to_restart(self) -> Engine | None:
-        """The engine, if it can be restarted in place. None: the model has to be loaded anew."""
+        """The engine, if it can be restarted in place. None: the model has to be loaded again."""
         if self.missing and self.service is not None:
             return self.service.running_engine
         return self._waiting_engine
@@ -102,33 +102,33 @@ class Lifecycle:
 
     @property
     def reason(self) -> str:
-        """The reason why the model has failed. Empty if it has not."""
+        """The reason why the model has failed. Empty if it has not failed."""
         if self.stage in (State.READY, State.DRAINING) and self.service is not None:
             return self._health(self.service).reason
         return self._failure
 
     @property
     def stalled(self) -> str:
-        """The reason why the engine counts as stalled, though it is alive. Empty if it does not."""
+        """The reason why the engine counts as stalled although it is alive. Empty if it does not."""
         return self._stall.reason if self._stall is not None and self.state is State.READY else ""
 
     @property
     def missing(self) -> str:
-        """The copies that have died while others serve, and can be restarted. Empty if the model is not ready."""
+        """The copies that died while others serve, and that can be restarted. Empty if the model is not ready."""
         return self._health(self.service).missing if self.service is not None and self.state is State.READY else ""
 
     @property
     def lost(self) -> str:
-        """The reason why fewer copies serve than the least number, for good. Empty if the model is not ready."""
+        """The reason why permanently fewer copies serve than the minimum. Empty if the model is not ready."""
         return self._health(self.service).lost if self.service is not None and self.state is State.READY else ""
 
     @property
     def unhealthy(self) -> str:
-        """The reason why the model counts as unhealthy, though it is ready. Empty if it does not."""
+        """The reason why the model counts as unhealthy although it is ready. Empty if it does not."""
         return self.stalled or self.lost
 
     def _health(self, service: Service) -> EngineHealth:
-        """Return the engine's health. If it cannot be read, the model fails, and the log says so."""
+        """Return the engine's health. If it cannot be read, the model is marked as failed and the error is logged."""
         try:
             return service.runtime.health()
         except Exception as error:
@@ -143,7 +143,7 @@ class Lifecycle:
 
     @property
     def short_of_workers(self) -> bool:
-        """True if too few workers of a custom handler, or copies of the model, serve."""
+        """True if too few workers of a custom handler, or too few copies of the model, serve."""
         service = self.service
         if service is None:
             return False
@@ -153,15 +153,15 @@ class Lifecycle:
 
     @property
     def copy_limits(self) -> tuple[int, int]:
-        """The smallest and the largest number of copies of the model. Settings may ask for more than there can be."""
+        """The smallest and the largest number of copies. Settings may ask for more copies than the engine can have."""
         most = sum(copy.state is not CopyState.DRAINING for copy in self.copies) or 1
         return min(self.config.min_copies or most, most), most
 
     def scale(self, least: int, most: int) -> None:
-        """Begin to add or to remove copies of a model that is ready. The numbers also hold if it is loaded anew.
+        """Begin to add or remove copies of a ready model. The numbers also apply if the model is loaded again.
 
         Raises:
-            InvalidRequest: The engine cannot have this number of copies.
+            InvalidRequest: The engine cannot run this number of copies.
         """
         assert self.service is not None, "it is ready"
         engine, queue = self.service.engine, self.service.queue
@@ -175,22 +175,20 @@ class Lifecycle:
         self.settings = dataclasses.replace(self.settings, config=config)
 
     async def start(self, place: Callable[[ModelConfig], ModelConfig] | None = None) -> None:
-        """Load the model and generate a first token.
-
-        The model is ready after that.
+        """Load the model and generate a first token. The model is then ready.
 
         Args:
-            place: Chooses the model's GPUs after its weights were downloaded. It may block. It may raise an error that
-                refuses the model.
+            place: Chooses the model's GPUs after its weights were downloaded. It may block. It may raise an error,
+                which refuses the model.
 
         Raises:
-            EngineStartError: The model cannot be loaded, or cannot generate.
+            EngineStartError: The model cannot be loaded, or cannot generate a token.
         """
         try:
             self._serve(await self._load(place))
         except BaseException as error:
-            # The state is set at the end, after the clean-up. The management API removes the model right after that,
-            # so /ping does not show it as failed.
+            # The state is set after the clean-up. The management API removes the model right afterwards, so /ping does
+            # not show the model as failed.
             if self.stage is State.STARTING:
                 self.stage, self._failure = State.FAILED, str(error)
             raise
@@ -202,16 +200,16 @@ class Lifecycle:
     ) -> None:
         """Restart the engine of a model after it has died or stalled, or restart its dead copies.
 
-        Calls that wait for the engine continue. If none can wait, or if the engine cannot be started as it was in the
-        last attempt, the model is stopped and loaded again with its adapters, and counts as failed until it is ready.
-        A model with copies that serve is never stopped.
+        Calls that wait for the engine continue. If no calls can wait, or if the engine cannot be started as it was on
+        the last attempt, the model is stopped and loaded again with its adapters. It then counts as failed until it is
+        ready. A model is never stopped while copies of it serve.
 
         Args:
-            place: As in `start`.
-            last: Asked if the engine cannot be started or dies again. False: calls wait on for another attempt.
+            place: See `start`.
+            last: Called if the engine cannot be started or dies again. False: calls keep waiting for another attempt.
 
         Raises:
-            EngineStartError: The model, or a copy, cannot be loaded, or cannot generate.
+            EngineStartError: The model or a copy cannot be loaded, or cannot generate a token.
         """
         if (engine := self._engine_to_restart) is not None:
             logs.hold_lines()
@@ -238,7 +236,7 @@ class Lifecycle:
         assert old is not None, "it was ready once"
         await old.stop(self._failure)
         self.startup_times = StartupTimes()
-        service = await self._load(place)  # Until it can serve, calls get the error of the stopped service.
+        service = await self._load(place)  # Until the new service can serve, calls get the stopped service's error.
         if old.adapters is not None and service.adapters is not None:
             try:
                 await _register_again(old.adapters.all(), service.adapters)
@@ -283,16 +281,14 @@ class Lifecycle:
         except BaseException:
             if service is not None:
                 await service.stop()
-                service = None  # The traceback holds this frame.
+                service = None  # The traceback refers to this frame.
             raise
         seconds = time.monotonic() - started
         logger.info("model %s is ready after %.1f s: %s", self.config.name, seconds, self.startup_times)
         return service
 
     async def fetch(self) -> None:
-        """Download the weights that are on S3.
-
-        `start` does so if it was not done before.
+        """Download the weights that are on S3. `start` does so if this method was not called before.
 
         Raises:
             EngineStartError: The download fails, or the secure mode refuses a file.
@@ -301,7 +297,7 @@ class Lifecycle:
             return
         with self.startup_times.phase("download"):
             await fetch_weights(self.settings.remote_models, self.config.model_loading_timeout)
-        # Check again: files that the secure mode forbids may have come with the weights.
+        # Check again: files that the secure mode forbids may have been downloaded with the weights.
         check = self.settings.model_faults
         if check is not None and (faults := await asyncio.to_thread(check)):
             raise EngineStartError("; ".join(faults))
@@ -340,10 +336,10 @@ class Lifecycle:
             await self.service.stop(self.end_reason)
 
     def fail(self, reason: str) -> bool:
-        """Count the model as failed from now on. Its service still answers calls.
+        """Mark the model as failed from now on. Its service still answers calls.
 
         Returns:
-            False if the model was not ready, so that nothing has changed.
+            False if the model was not ready. Nothing has changed then.
         """
         if self.stage is not State.READY:
             return False
@@ -352,16 +348,16 @@ class Lifecycle:
 
     @property
     def died_while_draining(self) -> bool:
-        """True if the engine has died, and running calls are given time to end."""
+        """True if the engine has died while running calls are given time to finish."""
         service = self.service
         return self.stage is State.DRAINING and service is not None and not self._health(service).alive
 
     def calls_can_wait(self) -> bool:
-        """Return True if calls would wait for the next engine, should this one die."""
+        """Return True if calls would wait for a new engine if this one died."""
         return self._waiting_engine is not None
 
     def give_up(self) -> None:
-        """Give an error to calls that wait for the engine. Processes that have died are not started again."""
+        """Fail the calls that wait for the engine. Processes that have died are not restarted."""
         if (engine := self._engine_to_restart) is not None:
             engine.give_up()
 
@@ -388,10 +384,10 @@ async def until_none(calls: Callable[[], int], limit: float) -> None:
 
 
 async def _warm_up(engine: Engine, config: ModelConfig) -> None:
-    """Answer a first request.
+    """Run a first request.
 
     Raises:
-        EngineStartError: The engine cannot answer it.
+        EngineStartError: The engine cannot answer the request.
     """
     request = WARM_UP
     if engine.pooling is not None:
@@ -407,7 +403,7 @@ async def _warm_up(engine: Engine, config: ModelConfig) -> None:
 
 
 async def fetch_weights(models: Sequence[RemoteWeights], seconds: float) -> None:
-    """Download the missing weights, in a thread that ends when this coroutine is cancelled.
+    """Download the missing weights in a thread that stops if this coroutine is cancelled.
 
     Raises:
         EngineStartError: The download fails, or takes longer than `seconds`.

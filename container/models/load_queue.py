@@ -1,4 +1,4 @@
-"""The loads of models that are under way: one at a time, since each measures the free memory."""
+"""Runs the loads of models, one at a time, because each load measures the free memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 class LoadFailed(Exception):
-    """A model cannot be loaded. The message says why."""
+    """A model cannot be loaded. The message states the reason."""
 
 
 _REFUSALS = (LoadFailed, OutOfMemory, NotReady)
 
 
 class Loads:
-    """Loads of models, each a task that ends when the model is loaded."""
+    """Loads of models. Each is a task that ends when the model is loaded."""
 
     def __init__(self, models: Models, free: Callable[[], Sequence[int]]) -> None:
         """Create the loads.
@@ -43,10 +43,10 @@ class Loads:
 
     @contextlib.asynccontextmanager
     async def one_at_a_time(self) -> AsyncIterator[None]:
-        """Wait for other loads. During the block the log holds what libraries print."""
+        """Wait for other loads. Inside the block, the log holds back what libraries print."""
         async with self._lock:
             models = [model.lifecycle.config for model in (*self._models, *self._models.leaving)]
-            # A customer's code may print at any time, and its lines are shown.
+            # A customer's code may print at any time, and its output is shown.
             logs.hold_output(not any(m.handler or m.formatters or m.handler_before_engine for m in models))
             try:
                 yield
@@ -54,22 +54,22 @@ class Loads:
                 logs.hold_output(False)
 
     def begin(self, model: Model, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Start a load. The log gets its error."""
+        """Start a load. If it fails, the error is logged."""
         task = asyncio.create_task(work)
         self.running[model] = task
         task.add_done_callback(lambda done: self._ended(model, done))
         return task
 
     def place(self, config: ModelConfig, check: Settings | None = None) -> ModelConfig:
-        """Return a model's settings with the GPUs that have the most room now.
+        """Return a model's settings with the GPUs that have the most free memory now.
 
         Args:
             config: The settings.
-            check: All settings of the model, if it has to fit into the free memory.
+            check: All settings of the model, if the model has to fit into the free memory.
 
         Raises:
             OutOfMemory: The model does not fit.
-            EngineStartError: The settings ask for GPUs that the model cannot have.
+            EngineStartError: The settings ask for GPUs that the model cannot use.
         """
         try:
             memory = self._free()

@@ -1,4 +1,4 @@
-"""Manages the server's models and their adapters for the contracts that have an API for it."""
+"""Manages the server's models and their adapters for the contracts that have a management API."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _listed(model: Model) -> ListedModel:
 
 
 def described(model: Model) -> DescribedModel:
-    """Describe a model with its workers. A copy of a model is a worker."""
+    """Describe a model with its workers. Each copy of the model is one worker."""
     lifecycle = model.lifecycle
     config, state, service = lifecycle.config, lifecycle.state, lifecycle.service
     status = _STATUS.get(state, "Unhealthy")
@@ -127,9 +127,9 @@ def described(model: Model) -> DescribedModel:
 
 
 def _groups(copies: Sequence[EngineCopy], model: Model) -> list[DescribedGroup]:
-    """Return a group for each GPU with which a copy begins, as LMI does.
+    """Return one group for each GPU that is the first GPU of a copy, as LMI does.
 
-    The numbers of all groups add up to the numbers of the model. A copy that is removed does not count.
+    The worker counts of all groups add up to those of the model. A copy that is being removed does not count.
     """
     least, groups = model.workers[0], []
     for copy in copies:
@@ -140,7 +140,7 @@ def _groups(copies: Sequence[EngineCopy], model: Model) -> list[DescribedGroup]:
 
 
 def _workers(copy: EngineCopy, model: Model) -> list[DescribedWorker]:
-    """Return a copy as a worker. LMI has no worker for a copy that is loading, and two states for the others."""
+    """Return a copy as a worker. LMI lists no worker for a copy that is loading, and has two states for the others."""
     if copy.state is CopyState.STARTING:
         return []
     status = "READY" if copy.state is CopyState.READY else "UNLOADING"

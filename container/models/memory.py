@@ -21,14 +21,14 @@ _BEYOND_FILES = 1.2  # The memory of a loaded model, as a multiple of its weight
 
 
 class OutOfMemory(Exception):
-    """A model does not fit into the free memory. The message has the figures."""
+    """A model does not fit into the free memory. The message states the sizes."""
 
 
 def free_memory() -> tuple[int, ...]:
-    """Return the free bytes of each GPU that this process sees, in CUDA's order, and of main memory at the end.
+    """Return the free bytes of each GPU that this process sees, in CUDA's order, followed by those of main memory.
 
     Raises:
-        SliceNotChosen: It is not clear which GPU or MIG slice would be used.
+        SliceNotChosen: It is unclear which GPU or MIG slice would be used.
     """
     main = min(limit.available for limit in machine_limits())
     if not gpu_count():
@@ -43,8 +43,8 @@ def free_memory() -> tuple[int, ...]:
 def check_room(settings: Settings, memory: Sequence[int]) -> None:
     """Check that a model fits into the free memory of the devices that will load it.
 
-    Each of its copies needs the memory that its settings declare, or else 1.2 times its weight files, as in LMI. vLLM
-    checks the memory that it takes beside the weights.
+    Each copy of the model needs the memory that its settings declare, or else 1.2 times the size of its weight files,
+    as in LMI. vLLM itself checks the memory that it needs in addition to the weights.
 
     Args:
         settings: The settings of the model.
@@ -87,7 +87,7 @@ def _needed(settings: Settings, size: int, layout: Layout) -> int:
 
 
 def _loaded(config: ModelConfig, layout: Layout) -> Weights:
-    """Return the bytes of the weight files, or of all files if a custom handler's model has no known weight files."""
+    """Return the bytes of the weight files, or of all files if a custom handler has no known weight files."""
     if config.handler is not None:
         paths = {str(config.model_dir), config.model_id}
         return Weights(sum(weight_bytes(path) or size_of(path) for path in paths))
@@ -100,7 +100,7 @@ def _loaded(config: ModelConfig, layout: Layout) -> Weights:
 
 
 def size_of(path: str) -> int:
-    """Return the bytes of all files below a directory, without hidden directories. 0 for a hub id."""
+    """Return the bytes of all files below a directory, except in hidden directories. 0 for a hub id."""
     size = 0
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]

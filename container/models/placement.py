@@ -1,4 +1,4 @@
-"""Chooses the GPUs of a model, and tells which of a machine's GPUs the models take and which stay idle."""
+"""Chooses the GPUs of a model, and reports which of a machine's GPUs are used by models and which stay idle."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ from handlers.model_config import ModelConfig
 
 _CONFIG = "config.json"
 _GIB = 1 << 30
-_HUB_SECONDS = 3.0  # Time limit of the one call that tells whether the hub answers.
+_HUB_SECONDS = 3.0  # The time limit of the one call that checks if the hub answers.
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)").fullmatch
 _MULTIPLES = {"": 1, "k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
 _SHARE = re.compile(r"(0?\.\d+|1(\.0+)?)").fullmatch
 _REPLICAS = "option.data_parallel_size"
-_ALIKE = 1 << 30  # GPUs whose free bytes differ by less count as equally free.
+_ALIKE = 1 << 30  # GPUs whose free bytes differ by less than this count as equally free.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUse:
-    """The GPUs of a machine that a model takes, with all of its copies."""
+    """The GPUs of a machine that a model uses, with all of its copies."""
 
     model: str
-    gpus: int | None  # None: it is not known before the model is loaded.
+    gpus: int | None  # None: unknown until the model is loaded.
     why: str
-    warning: str = ""  # GPUs or copies that the settings ask for and the machine lacks.
-    copies: int | None = None  # None: the model has no engine, or it is not known before the model is loaded.
-    cache_tokens: int | None = None  # About how many tokens the KV cache of each copy holds; None: that is not known.
-    allowed: int = 0  # The GPUs that the model may take.
-    most_copies: int | None = 1  # None: no setting limits the copies.
-    size: int = 1  # GPUs that share each layer.
-    sizes: Sequence[int] = ()  # The numbers of such GPUs that the model allows and that hold it.
+    warning: str = ""  # The GPUs or copies that the settings ask for and the machine lacks.
+    copies: int | None = None  # None: the model has no engine, or the number is unknown until the model is loaded.
+    cache_tokens: int | None = None  # Roughly how many tokens the KV cache of each copy holds. None: unknown.
+    allowed: int = 0  # The number of GPUs that the model may use.
+    most_copies: int | None = 1  # None: no setting limits the number of copies.
+    size: int = 1  # The number of GPUs that share each layer.
+    sizes: Sequence[int] = ()  # The values of `size` that the model allows and at which it fits.
     layout: Layout = field(default_factory=Layout)
-    copied_by: str = ""  # The setting with which there are more copies; "" if a copy does not fit.
+    copied_by: str = ""  # The setting that adds copies. Empty if a copy does not fit.
 
     @property
     def gpus_of_copy(self) -> int | None:
         return self.gpus // self.copies if self.gpus is not None and self.copies else None
 
     def remedies(self, idle: int) -> dict[str, int]:
-        """Return the settings with which the model takes idle GPUs as well; each alone is enough."""
+        """Return the settings that would make the model use idle GPUs, too. Each of them is enough on its own."""
         if self.gpus is None or not self.copies:
             return {}
         room, found = min(self.gpus + idle, self.allowed), {}
@@ -74,27 +74,27 @@ class GpuUse:
         return found
 
     def _taken(self, size: int, room: int) -> int:
-        """Return how many of `room` GPUs the model takes if `size` GPUs share each layer; 0 if they are too few."""
+        """Return how many of `room` GPUs the model uses if `size` GPUs share each layer. 0 if there are too few."""
         each = self.layout.gpus(size)
         return each * copies_that_fit(room, each, self.most_copies) if each <= room else 0
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """The GPUs of a machine, and the GPUs that the models of a server take."""
+    """The GPUs of a machine, and those that the models of a server use."""
 
-    gpus: tuple[int, ...]  # The bytes of each; 0 if they are not known.
+    gpus: tuple[int, ...]  # The bytes of each GPU. 0 if unknown.
     models: tuple[GpuUse, ...] = ()
 
     @property
     def idle(self) -> int | None:
-        """The GPUs that no model takes; None if that is not known before the models are loaded."""
+        """The number of GPUs that no model uses. None if it is unknown until the models are loaded."""
         counts = [use.gpus for use in self.models if use.gpus is not None]
         return max(len(self.gpus) - sum(counts), 0) if len(counts) == len(self.models) else None
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The machine and each model, in words. Nothing if there are no GPUs."""
+        """A description of the machine and of each model. Empty if there are no GPUs."""
         if not self.gpus:
             return ()
         least, count = min(self.gpus), len(self.gpus)
@@ -107,7 +107,7 @@ class GpuPlan:
 
     @property
     def warning(self) -> str:
-        """The GPUs and copies that the machine lacks, the GPUs that stay idle, and the remedy; "" if all is well."""
+        """The GPUs and copies that the machine lacks, the idle GPUs, and the remedy. Empty if there is no problem."""
         warnings = [f"model {use.model}: {use.warning}" for use in self.models if use.warning]
         return "; ".join([*warnings, *([self._of_idle] if self._of_idle else [])])
 
@@ -125,7 +125,7 @@ class GpuPlan:
 
 
 def _copies(use: GpuUse) -> str:
-    """Return the copies of a model in words, for the beginning of a reason."""
+    """Describe the copies of a model, for the beginning of a reason."""
     if use.copies is None or not use.gpus_of_copy:
         return ""
     copies = f"{use.copies} copies" if use.copies > 1 else "1 copy"
@@ -136,10 +136,10 @@ def _copies(use: GpuUse) -> str:
 
 @contextmanager
 def hub_asked_once(models: Sequence[Settings]) -> Iterator[str]:
-    """Ask the hub once if it answers, for a command that plans a start. Yield a note if it does not, "" if it does.
+    """Ask the hub once if it answers, for a command that plans a start. Yield a note if it does not, else "".
 
-    Inside the context, a hub that does not answer is not asked again, and only cached files count. The retries of a
-    download would take half a minute for each model.
+    If the hub does not answer, it is not asked again inside the context, and only cached files count. Otherwise the
+    retries of a download would take half a minute for each model.
     """
     named = (
         model
@@ -159,7 +159,7 @@ def hub_asked_once(models: Sequence[Settings]) -> Iterator[str]:
     try:
         status = get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS).status_code
         fault = f"status {status}" if status >= 500 else ""
-    except Exception as error:  # of the HTTP client, of the network, or a malformed HF_ENDPOINT
+    except Exception as error:  # From the HTTP client, from the network, or because of a malformed HF_ENDPOINT.
         fault = str(error) or type(error).__name__
     constants.HF_HUB_OFFLINE = bool(fault)
     try:
@@ -169,7 +169,7 @@ def hub_asked_once(models: Sequence[Settings]) -> Iterator[str]:
 
 
 def gpu_plan(models: Sequence[Settings], gpus: Sequence[int]) -> GpuPlan:
-    """Return which GPUs the models of a server take. A model that is not here is looked up on the hub.
+    """Return which GPUs the models of a server use. A model without local files is looked up on the hub.
 
     Args:
         models: The models that the server starts with.
@@ -193,12 +193,12 @@ def _gpu_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
         return GpuUse(model=config.name, gpus=None, why="option.device_ids, Ray or several machines choose them")
     try:
         return _vllm_use(settings, [gpus[device] for device in devices])
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # config.json may have anything
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # config.json may contain anything.
         return GpuUse(model=config.name, gpus=None, why=f"a number of its config.json is not understood: {error}")
 
 
 def _vllm_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
-    """Decide as the engine does, by the model's files."""
+    """Decide from the model's files, as the engine does."""
     config, smallest = settings.config, min(gpus)
     layout, given = _layout(config), config.tensor_parallel_degree
     memory = model_memory(settings) or ModelMemory({}, Weights(0), layout)
@@ -247,7 +247,7 @@ def _vllm_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
 
 
 def _missing(config: ModelConfig, each: int, gpus: int, fitting: int) -> str:
-    """Return the GPUs or copies that the settings ask for and the machine lacks; "" if it has all of them."""
+    """Return the GPUs or copies that the settings ask for and the machine lacks. Empty if it has all of them."""
     if each > gpus:
         return f"it needs {each} GPUs, and has {gpus}"
     asked = config.min_copies or 1, config.max_copies or 1
@@ -258,20 +258,20 @@ def _missing(config: ModelConfig, each: int, gpus: int, fitting: int) -> str:
 
 
 def model_memory(settings: Settings) -> ModelMemory | None:
-    """Return the memory that a model needs on vLLM by its files, here or on the hub; None without a config.json."""
+    """Return the memory that a model's files, local or on the hub, need on vLLM. None without a config.json."""
     config = settings.config
     is_here = os.path.isdir(config.model_id)
     path = Path(config.model_id, _CONFIG) if is_here else hub_file(config.model_id, _CONFIG, config.revision)
     try:
         hf_config = None if path is None else json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return None  # loading the model reports the fault
+        return None  # Loading the model reports the error.
     if path is None or not isinstance(hf_config, dict):
         return None
     arguments, layout = config.engine_arguments, _layout(config)
     files = str(path.parent) if is_here or weight_bytes(path.parent) else config.model_id
     weights = weights_of(files, config.revision, arguments.get("speculative_config"), layout)
-    if not weights.total:  # weights on S3 are fetched when the model is loaded
+    if not weights.total:  # Weights on S3 are fetched when the model is loaded.
         weights = replace(weights, total=sum(remote.total_bytes for remote in settings.remote_models))
     share = arguments.get("gpu_memory_utilization", "").strip()
     cache = integer(arguments.get("kv_cache_memory_bytes", ""))
@@ -288,18 +288,18 @@ def model_memory(settings: Settings) -> ModelMemory | None:
 
 
 def _length(text: str) -> int | None:
-    """Read vLLM's `max_model_len`: a number such as 8192, 8k or 8K, or 0 if vLLM fits it to the memory."""
+    """Parse vLLM's `max_model_len`: a number such as 8192, 8k or 8K, or 0 if vLLM derives it from the memory."""
     if text.lower() in ("-1", "auto"):
         return 0
     found = _LENGTH(text)
-    return int(float(found[1]) * _MULTIPLES[found[2]]) if found else None  # None: the model's own
+    return int(float(found[1]) * _MULTIPLES[found[2]]) if found else None  # None: the model's own.
 
 
 def placed(config: ModelConfig, memory: Sequence[int]) -> ModelConfig:
-    """Return the settings with `devices` in the order in which the engine takes them: most room first.
+    """Return the settings with `devices` in the order in which the engine uses them: most free memory first.
 
-    They are unchanged for a custom handler, whose workers already have devices, and for an engine that chooses its
-    GPUs, such as one on Ray.
+    The settings are unchanged for a custom handler, whose workers already have devices. They are also unchanged for an
+    engine that chooses its own GPUs, such as one on Ray.
     """
     gpus = gpus_of(config, memory)
     if config.handler is not None or not gpus or chooses_gpus(config.engine_arguments):
@@ -308,7 +308,7 @@ def placed(config: ModelConfig, memory: Sequence[int]) -> ModelConfig:
 
 
 def gpus_of(config: ModelConfig, memory: Sequence[int]) -> tuple[int, ...]:
-    """Return the GPUs that a model may use, in the order in which it takes them. Empty if it runs in main memory."""
+    """Return the GPUs that a model may use, in order of use. Empty if the model runs in main memory."""
     gpus = range(len(memory) - 1)
     if config.handler is not None:
         own = {int(index) for group in config.handler.devices for index in group.split(",")}
@@ -335,7 +335,7 @@ def sharing_gpus(config: ModelConfig, gpus: int) -> tuple[Sequence[int], Layout]
 
 
 def gpus_asked_for(config: ModelConfig) -> int:
-    """Return the number of this machine's GPUs that an engine takes with the model's settings, at least."""
+    """Return the smallest number of this machine's GPUs that an engine uses with the model's settings."""
     return _layout(config).gpus(config.tensor_parallel_degree or 1) * (config.max_copies or 1)
 
 
@@ -344,5 +344,5 @@ def _layout(config: ModelConfig) -> Layout:
 
 
 def integer(text: str) -> int:
-    """Return the number that an engine's argument holds, 0 if it holds none."""
+    """Return the number in an engine's argument, or 0 if it holds no number."""
     return int(text) if text.strip().isdecimal() else 0

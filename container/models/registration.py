@@ -1,4 +1,4 @@
-"""Loads, scales and unloads the models of the start and of the management API."""
+"""Loads, scales and unloads models: those of the server's start and those of the management API."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from handlers.management import Registration
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Reads a model's settings from its URL, its name and the registration's parameters. See `further_settings`.
+# Reads a model's settings, given its URL, its name and the registration's parameters. See `further_settings`.
 ReadSettings = Callable[[Value, str, Mapping[str, Value]], Settings]
 
-_MOST_LOADS = 100  # Models that may wait to be loaded.
-_READ_SECONDS = SETTINGS_SECONDS + 60.0  # For reading a model's settings, which may be on S3.
-_LEAVING_SECONDS = 5.0  # For ended calls to drop their references to a model, before its memory is released.
-_MOMENT_SECONDS = 0.2  # For ended threads to drop their references.
-# Part of a custom handler's error when memory is short. Engines raise EngineOutOfMemory.
+_MOST_LOADS = 100  # The most models that may wait to be loaded.
+_READ_SECONDS = SETTINGS_SECONDS + 60.0  # The time limit for reading a model's settings, which may be on S3.
+_LEAVING_SECONDS = 5.0  # The time for finished calls to drop their references to a model before its memory is released.
+_MOMENT_SECONDS = 0.2  # The time for finished threads to drop their references.
+# A part of the error that a custom handler raises if memory is short. Engines raise EngineOutOfMemory.
 _NO_MEMORY = re.compile(r"\bran out of memory\b|\b(OutOf)?MemoryError\b")
 
 
 class Registrar:
-    """Owns all loads and unloads. They continue if the client that asked for them leaves."""
+    """Owns all loads and unloads. They continue if the client that requested them leaves."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Registrar:
             server_config: The server's settings.
             read_settings: Reads the settings of a model.
             free: Returns the free memory of each device in bytes.
-            said: Warnings that were logged already and are not repeated.
+            said: Warnings that were already logged and are not repeated.
         """
         self._models, self._server_config = models, server_config
         self._read_settings = read_settings
@@ -78,7 +78,7 @@ class Registrar:
         return bool(self._loads.running)
 
     async def start(self) -> None:
-        """Load the models with which the server starts, one after the other.
+        """Load the startup models one after the other.
 
         Raises:
             EngineStartError: A model cannot be loaded.
@@ -87,13 +87,13 @@ class Registrar:
             for model in self._models:
                 if model.at_startup:
                     await model.lifecycle.start(self._loads.place)
-        # A model of the hub is in its cache now, so that the hub is not asked.
+        # A hub model is in the local cache now, so the hub is not asked.
         await in_daemon_thread(self._log_gpus)
 
     def _log_gpus(self) -> None:
         gpus = machine_gpus()
         loaded = [model.lifecycle for model in self._models if model.at_startup]
-        # A service's settings have the engine that was chosen.
+        # A service's settings name the engine that was chosen.
         models = [replace(one.settings, config=one.service.config) for one in loaded if one.service is not None]
         if not gpus or not models:
             return
@@ -111,9 +111,9 @@ class Registrar:
             raises OutOfMemory or LoadFailed.
 
         Raises:
-            UrlNotFound: The URL leads to no model.
-            AlreadyRegistered: The server has a model with this name and version.
-            SettingsError: The settings are wrong, or the secure mode refuses them.
+            UrlNotFound: The URL does not lead to a model.
+            AlreadyRegistered: The server already has a model with this name and version.
+            SettingsError: The settings are invalid, or the secure mode refuses them.
             LoadFailed: The settings cannot be read in time.
             NotReady: The server is stopping.
             Overloaded: Too many models wait to be loaded.
@@ -142,10 +142,10 @@ class Registrar:
         return model, self._loads.begin(model, self._load(model))
 
     async def unregister(self, *models: Model) -> None:
-        """Wait for the models' calls, for at most `drain_timeout`, and free their resources.
+        """Wait for the models' calls for at most `drain_timeout`, and free the models' resources.
 
         Raises:
-            NotReady: One of them is loaded at the start, and it is still loading. All of them stay.
+            NotReady: One of them is a startup model that is still loading. No model is removed.
         """
         for model in models:
             if model.at_startup and model.lifecycle.state is State.STARTING:
@@ -157,16 +157,17 @@ class Registrar:
         await asyncio.gather(*(asyncio.shield(self._begin(self._unload(model))) for model in models))
 
     def scale(self, model: Model, min_workers: int, max_workers: int) -> tuple[int, int]:
-        """Set the numbers of workers: the processes of a custom handler, or the copies of an engine.
+        """Set the number of workers: the processes of a custom handler, or the copies of an engine.
 
-        They are started, or end, in the background. An engine without workers refuses calls, and keeps its copies.
+        Workers start or stop in the background. An engine that is scaled to 0 workers refuses calls and keeps its
+        copies.
 
         Returns:
             The smallest and the largest number of workers that are now in effect.
 
         Raises:
             NotReady: The model is not ready.
-            InvalidRequest: The engine cannot have this number of copies.
+            InvalidRequest: The engine cannot run this number of copies.
         """
         lifecycle = model.lifecycle
         if lifecycle.state is not State.READY or lifecycle.service is None:
@@ -183,7 +184,7 @@ class Registrar:
         """Cancel reads and loads, and wait for unloads.
 
         Args:
-            draining: Go on with restarts for which calls wait.
+            draining: Keep the restarts for which calls wait.
         """
         while (loads := self._loads_to_cancel(draining)) or self._tasks:
             for read in self._reads:
@@ -191,14 +192,14 @@ class Registrar:
             for load in loads:
                 load.cancel()
             await asyncio.gather(*loads, *self._tasks, return_exceptions=True)
-            await asyncio.sleep(0)  # callbacks remove them from the lists
+            await asyncio.sleep(0)  # Callbacks remove them from the lists.
 
     def _loads_to_cancel(self, draining: bool) -> list[asyncio.Task[None]]:
         loads = self._loads.running.items()
         return [load for model, load in loads if not (draining and model.lifecycle.calls_can_wait())]
 
     async def _read(self, name: str, order: Registration) -> Settings:
-        """Read the settings in a thread that can be abandoned: S3 may take minutes to answer."""
+        """Read the settings in a thread that can be abandoned, because S3 may take minutes to answer."""
         url = Value(order.url, "POST /models: url")
         arguments = {key: Value(text, "POST /models") for key, text in order.settings.items()}
         read = asyncio.ensure_future(in_daemon_thread(lambda: self._read_settings(url, name, arguments)))
@@ -218,9 +219,9 @@ class Registrar:
         if failure is None:
             return
         self._models.remove(model)
-        # The error is raised here, outside all `except` clauses. Otherwise its context would keep the loaded weights
-        # alive.
-        with contextlib.suppress(asyncio.CancelledError):  # a server that stops does not wait for memory
+        # The error is raised here, outside all `except` clauses. Otherwise its context would keep the loaded weights in
+        # memory.
+        with contextlib.suppress(asyncio.CancelledError):  # A server that is stopping does not wait for memory.
             await asyncio.sleep(_MOMENT_SECONDS)
             await asyncio.to_thread(release_memory)
         raise failure
@@ -228,7 +229,7 @@ class Registrar:
     async def _failure_of_load(self, model: Model) -> Exception | None:
         settings = model.lifecycle.settings
         try:
-            # The download comes before the free memory is measured. Other models can load in this time.
+            # The download precedes the measurement of the free memory. Other models can load in the meantime.
             await model.lifecycle.fetch()
             async with self._loads.one_at_a_time():
                 await model.lifecycle.start(partial(self._loads.place, check=settings))
@@ -252,7 +253,7 @@ class Registrar:
         await model.lifecycle.stop()
         self._models.leaving.discard(model)
         model.lifecycle.let_go()
-        # Ended calls and threads hold the model for a moment. A server that stops does not need the memory.
+        # Finished calls and threads hold the model for a moment. A server that is stopping does not need the memory.
         await until_none(lambda: 0 if self._models.draining else model.lifecycle.open_calls, _LEAVING_SECONDS)
         if not self._models.draining:
             await asyncio.sleep(_MOMENT_SECONDS)
@@ -265,7 +266,7 @@ class Registrar:
             await asyncio.wait([load])
 
     def _begin(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
-        """Start work that continues if the client that asked for it leaves."""
+        """Start work that continues if the client that requested it leaves."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

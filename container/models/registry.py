@@ -23,7 +23,7 @@ class AlreadyRegistered(Exception):
 
 
 class OpenCall(Protocol):
-    """A call that is not answered yet: the head of its request."""
+    """A call that is not answered yet, identified by the head of its request."""
 
     request_id: str
 
@@ -32,18 +32,18 @@ class OpenCall(Protocol):
 class EngineRestart:
     """A restart of a model's engine."""
 
-    at: float  # By `time.monotonic`.
-    copies: frozenset[int]  # The numbers of the copies that had died. All copies if the engine was stalled.
+    at: float  # A time of `time.monotonic`.
+    copies: frozenset[int]  # The numbers of the copies that had died, or of all copies if the engine was stalled.
 
 
 @dataclass(slots=True)
 class Fault:
-    """The faults of a model at one moment, and the newest black box of them."""
+    """The faults of a model at one moment, and the newest black box that describes them."""
 
     stalled: bool = False
-    dead: frozenset[tuple[int, float]] = frozenset()  # Number and start of each copy that has died.
-    worker: FailedWorker | None = None  # The worker of a custom handler that has failed last.
-    black_box: str = ""  # The file. Empty if none was written.
+    dead: frozenset[tuple[int, float]] = frozenset()  # The number and the start time of each copy that has died.
+    worker: FailedWorker | None = None  # The custom handler's worker that failed last.
+    black_box: str = ""  # The path of the file. Empty if none was written.
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class Model:
     at_startup: bool = True
     scaled_to_zero: bool = False
     restarts: list[EngineRestart] = field(default_factory=list)
-    fault: Fault = field(default_factory=Fault)  # At the last look.
+    fault: Fault = field(default_factory=Fault)  # As last observed.
     registered_at: float = field(default_factory=time.time)  # In seconds since the epoch.
 
     @property
@@ -78,27 +78,27 @@ class Model:
         return (0, 0) if self.scaled_to_zero else self.lifecycle.copy_limits
 
     def recent_restarts(self, copy: int, since: float) -> int:
-        """Return the number of restarts of a copy after a time of `time.monotonic`."""
+        """Return how often a copy was restarted after `since`, a time of `time.monotonic`."""
         return sum(restart.at > since and copy in restart.copies for restart in self.restarts)
 
     def is_called(self, name: str) -> bool:
-        """Return True if a body may use this name for the model: one of its names, or the name of an adapter."""
+        """Return True if a body may use this name for the model: a name of the model or of an adapter."""
         if name == self.name or name in self.lifecycle.config.served_model_names:
             return True
         service = self.lifecycle.service
         return service is not None and service.adapters is not None and name in service.adapters
 
     def service(self) -> Service:
-        """Return the service that answers its calls.
+        """Return the service that answers the model's calls.
 
         Raises:
-            NotReady: The model is loading, or it or the server is stopping.
+            NotReady: The model is loading, or the model or the server is stopping.
             NoWorkers: The model is scaled to 0 workers.
         """
         stage, service = self.lifecycle.stage, self.lifecycle.service
         if self.scaled_to_zero:
             raise NoWorkers(f"model {self.name} has no workers: it is scaled to 0")
-        if service is not None and stage in (State.READY, State.FAILED):  # a failed engine's error says more
+        if service is not None and stage in (State.READY, State.FAILED):  # A failed engine's error is more specific.
             return service
         if stage is State.STARTING:
             raise NotReady(f"the model {self.name!r} is not loaded yet")
@@ -106,17 +106,18 @@ class Model:
 
 
 class Models:
-    """All models of a server. For use on the event loop alone."""
+    """All models of a server. Use this class only on the event loop."""
 
     def __init__(self, models: Iterable[Model] = ()) -> None:
         self._models = {(model.name, model.version): model for model in models}
-        self.only = self._only()  # The one model, if the server has one and started with it.
+        self.only = self._only()  # The only model, if the server started with it and has no other.
         self._turns = itertools.count()
-        # The calls on any route that are not answered yet: route and begin (`time.perf_counter`), by their heads.
+        # The calls on any route that are not answered yet. Maps the head to the route and the start
+        # (`time.perf_counter`).
         self.open_calls: dict[OpenCall, tuple[str, float]] = {}
         self.reading: set[asyncio.Timeout] = set()  # The time limits of calls whose bodies are being read.
         self.draining = False
-        self.leaving: set[Model] = set()  # Unregistered models that still have calls or memory.
+        self.leaving: set[Model] = set()  # Unregistered models that still have calls or hold memory.
 
     def __iter__(self) -> Iterator[Model]:
         return iter(tuple(self._models.values()))
@@ -126,7 +127,7 @@ class Models:
 
     @property
     def single(self) -> bool:
-        """True if the server has one model, and started with it."""
+        """True if the server has exactly one model and started with it."""
         return self.only is not None
 
     def _only(self) -> Model | None:
@@ -137,7 +138,7 @@ class Models:
         """Return the model with which the server started, for a call that names no model.
 
         Raises:
-            ModelNotNamed: The server did not start with exactly one.
+            ModelNotNamed: The server did not start with exactly one model.
         """
         if self.only is not None:
             return self.only
@@ -158,7 +159,7 @@ class Models:
 
         Raises:
             UnknownModel: The path names a model that the server does not have.
-            ModelNotNamed: Nothing names the model, and the server did not start with exactly one.
+            ModelNotNamed: Nothing names the model, and the server did not start with exactly one model.
         """
         if self.only is not None:
             return self.only
@@ -166,16 +167,16 @@ class Models:
             return self.choose(names["model"], names.get(MODEL_VERSION))
         found = [model for model in self if model.is_called(named)]
         if len(found) == 1:
-            return found[0]  # Of several versions, the version that has the adapter.
+            return found[0]  # If there are several versions, the one that has the adapter.
         return self.choose(found[0].name) if found else self.startup()
 
     def versions(self, name: str, version: str | None = None, *, exact: bool = False) -> list[Model]:
-        """Return all versions of a model, or one of them.
+        """Return all versions of a model, or one version.
 
         Args:
             name: The name of the model.
-            version: The version. None for all.
-            exact: A model without a version does not count as a version that is missing.
+            version: The version. None for all versions.
+            exact: A model without a version does not stand in for a missing version.
 
         Raises:
             UnknownModel: The server has no such model or version.
@@ -193,7 +194,7 @@ class Models:
     def choose(self, name: str, version: str | None = None) -> Model:
         """Return one model.
 
-        Several versions take turns. If a version is ready, only ready versions take turns.
+        Versions take turns. If any version is ready, only ready versions take turns.
 
         Raises:
             UnknownModel: The server has no such model or version.
@@ -208,7 +209,7 @@ class Models:
         """Register a model.
 
         Raises:
-            AlreadyRegistered: The server has a model with its name and version.
+            AlreadyRegistered: The server already has a model with this name and version.
         """
         key = (model.name, model.version)
         if key in self._models:
@@ -227,13 +228,13 @@ class Models:
 
     @property
     def starting(self) -> bool:
-        """True if a model with which the server starts is still loading."""
+        """True if a startup model is still loading."""
         return any(model.at_startup and model.lifecycle.state is State.STARTING for model in self)
 
     async def drain(self, limit: float) -> None:
-        """Refuse new calls and wait for running calls, for at most `limit` seconds.
+        """Refuse new calls, and wait for running calls for at most `limit` seconds.
 
-        Calls whose bodies are still being read are refused too.
+        Calls whose bodies are still being read are also refused.
         """
         self.draining = True
         own = until_none(lambda: len(self.open_calls) - len(self.reading), limit)

@@ -1,4 +1,4 @@
-"""Shows which parsers of tool calls and of reasoning the models of a server get, and why."""
+"""Shows which parsers for tool calls and for reasoning the models of a server use, and why."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from engines.vllm.parsers.choice import GENERATION, NAMES, NONE, parser_of
 
 
 def with_parsers_shown(startup: Startup) -> Startup:
-    """Return the settings with entries for the parsers of each model. A model that is not here is looked up on the hub.
+    """Return the settings with entries for the parsers of each model.
 
-    A model that makes vectors or scores, or that vLLM does not run, gets no entries.
+    A model without local files is looked up on the hub. A model that computes vectors or scores, or that does not run
+    on vLLM, gets no entries.
     """
     models = [replace(model, settings=_with_entries(model.settings)) for model in startup.models]
     return replace(startup, models=tuple(models))

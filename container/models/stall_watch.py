@@ -1,4 +1,4 @@
-"""Notices a stalled engine: requests run, and it makes no progress."""
+"""Detects a stalled engine: requests run, but the engine makes no progress."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ logger = logging.getLogger(__name__)
 
 STALL_SECONDS = 60.0
 NEW_ENGINE_STALL_SECONDS = 300.0
-NEW_ENGINE_SECONDS = 600.0  # An engine is new for this number of seconds of work.
+NEW_ENGINE_SECONDS = 600.0  # An engine counts as new during this many seconds of work.
 
 
 class StallWatch:
-    """Finds out when an engine is stalled.
+    """Detects when an engine is stalled, and logs the beginning and the end of each stall.
 
-    The log has the begin and the end.
-
-    A stall begins after `limit` seconds in which requests ran and no token came. It ends with the engine's next sign of
-    life. An engine whose requests have all timed out is still stalled.
+    A stall begins after `limit` seconds in which requests ran and no token was generated. It ends with the engine's
+    next sign of life. An engine whose requests have all timed out is still stalled.
     """
 
     def __init__(
@@ -31,16 +29,16 @@ class StallWatch:
 
         Args:
             health: Returns the engine's health.
-            limit: The limit in seconds. 0 disables the watch. None is `STALL_SECONDS`, and more for a new engine.
+            limit: The limit in seconds. 0 disables the watch. None means `STALL_SECONDS`, or more for a new engine.
             clock: Returns the time in seconds.
         """
         self._health, self._limit, self._clock = health, limit, clock
-        self._mark: float | None = None  # The engine's mark when the stall began. None if the engine is not stalled.
+        self._mark: float | None = None  # The engine's progress mark when the stall began. None if there is no stall.
         self._since = 0.0
 
     @property
     def reason(self) -> str:
-        """The reason why the engine counts as stalled. Empty if it does not."""
+        """The reason why the engine counts as stalled. Empty if it is not stalled."""
         if self._limit == 0:
             return ""
         health = self._health()

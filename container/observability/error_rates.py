@@ -1,4 +1,4 @@
-"""Limits on the number of error answers (SERVING_ERROR_RATE_*). If a limit is exceeded, /ping fails for good."""
+"""Limits on the number of error replies (SERVING_ERROR_RATE_*). Once a limit is exceeded, /ping fails permanently."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 Kind = Literal["wlm", "server", "model", "any"]
-CLIENT_GONE = 499  # The status of calls whose client left before the answer was complete. They do not count as errors.
-# The status of calls without a key. Callers without a key must not be able to fail /ping.
+CLIENT_GONE = 499  # The status of calls whose client left before the reply was complete. They are not errors.
+# The statuses of calls without a key. Such callers must not be able to make /ping fail.
 UNAUTHORIZED, FORBIDDEN = 401, 403
 _MINUTE = 60.0
 _MOST = 1_000_000
@@ -26,17 +26,17 @@ _RATE = re.compile(r"([0-9]{1,7})(?:/(.{1,64}))?")
 
 @dataclass(frozen=True, slots=True)
 class ErrorRate:
-    """The number of errors that are allowed in any period of `seconds`."""
+    """The number of errors that are allowed within any `seconds`."""
 
     limit: int
     seconds: float
 
 
 def error_rate(text: str) -> ErrorRate:
-    """Parse `N`, which means N errors in a minute, or `N/<ISO-8601 duration>`, such as `1/PT5M`.
+    """Parse `N`, which means N errors per minute, or `N/<ISO-8601 duration>`, such as `1/PT5M`.
 
     Raises:
-        ValueError: The text has another form.
+        ValueError: The string has another form.
     """
     parts = _RATE.fullmatch(text)
     if parts is None or int(parts[1]) > _MOST:
@@ -54,8 +54,8 @@ class ErrorRates:
     The kinds are:
     - `wlm`: Refusals because the queue is full or no worker is ready.
     - `server`: Statuses 424 and 5xx.
-    - `model`: The same without the refusals of `wlm`.
-    - `any`: Statuses 4xx and 5xx without 401 and 403. Callers without permission cannot make the server unhealthy.
+    - `model`: The same statuses, except the refusals of `wlm`.
+    - `any`: Statuses 4xx and 5xx, except 401 and 403. Callers without permission cannot make the server unhealthy.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class ErrorRates:
         """Set the limits.
 
         Args:
-            limits: The texts of the limits, see `error_rate`.
-            refusals: The statuses of the kind `wlm`.
+            limits: The limits as strings, see `error_rate`.
+            refusals: The statuses that count as `wlm`.
             clock: Returns the time in seconds.
         """
         self._limits = {kind: error_rate(text) for kind, text in limits.items() if text is not None}

@@ -1,4 +1,4 @@
-"""Measures the delay of the event loop, and logs its stack if it is blocked."""
+"""Measures the delay of the event loop, and logs the loop's stack if the loop is blocked."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 
 class EventLoopWatch:
-    """Measures the delay of the event loop ten times a second. Another thread logs the cause of a long delay."""
+    """Measures the delay of the event loop ten times a second. A separate thread logs the cause of a long delay."""
 
     def __init__(self, on_stuck: Callable[[float], None] = lambda _: None) -> None:
         """Create the watch.
 
         Args:
-            on_stuck: Called once, in the watch's thread, if the event loop stands still for half a minute. It gets the
-                seconds.
+            on_stuck: Called once, in the watch's thread, if the event loop is blocked for half a minute. The argument
+                is the delay in seconds.
         """
         self._on_stuck = on_stuck
-        self._stuck = 0.0  # The tick that was due when `on_stuck` was called.
+        self._stuck = 0.0  # The tick that was due when `on_stuck` was last called.
         self.lag = Distribution(_BUCKETS)
         self._due = 0.0
         self._reported = 0.0  # The tick that was due when the loop's stack was logged.
@@ -48,7 +48,7 @@ class EventLoopWatch:
 
     @property
     def late(self) -> float:
-        """The seconds for which the event loop is late now. 0 if it is not watched."""
+        """The number of seconds by which the event loop is late now. 0 if the loop is not watched."""
         return max(time.monotonic() - self._due, 0.0) if self._due and not self._ended.is_set() else 0.0
 
     def stop(self) -> None:
@@ -61,7 +61,7 @@ class EventLoopWatch:
         late = max(now - self._due, 0.0)
         self.lag.observe(late)
         if late > LIMIT_SECONDS:
-            # The watch runs in a separate thread. If it did not log the stack, no thread could run.
+            # The watch runs in a separate thread. If the watch did not log the stack, no thread could run.
             why = "" if self._reported == self._due else "; no other thread ran either, or the machine stood still"
             logger.warning("the event loop goes on after %.1f s%s", late, why)
         self._due = now + _TICK_SECONDS

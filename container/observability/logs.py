@@ -1,4 +1,4 @@
-"""Structured logs, as JSON objects or plain lines, with the request's id. vLLM's processes log in the same form."""
+"""Structured logs, as JSON objects or plain lines, with the request's id. vLLM's processes log in the same format."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from typing import Any
 
 from container.observability.standard_output import Output, Writer
 
-FIELDS = "slipway_fields"  # The attribute of a record with its further fields in the JSON log.
-FLUSH_SECONDS = 1.0  # The time that a process waits at its end until its log has been read.
+FIELDS = "slipway_fields"  # The attribute of a record that holds additional fields for the JSON log.
+FLUSH_SECONDS = 1.0  # How long a process that ends waits for its log to be read.
 _OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
 _PLAIN = "%(asctime)s %(levelname)-7s %(replica)s%(name)s%(request)s: %(message)s"
 _ACCESS = logging.getLogger("slipway.access")
-# Libraries whose lines below `warning` are held back.
+# Libraries whose lines below `warning` are not shown.
 _LIBRARIES = frozenset({"vllm", "torch", "transformers", "huggingface_hub", "httpx", "uvicorn"})
-# Begin warnings of vLLM that no user can act on: Slipway chose the setting, or the device has nothing better.
+# The beginnings of vLLM's warnings that no user can act on: Slipway chose the setting, or the device has nothing
+# better.
 _WITHOUT_REMEDY = (
     "Enforce eager set, disabling torch.compile",
     "Inductor compilation was disabled by user settings",
@@ -35,7 +36,7 @@ _WITHOUT_REMEDY = (
     "[shutdown] Process manager: force killing remaining process",
 )
 _HELD_LINES, _HELD_LENGTH = 200, 4096
-# A line of another process in the form of `_PLAIN`, without the name of a replica.
+# A line that another process wrote in the format of `_PLAIN`, without the name of a replica.
 _PLAIN_LINE = re.compile(r"\S+Z (?P<level>[A-Z]+) +(?P<logger>[\w.]+): (?P<message>.*)")
 # Characters that end lines or move a terminal's cursor, and characters that cannot be encoded.
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -55,7 +56,7 @@ def _second(seconds: int) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """Formats records as text. A record about a request is one line, even if the client's data has line ends."""
+    """Formats records as text. A record about a request is one line, even if the client's data contains line ends."""
 
     def __init__(self, replica: str = "") -> None:
         """Create the plain formatter.
@@ -75,24 +76,24 @@ class PlainFormatter(logging.Formatter):
         return super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Escape line ends in a record about a request. Parts of the request must not look like further records."""
+        """Escape line ends in a record about a request, so that parts of the request do not look like records."""
         if record.request:  # type: ignore[attr-defined]
             record.message = _CONTROL.sub(_escaped, record.message)
         return super().formatMessage(record)
 
     def foreign(self, stream: str, line: str) -> str:
-        """Return a line that was written to a stream directly, not through the log."""
+        """Return a line that was written to a stream directly instead of to the log."""
         return line
 
     def access(self, created: float, message: str, identity: str) -> str:
-        """Return a line of the access log, as `format` would make it."""
+        """Return a line of the access log, as `format` would format it."""
         if not message.isprintable():
             message = _CONTROL.sub(_escaped, message)
         return f"{_timestamp(created)} INFO    {self._replica}{_ACCESS.name} [{identity}]: {message}"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object for each record, with a traceback in one string."""
+    """Formats each record as one JSON object, with the traceback as one string."""
 
     def __init__(self, replica: str = "") -> None:
         super().__init__()
@@ -112,11 +113,11 @@ class JsonFormatter(logging.Formatter):
             record.exc_text = self.formatException(record.exc_info)
         if record.exc_text:
             fields["traceback"] = record.exc_text
-        # Its own fields come first and keep their values.
+        # The record's standard fields come first and cannot be overridden.
         return json.dumps(fields | getattr(record, FIELDS, {}) | fields, ensure_ascii=False, default=str)
 
     def foreign(self, stream: str, line: str) -> str:
-        """Return a line that was written to a stream past the log. Processes of vLLM write JSON already."""
+        """Return a line that was written to a stream directly, not to the log. vLLM's processes already write JSON."""
         if _json_object(line) is not None:
             return line
         fields = {"time": _timestamp(time.time()), "level": "info", **self._replica, "logger": stream, "message": line}
@@ -128,30 +129,30 @@ class JsonFormatter(logging.Formatter):
 
 
 class HeldLines:
-    """The latest lines that libraries wrote and the log does not show. They are shown if a start or an engine fails.
+    """The latest library lines that the log does not show. They are shown if a start or an engine fails.
 
-    Examples are vLLM's lines below `warning`. While a model is loaded, lines that no logger wrote are held too, such as
-    progress bars.
+    Examples are vLLM's lines below `warning`. While a model is loaded, lines that no logger wrote are also held back,
+    such as progress bars.
     """
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=_HELD_LINES)
-        self.latest = ""  # The text of the latest one.
+        self.latest = ""  # The message of the latest line.
         self.holds_lines = True
-        self.holds_output = False  # Lines that no logger wrote are held as well.
+        self.holds_output = False  # Lines that no logger wrote are also held back.
         self._in_error: set[str] = set()  # The streams whose latest record is an error. Its traceback may follow.
 
     def take(self) -> list[str]:
-        """Return the lines, and forget them. Only the event loop's thread calls this; others may add lines."""
+        """Remove and return the lines. Only the event loop's thread calls this method; other threads may add lines."""
         return [self._lines.popleft() for _ in range(len(self._lines))]
 
     def keep(self, line: str, message: str) -> None:
-        """Keep a line. `message` is its text, or empty if it tells nothing of the progress."""
+        """Keep a line. `message` is its text, or empty if the line says nothing about progress."""
         self._lines.append(line[:_HELD_LENGTH])
         self.latest = message.strip()[:_HELD_LENGTH] or self.latest
 
     def holds(self, logger: str, level: int, message: str) -> bool:
-        """Return True if this record is not to be shown."""
+        """Return True if this record must not be shown."""
         if not self.holds_lines:
             return False
         if logger == "py.warnings":
@@ -161,7 +162,7 @@ class HeldLines:
         return level < logging.WARNING or (level == logging.WARNING and message.startswith(_WITHOUT_REMEDY))
 
     def keeps_line(self, stream: str, line: str, formatter: PlainFormatter | JsonFormatter) -> bool:
-        """Keep a line of a stream, unless it has to be shown. Other processes log in the form of this one."""
+        """Keep a line of a stream unless it has to be shown. Other processes log in the same format as this process."""
         name, logger, message = _parts(line)
         if logger:
             level = logging.getLevelNamesMapping().get(name, logging.WARNING)
@@ -175,7 +176,7 @@ class HeldLines:
 
 
 def _parts(line: str) -> tuple[str, str, str]:
-    """Return the level, the logger and the message of a line in the form of the log; else the line as the message."""
+    """Return the level, the logger and the message of a log line. Any other line is returned as the message."""
     if found := _PLAIN_LINE.fullmatch(line):
         return found["level"], found["logger"], found["message"]
     match _json_object(line):
@@ -195,7 +196,7 @@ def _json_object(line: str) -> dict[str, Any] | None:
 
 
 class LogHandler(logging.Handler):
-    """Has records formatted and written in a thread, so that no line waits for the log's reader."""
+    """Passes records to a thread that formats and writes them, so that no caller waits for the log's reader."""
 
     def __init__(
         self, writer: Writer, formatter: PlainFormatter | JsonFormatter, held: HeldLines | None = None
@@ -205,7 +206,7 @@ class LogHandler(logging.Handler):
         Args:
             writer: Writes the lines.
             formatter: Formats the records.
-            held: Keeps the lines that are not shown. None: all are shown.
+            held: Keeps the lines that are not shown. None: all lines are shown.
         """
         super().__init__()
         self.setFormatter(formatter)
@@ -214,8 +215,8 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a record for the writer's thread.
 
-        The message and the traceback are formatted here. The arguments may change later, and a traceback would keep
-        the objects of its frames alive.
+        The message and the traceback are formatted here. The arguments may change later, and a traceback would keep the
+        objects of its frames in memory.
         """
         try:
             record = copy.copy(record)
@@ -232,7 +233,7 @@ class LogHandler(logging.Handler):
 
 
 class AccessLog:
-    """Writes a line for each request. It bypasses `logging`, which takes five times as long for a line."""
+    """Writes a line for each request. It bypasses `logging`, which takes five times as long per line."""
 
     def __init__(self) -> None:
         self._writer: Writer | None = None
@@ -273,34 +274,34 @@ class _Log:
         access_log.write_to(self.output.log, formatter)
 
 
-access_log = AccessLog()  # Of this process.
+access_log = AccessLog()  # The access log of this process.
 _log = _Log()
 
 
 def output_handler() -> logging.Handler:
-    """The writer of this process's lines. vLLM reads `configuration` when it is imported, in this process as well."""
+    """The handler that writes this process's lines. vLLM reads `configuration` on import, in this process, too."""
     return _log.handler or logging.StreamHandler(sys.stdout)
 
 
 def flush(seconds: float = FLUSH_SECONDS) -> None:
-    """Write the waiting lines. Call this function before the process ends."""
+    """Write the waiting lines. Call this function before the process exits."""
     if _log.output is not None:
         _log.output.flush(seconds)
 
 
 def hold_output(hold: bool) -> None:
-    """Hold lines that no logger wrote, too, or show them again. No effect if the log shows all lines."""
+    """Also hold back lines that no logger wrote, or show them again. No effect if the log shows all lines."""
     if _log.held is not None:
         _log.held.holds_output = hold
 
 
 def latest_held() -> str:
-    """Return the text of the latest line that is not shown."""
+    """Return the message of the latest line that is not shown."""
     return _log.held.latest if _log.held is not None else ""
 
 
 def hold_lines() -> None:
-    """Hold lines of libraries again, after `show_held`: a model is started."""
+    """Hold back library lines again after `show_held`, because a model is being started."""
     if _log.held is not None:
         _log.held.holds_lines = True
 
@@ -308,7 +309,7 @@ def hold_lines() -> None:
 def show_held() -> None:
     """Write the lines that were held back, because a start or an engine has failed.
 
-    Later lines are written as they come, until the next start.
+    Later lines are written immediately, until the next start.
     """
     if _log.held is None or _log.output is None:
         return
@@ -352,8 +353,8 @@ def configure(log_format: str, level: str, replica: str = "", *, redirect: bool 
         log_format: `plain` or `json`.
         level: The lowest level that is logged.
         replica: The name of this replica, if the server has several.
-        redirect: Send everything that is written to standard output and standard error through the log. This includes
-            the output of processes that are started later.
+        redirect: Send everything that is written to standard output and standard error through the log, including the
+            output of processes that are started later.
         quiet: Hold back lines of vLLM and other libraries (`HeldLines`).
     """
     _log.start(log_format, replica, redirect, quiet)
@@ -366,10 +367,10 @@ def configure(log_format: str, level: str, replica: str = "", *, redirect: bool 
 
 
 def configure_vllm(log_format: str, level: str, replica: str = "") -> None:
-    """Make the processes that vLLM starts log in the same form, unless vLLM's variable for it is set already."""
+    """Make the processes that vLLM starts log in the same format, unless vLLM's variable for this is already set."""
     if _OF_VLLM in os.environ:
         return
-    # A file in memory. It exists as long as this process, so the processes that vLLM starts can read it.
+    # This file is in memory. It exists as long as this process, so the processes that vLLM starts can read it.
     file = os.memfd_create("slipway-logging")
     os.write(file, json.dumps(configuration(log_format, level, replica)).encode())
     os.environ[_OF_VLLM] = f"/proc/{os.getpid()}/fd/{file}"

@@ -1,6 +1,6 @@
 """`/metrics`: the counts of the hot path, as Prometheus text.
 
-The counting is in `engines.statistics` and in `HttpCounts`, as plain numbers; only a scrape makes metrics of them.
+`engines.statistics` and `HttpCounts` count with plain numbers. Only a scrape turns these into metrics.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engines.statistics import Distribution, EngineStatistics
 from handlers.custom.metrics import HandlerMetrics
 from handlers.custom.worker_pool import WorkerPool
 
-_VERSION = "1"  # The version in Triton's series if a model has none.
+_VERSION = "1"  # The version in Triton's series if a model has no version.
 _MICROSECONDS = 1e6
 
 Labels = Mapping[str, str]
@@ -88,7 +88,7 @@ class Metrics:
         yield _histogram("slipway_request_seconds", "Duration of HTTP requests.", self._counts.duration)
 
     def _container(self) -> Iterable[Metric]:
-        # As with /ping, a model that is added later has no effect here until it is loaded.
+        # As in /ping, a model that is added later does not count until it is loaded.
         counts = [m for m in self._models if m.at_startup or m.lifecycle.state is not State.STARTING]
         ready = all(m.lifecycle.state is State.READY and not m.lifecycle.unhealthy for m in counts)
         yield _gauge("slipway_ready", "1 when the model can serve.", float(ready and not self._models.draining))
@@ -136,7 +136,7 @@ class Metrics:
 
 
 def handler_metrics(metrics: HandlerMetrics) -> Iterable[Metric]:
-    """The metrics that a customer's handler prints, in the form of DJL Serving."""
+    """Yield the metrics that a customer's handler prints in DJL Serving's format."""
     for metric in metrics.snapshot():
         text, labels = f"Printed by the handler, unit: {metric.unit}", [metric.label]
         if metric.kind == "h":
@@ -158,11 +158,11 @@ def known_metrics(
     version: str | None = None,
     served_as: str | None = None,
 ) -> Iterable[Metric]:
-    """Yield the series of a model that runs on an engine, by the names that vLLM, Triton and TGI have for them.
+    """Yield the series of a model that runs on an engine, under the names that vLLM, Triton and TGI use.
 
     Args:
         version: Distinguishes models with the same name.
-        served_as: The model's name in vLLM's series, if that is another.
+        served_as: The model's name in vLLM's series, if it differs.
     """
     own = {"version": version} if version else {}
     yield from _vllm({"model_name": served_as or model} | own, statistics, status)
@@ -178,21 +178,21 @@ def _vllm(own: Labels, statistics: EngineStatistics, status: EngineStatus) -> It
         for metric in statistics.vllm.collect():
             metric.samples = [_of_model(sample, own) for sample in metric.samples]
             yield metric
-    # Names that vLLM had until 0.10 and 0.11, for routers that still read them.
+    # Names that vLLM used until 0.10 and 0.11, for routers that still read them.
     yield _gauge("vllm:gpu_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", status.kv_cache_usage, labels)
     gaps = statistics.inter_token
     yield _histogram("vllm:time_per_output_token_seconds", "Between one token and the next.", gaps, labels)
 
 
 def _of_model(sample: Sample, own: Labels) -> Sample:
-    """Return a sample of vLLM with the labels that Slipway has for its model."""
+    """Return one of vLLM's samples with Slipway's labels for the model."""
     if own.items() <= sample.labels.items() or "model_name" not in sample.labels:
         return sample
     return sample._replace(labels={**sample.labels, **own})
 
 
 def _as_vllm(labels: Labels, statistics: EngineStatistics, status: EngineStatus) -> Iterable[Metric]:
-    """Yield the main series of vLLM for another engine."""
+    """Yield vLLM's main series for another engine."""
     running, waiting = status.running_requests, status.waiting_requests
     yield _gauge("vllm:num_requests_running", "Sequences in the engine's batch.", running, labels)
     yield _gauge("vllm:num_requests_waiting", "Sequences that wait for the engine.", waiting, labels)
@@ -243,7 +243,7 @@ def _tgi(statistics: EngineStatistics, status: EngineStatus) -> Iterable[Metric]
 
 
 def labelled(families: Mapping[str, Iterable[Metric]]) -> Iterable[Metric]:
-    """Return the series of several models together; each gets the label `model`, unless it names its model already."""
+    """Return the series of several models together. Each gets the label `model`, unless it already names its model."""
     merged: dict[str, Metric] = {}
     for model, metrics in families.items():
         for metric in metrics:
@@ -264,7 +264,7 @@ _Family = type[CounterMetricFamily | GaugeMetricFamily]
 def _each(
     family: _Family, name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
 ) -> Metric:
-    """Return a metric, by the values of its labels."""
+    """Return a metric with a value for each combination of labels."""
     metric = family(name, text, labels=labels)
     for key, value in values:
         metric.add_metric(key, value)
@@ -276,11 +276,11 @@ def _one(family: _Family, name: str, text: str, value: float, labels: Labels = _
 
 
 _gauge = partial(_one, GaugeMetricFamily)
-_counter = partial(_one, CounterMetricFamily)  # Its sample ends in `_total`.
+_counter = partial(_one, CounterMetricFamily)  # The sample's name ends in `_total`.
 
 
 def _plain_counter(name: str, text: str, value: float, labels: Labels = _NONE) -> Metric:
-    """Return a counter whose sample has no such ending, as in Triton and TGI."""
+    """Return a counter whose sample's name does not end in `_total`, as in Triton and TGI."""
     metric = Metric(name, text, "counter")
     metric.add_sample(name, dict(labels), value)
     return metric

@@ -12,13 +12,13 @@ import psutil
 
 from engines.stacks import Stack, own_stacks, stacks_of
 
-STACK_SECONDS = 2.0  # The time for all processes to write their stacks.
+STACK_SECONDS = 2.0  # The time limit for all processes to write their stacks.
 _MOST_PROCESSES = 256
 _STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})
-_OF_VLLM = "VLLM::"  # The title of a process of vLLM begins with it.
-_FORK_SERVER = "VLLM::ForkServer"  # Starts them, and has no model. A process that it has forked has its title at first.
+_OF_VLLM = "VLLM::"  # The titles of vLLM's processes begin with this.
+_FORK_SERVER = "VLLM::ForkServer"  # Forks vLLM's processes, which have this title at first. It has no model.
 _STARTING = "VLLM::Starting"
-_VLLM = "/vllm/"  # In the path of vLLM's code.
+_VLLM = "/vllm/"  # A part of the path of vLLM's code.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +30,10 @@ class ProcessReport:
     name: str
     state: str
     threads: int = 0
-    memory_bytes: int = 0  # Of main memory.
+    memory_bytes: int = 0  # In main memory.
     cpu_seconds: float = 0.0
-    stacks: Sequence[Stack] = ()  # The main thread first. Empty if the process has not written them.
-    waits_in: str = ""  # The kernel's function in which the main thread waits, if the kernel tells it.
+    stacks: Sequence[Stack] = ()  # The main thread first. Empty if the process has not written its stacks.
+    waits_in: str = ""  # The kernel function in which the main thread waits, if the kernel reveals it.
 
     @property
     def title(self) -> str:
@@ -45,13 +45,13 @@ class ProcessReport:
 
     @property
     def place(self) -> str:
-        """The innermost frame of the main thread, in vLLM's code if it has one. Empty if it is not known."""
+        """The main thread's innermost frame in vLLM's code, or else its innermost frame. Empty if unknown."""
         frames = self.stacks[0].frames if self.stacks else ()
         return next((frame for frame in frames if _VLLM in frame), next(iter(frames), ""))
 
     @property
     def fault(self) -> str:
-        """The fault of the process, by its state alone. Empty if it has none."""
+        """The fault of the process, judged by its state alone. Empty if it has none."""
         if self.state in _STOPPED:
             return f"{self.title} is stopped (SIGSTOP, or a debugger)"
         if self.state == psutil.STATUS_ZOMBIE:
@@ -63,7 +63,7 @@ class ProcessReport:
         return ""
 
     def shown(self) -> dict[str, Any]:
-        """Return it as data for JSON."""
+        """Return the report as data for JSON."""
         shown = {
             "pid": self.pid,
             "parent": self.parent,
@@ -80,11 +80,11 @@ class ProcessReport:
 
 
 def process_reports(server: psutil.Process, names: Mapping[int, str]) -> list[ProcessReport]:
-    """Return the reports of a server's process and of the processes below it. It takes `STACK_SECONDS` at most.
+    """Return the reports of a server's process and its descendants, within `STACK_SECONDS`.
 
     Args:
-        server: The process of the server. It may be this one.
-        names: The names of processes that have no title, by their ids.
+        server: The process of the server. It may be this process.
+        names: The names of processes that have no title, by process id.
     """
     names = {server.pid: "the server", **names}
     processes = [server, *server.children(recursive=True)][:_MOST_PROCESSES]
@@ -129,7 +129,7 @@ def _report(
 
 
 def _name(process: psutil.Process) -> str:
-    """Return the title of a process of vLLM, and of others the name of the program. Arguments may have secrets."""
+    """Return the title of a vLLM process, or the program's name of another process. Arguments may contain secrets."""
     title = " ".join(process.cmdline()[:1]) if process.status() != psutil.STATUS_ZOMBIE else ""
     return title if title.startswith(_OF_VLLM) else process.name()
 

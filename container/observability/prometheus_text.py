@@ -1,7 +1,7 @@
 """Prometheus' text format, version 0.0.4.
 
-`prometheus_client.generate_latest` takes three times as long, in which no stream gets a token, and routers may ask for
-metrics 20 times a second. It also has no counters whose names lack `_total`, such as Triton's.
+`prometheus_client.generate_latest` takes three times as long and holds up all streams meanwhile. Routers may ask for
+metrics 20 times a second. It also cannot write counters whose names lack `_total`, such as Triton's.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_CREATED = "_created"  # Ends the name of a sample of a counter or a histogram that is a separate gauge in this format.
+_CREATED = "_created"  # In this format, a counter's or histogram's sample whose name ends in this is a separate gauge.
 _number: Callable[[float], str] = floatToGoString
 
 
 def prometheus_text(metrics: Iterable[Metric]) -> bytes:
-    """Return counters, gauges and histograms as text. Their names and the names of their labels are valid."""
+    """Return counters, gauges and histograms as text. Their names and label names must be valid."""
     lines: list[str] = []
     for metric in metrics:
         created: list[str] = []
