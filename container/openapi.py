@@ -1,7 +1,7 @@
-"""`/openapi.json`: the API description, as OpenAPI 3.1, and `/docs`: vLLM's copy of Swagger UI, which shows it.
+"""`/openapi.json`: the API description, as OpenAPI 3.1. `/docs`: vLLM's copy of Swagger UI, which shows it.
 
 Contracts describe their routes as `Operation`s. vLLM's document describes the routes that vLLM's front end answers. The
-descriptions of errors are made from the replies of each contract's `refuse`.
+descriptions of errors are derived from the replies of each contract's `refuse`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from handlers.openai.routes import ALIASED, LOAD, UNLOAD, LoadAdapterRequest, Un
 from handlers.openapi_schemas import OBJECT, STRING, Schema, either, struct
 from handlers.route_declarations import ContractRoutes, GenerationRoute, InfoRoute, Operation, Route
 
-_FOR_VLLM = ("/v1/chat/completions", "/v1/completions")  # LMI's routes take the bodies of these routes as well.
+_FOR_VLLM = ("/v1/chat/completions", "/v1/completions")  # LMI's routes also accept the bodies of these routes.
 _PARAMETER = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _KINDS: Mapping[str, Schema] = {"int": {"type": "integer", "minimum": 0}}
 _SWAGGER = ("entrypoints", "serve", "instrumentator", "static")
@@ -37,7 +37,7 @@ _ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/cs
 _SCHEMAS = "#/components/schemas/"
 _REFERENCE = re.compile(rf'"{_SCHEMAS}([\w.-]+)"')
 
-# The groups of routes, in the order of the page: a contract each, then what every server has.
+# The groups of routes, in the order of the page: one for each contract, then one for the routes of every server.
 TAGS: Mapping[str, str] = {
     "lmi": "LMI and DJL-Serving: `/invocations`, which SageMaker calls. It also takes OpenAI's chats and completions.",
     "openai": "OpenAI's API as `vllm serve` has it. `/openai/v1/...` is the same with any `model`.",
@@ -51,7 +51,7 @@ TAGS: Mapping[str, str] = {
     "management": "Models: list, load, scale, unload.",
 }
 _PROMPT = "The capital of France is"
-# The first request to a model: vLLM's path that only this kind of model has, the path to call, and the body.
+# The first request to a model: a path that only this kind of model has in vLLM, the path to call, and the body.
 _FIRST_REQUESTS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("/v1/completions", "/invocations", {"inputs": _PROMPT, "parameters": {"max_new_tokens": 16}}),
     ("/v1/embeddings", "/v1/embeddings", {"input": _PROMPT}),
@@ -59,7 +59,7 @@ _FIRST_REQUESTS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("/rerank", "/rerank", {"query": "capital of France", "documents": ["Paris", "Rome"]}),
 )
 
-# For each status its meaning, and the schema of the body by media type.
+# The meaning of each status, and the schema of its body by media type.
 Answers = Mapping[str, tuple[str, Mapping[str, Schema]]]
 Meanings = tuple[tuple[RequestError, str], ...]
 
@@ -112,7 +112,7 @@ def openapi_document(config: ModelConfig, vllm: Mapping[str, Any] | None = None)
 
     Args:
         config: The settings of the model.
-        vllm: The OpenAPI document of vLLM's front end. It is known when the model is loaded.
+        vllm: The OpenAPI document of vLLM's front end. It is available once the model is loaded.
     """
     vllm = vllm or {}
     forwarded = _forwarded(vllm)
@@ -142,7 +142,7 @@ def openapi_document(config: ModelConfig, vllm: Mapping[str, Any] | None = None)
 
 
 def _introduction(forwarded: Mapping[str, Any]) -> str:
-    """Return the text in front of the routes, with a first request to the kind of model that is served."""
+    """Return the text before the routes, with a first request that suits the kind of the served model."""
     found = (request for path, *request in _FIRST_REQUESTS if path in forwarded)
     path, body = next(found, _FIRST_REQUESTS[0][1:])
     command = f"curl http://localhost:8080{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
@@ -167,7 +167,7 @@ def _tags(paths: Mapping[str, Any]) -> list[dict[str, str]]:
 def _operations(config: ModelConfig, forwarded: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Operation]]:
     """Yield method, path, tag and description of each route that vLLM's document does not describe.
 
-    If several have one method and path, they are joined, or the first counts if they have no body.
+    If several routes share a method and path, they are joined. If they have no body, the first one counts.
     """
     bodies = {path: _body_schema(forwarded[path]["post"]["requestBody"]) for path in _FOR_VLLM if path in forwarded}
     invocations = invocation(config, bodies)
@@ -187,12 +187,12 @@ def _operations(config: ModelConfig, forwarded: Mapping[str, Any]) -> Iterator[t
             if not isinstance(route, GenerationRoute | InfoRoute) or route.about is None:
                 continue
             for method in route.methods:
-                if config.handler is None or method != "POST":  # A custom handler answers only a few of these routes.
+                if config.handler is None or method != "POST":  # A custom handler answers only some of these routes.
                     yield method, route.path, contract.name, _with(route.about, _errors(contract, route))
 
 
 def _with(about: Operation, further: Answers) -> Operation:
-    """Return the operation with these answers as well. Its own description of a status goes first."""
+    """Return the operation with additional answers. Its own description of a status takes precedence."""
     answers = dict(about.answers)
     for status, (meaning, bodies) in further.items():
         own, described = answers.get(status, (meaning, {}))
@@ -201,7 +201,7 @@ def _with(about: Operation, further: Answers) -> Operation:
 
 
 def _errors(contract: ContractRoutes, route: Route) -> Answers:
-    """Return the errors of a route: errors of the server, of the model, and of a call that cannot be read."""
+    """Return the errors of a route: those of the server, of the model, and of calls that cannot be parsed."""
     meanings: Meanings = ()
     of_model = not isinstance(route, InfoRoute) or route.answer_all is None
     if "POST" in route.methods:
@@ -222,7 +222,7 @@ def _errors(contract: ContractRoutes, route: Route) -> Answers:
 
 
 def _refusals(refuse: Callable[[RequestError], Reply], meanings: Meanings, schema: Schema = OBJECT) -> Answers:
-    """Return the answers to these errors, by status. `schema` describes their JSON objects."""
+    """Return the answers for these errors, by status. `schema` describes their JSON objects."""
     answers: dict[str, tuple[str, Mapping[str, Schema]]] = {}
     for error, meaning in meanings:
         reply = refuse(error)
@@ -232,7 +232,7 @@ def _refusals(refuse: Callable[[RequestError], Reply], meanings: Meanings, schem
 
 
 def _body(reply: Reply, schema: Schema) -> Mapping[str, Schema]:
-    """Return an error's schema by its media type. Empty if it has no body."""
+    """Return an error's schema by its media type. Empty if the error has no body."""
     kind = reply.content_type.partition(";")[0]
     return {kind: schema if kind == JSON else STRING} if reply.body else {}
 
@@ -266,7 +266,7 @@ def _identity(method: str, path: str) -> str:
 
 
 def _hoisted(content: Any, schemas: dict[str, Any]) -> Any:
-    """Move each schema that has a title into `schemas`. Returns the content with references in their place."""
+    """Move each schema that has a title into `schemas`. Return the content with references in place of the schemas."""
     if isinstance(content, list | tuple):
         return [_hoisted(value, schemas) for value in content]
     if not isinstance(content, Mapping):
@@ -298,7 +298,7 @@ def _forwarded(vllm: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _joined(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return the operation of a route that two contracts share. It takes the bodies of both."""
+    """Return the operation of a route that two contracts share. It accepts the bodies of both."""
     request = either([_body_schema(item["requestBody"]) for item in (ours, theirs)])
     answer = either([_body_schema(item["responses"]["200"]) for item in (ours, theirs)])
     responses = {**theirs["responses"], **ours["responses"]}
@@ -321,7 +321,7 @@ def _body_schema(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _referred_to(content: Any, schemas: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schemas to which the content refers, directly or through others."""
+    """Return the schemas that the content refers to, directly or through other schemas."""
     found: dict[str, Any] = {}
     names = _REFERENCE.findall(msgspec.json.encode(content).decode())
     while names:

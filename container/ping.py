@@ -1,4 +1,4 @@
-"""`/ping`: the health of the models, from their latest signs of life."""
+"""`/ping`: the health of the models, judged by their latest signs of life."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _TEXT = {
 def ping(models: Models, server_config: ServerConfig, error_rates: ErrorRates) -> Reply:
     """Return the reply to `/ping`: LMI's body, with a `reason` if something is wrong.
 
-    Unlike in LMI, 200 means that all models can serve. With `allow_multi_status` the status is 207 instead of 503 while
-    a model loads. Some probes accept 207 as healthy. With `workers_health_check` the status is 500 if too few workers
-    or copies serve, as in LMI. A stalled engine is `Unhealthy`, because it may recover. `FAILED` is final. While a dead
-    engine is started again and calls wait for it (`RESTARTING`), the status is 200: with 500, SageMaker may replace the
-    instance, and the calls would be lost. It is 200 as well while a dead copy of a model is started again and others
-    serve. If the copy is given up, and too few are left, the model is `Unhealthy` and the status 500, although calls
-    are answered: scaling policies count on the whole machine, and SageMaker replaces it only if the status is not 200.
-    A model that the management API loads is PENDING, and does not change the status.
+    Unlike in LMI, 200 means that all models can serve. If `allow_multi_status` is set, the status while a model loads
+    is 207 instead of 503. Some probes accept 207 as healthy. If `workers_health_check` is set, the status is 500 if too
+    few workers or copies serve, as in LMI. A stalled engine is `Unhealthy`, because it may recover. `FAILED` is final.
+
+    While a dead engine is restarted and calls wait for it (`RESTARTING`), the status is 200: with 500, SageMaker may
+    replace the instance, and the calls would be lost. The status is also 200 while a dead copy is restarted and others
+    serve. If the copy is abandoned and too few copies remain, the model is `Unhealthy` and the status is 500, even
+    though calls are answered. Scaling policies count on the whole machine, and SageMaker replaces it only if the status
+    is not 200. A model that the management API loads is PENDING, and does not change the status.
     """
     exceeded = error_rates.exceeded
     entries = [_entry(model, exceeded) for model in models]

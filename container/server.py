@@ -1,7 +1,7 @@
-"""The process: listens, loads, serves, drains.
+"""The process: listens, loads the models, serves and drains.
 
-`serve` opens the port at once, so that /ping can tell the truth while the model loads. The first SIGTERM drains, and
-the second one ends the process.
+`serve` opens the port at once, so that /ping can report the state while the model loads. The first SIGTERM drains the
+server, and the second one ends the process.
 """
 
 from __future__ import annotations
@@ -53,30 +53,30 @@ from handlers.lmi.sessions import remove_sessions
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILED_TO_START, EXIT_ENGINE_DIED = 0, 1, 137  # LMI exits with 137 under SERVING_FAIL_FAST.
-# Open files: more than a server's calls and idle connections are; as many as vLLM's own server asks for.
+# The limit on open files. It exceeds a server's calls and idle connections, and equals what vLLM's own server asks for.
 ENOUGH = 65536
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's variable for the directory of its sockets.
-_SOCKET_PATH = 107  # Bytes of a socket's path on Linux (unix(7)).
-_SOCKET_NAME = 37  # Bytes of the names that vLLM gives them: a slash and a UUID.
+_SOCKET_PATH = 107  # The longest path of a socket on Linux, in bytes (unix(7)).
+_SOCKET_NAME = 37  # The length of the names that vLLM gives its sockets, in bytes: a slash and a UUID.
 
 _SOCKETS_PREFIX = "slipway-sockets-"
-# A directory of this age without a server was left behind. A younger one may be about to be locked.
+# An older directory without a server was left behind. A younger one may not be locked yet.
 _LEFT_SECONDS = 60.0
 
 _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
-_FAILED_SECONDS = 3.0  # How long a model that failed to load can be asked for its reason.
-# A process that was told to stop ends after 25 s at the latest, because SageMaker kills it after 30 s. If the drain may
-# take longer than 21 s, the other steps together have 4 s after it.
+_FAILED_SECONDS = 3.0  # How long a model that failed to load can be asked for the reason.
+# A process that was told to stop ends within 25 s, because SageMaker kills it after 30 s. If the drain may take longer
+# than 21 s, all other steps together have 4 s after the drain.
 _END_SECONDS, _STOP_SECONDS = 25.0, 4.0
-_LAST_SECONDS = 3.0  # The time for clients to read the sent data.
+_LAST_SECONDS = 3.0  # The time for clients to read data that was sent.
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 _ENGINES = {"vllm": "vLLM", "dynamic_batch": "transformers", "python": "Python"}  # Names for people.
-_PROGRESS_SECONDS = 30.0  # The time between two lines of the log while a server starts.
-_BOX_SECONDS = 2.5  # The time for a black box while the process ends: the last of the drain's, or of the process's.
+_PROGRESS_SECONDS = 30.0  # The time between two progress lines in the log while a server starts.
+_BOX_SECONDS = 2.5  # The time for a black box, at the end of the drain's time or of the process's.
 _NOT_STOPPED = f"the server has not stopped, and has {_BOX_SECONDS:g} s left"
-_EXIT_SECONDS = 3.0  # The time for which abandoned threads may delay the end of the process.
+_EXIT_SECONDS = 3.0  # How long abandoned threads may delay the end of the process.
 
 
 def ensure_home() -> None:
@@ -93,8 +93,8 @@ def ensure_home() -> None:
 def allow_open_files() -> None:
     """Raise the soft limit of open files to `ENOUGH`, as far as the hard limit allows.
 
-    A common soft limit is 1024, which is less than the calls that may wait here. At this number of open connections, no
-    further connection is accepted, not even for /ping.
+    A common soft limit is 1024, which is fewer than the calls that may wait here. Once that many connections are open,
+    no further connection is accepted, not even for /ping.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
@@ -104,18 +104,18 @@ def allow_open_files() -> None:
 
 @contextlib.contextmanager
 def socket_directory() -> Iterator[None]:
-    """Keep sockets in a temporary directory during the block: multiprocessing's, and vLLM's unless the environment
-    names one.
+    """Keep sockets in a temporary directory inside the block: those of multiprocessing, and those of vLLM unless the
+    environment names a directory.
 
-    If the path of a temporary directory is too long for sockets, falls back to the libraries' default directories.
+    If the path of the temporary directory is too long for sockets, the libraries' default directories are used.
     """
     _remove_left_directories()
     ours = _SOCKETS not in os.environ
-    # Inherited by all processes that this one starts.
+    # All processes that this one starts inherit this.
     passed_on: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
     before = passed_on.get("tempdir")
     with tempfile.TemporaryDirectory(prefix=_SOCKETS_PREFIX, ignore_cleanup_errors=True) as directory:
-        lock = _lock(directory)  # until this process ends, for any reason
+        lock = _lock(directory)  # Held until this process ends, for any reason.
         if len(os.fsencode(directory)) + _SOCKET_NAME <= _SOCKET_PATH:
             passed_on["tempdir"] = directory
             if ours:
@@ -131,7 +131,7 @@ def socket_directory() -> Iterator[None]:
 
 
 def _remove_left_directories() -> None:
-    """Remove what servers have left that were killed; a container that restarts in place would gather it."""
+    """Remove the directories of servers that were killed, which would pile up in a container that restarts in place."""
     for left in Path(tempfile.gettempdir()).glob(f"{_SOCKETS_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _LEFT_SECONDS and (lock := _lock(left)) is not None:
@@ -140,7 +140,7 @@ def _remove_left_directories() -> None:
 
 
 def _lock(directory: str | Path) -> int | None:
-    """Lock a directory. Returns the lock's descriptor, or None if another process has locked it."""
+    """Lock a directory. Return the lock's descriptor, or None if another process holds the lock."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,7 +151,7 @@ def _lock(directory: str | Path) -> int | None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling: a signal has to drain before it closes anything."""
+    """uvicorn without its signal handling, because a signal has to drain the server before anything is closed."""
 
     def __init__(self, config: uvicorn.Config, last_seconds: float) -> None:
         super().__init__(config)
@@ -162,13 +162,13 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop even if clients do not read: uvicorn would cancel their calls and log errors."""
+        """Stop even if clients do not read. uvicorn would cancel their calls and log errors."""
         dropping = asyncio.get_running_loop().call_later(self._last_seconds, self.drop_connections)
         await super().shutdown(sockets)
         dropping.cancel()
 
     def drop_connections(self) -> None:
-        """Drop all connections."""
+        """Close all connections."""
         connections = list(self.server_state.connections)
         if connections:
             logger.warning("%d connections were still open, and are closed", len(connections))
@@ -177,11 +177,11 @@ class HttpServer(uvicorn.Server):
 
 
 def http_server(application: Application, last_seconds: float = _LAST_SECONDS) -> HttpServer:
-    """Return an HTTP server for an ASGI application; it runs until `should_exit` is set, and ignores signals.
+    """Return an HTTP server for an ASGI application. It runs until `should_exit` is set, and ignores signals.
 
     Args:
         application: Serves the requests.
-        last_seconds: The time for open connections when the server stops.
+        last_seconds: How long open connections may last after the server is told to stop.
 
     Raises:
         RuntimeError: Slipway does not support this release of uvicorn.
@@ -206,7 +206,7 @@ def http_server(application: Application, last_seconds: float = _LAST_SECONDS) -
 
 
 class ModelServer:
-    """The models of a server and their applications: loaded, watched, drained and stopped. Its owner listens."""
+    """The models of a server and their applications: loads, watches, drains and stops them. Its owner listens."""
 
     def __init__(self, startup: Startup, mounts: Sequence[Mount] = ()) -> None:
         self.server_config = startup.server_config
@@ -228,19 +228,19 @@ class ModelServer:
         return self.models.starting or self.registrar.loading
 
     async def load(self) -> None:
-        """Load the models that the server starts with.
+        """Load the startup models.
 
         Raises:
-            EngineStartError: One of them cannot be loaded.
+            EngineStartError: One of the models cannot be loaded.
         """
         self.boxes.begin()
         await self.registrar.start()
-        self._loop_watch.start()  # imports and the start of an engine hold up the event loop
+        self._loop_watch.start()  # Imports and the start of an engine block the event loop.
 
     async def watch(self) -> None:
-        """Watch the engines; returns when the process should end, as `fail_fast` says.
+        """Watch the engines. Return if the process should end because of `fail_fast`.
 
-        Models that can no longer be watched count as failed.
+        Models that can no longer be watched are marked as failed.
         """
         try:
             await self._watch_engines()
@@ -252,16 +252,16 @@ class ModelServer:
                 await asyncio.Event().wait()
 
     async def _watch_engines(self) -> None:
-        """Start each engine and copy again that dies or stalls, or log it; under `fail_fast`, return then."""
+        """Restart each engine and copy that dies or stalls, or log the failure. Return then if `fail_fast` is set."""
         server_config, restarts = self.server_config, self.registrar.engine_restarts
         ends_when_stalled = server_config.fail_fast and server_config.fail_fast_when_stalled
         reported: set[Model] = set()
         while True:
             for model in (*self.models, *self.models.leaving):
                 lifecycle, fault = model.lifecycle, restarts.fault(model)
-                stalled = lifecycle.stalled  # Read in any case, for the log.
-                await self.boxes.look(model, stalled, fault)  # before a restart ends its processes
-                fault, stalled = restarts.fault(model), lifecycle.stalled  # A box may take seconds.
+                stalled = lifecycle.stalled  # Always read, because this logs stalls.
+                await self.boxes.look(model, stalled, fault)  # Before a restart kills the processes.
+                fault, stalled = restarts.fault(model), lifecycle.stalled  # Writing a box may take seconds.
                 if (fault and restarts.begin(model, fault)) or model in self.models.leaving:
                     continue
                 failed = lifecycle.state in (State.FAILED, State.RESTARTING)
@@ -281,7 +281,7 @@ class ModelServer:
     async def drain(self) -> None:
         """Refuse new calls, and wait at most `drain_timeout` for running calls.
 
-        If calls still run shortly before that, a black box is written, and the calls continue.
+        If calls still run shortly before this limit, a black box is written, and the calls continue.
         """
         self.models.draining = True
         seconds = self.server_config.drain_timeout
@@ -300,11 +300,11 @@ class ModelServer:
         await draining
 
     async def drain_mounts(self, seconds: float) -> None:
-        """End the background work of further applications, within `seconds`."""
+        """Finish the background work of the mounted applications within `seconds`."""
         await asyncio.gather(*(mount.drain(seconds) for mount in self._mounts if mount.drain is not None))
 
     async def write_records(self, seconds: float) -> None:
-        """Wait for the records of captured requests, at most `seconds`."""
+        """Wait at most `seconds` for the records of captured requests to be written."""
         if self.applications.records is not None:
             await self.applications.records.finish(seconds)
 
@@ -316,7 +316,7 @@ class ModelServer:
 
 
 class Process:
-    """One container process: a model server, its listeners, and what signals do."""
+    """One container process: a model server, its listeners, and its reactions to signals."""
 
     def __init__(
         self, startup: Startup, mounts: Sequence[Mount] = (), clean_up: Callable[[], None] = lambda: None
@@ -324,7 +324,7 @@ class Process:
         """Create the process.
 
         Args:
-            clean_up: Called if the process ends at once.
+            clean_up: Called if the process exits immediately.
         """
         self._server_config = startup.server_config
         self._clean_up = clean_up
@@ -336,12 +336,12 @@ class Process:
             self.listeners.append((http_server(applications.management), host, int(port)))
         self.exit_code = EXIT_OK
         self._loading: asyncio.Task[None] | None = None
-        self._unfinished = False  # An engine was still being started when it was given up.
+        self._unfinished = False  # An engine was still being started when the process stopped.
         self._stopping: asyncio.Task[None] | None = None
-        self._end_at = 0.0  # The event loop's time at which a stopping process has to be finished.
+        self._end_at = 0.0  # The event loop's time by which a stopping process has to be finished.
 
     async def run(self) -> int:
-        """Serve until told to stop; returns the process's exit code."""
+        """Serve until the process is told to stop. Return the exit code."""
         sockets = [listen(host, port) for _, host, port in self.listeners]
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -371,18 +371,18 @@ class Process:
         except Exception as error:
             self.exit_code = EXIT_FAILED_TO_START
             logs.show_held()
-            await asyncio.to_thread(logs.flush)  # the engine's last lines are written before the reason
+            await asyncio.to_thread(logs.flush)  # The engine's last lines are written before the reason.
             known = isinstance(error, EngineStartError)
             logger.critical("the model cannot be served: %s", error if known else "internal error", exc_info=not known)
-            await asyncio.sleep(_FAILED_SECONDS)  # /ping says why, as LMI's does
-            await self.server.models.drain(self._server_config.drain_timeout)  # Other models may have calls.
+            await asyncio.sleep(_FAILED_SECONDS)  # /ping states the reason, as in LMI.
+            await self.server.models.drain(self._server_config.drain_timeout)  # Other models may still have calls.
             self._end()
         else:
             self._greet()
             await self.watch()
 
     def _greet(self) -> None:
-        """Log the models, their engines and the addresses: three lines, or one record with fields in the JSON log."""
+        """Log the models, their engines and the addresses: as three lines, or as one record in the JSON log."""
         server_config = self._server_config
         url = url_of(server_config.host, server_config.port)
         models = [model.lifecycle.view() for model in self.server.models]
@@ -403,7 +403,7 @@ class Process:
     async def watch(self) -> None:
         await self.server.watch()
         self.exit_code = EXIT_ENGINE_DIED
-        await self.server.models.drain(1.0)  # its clients get their errors first
+        await self.server.models.drain(1.0)  # The engine's clients get their errors first.
         self._end()
 
     def _on_signal(self, number: int) -> None:
@@ -412,12 +412,12 @@ class Process:
         nothing_runs = models.starting and not models.loaded
         if self._stopping is not None or nothing_runs:
             if nothing_runs:
-                logs.show_held()  # somebody may have waited in vain for the start
+                logs.show_held()  # Someone may have waited in vain for the start.
             logger.warning("%s: ending at once", name)
             self._end_now(EXIT_OK if nothing_runs else 128 + number)
         drain = self._server_config.drain_timeout
         logger.info("%s: draining for at most %g s", name, drain)
-        # A thread: no step that hangs can put it off.
+        # This timer is a thread, so no step that hangs can delay it.
         seconds = max(_END_SECONDS, drain + _STOP_SECONDS)
         self._end_at = asyncio.get_running_loop().time() + seconds - _EXIT_SECONDS
         deadline = threading.Timer(seconds - _BOX_SECONDS, self._end_late, (number, seconds))
@@ -426,7 +426,7 @@ class Process:
         self._stopping = asyncio.create_task(self._drain())
 
     def _end_late(self, number: int, seconds: float) -> None:
-        # What hangs may hang this as well. The server may stop meanwhile.
+        # Whatever hangs may also block this thread. The server may stop in the meantime.
         threading.Thread(target=self.server.boxes.write_now, args=("end", _NOT_STOPPED), daemon=True).start()
         time.sleep(_BOX_SECONDS)
         logger.critical("not stopped within %g s of the signal; ending at once", seconds)
@@ -471,7 +471,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _tell_progress() -> None:
-    """Log now and then that the server still starts, with the latest line that the log does not show."""
+    """Log regularly that the server is still starting, with the latest line that the log does not show."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     while True:
@@ -481,9 +481,9 @@ async def _tell_progress() -> None:
 
 
 async def _run(process: Process, clean_up: Callable[[], None]) -> int:
-    """`process.run`, after which the process ends soon, even if threads still run.
+    """Run the process. Afterwards, make it exit soon even if threads still run.
 
-    The interpreter joins the threads of all executors, and one may hang in a model's code or in a session's file.
+    The interpreter joins the threads of all executors, and a thread may hang in a model's code or on a session's file.
     """
     code = await process.run()
 
@@ -498,7 +498,7 @@ async def _run(process: Process, clean_up: Callable[[], None]) -> int:
 
 
 def _exit(code: int) -> None:
-    """End at once, even if threads hang or the log cannot be written."""
+    """Exit at once, even if threads hang or the log cannot be written."""
     try:
         logs.flush()
     finally:
@@ -506,9 +506,9 @@ def _exit(code: int) -> None:
 
 
 def _kill_children() -> None:
-    """Kill the engine's processes: while a model loads, nothing else can stop them.
+    """Kill the engine's processes, because nothing else can stop them while a model loads.
 
-    multiprocessing's resource trackers stay. Each ends with the processes whose shared memory it frees.
+    multiprocessing's resource trackers are kept. Each exits after the processes whose shared memory it frees.
     """
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -517,7 +517,7 @@ def _kill_children() -> None:
 
 
 def _remove_empty_entries(variable: str) -> None:
-    """Remove the empty entries of a search path. The loader of later processes takes them for the working directory."""
+    """Remove the empty entries of a search path. To the loader of later processes, they mean the working directory."""
     entries = list(filter(None, os.environ.pop(variable, "").split(":")))
     if entries:
         os.environ[variable] = ":".join(entries)
@@ -525,15 +525,15 @@ def _remove_empty_entries(variable: str) -> None:
 
 @contextlib.contextmanager
 def prepared(startup: Startup) -> Iterator[None]:
-    """Prepare this process for its models; to be called from a thread that lives as long as they do."""
+    """Prepare this process for its models. Call this function in a thread that lives as long as they do."""
     ensure_home()
     os.environ.update(startup.exports)
     _remove_empty_entries("LD_LIBRARY_PATH")
     if startup.server_config.api_keys is not None:
-        for name in KEY_VARIABLES:  # no other process needs the server's keys
+        for name in KEY_VARIABLES:  # No other process needs the server's keys.
             os.environ.pop(name, None)
         logger.info("callers need one of %d API keys", len(startup.server_config.api_keys.digests))
-    # GPUs are chosen by the numbers of nvidia-smi, so CUDA has to count them in the same order.
+    # GPUs are chosen by nvidia-smi's indices, so CUDA has to number them in the same order.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     allow_open_files()
     stacks.register()
@@ -545,18 +545,18 @@ def prepared(startup: Startup) -> Iterator[None]:
                 stack.callback(shutil.rmtree, model.temporary, ignore_errors=True)
             begin_import(model.settings.config)
         if len(startup.models) == 1 and (only := startup.models[0].settings.config).formatters is not None:
-            # LMI runs a model's code in its directory, and the code may read files from there.
+            # LMI runs a model's code in the model directory, and the code may read files from there.
             os.chdir(only.model_dir)
         yield
 
 
 def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
-    """Run a server process with these models, and with further applications, until it is told to stop.
+    """Run a server process with these models and mounted applications until it is told to stop.
 
-    Returns the exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died under fail_fast.
+    Return the exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died under fail_fast.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(prepared(startup))
-        with importing():  # earlier imports are exempt from collection as well
+        with importing():  # Earlier imports are also exempt from collection.
             import uvloop
         return uvloop.run(_run(Process(startup, mounts, stack.close), stack.close))

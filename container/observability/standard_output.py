@@ -1,10 +1,10 @@
 """Standard output and standard error that never block the process.
 
-A pipe holds 64 KiB. A process that writes to a full pipe stops until the reader reads. Its event loop stops, too. A
+A pipe holds 64 KiB. A process that writes to a full pipe blocks until the reader reads, and so does its event loop. A
 `Writer` has a bounded queue and a thread instead, and drops lines when the queue is full.
 
-`Output` can replace both streams by pipes that a thread always reads. Processes that are started later inherit them, so
-a `print`, a line of a C library and a line of vLLM's processes all reach the same queue.
+`Output` can replace both streams by pipes that a thread always reads. Processes that are started later inherit the
+pipes, so a `print`, a line from a C library and a line from vLLM's processes all reach the same queue.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-_MOST_BYTES = 8 << 20  # The size of the queue. The thread may hold the same number of bytes again.
+_MOST_BYTES = 8 << 20  # The size of the queue. The thread may hold as many bytes again.
 _BYTES_OF_A_LINE = 1024  # The overhead of a queued line.
 _CHUNK = 65536
-_LONGEST = 65536  # Characters of a line from another process. A longer line is cut into several.
+_LONGEST = 65536  # The longest line from another process, in characters. A longer line is split.
 _PIPE_BYTES = 1 << 20
 _PAUSE_SECONDS = 0.01  # The pause between two writes. Lines that arrive during the pause are written together.
 
@@ -35,11 +35,11 @@ class Writer:
         """Create the writer.
 
         Args:
-            notice: Makes the line that reports a number of dropped lines.
+            notice: Formats the line that reports a number of dropped lines.
         """
         self._descriptor, self._notice = descriptor, notice
         self.dropped = 0  # The number of dropped lines since the start.
-        self._lock = threading.RLock()  # A finalizer may log while its thread has the lock.
+        self._lock = threading.RLock()  # A finalizer may log while its thread holds the lock.
         self._lines: list[tuple[Callable[..., str], tuple[Any, ...]]] = []
         self._bytes = self._untold = 0
         self._wake, self._idle = threading.Event(), threading.Event()
@@ -47,14 +47,12 @@ class Writer:
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def add(self, size: int, make: Callable[..., str], *arguments: Any) -> None:
-        """Queue a line, or drop it if the queue is full.
-
-        Never blocks.
+        """Queue a line, or drop it if the queue is full. This method never blocks.
 
         Args:
             size: The line's approximate length in bytes.
-            make: Formats the line; called in the thread with the arguments. Returns it without a line end.
-            *arguments: Must not change later.
+            make: Formats the line, without a line end. The writer's thread calls it with the arguments.
+            *arguments: Arguments of `make`. They must not change later.
         """
         with self._lock:
             if self._bytes > _MOST_BYTES:
@@ -67,7 +65,7 @@ class Writer:
                 self._wake.set()
 
     def flush(self, seconds: float) -> bool:
-        """Wait at most `seconds` until all lines are written. Returns True if they are."""
+        """Wait at most `seconds` until all lines are written. Return True if they are."""
         return self._idle.wait(seconds)
 
     def _drop(self, lines: int) -> None:
@@ -83,10 +81,10 @@ class Writer:
                 dropped, self._untold = self._untold, 0
             texts = [_made(make, arguments) for make, arguments in lines]
             if dropped:
-                texts.append(self._notice(dropped))  # the dropped lines came after the queued ones
+                texts.append(self._notice(dropped))  # The dropped lines came after the queued lines.
             try:
                 self._write("\n".join([*texts, ""]).encode("utf-8", "backslashreplace"))
-            except OSError:  # the reader has gone, or the disk is full
+            except OSError:  # The reader is gone, or the disk is full.
                 with self._lock:
                     self._drop(len(lines))
                     self._untold += dropped
@@ -100,7 +98,7 @@ class Writer:
         while rest:
             try:
                 rest = rest[os.write(self._descriptor, rest[:_CHUNK]) :]
-            except BlockingIOError:  # another process set the file to non-blocking
+            except BlockingIOError:  # Another process made the file non-blocking.
                 writable = select.poll()
                 writable.register(self._descriptor, select.POLLOUT)
                 writable.poll()
@@ -109,7 +107,7 @@ class Writer:
 def _made(make: Callable[..., str], arguments: tuple[Any, ...]) -> str:
     try:
         return make(*arguments)
-    except Exception as error:  # the thread must not end
+    except Exception as error:  # The thread must not end.
         return f"a line of the log cannot be made: {error!r}"
 
 
@@ -123,14 +121,14 @@ class _Redirected:
         self._mark = f"slipway-{os.urandom(8).hex()}"
         self._marked = threading.Event()
         self._reader, write_end = os.pipe()
-        with contextlib.suppress(OSError):  # a user's pipes together have a limit
+        with contextlib.suppress(OSError):  # All pipes of a user together have a limit.
             fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.dup2(write_end, descriptor)
         os.close(write_end)
         threading.Thread(target=self._read, name="output", daemon=True).start()
 
     def drain(self, seconds: float) -> None:
-        """Wait at most `seconds` until the writer has everything that was written to the stream before."""
+        """Wait at most `seconds` until the writer has everything that was written to the stream so far."""
         self._marked.clear()
         os.write(self._descriptor, f"\n{self._mark}\n".encode())
         self._marked.wait(seconds)
@@ -142,7 +140,7 @@ class _Redirected:
             if len(rest) > _LONGEST:
                 lines, rest = [*lines, rest], b""
             for line in lines:
-                # A progress bar rewrites its line. Its last state counts.
+                # A progress bar overwrites its line. Only the last state is kept.
                 text = line.decode("utf-8", "backslashreplace").rstrip("\r").rpartition("\r")[2]
                 if text == self._mark:
                     self._marked.set()
@@ -152,7 +150,7 @@ class _Redirected:
     def _holds(self, text: str) -> bool:
         try:
             return self._is_held(text)
-        except Exception:  # the thread must not end: processes would block on a full pipe
+        except Exception:  # The thread must not end: processes would block on a full pipe.
             return False
 
 
@@ -168,14 +166,14 @@ class Output:
         """Start the threads.
 
         Args:
-            notice: Makes the line that reports a number of dropped lines.
-            shape: Formats a line that did not come through the log, given the stream's name (`stdout`, `stderr`) and
-                the line. None: the streams are not replaced.
-            is_held: Given the same, returns True for a line that is not to be written.
+            notice: Formats the line that reports a number of dropped lines.
+            shape: Formats a line that was not logged, given the stream's name (`stdout`, `stderr`) and the line. None:
+                the streams are not replaced.
+            is_held: Given the same arguments, returns True for a line that must not be written.
         """
         _open_missing()
         self._redirected: list[_Redirected] = []
-        self.stderr: int | None = None  # The descriptor of the original standard error; None if it was not replaced.
+        self.stderr: int | None = None  # The descriptor of the original standard error. None if it was not replaced.
         self._writers = [Writer(1 if shape is None else os.dup(1), notice)]
         if shape is None:
             return
@@ -198,10 +196,10 @@ class Output:
         return sum(writer.dropped for writer in self._writers)
 
     def flush(self, seconds: float) -> None:
-        """Wait at most `seconds` until all that was written has reached the reader."""
+        """Wait at most `seconds` until everything that was written has reached the reader."""
         deadline = time.monotonic() + seconds
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # a model's code closed it
+            with contextlib.suppress(OSError, ValueError):  # A model's code closed the stream.
                 stream.flush()
         for redirected in self._redirected:
             with contextlib.suppress(OSError):
@@ -220,6 +218,6 @@ def _open_missing() -> None:
             if null != descriptor:
                 os.dup2(null, descriptor)
                 os.close(null)
-        if getattr(sys, name) is None:  # as Python sets it if the descriptor is closed
+        if getattr(sys, name) is None:  # Python sets it to None if the descriptor is closed.
             stream = open(descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)

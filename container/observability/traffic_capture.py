@@ -1,4 +1,4 @@
-"""Records inference requests and their answers as JSON lines, which `slipway replay` reads (`SERVING_CAPTURE`)."""
+"""Records inference requests and their replies as JSON lines, which `slipway replay` reads (`SERVING_CAPTURE`)."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ logger = logging.getLogger(__name__)
 Headers = Iterable[tuple[bytes, bytes]]
 
 RECORDED = "slipway.recorded"  # A key of ASGI scopes. True: a mounted application records the call.
-LAST_SECONDS = 2.0  # The time for the last records when the server stops.
-MAX_PENDING = 256 << 20  # Bytes of records that are collected, or wait to be written.
+LAST_SECONDS = 2.0  # The time limit for writing the last records when the server stops.
+MAX_PENDING = 256 << 20  # The most bytes of records that are being collected or wait to be written.
 _REQUEST_ID = b"x-request-id"
 _OF_SAGEMAKER = (
     *(b"accept", b"adapter-alias", b"adapter-identifier", b"closed-session-id", b"content-type", b"custom-attributes"),
     *(b"forwarded-api", b"inference-component", b"inference-id", b"new-session-id", b"session-id", b"target-model"),
     *(b"target-container-hostname", b"target-variant"),
 )
-# The headers that a file records: the headers that a contract reads or writes, and the ids of a call. Any other header
-# may hold a credential: gateways and identity providers have their own names for theirs.
+# The headers that a file records: those that a contract reads or writes, and the ids of a call. Any other header may
+# hold a credential, because gateways and identity providers use their own names.
 _RECORDED = frozenset(
     (
-        # The body and its form.
+        # The body and its format.
         *(b"content-type", b"content-encoding", b"inference-header-content-length", b"accept"),
-        # SageMaker's. Its custom attributes are content, like the body, and recorded as they are.
+        # SageMaker's headers. The custom attributes are content, like the body, and are recorded unchanged.
         *(b"x-amzn-sagemaker-" + name for name in _OF_SAGEMAKER),
-        # The model and the function of a handler; the engine's queue and replica.
+        # The model, a handler's function, and the engine's queue and replica.
         *(b"model_name", b"model_version", b"handler", b"x-synchronous", b"x-priority", b"x-vllm-priority"),
         *(b"x-data-parallel-rank", b"x-session-id", b"endpoint-load-metrics-format"),
         *(b"anthropic-version", b"anthropic-beta"),
         # The call and its trace.
         *(_REQUEST_ID, b"request-id", b"x-amzn-trace-id", b"traceparent", b"x-slipway-explain"),
-        # Of replies.
+        # Headers of replies.
         *(b"allow", b"retry-after", b"cache-control", b"x-accel-buffering", b"endpoint-load-metrics"),
         *(b"x-compute-type", b"x-compute-time", b"x-compute-characters", b"x-compute-tokens", b"x-total-time"),
         *(b"x-validation-time", b"x-tokenization-time", b"x-queue-time", b"x-inference-time", b"x-time-per-token"),
         *(b"x-prompt-tokens", b"x-generated-tokens", b"x-slipway-not-held"),
     )
 )
-_RECORDED_PARAMETERS = frozenset(("model_name", "model_version", "adapter"))  # Of the query. They choose the weights.
+_RECORDED_PARAMETERS = frozenset(("model_name", "model_version", "adapter"))  # They choose the weights.
 
 
 def recorded_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """Return the headers that a record has. Headers of the connection and unknown ones are left out."""
+    """Return the headers that are recorded. Headers of the connection and unknown headers are dropped."""
     return [(name, value) for name, value in headers if name.lower() in _RECORDED]
 
 
 def recorded_query(query: bytes) -> bytes:
-    """Return the parameters of a query that a record has, with a question mark before them."""
+    """Return the query parameters that are recorded, preceded by a question mark."""
     parameters = [part for part in query.split(b"&") if _parameter(part) in _RECORDED_PARAMETERS]
     return b"?" + b"&".join(parameters) if parameters else b""
 
@@ -74,20 +74,20 @@ def _parameter(part: bytes) -> str:
 
 
 class RecordFiles:
-    """Files of records, one for each hour and folder. A thread writes them. A call never waits for its record.
+    """Files of records, one for each hour and folder. A thread writes them, so a call never waits for its record.
 
-    Only the server's user can read the files, because they have prompts.
+    Only the server's user can read the files, because they contain prompts.
     """
 
     def __init__(self, directory: Path, max_pending: int = MAX_PENDING) -> None:
         self._directory, self._max_pending = directory, max_pending
-        self._thread = ThreadPoolExecutor(1, "capture")  # The interpreter waits for it when it ends.
+        self._thread = ThreadPoolExecutor(1, "capture")  # The interpreter waits for this thread when it exits.
         self._files: dict[str, Path] = {}  # The current file of each folder.
         self._pending, self._counting = 0, threading.Lock()
-        self._unwritten = 0  # Records that wait for the thread.
+        self._unwritten = 0  # The number of records that wait for the thread.
 
     def take(self, size: int) -> bool:
-        """Reserve memory for a part of a record. Returns False if too much waits already."""
+        """Reserve memory for a part of a record. Return False if too many bytes are waiting already."""
         with self._counting:
             if self._pending + size > self._max_pending:
                 return False
@@ -100,7 +100,7 @@ class RecordFiles:
             self._pending -= size
 
     def write(self, name: str, folder: str, at: datetime, size: int, line: Callable[[], bytes]) -> None:
-        """Write a record. Its memory has to be reserved, and is released when it is written.
+        """Write a record. Its memory must be reserved, and is released once the record is written.
 
         Args:
             name: The call, for the log.
@@ -128,15 +128,15 @@ class RecordFiles:
         writing.add_done_callback(written)
 
     async def finish(self, seconds: float) -> None:
-        """Wait until all records are written. The log has the number of lost records.
+        """Wait until all records are written. The number of lost records is logged.
 
         Args:
-            seconds: The longest time, but at least `LAST_SECONDS`.
+            seconds: The time limit. At least `LAST_SECONDS` are allowed.
         """
         try:
             end = self._thread.submit(lambda: None)
         except RuntimeError:
-            return  # It has given up before.
+            return  # `finish` has given up before.
         await asyncio.wait([asyncio.wrap_future(end)], timeout=max(seconds, LAST_SECONDS))
         if not end.done():
             logger.error("%d captured calls are lost: writing them takes too long", self._unwritten)
@@ -146,11 +146,11 @@ class RecordFiles:
         hour = self._directory / folder / f"{at:%Y/%m/%d/%H}"
         file = self._files.get(folder)
         if file is None or file.parent != hour:
-            # `parents` would make the upper folders readable for others.
+            # `parents` would create upper folders that others can read.
             for missing in reversed([path for path in (hour, *hour.parents) if not path.exists()]):
                 missing.mkdir(mode=0o700, exist_ok=True)
             file = hour / f"{at:%M-%S}-{at.microsecond // 1000:03d}-{uuid.uuid4()}.jsonl"
-        self._files.pop(folder, None)  # After a failed write the next record goes to another file.
+        self._files.pop(folder, None)  # After a failed write, the next record goes to another file.
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as lines:
             lines.write(line())
         self._files[folder] = file
@@ -171,9 +171,9 @@ class _Record:
     first_byte: float | None = None
     seconds: float = 0.0
     complete: bool = False
-    size: int = 0  # Reserved bytes.
+    size: int = 0  # The number of reserved bytes.
     too_large: bool = False
-    finished: bool = False  # Nothing is kept then: a reply's last parts may come after its client has left.
+    finished: bool = False  # Nothing is kept after this: a reply's last parts may come after its client has left.
 
     def keep(self, parts: list[bytes], data: bytes) -> None:
         if self.too_large or not data:
@@ -235,7 +235,7 @@ def _as_object(headers: Headers) -> dict[str, str]:
 
 
 def _body(body: bytes) -> dict[str, str]:
-    """Return the field for a body. Text stays text, so that people can read the file."""
+    """Return the field for a body. Text is stored as text, so that people can read the file."""
     try:
         return {"body": body.decode()}
     except UnicodeDecodeError:
@@ -243,7 +243,7 @@ def _body(body: bytes) -> dict[str, str]:
 
 
 class RequestCapture:
-    """An ASGI application that records the requests of another application. Replies pass through it at once."""
+    """An ASGI application that records the requests of another application. Replies pass through without delay."""
 
     def __init__(
         self,
@@ -256,12 +256,12 @@ class RequestCapture:
         Args:
             application: Serves the requests.
             infers: Returns True for the ASGI scope of a request that is recorded.
-            files: Get the records.
+            files: Store the records.
         """
         self._application, self._infers, self._files = application, infers, files
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        scope["app"] = self  # A mounted application calls the container's own routes. They are recorded, too.
+        scope["app"] = self  # A mounted application calls the container's own routes. These calls are recorded, too.
         if scope["type"] != "http" or scope.get(RECORDED) or not self._infers(scope):
             await self._application(scope, receive, send)
             return

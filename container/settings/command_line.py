@@ -1,4 +1,4 @@
-"""The options of the commands that start a server, and the settings that these read."""
+"""The options of the commands that start a server, and the settings that are read from them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ def read_startup(
     model: str | None = None,
     verbose: bool = False,
 ) -> Startup:
-    """Read the settings of the server and its models. If they are wrong, print the faults and exit with code 2.
+    """Read the settings of the server and its models. If they are invalid, print the faults and exit with code 2.
 
-    `gpus` is the number of GPUs; None: the GPUs that this process sees. `model` is a model directory, or the hub's
-    model.
+    `gpus` is the number of GPUs. None: the GPUs that this process sees. `model` is a model directory or a hub model.
     """
     if model is not None and (is_s3(model) or os.path.isdir(model)):
         if model_dir is not None:

@@ -1,8 +1,8 @@
-"""Read the server's environment variables, and the settings that they make.
+"""Reads the server's environment variables, and derives settings from them.
 
 The rules are LMI's. A variable of TGI or of AWS's vLLM image, or an older variable of LMI, is an alias for a variable
-of LMI. The alias counts only if the variable of LMI is not set. This module does not check values; `options` and
-`server` have the allowed ones.
+of LMI. The alias counts only if LMI's variable is not set. This module does not check values. `options` and `server`
+define the allowed values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from container.sources.download import download_dir
 from engines.settings.declaration import PREFIX
 from engines.settings.parsers import FALSE, TRUE
 
-# SageMaker's variables that overwrite a key of the model.
+# SageMaker's variables that override a model key.
 SAGEMAKER_MODEL_KEYS = (
     ("SAGEMAKER_STARTUP_TIMEOUT", "option.model_loading_timeout"),
     ("SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS", "option.predict_timeout"),
@@ -38,7 +38,7 @@ _SAGEMAKER_SERVER_KEYS = (
     ("SAGEMAKER_HEALTH_CHECK_OVERRIDE", "workers_health_check"),
     ("SAGEMAKER_MAX_REQUEST_SIZE", "max_request_size"),
 )
-# Server keys that are the default of a model's key.
+# Server keys that are the default of a model key.
 SERVER_DEFAULTS_OF_MODEL_KEYS = (
     *("batch_size", "max_batch_delay", "max_idle_time", "min_workers", "max_workers"),
     *("load_on_devices", "reserved_memory_mb", "retry_threshold"),
@@ -46,7 +46,7 @@ SERVER_DEFAULTS_OF_MODEL_KEYS = (
 _LEVELS = frozenset({"10", "20", "30", "40", "50"})
 _OPTION_KEYS = {"ENTRYPOINT": "option.entryPoint", "ENGINE": "engine"}
 _UPPER_CASE_NAME = re.compile(r"[A-Z0-9_]+")
-_MOST_BYTES = 10**18 - 1  # The longest number that a setting may have.
+_MOST_BYTES = 10**18 - 1  # The largest number that a setting may have.
 _MEBIBYTE = 1 << 20
 _TGI_ADAPTER = re.compile(r"([^=@]+)(?:=([^=@]+))?(?:@([^=@]+))?")
 VLLM_PREFIX = "SM_VLLM_"
@@ -69,11 +69,11 @@ _TOOLKIT, _TORCHSERVE = "SageMaker's inference toolkit", "SageMaker's PyTorch im
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A variable, and the one that it stands for."""
+    """A variable, and the variable that it stands for."""
 
     variable: str
     target: str
-    of: str  # The container whose variable it is.
+    of: str  # The container that defines the variable.
     convert: Callable[[str], str] = str
 
 
@@ -81,13 +81,13 @@ class Alias:
 class Environment:
     """The environment variables that count, as they were when the process started."""
 
-    variables: Mapping[str, Value] = field(default_factory=dict)  # With those that aliases stand for.
-    aliases: tuple[Alias, ...] = ()  # Those that are in effect.
+    variables: Mapping[str, Value] = field(default_factory=dict)  # Includes the variables that aliases stand for.
+    aliases: tuple[Alias, ...] = ()  # The aliases that are in effect.
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     downloads: Path = Path("/tmp/slipway")  # The directory for models that are fetched from S3.
-    gpus: int = 0  # The GPUs that the settings are read for: this process's, or those of a machine to plan for.
-    one_model: bool = False  # The settings are those of the only model that the server starts with.
+    gpus: int = 0  # The number of GPUs to read the settings for: this process's, or those of a planned machine.
+    one_model: bool = False  # These are the settings of the only model that the server starts with.
 
 
 def _inverted(text: str) -> str:
@@ -95,13 +95,13 @@ def _inverted(text: str) -> str:
 
 
 def _negated(text: str) -> str:
-    """Turn a word for true into a word for false, and the other way round. Other text stays, and is refused later."""
+    """Replace a word for true by a word for false, and vice versa. Other text is kept, and refused later."""
     word = text.strip().lower()
     return "false" if word in TRUE else "true" if word in FALSE else text
 
 
 def _lora_modules(text: str) -> str:
-    """Return TGI's list of `id`, `id=path` and `id=path@revision` in the words of vLLM. Other text stays."""
+    """Convert TGI's list of `id`, `id=path` and `id=path@revision` to vLLM's form. Other text is kept."""
     parts = [_TGI_ADAPTER.fullmatch(part.strip()) for part in text.split(",")]
     if not all(parts):
         return text
@@ -114,7 +114,7 @@ def _log_format(text: str) -> str:
 
 
 def _log_level(text: str) -> str:
-    """Return the name of one of Python's levels, which the toolkit takes as numbers."""
+    """Return the name of one of Python's log levels, which the toolkit accepts as numbers."""
     return logging.getLevelName(int(text)).lower() if text.strip() in _LEVELS else text
 
 
@@ -133,16 +133,16 @@ def _quantization(text: str) -> str:
 
 
 def _kv_cache_dtype(text: str) -> str:
-    """TGI's `fp8_e4m3fn` is vLLM's `fp8_e4m3`."""
+    """Return `fp8_e4m3fn` of TGI as `fp8_e4m3` of vLLM. Other text is kept."""
     return "fp8_e4m3" if text.strip().lower() == "fp8_e4m3fn" else text
 
 
 def _one_key(text: str) -> str:
-    """Return a list of keys with this key alone: a comma in it is a part of the key."""
+    """Return a list of keys that contains only this key: a comma in it is part of the key."""
     return json.dumps([text.strip()])
 
 
-# If two aliases for the same variable are set, the first one of this list counts.
+# If two aliases for the same variable are set, the first in this list counts.
 ALIASES = (
     Alias("MODEL_ID", "HF_MODEL_ID", _TGI),
     Alias("HF_MODEL_REVISION", "HF_REVISION", f"{_TGI} on SageMaker"),
@@ -207,7 +207,7 @@ _IGNORED = {
     "set OPTION_ENFORCE_EAGER, or OPTION_CUDAGRAPH_CAPTURE_SIZES": "CUDA_GRAPHS",
     "set OPTION_SPECULATIVE_CONFIG": "SPECULATE",
     "set OPTION_TOKENIZER or OPTION_CHAT_TEMPLATE": "TOKENIZER_CONFIG_PATH",
-    # vLLM replaces the whole of `rope_parameters`, so that the model's own `rope_theta` would be lost.
+    # vLLM replaces `rope_parameters` entirely, so the model's own `rope_theta` would be lost.
     "set OPTION_HF_OVERRIDES to all `rope_parameters`, with the model's `rope_theta`": "ROPE_SCALING ROPE_FACTOR",
     "constraints cannot be switched off": "DISABLE_GRAMMAR_SUPPORT",
     "log probabilities of the prompt are always served": "ENABLE_PREFILL_LOGPROBS REQUEST_LOGPROBS",
@@ -223,31 +223,31 @@ _IGNORED = {
     "the model directory is --model-dir, or SERVING_MODEL_STORE": "SAGEMAKER_BASE_DIR",
     "a script gets one request at a time": "SAGEMAKER_TS_BATCH_SIZE SAGEMAKER_TS_MAX_BATCH_DELAY",
 }
-# Variables of other containers that have no effect, and the reason. Two of TGI's variables are not among them: every
+# Variables of other containers that have no effect, and the reason. Two of TGI's variables are missing here: every
 # container has HOSTNAME, and the hub's library reads HUGGINGFACE_HUB_CACHE.
 IGNORED_VARIABLES: Mapping[str, str] = {name: reason for reason, names in _IGNORED.items() for name in names.split()}
 
-# AWS's vLLM image has a variable for each argument of vLLM. The following arguments do not become options of an engine.
+# AWS's vLLM image has a variable for each argument of vLLM. These arguments do not become options of an engine.
 _VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT", "API_KEY": API_KEYS}
-_NEGATION = "NO_"  # `--no-x` is the negation of the flag `--x`. No argument of vLLM has a name that begins so.
+_NEGATION = "NO_"  # `--no-x` negates the flag `--x`. No argument of vLLM has a name that begins with this.
 
 # Variables that protect the server. The start fails if such a variable is empty, for example because a secret is
 # missing.
 _NEVER_EMPTY = (API_KEYS, API_KEYS_FILE, f"{VLLM_PREFIX}API_KEY")
-# All variables that hold API keys, or the path of a file with API keys.
+# All variables that hold API keys or the path of a file with API keys.
 KEY_VARIABLES = frozenset({*_NEVER_EMPTY, *(alias.variable for alias in ALIASES if alias.target == API_KEYS)})
 _KNOWN = _VARIABLES | {alias.variable for alias in ALIASES}
 
 
 def read_environment(environ: Mapping[str, str], gpus: int | None = None) -> Environment:
-    """Read the variables of the server, and replace aliases by the variables of LMI.
+    """Read the server's variables, and replace aliases by LMI's variables.
 
     An empty variable counts as unset, but an empty SM_VLLM_* is true. If an alias and its variable are both set and
-    differ, the variable counts, and the result has a warning.
+    differ, the variable counts, and the result contains a warning.
 
     Args:
         environ: The environment variables.
-        gpus: The number of GPUs; None: the GPUs that this process sees.
+        gpus: The number of GPUs. None: the GPUs that this process sees.
     """
     variables: dict[str, Value] = {}
     problems, warnings = [], []
@@ -286,7 +286,7 @@ def read_environment(environ: Mapping[str, str], gpus: int | None = None) -> Env
 
 
 def _lacks_prefix(name: str) -> bool:
-    """Return True for a model's setting without OPTION_. Names of one word, such as SEED, may be of other programs."""
+    """Return True for a model's setting without OPTION_. One-word names, such as SEED, may belong to other programs."""
     return "_" in name and name == name.upper() and f"{PREFIX}{name.lower()}" in SUGGESTED
 
 
@@ -310,18 +310,18 @@ _CHOICE_OF_MODELS = frozenset(
 def for_each_model(environment: Environment) -> Environment:
     """Return the variables that count for each model of a server with several models.
 
-    The variables that select or name models do not count, and neither do the variables of the server's API keys.
+    Variables that select or name models are left out, and so are the variables for the server's API keys.
     """
     return _without(environment, _HUB_MODEL | _CHOICE_OF_MODELS | {API_KEYS, API_KEYS_FILE})
 
 
 def for_hub_model(environment: Environment) -> Environment:
-    """Return the variables that count for the hub's model of a server with several models."""
+    """Return the variables that count for the hub model of a server with several models."""
     return _without(environment, _CHOICE_OF_MODELS | {API_KEYS, API_KEYS_FILE})
 
 
 def for_given_model(environment: Environment, model: Value, others: Collection[str]) -> Environment:
-    """Return the variables with HF_MODEL_ID as the command line gives it. `others` are further names of models."""
+    """Return the variables, with HF_MODEL_ID from the command line. `others` are further variables that name models."""
     rest = _without(environment, {"HF_MODEL_ID", *others})
     return replace(rest, variables={**rest.variables, "HF_MODEL_ID": model})
 
@@ -338,7 +338,7 @@ def _without(environment: Environment, names: Collection[str]) -> Environment:
 
 
 def option_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:
-    """Model keys from OPTION_* and ARGS_*."""
+    """Return the model keys from OPTION_* and ARGS_*."""
     layer: dict[str, Value] = {}
     for name, value in variables.items():
         if name.startswith("OPTION_") and (rest := name.removeprefix("OPTION_")):
@@ -349,7 +349,7 @@ def option_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[st
 
 
 def serving_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:
-    """Server keys from SERVING_*."""
+    """Return the server keys from SERVING_*."""
     layer: dict[str, Value] = {}
     for name, value in variables.items():
         if name.startswith("SERVING_") and (rest := name.removeprefix("SERVING_")):
@@ -368,18 +368,18 @@ def _put(layer: dict[str, Value], key: str, value: Value, problems: list[str]) -
 
 
 def sagemaker_model_layer(variables: Mapping[str, Value]) -> dict[str, Value]:
-    """Model keys that SageMaker's variables overwrite."""
+    """Return the model keys that SageMaker's variables override."""
     return {key: variables[name] for name, key in SAGEMAKER_MODEL_KEYS if name in variables}
 
 
 def sagemaker_server_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:
-    """Server keys that SageMaker's variables overwrite."""
+    """Return the server keys that SageMaker's variables override."""
     layer = {key: variables[name] for name, key in _SAGEMAKER_SERVER_KEYS if name in variables}
     megabytes = variables.get("SAGEMAKER_MAX_PAYLOAD_IN_MB")
     if megabytes is None or "max_request_size" in layer:
         return layer
     if re.fullmatch("0*[0-9]{1,7}", megabytes.text.strip(), re.ASCII):
-        size = int(megabytes.text) * _MEBIBYTE or _MOST_BYTES  # Batch transform says 0 for no limit.
+        size = int(megabytes.text) * _MEBIBYTE or _MOST_BYTES  # Batch transform uses 0 for no limit.
         layer["max_request_size"] = Value(str(size), megabytes.source)
     else:
         problems.append(f"{megabytes.describe('max_request_size')}; allowed: an integer, in MiB; 0 for no limit")

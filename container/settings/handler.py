@@ -17,7 +17,7 @@ from engines.settings.declaration import PREFIX
 from engines.settings.engine_config import ENVIRONMENT
 from handlers.custom.settings import HandlerConfig, PackageConfig
 
-# LMI's own handler for vLLM. It calls the `handle` of a `model.py` before the engine.
+# LMI's own handler for vLLM. It calls the function `handle` of a `model.py` before the engine.
 SERVICE_FOR_VLLM = "djl_python.lmi_vllm.vllm_async_service"
 _DEGREE = re.compile(r"[0-9]{1,9}").fullmatch
 _LEAST_IDLE_TIME = 0.01  # Seconds.
@@ -27,7 +27,7 @@ _TENSOR_PARALLEL, _PIPELINE_PARALLEL = _PARALLEL = ("tensor_parallel_degree", "p
 def handler_settings(
     sources: Sources, entry_point: str, function: str, model_id: str, packages: PackageConfig
 ) -> HandlerConfig | None:
-    """Return the handler's settings. If they are wrong, return None and add the reasons to the problems."""
+    """Return the handler's settings. If they are invalid, add the reasons to the problems and return None."""
     lookup = sources.lookup
     problems = len(lookup.problems)
     gpus = sources.gpus
@@ -55,8 +55,8 @@ def handler_settings(
             )
     properties = _properties(sources, model_id, degrees)
     if is_hugging_face:
-        # LMI sets these for a Hugging Face model. LMI turns `auto` into `disable` if it uses none of its
-        # own engines.
+        # LMI sets these properties for a Hugging Face model. LMI turns `auto` into `disable` if none of its own engines
+        # is used.
         if properties.get("rolling_batch", "auto").strip().lower() == "auto":
             properties["rolling_batch"] = "disable"
         properties = {"pipeline_parallel_degree": "1", "max_rolling_batch_size": "32"} | properties
@@ -64,8 +64,8 @@ def handler_settings(
         handler_config,
         min_workers=least,
         max_workers=max(least, most),
-        # 0 ends a worker as soon as it is idle. A pause keeps a worker that waits for a full batch from being checked
-        # all the time.
+        # With 0, a worker would end as soon as it is idle. With a short time, a worker that waits for a full batch is
+        # not checked constantly.
         max_idle_time=max(handler_config.max_idle_time, _LEAST_IDLE_TIME),
         python_executable=executable,
         devices=devices,
@@ -104,7 +104,7 @@ def _show_other_keys(sources: Sources) -> None:
 
 
 def _degrees(sources: Sources, gpus: int, is_hugging_face: bool) -> dict[str, int]:
-    """Return the parallel degrees that are given. LMI uses all GPUs for a Hugging Face model without any."""
+    """Return the given parallel degrees. If there are none, LMI uses all GPUs for a Hugging Face model."""
     given = {name: sources.model.get(PREFIX + name) or sources.variables.get(name.upper()) for name in _PARALLEL}
     degrees = {name: max(int(value.word), 1) for name, value in given.items() if value and _DEGREE(value.word)}
     tensor = given[_TENSOR_PARALLEL]
@@ -117,7 +117,7 @@ def _degrees(sources: Sources, gpus: int, is_hugging_face: bool) -> dict[str, in
 def _allowed(sources: Sources, gpus: int) -> tuple[int, ...]:
     try:
         return allowed_devices(gpus, _load_on(sources))
-    except ValueError:  # `_worker_devices` reports it.
+    except ValueError:  # `_worker_devices` reports the error.
         return ()
 
 
@@ -144,16 +144,16 @@ def _warn_of_mpi(sources: Sources, degrees: Mapping[str, int]) -> None:
 
 
 def _is_hugging_face(model_dir: Path, model_id: str) -> bool:
-    """Return True if the model is a Hugging Face model. A hub id counts as one."""
+    """Return True for a Hugging Face model. A hub id counts as such a model."""
     if not model_id or model_id == str(model_dir):
         return location.has_model(model_dir)
     return location.is_hub_id(model_id) or location.has_model(Path(model_id))
 
 
 def _properties(sources: Sources, model_id: str, degrees: Mapping[str, int]) -> dict[str, str]:
-    """Return the properties that LMI gives to a handler: every setting of the model, without `option.`.
+    """Return the properties that LMI passes to a handler: every setting of the model, without the prefix `option.`.
 
-    As in LMI, settings without a value are among them, and `option.env` is missing: it may have secrets.
+    As in LMI, settings without a value are included. `option.env` is left out because it may contain secrets.
     """
     properties = {
         key.removeprefix(PREFIX): value.text for key, value in sources.model.items() if key != ENVIRONMENT.key

@@ -18,12 +18,12 @@ from container.sources import location
 from engines.settings.engine_config import MODEL_ID, ROLLING_BATCH
 from handlers.custom.settings import ASYNC_MODE, ENTRY_POINT
 
-# LMI's own handlers. An engine replaces these handlers. LMI has removed the last four.
+# LMI's own handlers. An engine replaces them. LMI has removed the last four.
 _BUILT_IN = frozenset(
     f"djl_python.{name}"
     for name in ("huggingface", "tensorrt_llm", "deepspeed", "tensorrt_llm_python", "transformers_neuronx", "tnx")
 )
-# LMI's own handlers with the newer schema. They mean `option.async_mode=true`.
+# LMI's own handlers with the newer schema. They imply `option.async_mode=true`.
 _ASYNCHRONOUS = frozenset({SERVICE_FOR_VLLM, "djl_python.lmi_trtllm.trtllm_async_service"})
 OF_ENGINES = _BUILT_IN | _ASYNCHRONOUS
 # LMI's handlers for other models than language models.
@@ -37,7 +37,7 @@ _CANNOT_BE_TOLD = re.compile(r"^\s*from\s+\S+\s+import\s+\*|(?<![.\w])(exec|glob
 
 
 def model_code(sources: Sources) -> Path | None:
-    """Return the model directory's `model.py`, or the file with the directory's name. None if there is neither."""
+    """Return the model directory's `model.py`, or the Python file with the directory's name. None without either."""
     files = (sources.model_dir / "model.py", sources.model_dir / f"{sources.model_dir.name}.py")
     return next((path for path in files if os.path.isfile(path)), None)
 
@@ -45,7 +45,7 @@ def model_code(sources: Sources) -> Path | None:
 def handler_code(sources: Sources, code: Path | None, function: str) -> str | None:
     """Return the file or the module of the handler. None if an engine serves the model.
 
-    Wrong settings are added to `sources.lookup.problems`.
+    Errors are added to `sources.lookup.problems`.
 
     Args:
         code: The result of `model_code`.
@@ -79,7 +79,7 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
     elif "://" in name:
         fault = "entry points are not downloaded: put the file into the model directory, and give its name"
     elif name.endswith(".py"):
-        # The model directory may be the only directory in the given directory, such as `code` in /opt/ml/model.
+        # The model directory may be the only subdirectory of the given directory, such as `code` in /opt/ml/model.
         within = sources.model_dir.parent if Path(name).parts[0] == sources.model_dir.name else sources.model_dir
         for directory in (sources.model_dir, within):
             if os.path.isfile(directory / name):
@@ -89,11 +89,11 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
         fault = "allowed: a file that ends in .py, or the name of a module"
     if fault:
         sources.lookup.problems.append(f"{given.describe(ENTRY_POINT.key)}: {fault}")
-    return name  # A wrong name is returned, too: with a handler, a missing model is not a second problem.
+    return name  # A wrong name is also returned: with a handler, a missing model is not a second problem.
 
 
 def _script(sources: Sources, code: Path | None) -> Path | None:
-    """Return the file with `model_fn`: `model.py`, or a file in one of the places of SageMaker's toolkits."""
+    """Return the file with `model_fn`: `model.py`, or a file in one of the places that SageMaker's toolkits use."""
     program = sources.variables.get("SAGEMAKER_PROGRAM")
     inference = program.text.strip().removesuffix(".py") + ".py" if program is not None else "inference.py"
     places = (code, sources.model_dir / "code" / inference, sources.model_dir / "inference.py")
@@ -101,7 +101,7 @@ def _script(sources: Sources, code: Path | None) -> Path | None:
 
 
 def defines(path: Path, function: str) -> bool:
-    """Return True if a file may define the function, and for a broken file. Running a broken file reports the fault."""
+    """Return True if a file may define the function, or is broken. Running a broken file reports the fault."""
     try:
         source = importlib.util.decode_source(path.read_bytes())
         scopes = [symtable.symtable(source, str(path), "exec")]

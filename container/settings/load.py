@@ -46,10 +46,10 @@ from engines.settings.engine_config import BATCH_SIZE, DJL_ENGINES, ENGINE, MODE
 from handlers.custom.settings import ENTRY_POINT, HANDLER_SETTINGS
 from handlers.model_config import ModelConfig
 
-# The order of settings in reports: the order of the tables in docs/configuration.md.
+# The order of settings in reports, which is the order of the tables in docs/configuration.md.
 _IN_TABLES = ("model_dir", *(setting.key for setting in (*server.SERVED, *options.ALL_OF_MODEL)))
 _PLACES = {key: place for place, key in enumerate(_IN_TABLES)}
-# Variables that name the model, and go before HF_MODEL_ID.
+# Variables that name the model and take precedence over HF_MODEL_ID.
 _MODEL_VARIABLES = frozenset(key.replace("option.", "OPTION_").upper() for key in MODEL_ID.keys)
 
 
@@ -64,15 +64,15 @@ def load_settings(
     The files of a model on S3 are fetched, except its weights.
 
     Args:
-        model_dir: A directory or `s3://`; a `Value` says where it was given, which is else --model-dir. None:
-            SERVING_MODEL_STORE, else /opt/ml/model.
+        model_dir: A directory or `s3://`. A `Value` states where it was given; otherwise that is --model-dir. None:
+            SERVING_MODEL_STORE, or else /opt/ml/model.
         environment: The environment variables.
         command_line: Server keys such as "port", "host", "model_name".
         arguments: Keys of the model, such as "batch_size", from the management API. They take precedence over all
             other sources.
 
     Raises:
-        SettingsError: A setting is wrong. The error lists all faults.
+        SettingsError: A setting is invalid. The error lists all faults.
     """
     lookup = _lookup(environment)
     variables = environment.variables
@@ -111,12 +111,12 @@ def load_settings(
 def setting_faults(
     environ: Mapping[str, str], model_dir: Path | None = None, *, has_code: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Return the problems and the warnings of a container's settings that do not depend on its model and its machine.
+    """Return the problems and warnings of a container's settings that do not depend on its model or its machine.
 
     Args:
         environ: The environment variables of the container.
-        model_dir: The model directory, whose serving.properties is read; None: it is not here.
-        has_code: The model may have code, which may serve the model itself, and may give any option its own meaning.
+        model_dir: The model directory, whose serving.properties is read. None: it is not on this machine.
+        has_code: The model may include code, which may serve the model and may give any option its own meaning.
     """
     environment = read_environment(environ, 0)
     lookup = _lookup(environment)
@@ -141,10 +141,10 @@ def setting_faults(
 
 
 def load_server(environment: Environment, command_line: Mapping[str, str]) -> ServerReport:
-    """Read and check the settings of a server that has no model yet, or several.
+    """Read and check the settings of a server that has several models, or none yet.
 
     Raises:
-        SettingsError: A setting is wrong.
+        SettingsError: A setting is invalid.
     """
     lookup = _lookup(environment)
     variables = environment.variables
@@ -165,7 +165,7 @@ def load_server(environment: Environment, command_line: Mapping[str, str]) -> Se
 
 
 def _in_order(entries: Iterable[SettingEntry]) -> tuple[SettingEntry, ...]:
-    """Return the entries in the order of the tables. Others follow, such as arguments of the engine."""
+    """Return the entries in the order of the tables. Other entries, such as arguments of the engine, follow."""
     return tuple(sorted(entries, key=lambda entry: _PLACES.get(entry.name, len(_PLACES))))
 
 
@@ -180,7 +180,7 @@ def _lookup(environment: Environment) -> Lookup:
 
 
 def _place(model_dir: Path | str | Value | None, layer: Mapping[str, Value]) -> Value | None:
-    """Return the model directory as it was given; None for the default one."""
+    """Return the model directory as it was given. None for the default directory."""
     if isinstance(model_dir, Path | str):
         return Value(str(model_dir), "command line: --model-dir")
     return model_dir or layer.get("model_store")
@@ -189,7 +189,7 @@ def _place(model_dir: Path | str | Value | None, layer: Mapping[str, Value]) -> 
 def _model_dir(
     place: Value | None, variables: Mapping[str, Value], remote: RemoteModels, lookup: Lookup
 ) -> Path | None:
-    """Return the model directory. Return None if there is none at the place that is given, which is a problem."""
+    """Return the model directory. If the given place has none, add a problem and return None."""
     if place is not None and is_s3(place.text):
         return _remote_dir("model directory", place, remote, lookup)
     try:
@@ -206,14 +206,14 @@ def _model_dir(
         and is_s3(hub_model.text)
         and not _MODEL_VARIABLES & variables.keys()
         and not location.is_model_dir(directory)
-    ):  # as in LMI, it is the model directory then
+    ):  # As in LMI, this is the model directory then.
         return _remote_dir("HF_MODEL_ID", hub_model, remote, lookup)
     lookup.entries.append(SettingEntry("model_dir", str(directory), place.source if place is not None else DEFAULT))
     return directory
 
 
 def _directories(place: Value | None) -> tuple[Path, ...]:
-    """Return the model directories that are meant by one, which has to exist unless it is the default one."""
+    """Return the model directories for a given place, which has to exist. None stands for the default directory."""
     if place is None:
         return location.models_in(location.DEFAULT_MODEL_DIR)
     try:
@@ -260,7 +260,7 @@ def _sources(
             model[option.key] = default
     for key in arguments:
         for alias in BY_KEY[key].aliases if key in BY_KEY else ():
-            model.pop(alias, None)  # another source's, for the same
+            model.pop(alias, None)  # The same setting from another source.
     if (queue := model.pop("job_queue_size", None)) is not None:
         layer["job_queue_size"] = queue
     return Sources(
@@ -280,12 +280,12 @@ def _sources(
 
 
 def _is_unset(key: str, value: Value) -> bool:
-    """Return True for an empty value of an option. Like an empty variable, it counts as unset."""
+    """Return True for an option's empty value, which counts as unset, like an empty variable."""
     known = key in BY_KEY or key == "job_queue_size" or key.startswith((PREFIX, "gpu.", "cpu."))
     return known and not value.text.strip()
 
 
-# Values made from the settings
+# Values derived from the settings
 
 
 def _exports(variables: Mapping[str, Value]) -> dict[str, str]:
@@ -298,7 +298,7 @@ def _exports(variables: Mapping[str, Value]) -> dict[str, str]:
 
 
 def _memory(sources: Sources, key: str) -> int | None:
-    """MiB; on a machine with GPUs `gpu.<key>` takes precedence, else `cpu.<key>`."""
+    """Return a size in MiB. On a machine with GPUs, `gpu.<key>` takes precedence. Without GPUs, `cpu.<key>` does."""
     values = {option.key: sources.value(option) for option in options.MEMORY if option.key.endswith(key)}
     own = values[f"{'gpu' if sources.gpus else 'cpu'}.{key}"]
     value = values[key] if own is None else own
@@ -331,24 +331,24 @@ def load_startup(
     gpus: int | None = None,
     model: str | None = None,
 ) -> Startup:
-    """Read the environment, find the models and read their settings.
+    """Read the environment, find the models, and read their settings.
 
     Args:
-        model_dir: As for `load_settings`.
+        model_dir: See `load_settings`.
         environ: The environment variables of the process.
-        command_line: As for `load_settings`.
-        gpus: As for `read_environment`.
-        model: A model of the hub. It replaces the models that variables name.
+        command_line: See `load_settings`.
+        gpus: See `read_environment`.
+        model: A hub model. It replaces the models that variables name.
 
     Raises:
-        SettingsError: A setting is wrong.
+        SettingsError: A setting is invalid.
     """
     environment = read_environment(environ, gpus)
     if model is not None:
         environment = for_given_model(environment, Value(model, "command line: --model"), _MODEL_VARIABLES)
     of_one_model = replace(environment, one_model=True)
     variables = environment.variables
-    layer = server_layer(variables, command_line, Lookup())  # its faults are reported with the settings
+    layer = server_layer(variables, command_line, Lookup())  # Its faults are reported with the settings.
     if "multi_model" in layer and load_server(environment, command_line).server_config.multi_model:
         return _several(environment, command_line, [])
     listed = layer.get("load_models")
@@ -361,7 +361,7 @@ def load_startup(
     try:
         directories = _directories(_place(model_dir, layer))
     except ModelNotFound:
-        directories = ()  # reading the settings reports the fault
+        directories = ()  # Reading the settings reports the fault.
     if len(directories) < 2 and not _has_another(directories, variables):
         settings = load_settings(model_dir, of_one_model, command_line)
         models = [StartupModel(settings, str(settings.config.model_dir))]
@@ -384,25 +384,25 @@ def further_settings(
     command_line: Mapping[str, str],
     arguments: Mapping[str, Value] | None = None,
 ) -> Settings:
-    """Read the settings of one model of several. All have the same environment and command line.
+    """Read the settings of one of several models. They share the environment and the command line.
 
     Args:
-        url: An absolute path, `file://` and one, or `s3://`.
+        url: An absolute path, as it is or after `file://`, or an `s3://` URL.
         name: The model's name.
-        environment: As for `load_settings`.
-        command_line: As for `load_settings`.
-        arguments: As for `load_settings`.
+        environment: See `load_settings`.
+        command_line: See `load_settings`.
+        arguments: See `load_settings`.
 
     Raises:
-        UrlNotFound: The URL has another scheme, or nothing is there.
-        SettingsError: A setting is wrong.
+        UrlNotFound: The URL has another scheme, or leads to nothing.
+        SettingsError: A setting is invalid.
     """
     place = url.text
     if not is_s3(place):
         directory = location.path_of_url(place)
         if directory is None:
             raise UrlNotFound(f"url is {quoted('url', place)}; allowed: an absolute path, file:// and one, or s3://")
-        if not os.path.isdir(directory):  # False also if the path is too long, or must not be searched.
+        if not os.path.isdir(directory):  # Also False if the path is too long, or if its parents cannot be searched.
             raise UrlNotFound(f"url is {quoted('url', place)}: there is no such directory")
         place = str(directory)
     line = _for_each_model(command_line) | {"model_name": name}
@@ -441,7 +441,7 @@ def _listed(
 ) -> Iterator[StartupModel]:
     for text in texts:
         entry = _LISTED.fullmatch(text)
-        assert entry is not None  # any text is at least a url
+        assert entry is not None  # Any text is at least a URL.
         source = f"{place}: {text}"
         given = {"engine": entry["engine"], "load_on_devices": entry["devices"]}
         arguments = {key: Value(part, source) for key, part in given.items() if part}
@@ -454,7 +454,7 @@ def _listed(
 
 
 def _has_another(directories: tuple[Path, ...], variables: Mapping[str, Value]) -> bool:
-    """Return True if HF_MODEL_ID names another model than the directory holds."""
+    """Return True if HF_MODEL_ID names a model other than the one in the directory."""
     hub = variables.get("HF_MODEL_ID")
     if hub is None or not directories or _MODEL_VARIABLES & variables.keys():
         return False
@@ -477,7 +477,7 @@ def _from_hub(environment: Environment, command_line: Mapping[str, str]) -> Iter
     if is_s3(url) or os.path.isdir(url):
         yield _one_of_several(url if is_s3(url) else os.path.abspath(url), None, environment, command_line)
         return
-    # Its model directory is empty, so files of other models do not count.
+    # The model directory is empty, so files of other models do not count.
     empty = tempfile.mkdtemp(prefix="slipway-")
     atexit.register(shutil.rmtree, empty, ignore_errors=True)
     settings = load_settings(empty, for_hub_model(environment), _for_each_model(command_line))

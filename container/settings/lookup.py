@@ -1,4 +1,4 @@
-"""Looks up the values of settings in their sources, and records where each came from."""
+"""Looks up the values of settings in their sources, and records the source of each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from handlers.custom.settings import MAX_WORKERS, MIN_WORKERS
 
 C = TypeVar("C")
 DEFAULT = "default"  # The source of a default value.
-# Names that nobody knows are an error, unless this variable is true.
+# Unknown names are an error, unless this variable is true.
 ALLOW_UNKNOWN = "SERVING_ALLOW_UNKNOWN_SETTINGS"
-# The least likeness of a name and the known one that is meant (difflib's ratio). A short name is like many others.
+# The lowest similarity at which a known name is suggested (difflib's ratio). A short name resembles many others.
 _ALIKE, _SHORT_ALIKE, _SHORT = 0.8, 0.88, 5
 
 
@@ -28,25 +28,25 @@ class SettingEntry:
 
     name: str
     value: Scalar | None
-    source: str  # "default", or the written text and its place, such as "environment: OPTION_DTYPE".
+    source: str  # "default", or the text as written and its place, such as "environment: OPTION_DTYPE".
     note: str = ""
 
 
 @dataclass(slots=True)
 class Lookup:
-    """Looks up the values of settings, and collects entries of the report, warnings and problems."""
+    """Looks up the values of settings, and collects the report's entries, warnings and problems."""
 
     entries: list[SettingEntry] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    allows_unknown: bool = False  # Names that nobody knows are warnings.
+    allows_unknown: bool = False  # Unknown names are warnings.
 
     def value(
         self, setting: Setting[T], layer: Mapping[str, Value], variables: Mapping[str, Value] = MappingProxyType({})
     ) -> T | None:
-        """Return the value of a setting: from its keys in `layer`, else from its variables, else its default.
+        """Return the value of a setting: from its keys in `layer`, or else from its variables, or else its default.
 
-        Return None if the setting has no value. Return None for a wrong value, too, and add it to `problems`.
+        Return None if the setting has no value. If the value is invalid, add it to `problems` and return None.
         """
         given = [(key, layer[key]) for key in setting.keys if key in layer]
         given = given or [(setting.key, variables[name]) for name in setting.variables if name in variables][:1]
@@ -81,14 +81,14 @@ class Lookup:
         only: Collection[str] | None = None,
         **others: Any,
     ) -> C:
-        """Return the settings that a dataclass declares. A field without a value, or with a wrong one, has its default.
+        """Return the settings that a dataclass declares. A field without a valid value gets its default.
 
         Args:
             group: The dataclass.
-            layer: As for `value`.
-            variables: As for `value`.
-            only: The fields to read; None: all.
-            **others: Fields that are not read.
+            layer: See `value`.
+            variables: See `value`.
+            only: The fields to read. None: all fields.
+            **others: Values of fields that are not read.
         """
         values = {
             name: self.value(setting, layer, variables)
@@ -98,18 +98,18 @@ class Lookup:
         return group(**{name: value for name, value in values.items() if value is not None}, **others)
 
     def ignore(self, key: str, value: Value, reason: str) -> None:
-        """Record a value that has no effect, and warn."""
+        """Record a value that has no effect, and add a warning."""
         self.warnings.append(f"{key} ({value.source}) is ignored: {reason}")
         self.entries.append(SettingEntry(key, value.text, value.source, f"ignored: {reason}"))
 
     def unknown(self, key: str, value: Value, meant: str = "", *, stops: bool = True) -> None:
-        """Add a problem for a name that nobody knows, or a warning if such names are allowed.
+        """Add a problem for an unknown name, or a warning if unknown names are allowed.
 
         Args:
             key: The name.
-            value: Its value. Nothing shows it: the name may be that of a secret, misspelled.
+            value: The name's value. It is never shown, because the name may be a misspelled name of a secret.
             meant: The known name that is probably meant.
-            stops: False: it is a warning in any case.
+            stops: Whether the start may fail. False: only a warning is added.
         """
         hint = f"did you mean {meant}?" if meant else "docs/configuration.md has all names"
         if self.allows_unknown or not stops:
@@ -138,7 +138,7 @@ class Lookup:
 
 
 def _example(setting: Setting[Any], text: str) -> str:
-    """Return the right value that is probably meant, or an example of one, for the end of a message."""
+    """Return the end of a message: the valid value that is probably meant, or an example."""
     completed = [word for word in setting.parser.words if word.startswith(text.strip().lower())]
     if meant := completed[0] if len(completed) == 1 else closest(text.strip().lower(), setting.parser.words, 0.6):
         return f"; did you mean {meant}?"
@@ -146,9 +146,9 @@ def _example(setting: Setting[Any], text: str) -> str:
 
 
 def closest(name: str, known: Iterable[str], likeness: float | None = None) -> str:
-    """Return the known name that is most like `name`; "" if none is. The prefix `option.` does not count."""
+    """Return the known name that is most similar to `name`. Empty if none is. The prefix `option.` does not count."""
     prefixed, bare = name.startswith(PREFIX), name.removeprefix(PREFIX).lower()
-    ordered = sorted(known, key=lambda key: (key.startswith(PREFIX) == prefixed, key))  # the same form goes last
+    ordered = sorted(known, key=lambda key: (key.startswith(PREFIX) == prefixed, key))  # The same form comes last.
     by_name = {key.removeprefix(PREFIX).lower(): key for key in ordered}
     least = likeness or (_ALIKE if len(bare) > _SHORT else _SHORT_ALIKE)
     return next((by_name[found] for found in difflib.get_close_matches(bare, by_name, 1, least)), "")
@@ -156,16 +156,16 @@ def closest(name: str, known: Iterable[str], likeness: float | None = None) -> s
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The texts of all settings by key, each from the most important source that has it."""
+    """The texts of all settings by key. Each comes from the most important source that has the key."""
 
     model_dir: Path
-    has_model_dir: bool  # False: it is only the default, in place of one that was not found.
+    has_model_dir: bool  # False: the directory is only the default, in place of one that was not found.
     variables: Mapping[str, Value]
     server: Mapping[str, Value]
     model: dict[str, Value]
-    # Keys of the model from its file, the environment and the management API, for the secure mode.
+    # The model's keys from its file, the environment and the management API, for the secure mode.
     given: Mapping[str, Value]
-    empty: tuple[str, ...]  # Keys of the file without a value. They count as unset.
+    empty: tuple[str, ...]  # The file's keys without a value. They count as unset.
     # Fetches the small files of a model on S3 and returns its local directory. Raises SourceError.
     open_remote: Callable[[str], Path]
     is_open: Callable[[str], bool]  # Returns True if a URL names a model that was opened.
@@ -180,7 +180,7 @@ class Sources:
         return self.lookup.read(group, self.model, self.variables, only, **others)
 
     def workers(self) -> dict[str, Value]:
-        """Return the model's settings. `gpu.` or `cpu.` forms of the numbers of workers replace the general ones."""
+        """Return the model's settings. `gpu.` or `cpu.` forms of the worker counts replace the general forms."""
         device = "gpu" if self.gpus else "cpu"
         keys = (MIN_WORKERS.key, MAX_WORKERS.key)
         return self.model | {key: self.model[own] for key in keys if (own := f"{device}.{key}") in self.model}

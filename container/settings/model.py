@@ -1,4 +1,4 @@
-"""Reads `ModelConfig`: which model is loaded, and the engine or the handler that serves it."""
+"""Reads `ModelConfig`: the model to load, and the engine or the handler that serves it."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ from handlers.custom.settings import ENTRY_POINT, FUNCTION, PackageConfig
 from handlers.lmi.settings import FORMATTERS, OUTPUT_FORMATTER, RERANKING, LmiConfig
 from handlers.model_config import GROUPS, ModelConfig
 
-# The settings of an engine that a model with a handler has, too.
+# Engine settings that also apply to a model with a handler.
 _SHARED = (
     *("batch_size", "max_batch_delay", "predict_timeout", "model_loading_timeout"),
     *("max_rolling_batch_size", "enable_lora"),
 )
 _REVISION, _ENABLE_LORA = (declared(EngineConfig)[name] for name in ("revision", "enable_lora"))
 _HANDLERS_ROLLING_BATCH = 32  # LMI's default of `option.max_rolling_batch_size` if none of its engines runs.
-_DRAFT_LENGTH = 5  # Tokens that a draft model proposes at a time, as in LMI.
+_DRAFT_LENGTH = 5  # The number of tokens that a draft model proposes at a time, as in LMI.
 _SPECULATIVE = "speculative_config"
 _PARALLEL_LOADING = f"{PREFIX}parallel_loading"
 _NUMBERS_OF_COPIES = frozenset(
     {key for setting in options.COPIES for key in setting.keys}
     | {f"{device}.{setting.key}" for device in ("gpu", "cpu") for setting in options.COPIES}
 )
-# SageMaker's toolkit reads this variable, and LMI does not. JumpStart sets it to 1 for each model.
+# SageMaker's toolkit reads this variable, but LMI does not. JumpStart sets it to 1 for each model.
 _WORKERS_OF_SCRIPTS = "SAGEMAKER_MODEL_SERVER_WORKERS"
 _TEMPLATES = frozenset({"chat_template"})
 _NAME_FOR_HANDLERS = replace(MODEL_ID, aliases=())  # A custom handler may give `option.model` another meaning.
 
 
 def read_model_config(sources: Sources) -> ModelConfig:
-    """Return the settings of the model. A wrong setting is a problem, and its field keeps the default."""
+    """Return the settings of the model. An invalid setting is a problem, and its field keeps the default."""
     function = sources.lookup.value(FUNCTION, sources.model) or str(FUNCTION.default)
     code = model_code(sources)
     entry_point = handler_code(sources, code, function)
@@ -130,7 +130,7 @@ def _has_handle_before_engine(sources: Sources, code: Path | None) -> bool:
 
 
 def _adapters(sources: Sources) -> dict[str, str]:
-    """Return the places of the adapters that are registered at the start, by their names."""
+    """Return the locations of the adapters that are registered at startup, by name."""
     adapters = sources.value(LORA_MODULES) or ()
     places = {adapter["name"]: _adapter_source(adapter, sources.model_dir) for adapter in adapters}
     for adapter in adapters:
@@ -141,7 +141,7 @@ def _adapters(sources: Sources) -> dict[str, str]:
 
 
 def _with_adapters_on(sources: Sources, config: ModelConfig) -> ModelConfig:
-    """Switch adapters on if some are registered at the start."""
+    """Enable adapters if any are registered at startup."""
     if config.enable_lora or not config.adapters:
         return config
     given = sources.model[LORA_MODULES.key]
@@ -154,7 +154,7 @@ def _with_adapters_on(sources: Sources, config: ModelConfig) -> ModelConfig:
 
 
 def _adapter_source(adapter: Mapping[str, str], model_dir: Path) -> str:
-    """Return the place of an adapter: a directory, `s3://` or `hf://`; "" if there is none."""
+    """Return the location of an adapter: a directory, `s3://` or `hf://`. Empty if there is none."""
     path = adapter["path"]
     if is_s3(path):
         return path
@@ -177,12 +177,12 @@ def _adapter_fault(adapter: Mapping[str, str], source: str) -> str:
 
 
 def _for_vectors(sources: Sources, config: ModelConfig) -> ModelConfig:
-    """Return the settings with those of models for vectors and scores."""
+    """Return the settings, with those for models that compute vectors and scores."""
     reranking = sources.value(RERANKING) or False
     if reranking and config.task == "auto":
         config = replace(config, task="classify")
     if (config.djl_engine or config.task in ("embed", "classify")) and ROLLING_BATCH.key not in sources.model:
-        # vLLM joins the requests of such models in any case, so that no dynamic batch is needed.
+        # vLLM always joins the requests of such models, so no dynamic batch is needed.
         config = replace(config, batch_size=1)
     lmi = replace(
         config.lmi,
@@ -193,9 +193,9 @@ def _for_vectors(sources: Sources, config: ModelConfig) -> ModelConfig:
 
 
 def _with_engine_chosen(sources: Sources, config: ModelConfig) -> ModelConfig:
-    """Choose `rolling_batch`. A batch size above 1 means dynamic batch with every value of the option.
+    """Choose `rolling_batch`. A batch size above 1 means dynamic batching, whatever the option says.
 
-    In the asynchronous mode LMI's configurations set `rolling_batch=disable`. It only selects the schema there. The
+    In asynchronous mode, LMI's configurations set `rolling_batch=disable`. This only selects the schema there. The
     engine still batches requests.
     """
     layer, lookup = sources.model, sources.lookup
@@ -227,7 +227,7 @@ def _with_engine_chosen(sources: Sources, config: ModelConfig) -> ModelConfig:
 
 
 def _with_formatter(sources: Sources, lmi: LmiConfig, code: Path | None) -> LmiConfig:
-    """Return the settings with the output formatter: a built-in one, or a function of `model.py`."""
+    """Return the settings with the output formatter: a built-in formatter, or a function of `model.py`."""
     name = sources.value(OUTPUT_FORMATTER)
     if name in FORMATTERS:
         return replace(lmi, output_formatter=name)
@@ -241,7 +241,7 @@ def _with_formatter(sources: Sources, lmi: LmiConfig, code: Path | None) -> LmiC
 
 
 def _engine_arguments(sources: Sources, config: ModelConfig) -> dict[str, Value]:
-    """Return the arguments of the engine: those that have a name of LMI, and all others."""
+    """Return the arguments of the engine: those for which LMI has a name, and all others."""
     layer, lookup = sources.model, sources.lookup
     arguments: dict[str, Value] = {}
     for name, setting in ENGINE_ARGUMENTS.items():
@@ -265,8 +265,8 @@ def other_arguments(
     Args:
         layer: The keys and their values.
         rolling_batch: The value of the option.
-        lookup: Gets the problems and warnings.
-        reads_names: Code of the model, or another engine of DJL, may read names that Slipway does not know.
+        lookup: Collects the problems and warnings.
+        reads_names: The model's code or another engine of DJL may read names that Slipway does not know.
     """
     arguments: dict[str, Value] = {}
     for key, value in layer.items():
@@ -282,7 +282,7 @@ def other_arguments(
         elif name and name != key:
             if key not in options.KNOWN:
                 meant = options.meant_by(key, value)
-                if not reads_names or name in options.KNOWN:  # With a prefix too many, LMI ignores a name, too.
+                if not reads_names or name in options.KNOWN:  # LMI also ignores a name with a superfluous prefix.
                     stops = rolling_batch != "disable" and name not in options.KNOWN
                     lookup.unknown(key, value, meant, stops=stops)
                     continue
@@ -292,19 +292,19 @@ def other_arguments(
                 lookup.problems.append(f"{value.describe(key)}; allowed: {allowed}")
             arguments[name] = value
             lookup.entries.append(SettingEntry(key, value.text, value.source, "for the engine"))
-        elif key in server.SUGGESTED:  # LMI ignores it, too.
-            hidden = replace(value, text=HIDDEN)  # It may be the server's keys.
+        elif key in server.SUGGESTED:  # LMI also ignores such a key.
+            hidden = replace(value, text=HIDDEN)  # The value may be the server's keys.
             lookup.ignore(key, hidden, f"it is a setting of the server; use {server.variable(key)}")
-        elif meant := options.meant_by(key, value):  # LMI ignores a name without the prefix, too.
+        elif meant := options.meant_by(key, value):  # LMI also ignores a name without the prefix.
             lookup.unknown(key, value, meant, stops=False)
         else:
-            hidden = replace(value, text=HIDDEN)  # The name may be that of a secret, misspelled.
+            hidden = replace(value, text=HIDDEN)  # The name may be a misspelled name of a secret.
             lookup.ignore(key, hidden, "the model has no such setting; options of the engine start with option.")
     return arguments
 
 
 def _check_parsers(arguments: Mapping[str, Value], lookup: Lookup) -> None:
-    """Check the names of vLLM's parsers of tool calls and reasoning."""
+    """Check the names of vLLM's parsers for tool calls and for reasoning."""
     texts = {name: value.text for name, value in arguments.items()}
     for kind in PARSERS:
         if fault := name_fault(kind, texts):
@@ -312,7 +312,7 @@ def _check_parsers(arguments: Mapping[str, Value], lookup: Lookup) -> None:
 
 
 def _check_json(arguments: Mapping[str, Value], lookup: Lookup) -> None:
-    """Check the engine arguments that are JSON objects. A chat template may begin as an object does."""
+    """Check the engine arguments that are JSON objects. A chat template may begin like an object."""
     for name, value in arguments.items():
         if value.text.lstrip().startswith("{") and name not in _TEMPLATES:
             try:
@@ -322,7 +322,7 @@ def _check_json(arguments: Mapping[str, Value], lookup: Lookup) -> None:
 
 
 def _set_draft_model(arguments: dict[str, Value], rolling_batch: str, lookup: Lookup) -> None:
-    """Make the `speculative_config` of vLLM from the two options of LMI for a draft model."""
+    """Build vLLM's `speculative_config` from LMI's two options for a draft model."""
     draft = arguments.pop(DRAFT_MODEL.name, None)
     length = arguments.pop(DRAFT_LENGTH.name, None)
     if rolling_batch == "disable" or draft is None:
@@ -343,14 +343,14 @@ def _set_draft_model(arguments: dict[str, Value], rolling_batch: str, lookup: Lo
 
 
 def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
-    """Replace the `s3://` URL of a draft model, or its path in the model directory, by a local directory."""
+    """Replace a draft model's `s3://` URL, or its path in the model directory, by a local directory."""
     given = arguments.get(_SPECULATIVE)
     if given is None:
         return
     try:
         config = json_value(given.text)
     except ValueError:
-        return  # `_check_json` reports the fault.
+        return  # `_check_json` reports the error.
     url = config.get("model") if isinstance(config, dict) else None
     if not isinstance(url, str) or not url:
         return
@@ -361,16 +361,16 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
             sources.lookup.problems.append(f"{given.describe(PREFIX + _SPECULATIVE)}: {error}")
             return
     elif os.path.isdir(sources.model_dir / url):
-        directory = str(sources.model_dir / url)  # An absolute path stays unchanged.
+        directory = str(sources.model_dir / url)  # An absolute path is kept.
     else:
-        return  # It is a hub id, or the engine reports that the directory is missing.
+        return  # It is a hub id. If it is not, the engine reports that the directory is missing.
     if fault := location.model_fault(Path(directory)):
         sources.lookup.problems.append(f"{given.describe(PREFIX + _SPECULATIVE)}: {fault}")
     arguments[_SPECULATIVE] = Value(json.dumps(config | {"model": directory}), given.source)
 
 
 def _engine_devices(sources: Sources, config: ModelConfig) -> tuple[int, ...] | None:
-    """Return the GPUs that the engine may use. As in LMI, `load_on_devices` may have the first GPU of each copy."""
+    """Return the GPUs that the engine may use. As in LMI, `load_on_devices` may list the first GPU of each copy."""
     load_on, lookup = sources.model.get("load_on_devices"), sources.lookup
     if load_on is None or load_on.word in ("", "*"):
         return None
@@ -389,12 +389,12 @@ def _engine_devices(sources: Sources, config: ModelConfig) -> tuple[int, ...] | 
     try:
         groups = device_groups(sources.gpus, degree * stages, load_on.text)
     except ValueError:
-        return allowed  # The engine reports that they are too few.
+        return allowed  # The engine reports that there are too few GPUs.
     return tuple(sorted({*allowed, *(int(device) for group in groups for device in group.split(","))}))
 
 
 def _copies(sources: Sources, config: ModelConfig) -> tuple[int | None, int | None]:
-    """Return the least and the largest number of copies of the model. Warn of numbers that the engine cannot have."""
+    """Return the smallest and the largest number of copies. Warn about numbers that the engine cannot run."""
     lookup, layer = sources.lookup, _numbers_of_copies(sources)
     given = {setting.key: layer[key] for setting in options.COPIES for key in setting.keys if key in layer}
     if config.parallel_loading:
@@ -412,7 +412,7 @@ def _copies(sources: Sources, config: ModelConfig) -> tuple[int | None, int | No
         most = least
     takes_all = sources.one_model and sources.gpus > 0 and config.devices != ()
     if takes_all and (least or 1) == (most or 1) == 1:
-        least = most = None  # In LMI, both numbers are those of each GPU, and 1 is the default.
+        least = most = None  # In LMI, both numbers are per GPU, and 1 is the default.
     largest = 1 if reason else most or (None if takes_all else least or 1)
     if most is None:
         note = "" if largest else "as many copies as the GPUs hold"
@@ -433,7 +433,7 @@ def _copies(sources: Sources, config: ModelConfig) -> tuple[int | None, int | No
 
 
 def _numbers_of_copies(sources: Sources) -> dict[str, Value]:
-    """Return the model's settings, without the number of workers that is for scripts only."""
+    """Return the model's settings, without the number of workers that applies only to scripts."""
     layer = sources.workers()
     for setting in options.COPIES:
         value = layer.get(setting.key)
@@ -454,7 +454,7 @@ def _numbers_of_copies(sources: Sources) -> dict[str, Value]:
 
 
 def _why_one_copy(config: ModelConfig) -> str:
-    """Return why the model cannot have several copies; "" if it can."""
+    """Return why the model cannot have several copies. Empty if it can."""
     if config.rolling_batch == "disable":
         return "dynamic batch runs one copy of the model"
     argument = why_one_copy(config.engine_arguments)
@@ -481,7 +481,7 @@ def _handler_model(sources: Sources, entry_point: str, function: str) -> ModelCo
     path, given = Path(entry_point), sources.model.get(ROLLING_BATCH.key)
     is_script = path.is_file() and defines(path, MODEL_FN) and not defines(path, function)
     if is_script and given is not None and given.word != "disable":
-        # The functions of a script take one request.
+        # The functions of a script handle one request at a time.
         sources.lookup.ignore(ROLLING_BATCH.key, given, f"{path.name} has {MODEL_FN} and no `{function}`")
         sources.model[ROLLING_BATCH.key] = Value("disable", given.source)
     return replace(config, handler=handler_settings(sources, entry_point, function, model_id, packages))
@@ -491,7 +491,7 @@ def _handler_model(sources: Sources, entry_point: str, function: str) -> ModelCo
 
 
 def _model(sources: Sources, *, required: bool) -> tuple[str, str, str | None]:
-    """Return the model to load, its name, and its revision. Model and name are "" if no model is found.
+    """Return the model to load, its name, and its revision. Model and name are empty if no model is found.
 
     Args:
         required: Add a problem if no model is given or the model is not found. It is False for a custom handler, which
@@ -515,7 +515,7 @@ def _model(sources: Sources, *, required: bool) -> tuple[str, str, str | None]:
             if required or isinstance(error, SourceError):
                 lookup.problems.append(f"{value.describe(MODEL_ID.key)}: {error}")
     elif value is None and not sources.has_model_dir:
-        pass  # It is reported, and may have named the model.
+        pass  # The problem is already reported, and the directory may have named the model.
     elif value is None and required and not location.has_model(sources.model_dir):
         lookup.problems.append(
             f"there is no model: give option.model_id in serving.properties or HF_MODEL_ID in the environment, or put "
@@ -524,7 +524,7 @@ def _model(sources: Sources, *, required: bool) -> tuple[str, str, str | None]:
     elif value is None:
         model_id = str(sources.model_dir)
         lookup.replace(SettingEntry(MODEL_ID.key, model_id, DEFAULT, "the model directory"))
-    # With `hf_config_path`, the model's configuration is elsewhere.
+    # If `hf_config_path` is set, the model's configuration is elsewhere.
     has_config = model_id is not None and os.path.isdir(model_id) and f"{PREFIX}hf_config_path" not in sources.model
     if required and has_config and (fault := location.model_fault(Path(str(model_id)))):
         shown = f"model directory ({model_id})" if value is None else value.describe(MODEL_ID.key)
@@ -537,20 +537,21 @@ def _model(sources: Sources, *, required: bool) -> tuple[str, str, str | None]:
 
 
 def _model_variable(sources: Sources, given: Value | None) -> Value | None:
-    """Return the value of HF_MODEL_ID if it names the model. Warn if another source does."""
+    """Return the value of HF_MODEL_ID if it names the model. Warn if another source names the model."""
     variable = sources.variables.get("HF_MODEL_ID")
     if variable is None or (given is None and not location.is_store_of(variable.text, (sources.model_dir,))):
         return variable
     if given is not None:
-        # Both name the same model, or the variable names a folder on S3 whose serving.properties names the model.
+        # Both may name the same model, or the variable may name a folder on S3 whose serving.properties names the
+        # model.
         is_same = given.text.strip() == variable.text.strip() or sources.is_open(variable.text)
         if not is_same:
             sources.lookup.ignore("HF_MODEL_ID", variable, f"one model is served, that of {given.source}")
-    return None  # Without another source, it names the directory around the same model.
+    return None  # Without another source, the variable names the parent directory of the same model.
 
 
 def _revision(sources: Sources, *, by_variable: bool, required: bool) -> str | None:
-    """Return the revision. HF_REVISION counts if HF_MODEL_ID selects the model. For another model it is ignored."""
+    """Return the revision. HF_REVISION counts only if HF_MODEL_ID selects the model. Otherwise it is ignored."""
     revision = sources.value(_REVISION) if required else None
     variable = sources.variables.get("HF_REVISION")
     if variable is None or _REVISION.key in sources.model:

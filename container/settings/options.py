@@ -1,6 +1,6 @@
-"""All names of the settings of a model: those with an effect, and those of LMI and of vLLM without one.
+"""All names of a model's settings: those with an effect, and those of LMI and of vLLM that have none.
 
-An `option.<name>` that is not here is an argument of the engine, if the engine knows it.
+Any other `option.<name>` is an argument of the engine, if the engine knows it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from handlers.lmi.settings import RERANKING
 from handlers.model_config import GROUPS, ModelConfig
 
 _OFFLOADING = "`option.kv_offloading_size=<GiB of a copy's GPUs>` keeps KV cache in main memory"
-# For an engine, the numbers of workers are numbers of copies of the model. Without them, the engine's GPUs decide.
+# For an engine, the numbers of workers are numbers of copies of the model. The default depends on the engine's GPUs.
 COPIES = (replace(MIN_WORKERS, default=None), replace(MAX_WORKERS, default=None))
-# The settings of the workers of a custom handler. An engine has none.
+# The settings for the workers of a custom handler. An engine has no such workers.
 OF_WORKERS = tuple(
     setting
     for name, setting in HANDLER_SETTINGS.items()
@@ -63,7 +63,7 @@ BY_KEY: Mapping[str, Setting[Any]] = {key: setting for setting in ALL_OF_MODEL f
 _TRANSFORMERS = (
     "device_map load_in_8bit load_in_4bit low_cpu_mem_usage disable_flash_attn attn_implementation is_peft_model"
 )
-# Arguments of the engine of `option.rolling_batch=disable`; vLLM ignores them.
+# Arguments of the engine that `option.rolling_batch=disable` selects. vLLM ignores them.
 DYNAMIC_BATCH_ARGUMENTS = tuple(f"option.{name}" for name in _TRANSFORMERS.split())
 TENSORRT_LLM = (
     "tokens_per_block batch_scheduler_policy enable_kv_cache_reuse enable_trt_overlap use_custom_all_reduce "
@@ -72,7 +72,7 @@ TENSORRT_LLM = (
     "rotary_scaling_type rotary_scaling_factor smoothquant_alpha smoothquant_per_token smoothquant_per_channel "
     "multi_query_mode awq_format awq_calib_size q_format calib_size calib_batch_size"
 )
-# LMI's secure mode allows the settings of `TENSORRT_LLM`, and not these newer ones.
+# LMI's secure mode allows the settings in `TENSORRT_LLM`, but not these newer settings.
 _NEWER_TENSORRT_LLM = (
     "max_beam_width enable_block_reuse host_cache_size onboard_blocks max_attention_window sink_token_length "
     "cross_kv_cache_fraction secondary_offload_min_priority event_buffer_max_size enable_overlap_scheduler "
@@ -84,7 +84,7 @@ _NEWER_TENSORRT_LLM = (
     "pre_quant_scales exclude_modules calib_dataset calib_batches calib_max_seq_length random_seed "
     "tokenizer_max_seq_length use_smoothquant"
 )
-# Names of LMI's former engines: DeepSpeed, FasterTransformer, transformers and Neuron.
+# Options of LMI's former engines: DeepSpeed, FasterTransformer, transformers and Neuron.
 _FORMER_ENGINES = (
     "checkpoint save_mp_checkpoint_path ds_config triangular_mask return_tuple training_mp_size max_tokens "
     "enable_cuda_graph replace_method smoothquant paged_attention decoding_strategy max_batch_size beam_width "
@@ -97,7 +97,7 @@ _FORMER_ENGINES = (
     "enable_saturate_infinity fuse_mlp fused_rmsnorm_qkv mlp_out_weight_transpose multi_node sequence_parallel "
     "neuron_cc_pipeline_factor neuron_quant on_device_embedding_config qkv_tiling weight_tiling rolling_batch_strategy"
 )
-# Arguments of the script with which LMI quantizes and partitions a model before it is served.
+# Arguments of LMI's script that quantizes and partitions a model before it is served.
 _PARTITION = (
     "awq_block_size awq_ignore_layers awq_mm_version awq_weight_bit_width awq_zero_point fp8_activation_scheme "
     "fp8_ignore fp8_ignore_patterns fp8_kv_cache_quant_targets fp8_scheme partition_handler properties_dir "
@@ -173,7 +173,7 @@ _FORMER: Mapping[str, str] = {
         "vLLM no longer has this argument; set `option.hf_overrides` to all `rope_parameters`",
     ),
 }
-# The settings of LMI and of vLLM that have no effect if an engine serves the model, and the reason.
+# The settings of LMI and of vLLM that have no effect if an engine serves the model, and why.
 IGNORED: Mapping[str, str] = {
     **{f"option.{name}": reason for name, reason in WITHOUT_EFFECT.items()},
     **{f"option.{name}": reason for reason, names in _IGNORED_OPTIONS.items() for name in names.split()},
@@ -183,15 +183,15 @@ IGNORED: Mapping[str, str] = {
 }
 # All names of the settings of a model that an engine serves.
 KNOWN = frozenset({*BY_KEY, *IGNORED, *(f"{PREFIX}{name}" for name in ARGUMENTS), "job_queue_size"})
-# Those of them that have an effect.
+# The names in `KNOWN` that have an effect.
 SUGGESTED = KNOWN - IGNORED.keys() - {key for setting in NOT_SERVED for key in setting.keys}
-_NAMES_OF_VARIABLES = frozenset({"entryPoint"})  # A variable has them in capitals.
+_NAMES_OF_VARIABLES = frozenset({"entryPoint"})  # Names that a variable spells in capitals.
 
 
 def meant_by(key: str, value: Value) -> str:
-    """Return the setting of a model that is probably meant by an unknown key; "" if none is.
+    """Return the model setting that is probably meant by an unknown key. Empty if there is none.
 
-    It has an effect, and the form of the value's source: a variable's name if a variable has the value.
+    The setting has an effect. If the value comes from a variable, the name of the setting's variable is returned.
     """
     bare = key.removeprefix(PREFIX)
     meant = next((name for name in (bare, PREFIX + bare) if name in SUGGESTED), "") or closest(key, SUGGESTED)

@@ -1,4 +1,4 @@
-"""serving.properties, as Java reads it."""
+"""Reads serving.properties as Java does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINE_END = re.compile("\r\n|\r|\n")
 
 
 def read_properties(directory: Path, problems: list[str]) -> dict[str, Value]:
-    """Return the values in a model directory's file by key, and add the file's faults to `problems`."""
+    """Return the values of the file in a model directory, by key. Add the file's faults to `problems`."""
     try:
         data = (directory / FILE_NAME).read_bytes()
     except FileNotFoundError:
@@ -29,8 +29,8 @@ def read_properties(directory: Path, problems: list[str]) -> dict[str, Value]:
 def parse_properties(data: bytes, problems: list[str]) -> dict[str, Value]:
     r"""Parse ISO-8859-1 text with \uXXXX escapes, comments and continued lines.
 
-    Trailing blanks are kept. If a key occurs twice, the last value counts. A byte order mark, which Java takes for
-    part of the first key, is skipped.
+    Trailing blanks are kept. If a key occurs twice, the last value counts. A byte order mark is skipped, although Java
+    treats it as part of the first key.
     """
     try:
         elements = list(javaproperties.parse(data.removeprefix(codecs.BOM_UTF8).decode("iso-8859-1")))

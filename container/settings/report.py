@@ -1,4 +1,4 @@
-"""Shows the effective settings, their sources and the plan of the GPUs, for `slipway config`.
+"""Shows the effective settings, their sources and the GPU plan, for `slipway config`.
 
 Credentials are masked.
 """
@@ -18,9 +18,9 @@ _HEAD = ("setting", "value", "source")
 
 
 def startup_text(startup: Startup, plan: GpuPlan | None = None) -> str:
-    """Return a table of all settings, and the plan of the GPUs.
+    """Return a table of all settings, and the GPU plan.
 
-    If the server does not have exactly one model, there is a table for the server, and one for each model.
+    If the server does not have exactly one model, there is one table for the server and one for each model.
     """
     if startup.report is None:
         return "\n".join([render_text(startup.models[0].settings), *_plan_lines(plan)])
@@ -32,10 +32,10 @@ def startup_text(startup: Startup, plan: GpuPlan | None = None) -> str:
 
 
 def startup_json(startup: Startup, plan: GpuPlan | None = None) -> str:
-    """Return the same as JSON.
+    """Return the same content as JSON.
 
-    If the server does not have exactly one model, the form is `{"server": {...}, "models": {"<name>": {...}}}`. The
-    plan is `gpus` in both forms.
+    If the server does not have exactly one model, the form is `{"server": {...}, "models": {"<name>": {...}}}`. In both
+    forms, the field `gpus` holds the plan.
     """
     if startup.report is None:
         content = report_object(startup.models[0].settings)
@@ -75,7 +75,7 @@ def _plan_object(plan: GpuPlan) -> dict[str, Any]:
 
 
 def render_text(report: ServerReport) -> str:
-    """Return a table of name, value and source, then the aliases and the warnings."""
+    """Return a table of names, values and sources, followed by the aliases and the warnings."""
     rows = [_HEAD, *(_row(entry) for entry in report.entries)]
     name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [f"{name:{name_width}}  {value:{value_width}}  {source}" for name, value, source in rows]
@@ -116,5 +116,5 @@ def _text(value: Scalar | None) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return the text with unprintable characters escaped. They could break the table or control the terminal."""
+    """Return the text with unprintable characters escaped, which could break the table or control the terminal."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)

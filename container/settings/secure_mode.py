@@ -1,4 +1,4 @@
-"""SageMaker's secure mode: the allowed parts of a model that is not trusted.
+"""SageMaker's secure mode: restricts which parts of an untrusted model are allowed.
 
 Each check returns one line for each thing that it refuses.
 """
@@ -36,7 +36,7 @@ _NEURON = (
 )
 _TENSORRT_LLM = f"max_input_len max_output_len max_num_tokens kv_cache_free_gpu_mem_fraction {TENSORRT_LLM}"
 
-# The keys that are allowed, with their case; all others are refused.
+# The allowed keys, which are case-sensitive. All other keys are refused.
 ALLOWED_KEYS = frozenset(_PLAIN.split()) | frozenset(
     f"option.{name}" for group in (_GENERAL, _VLLM, LMI_DIST, _NEURON, _TENSORRT_LLM) for name in group.split()
 )
@@ -51,16 +51,16 @@ KNOWN_CONTROLS = frozenset({SCRIPTS, REQUIREMENTS, REMOTE_CODE, PICKLES, CHAT_TE
 
 _PYTHON = ("/opt/djl/vllm_venv/bin/python", "/usr/bin/python3")
 _OURS = "djl_python."
-# Endings of the names of pickled files, and of index files. An index file lists pickled files, which may have any name.
+# Suffixes of pickled files, and of index files. An index file lists pickled files, which may have any name.
 _PICKLE_NAMES = (
     *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".cloudpkl", ".joblib"),
     *(".bin.index.json", ".pt.index.json"),
 )
 _TEMPLATE = "chat_template"
 _TEMPLATE_SUFFIX, _TEMPLATE_JSON = ".jinja", "chat_template.json"
-# Endings of file names. transformers passes the fields of these files to a tokenizer or a processor.
+# Suffixes of files whose fields transformers passes to a tokenizer or a processor.
 _CONFIGURATIONS = ("config.json", "special_tokens_map.json")
-_HUB_KEYS = ("option.model_id", "option.speculative_draft_model")  # The allowed keys that may name a model on the hub.
+_HUB_KEYS = ("option.model_id", "option.speculative_draft_model")  # The allowed keys that may name a hub model.
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class SecureMode:
     """The active controls, and the model that they check."""
 
     controls: frozenset[str]
-    channels: tuple[Path, ...] = ()  # Directories that are not trusted. If empty, `directories` are not trusted.
-    # The model's settings as they were written: in serving.properties, the environment and the management API.
+    channels: tuple[Path, ...] = ()  # Untrusted directories. If there are none, `directories` are untrusted.
+    # The model's settings as they were written in serving.properties, the environment and the management API.
     keys: Mapping[str, Value] = field(default_factory=dict)
     variables: Mapping[str, Value] = field(default_factory=dict)
     directories: tuple[Path, ...] = ()  # The model directory, and the directory of the weights if they differ.
@@ -104,7 +104,7 @@ class SecureMode:
     def _hub_model(self, key: str, controls: Iterable[str]) -> Iterator[str]:
         """Refuse a model that `serving.properties` names by a hub id.
 
-        The controls cannot check the files of a model on the hub.
+        The controls cannot check the files of a hub model.
         """
         named = self.keys.get(key)
         if named is None or not named.source.startswith("serving.properties") or not is_hub_id(named.text):
@@ -143,7 +143,7 @@ class SecureMode:
 
 
 def read_secure_mode(variables: Mapping[str, Value], problems: list[str]) -> SecureMode | None:
-    """Return the mode that the environment asks for; None if it is off. Wrong values are added to `problems`."""
+    """Return the mode that the environment requests. None if it is off. Invalid values are added to `problems`."""
     mode = variables.get(MODE)
     if mode is None or mode.word != "true":
         return None
@@ -151,7 +151,7 @@ def read_secure_mode(variables: Mapping[str, Value], problems: list[str]) -> Sec
     if not controls:
         problems.append(f"{MODE} is true, but {CONTROLS} is not set; allowed: {', '.join(sorted(KNOWN_CONTROLS))}")
     for name in sorted(controls - KNOWN_CONTROLS):
-        # If the server started, the unknown control would seem to be in effect.
+        # If the server started, the unknown control would seem to be active.
         problems.append(f"{CONTROLS} has {quoted('', name)}; allowed: {', '.join(sorted(KNOWN_CONTROLS))}")
     channels = tuple(Path(text) for text in _listed(variables, CHANNELS))
     for channel in channels:
@@ -168,7 +168,7 @@ def _listed(variables: Mapping[str, Value], name: str) -> list[str]:
 def _model_code(directories: Iterable[Path], handler: Path | None = None) -> Iterator[str]:
     """Refuse Python files that may be run.
 
-    A `model.py` is refused with every entry point, because its formatters are run as well.
+    A `model.py` is refused with every entry point, because its formatters also run.
     """
     found = [directory / name for directory in directories for name in ("model.py", f"{directory.name}.py")]
     for path in dict.fromkeys((*found, *([handler] if handler is not None else []))):
@@ -184,7 +184,7 @@ def _requirements(directories: Iterable[Path], handler: Path | None = None) -> I
 
 def _pickles(channels: Iterable[Path]) -> Iterator[str]:
     for channel, path in _files(channels):
-        # A link may have another name than the file that is read.
+        # A link may be named differently from the file that is read.
         if any(name.lower().endswith(_PICKLE_NAMES) for name in (path.name, os.path.realpath(path))):
             yield f"{PICKLES}: there is {path.relative_to(channel)} ({', '.join(_PICKLE_NAMES)} are not allowed)"
 
@@ -217,7 +217,7 @@ def _template_in(path: Path) -> str:
 
 
 def _files(channels: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
-    """Yield each file below the channels, with its channel; links are followed, and each directory is read once."""
+    """Yield each file below the channels, with its channel. Links are followed, and each directory is read once."""
     seen: set[str] = set()
     for channel in channels:
         for folder, subfolders, names in os.walk(channel, followlinks=True):

@@ -1,4 +1,4 @@
-"""The settings of the server: SERVING_<KEY> in the environment, or --<key> on the command line, and how they are read.
+"""The settings of the server: SERVING_<KEY> in the environment or --<key> on the command line, and how they are read.
 
 Names and defaults are LMI's, except for settings that only Slipway has.
 """
@@ -33,8 +33,8 @@ from engines.settings.parsers import (
 
 LogFormat = Literal["plain", "json"]
 
-SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")  # A file that is there on SageMaker only.
-# The defaults that are others there.
+SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")  # A file that exists only on SageMaker.
+# The defaults that differ on SageMaker.
 _ON_SAGEMAKER = {"request_id_header_key": "X-Amzn-SageMaker-Inference-Id", "console": "false", "blackbox_log": "true"}
 _ADDRESS = re.compile(r"http://(\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9_.-]+))(:(?P<port>[0-9]{1,5}))?/?")
 _DEFAULT_PORT = "80"
@@ -45,7 +45,7 @@ _TLS = "let a proxy in front of the container do TLS"
 
 
 def address(text: str) -> tuple[str, str]:
-    """Host and port of `http://host:port`; the port is 80 if left out. Raises ValueError for another text."""
+    """Return the host and port of `http://host:port`. The default port is 80. Raise ValueError for any other text."""
     match = _ADDRESS.fullmatch(text.strip())
     if match is None:
         raise ValueError(text)
@@ -77,7 +77,7 @@ API_KEYS_FILE = Setting("api_keys_file", TEXT, doc="File with further keys")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How the process listens, queues, logs and ends.
+    """How the process listens, queues, logs and exits.
 
     Sizes are in bytes, times in seconds.
     """
@@ -112,7 +112,7 @@ class ServerConfig:
     )
     drain_timeout: float = setting("drain_timeout", SECONDS, "20", doc="Time for running requests after SIGTERM")
     fail_fast: bool = setting("fail_fast", BOOLEAN, "false", doc="Exit when the engine dies")
-    # None: 60 s, and 300 s for an engine that has worked for less than ten minutes.
+    # None: 60 s, or 300 s for an engine that has worked for less than ten minutes.
     stall_timeout: float | None = setting(
         "stall_timeout",
         SECONDS_OR_NEVER,
@@ -212,7 +212,7 @@ class ServerConfig:
     error_rate_server: str | None = setting("error_rate_server", _ERROR_RATE, doc="Likewise: 424 and 5xx")
     error_rate_model: str | None = setting("error_rate_model", _ERROR_RATE, doc="Likewise: without refusals")
     error_rate_any: str | None = setting("error_rate_any", _ERROR_RATE, doc="Likewise: 4xx and 5xx")
-    # Callers need one of these; None: they need none.
+    # Callers need one of these keys. None: callers need no key.
     api_keys: ApiKeys | None = field(default=None, metadata=API_KEYS.metadata)
     # Further names under which browsers may reach the server's own routes (`container.http.cross_site`).
     allowed_hosts: tuple[str, ...] = setting(
@@ -252,7 +252,7 @@ _ALLOW_UNKNOWN = Setting(
     shows_default=False,
     doc="Warn of [unknown names](#errors)",
 )
-# The settings that say which models there are, and where, and how their settings are read.
+# The settings that determine which models there are, where they are, and how their settings are read.
 FOR_MODELS: tuple[Setting[Any], ...] = (
     MODEL_NAME,
     Setting("model_store", TEXT, "/opt/ml/model", doc="Model directory, or `s3://`"),
@@ -273,7 +273,7 @@ NOT_SERVED: tuple[Setting[Any], ...] = (
         for key in ("keystore", "keystore_pass", "keystore_type", "private_key_file", "certificate_file")
     ),
 )
-# LMI's settings that Slipway ignores, and the reason.
+# LMI's settings that Slipway ignores, and why.
 IGNORED: Mapping[str, str] = {
     **dict.fromkeys(
         ("plugin_folder", "number_of_netty_threads", "netty_client_threads", "use_native_io", "features"),
@@ -339,17 +339,17 @@ def read_server_config(layer: dict[str, Value], lookup: Lookup) -> ServerConfig:
             continue
         elif value.source.startswith("command line"):
             lookup.problems.append(f"{value.source}: there is no such option")
-        else:  # DJL ignores such a name, too. Kubernetes sets some, for a service that is called `serving`.
+        else:  # DJL also ignores such a name. Kubernetes sets some for a service called `serving`.
             meant = closest(key, SUGGESTED)
             lookup.unknown(variable(key), value, meant and variable(meant), stops=False)
     return server_config
 
 
 def _api_keys(layer: Mapping[str, Value], lookup: Lookup) -> ApiKeys | None:
-    """Return the keys of the variable and those of the file; None if neither is set."""
+    """Return the keys of the variable and those of the file. None if neither is set."""
     keys: list[str] = []
     if (text := lookup.value(API_KEYS, layer)) is not None:
-        lookup.replace(SettingEntry(API_KEYS.key, HIDDEN, layer[API_KEYS.key].source))  # the report has no key
+        lookup.replace(SettingEntry(API_KEYS.key, HIDDEN, layer[API_KEYS.key].source))  # The report contains no key.
         keys += keys_in(text)
     if (path := lookup.value(API_KEYS_FILE, layer)) is not None:
         try:

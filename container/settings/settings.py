@@ -1,4 +1,4 @@
-"""The settings as the server uses them, with the record of where each came from."""
+"""The settings as the server uses them, with the source of each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from handlers.model_config import ModelConfig
 
 
 class RemoteWeights(Protocol):
-    """A model on S3 whose weights are fetched before it is loaded: how many bytes they are, and are here already.
+    """A model on S3: the total size of its weights, and how many of the bytes are already on this machine.
 
-    `fetch_weights` blocks; setting `stop` ends it. It raises SourceError.
+    The weights are fetched before the model is loaded. `fetch_weights` blocks until it is done or `stop` is set. It
+    raises SourceError.
     """
 
     @property
@@ -32,12 +33,12 @@ class RemoteWeights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerReport:
-    """The settings of a server, with the record of where each came from."""
+    """The settings of a server, with the source of each."""
 
     server_config: ServerConfig
     entries: tuple[SettingEntry, ...] = ()
     warnings: tuple[str, ...] = ()
-    aliases: tuple[Alias, ...] = ()  # Those that are in effect.
+    aliases: tuple[Alias, ...] = ()  # The aliases that are in effect.
     # Environment variables for libraries that read them.
     exports: Mapping[str, str] = field(default_factory=dict)
 
@@ -47,15 +48,15 @@ class Settings(ServerReport):
     """All settings of a model and of its server."""
 
     config: ModelConfig
-    required_memory: int | None = None  # MiB that the model needs; None: to be estimated.
-    reserved_memory: int = 500  # MiB that have to stay free.
-    # Returns the parts of the model that the secure mode refuses, also after weights were downloaded; None: the mode is
-    # off.
+    required_memory: int | None = None  # The MiB that the model needs. None: this is estimated.
+    reserved_memory: int = 500  # The MiB that have to stay free.
+    # Returns the parts of the model that the secure mode refuses. Called again after weights were downloaded. None: the
+    # mode is off.
     model_faults: Callable[[], list[str]] | None = field(default=None, compare=False)
-    # Returns the parts of an adapter's directory that it refuses.
+    # Returns the parts of an adapter's directory that the secure mode refuses.
     adapter_faults: Callable[[Path], list[str]] | None = field(default=None, compare=False)
-    remote_models: tuple[RemoteWeights, ...] = ()  # Models whose weights are to be fetched before the model is loaded.
-    # Fetches adapters while the model serves; None: adapters on S3 are refused.
+    remote_models: tuple[RemoteWeights, ...] = ()  # Models whose weights must be fetched before the model is loaded.
+    # Fetches adapters while the model serves. None: adapters on S3 are refused.
     remote_adapters: AdapterDownloads | None = field(default=None, compare=False)
 
 
@@ -66,7 +67,7 @@ class StartupModel:
     settings: Settings
     url: str
     version: str | None = None
-    temporary: Path | None = None  # A directory that the server removes when it ends.
+    temporary: Path | None = None  # A directory that the server removes when it exits.
 
     @property
     def title(self) -> str:
@@ -76,13 +77,13 @@ class StartupModel:
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """All that a server starts with."""
+    """Everything that a server starts with."""
 
     server_config: ServerConfig
     models: tuple[StartupModel, ...]
-    # The origins of the server's settings. None: as in the settings of its one model.
+    # The server's settings with their sources. None: the settings of the server's one model contain them.
     report: ServerReport | None = None
-    # The environment and the command line. They count for models that are registered later as well.
+    # The environment and the command line. They also apply to models that are registered later.
     environment: Environment = field(default_factory=Environment)
     command_line: Mapping[str, str] = field(default_factory=dict)
 
@@ -100,9 +101,9 @@ class Startup:
 
 
 class SettingsError(Exception):
-    """The settings cannot be used; `problems` names each one: the option, its source, its value, the allowed values.
+    """The settings cannot be used. `problems` lists each fault: the option, its source, its value, the allowed values.
 
-    `warnings` has what else was found: an ignored value may be the reason for a missing one.
+    `warnings` lists other findings, because an ignored value may be the reason for a missing one.
     """
 
     def __init__(self, problems: Iterable[str], warnings: Iterable[str] = ()) -> None:
@@ -112,4 +113,4 @@ class SettingsError(Exception):
 
 
 class UrlNotFound(Exception):
-    """There is no model at a URL; the message names the URL and says what may be given."""
+    """There is no model at a URL. The message names the URL and the allowed forms."""

@@ -1,4 +1,4 @@
-"""The text of a setting, with its source, and how a message shows it."""
+"""The text of a setting, its source, and its form in messages."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from engines.settings.parsers import TRUE
 
 HIDDEN = "***"
-NOT_TEXT = re.compile("[\x00\ud800-\udfff]")  # Characters that no value may have.
+NOT_TEXT = re.compile("[\x00\ud800-\udfff]")  # Characters that no value may contain.
 _LONGEST_QUOTE = 200
 
-# Words that end the name of a credential. Names such as `max_num_batched_tokens` and `eos_token_id` do not match.
+# Words at the end of a credential's name. Names such as `max_num_batched_tokens` and `eos_token_id` do not match.
 _WORDS = r"api[_-]?keys?|(access|secret|private)[_-]?key|password|passwd|secret|credentials?|authorization|signature"
-_SECRET_NAME = re.compile(rf"(token|{_WORDS})$", re.IGNORECASE)  # Of a setting whose whole value is a credential.
+_SECRET_NAME = re.compile(rf"(token|{_WORDS})$", re.IGNORECASE)  # The whole value is a credential.
 _WHOLLY_HIDDEN = frozenset({"option.env"})
 _SECRET_VALUE = re.compile(
-    # user:password in a URL. Passwords may have slashes and more than one `@`.
+    # user:password in a URL. Passwords may contain slashes and more than one `@`.
     r"(?<=://)[^\s/@:]{0,200}:[^\s\"']{0,1000}(?=@)|(?<=://)[^\s/]{1,1000}(?=@)"
     r"|hf_[A-Za-z0-9]{12,}"  # a Hugging Face token
     r"|\b(AKIA|ASIA)[A-Z0-9]{16}\b"  # an AWS access key
     r"|\b(sk|glpat|nvapi)-[A-Za-z0-9_-]{16,}|\b(gh[a-z]|github_pat)_[A-Za-z0-9_]{20,}"
     r"|(?<=[Bb]earer )[^\s\"']+"
 )
-# A member of JSON, of a query or of a list of arguments (`--api-key KEY`) that has the name of a credential.
+# A member of JSON, of a query or of an argument list (`--api-key KEY`) that is named like a credential.
 _TOKEN = r"(access|api|auth|hf|hub|refresh|security|session)[_-]?token|(?<![\w-])token|(?<![\w-])sig"
 _SECRET_MEMBER = re.compile(
     rf"(?P<name>(({_WORDS}|{_TOKEN})[\"'\\]{{0,9}}\s{{0,9}}[=:]\s{{0,9}}"
@@ -35,9 +35,9 @@ _SECRET_MEMBER = re.compile(
 
 
 def masked(name: str, text: str) -> str:
-    """Return the text of a setting, with credentials replaced.
+    """Return the text of a setting with credentials replaced.
 
-    The setting's name and the text itself show whether it holds a credential.
+    Credentials are recognized by the setting's name and by the text itself.
     """
     if text and (name in _WHOLLY_HIDDEN or _SECRET_NAME.search(name)):
         return HIDDEN
@@ -45,7 +45,7 @@ def masked(name: str, text: str) -> str:
 
 
 def quoted(name: str, text: str) -> str:
-    """Return the `masked` text for a message: in quotes, on one line, and shortened."""
+    """Return the `masked` text for a message: quoted, on one line, and shortened."""
     shown = masked(name, text)
     if len(shown) > _LONGEST_QUOTE:
         shown = shown[:_LONGEST_QUOTE] + "..."
@@ -58,11 +58,11 @@ class Value:
 
     text: str
     source: str
-    line: int = 0  # Of the file; 0: the value is not in a file.
+    line: int = 0  # The line in the file. 0: the value is not in a file.
 
     @property
     def place(self) -> str:
-        """The source for a message that names the key."""
+        """The source, for a message that names the key."""
         return f"{self.source.partition(':')[0]}, line {self.line}" if self.line else self.source
 
     @property

@@ -1,1 +1,1 @@
-"""The sources of models: a directory of this machine, S3, or the sample model."""
+"""The sources of models: a directory on this machine, S3, or the sample model."""

@@ -1,8 +1,8 @@
-"""A remote model's copy on this machine.
+"""A local copy of a remote model.
 
-It comes in two parts: first the small files from which settings and code are read; then the weights, when the server
-already listens. A file is downloaded under a temporary name. It is renamed when it is complete and checked. Each URL
-has a separate folder in the cache directory:
+The copy is made in two steps: first the small files from which settings and code are read, then the weights, when the
+server is already listening. A file is downloaded under a temporary name, and renamed once it is complete and checked.
+Each URL has its own folder in the cache directory:
 
     models/<hash of the URL>/model/<last part of the URL>/   the files
     models/<hash of the URL>/listing                         path, size and ETag of all files, as S3 listed them
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 _ON_SAGEMAKER = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")
 _GIB = 1 << 30
-_MARGIN = 64 << 20  # Bytes of the disk that a download leaves free.
+_MARGIN = 64 << 20  # The number of bytes that a download leaves free on the disk.
 _CHECK_SECONDS = 0.1
 _LOG_SECONDS = 5.0
 
 
 class RemoteModel:
-    """A model on S3 whose small files are here. Made by `open_model`."""
+    """A model on S3 whose small files are on this machine. `open_model` creates it."""
 
     def __init__(self, copy: LocalCopy, folder: S3Folder | None, files: tuple[RemoteFile, ...]) -> None:
         """Create the remote model.
@@ -89,7 +89,7 @@ class RemoteModels:
         """Return the local directory of a model. Its weights are fetched later.
 
         Raises:
-            SourceError: As in `open_model`.
+            SourceError: See `open_model`.
         """
         key = S3Url.parse(url)
         if key not in self._opened:
@@ -110,10 +110,10 @@ class RemoteModels:
 def open_model(url: str, downloads: Path | None = None, *, offline: bool = False) -> RemoteModel:
     """List the files of the model at `url` (`s3://bucket/prefix/`) and fetch all files except the weights.
 
-    Blocks for seconds.
+    This function blocks for seconds.
 
     Args:
-        offline: Use the copy on this machine, and send no request.
+        offline: Use the local copy, and send no request.
 
     Raises:
         SourceError: There is no such model, or it cannot be reached, read or stored.
@@ -135,8 +135,8 @@ def open_model(url: str, downloads: Path | None = None, *, offline: bool = False
 def download_dir(environ: Mapping[str, str] | None = None) -> Path:
     """Return the cache directory for models from S3.
 
-    The first of these counts: SERVING_DOWNLOAD_DIR, DJL_CACHE_DIR, on SageMaker /tmp/slipway (the large disk), the
-    user's cache directory.
+    The first of these counts: SERVING_DOWNLOAD_DIR; DJL_CACHE_DIR; on SageMaker /tmp/slipway, which is on the large
+    disk; the user's cache directory.
     """
     environ = os.environ if environ is None else environ
     for name in ("SERVING_DOWNLOAD_DIR", "DJL_CACHE_DIR"):
@@ -148,7 +148,7 @@ def download_dir(environ: Mapping[str, str] | None = None) -> Path:
 
 
 class LocalCopy:
-    """The copy of one URL on this machine. Changes need the lock."""
+    """The local copy of one URL. Changes require the lock."""
 
     def __init__(self, url: S3Url, downloads: Path) -> None:
         self.url = str(url)
@@ -159,7 +159,7 @@ class LocalCopy:
         self._listing = self.root / "listing"
 
     def missing(self, files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
-        """Return the files that are missing, incomplete, or of another version than on S3."""
+        """Return the files that are missing, incomplete, or of another version than those on S3."""
         listed = set(self._listed())
         return tuple(file for file in files if file not in listed or not self._has(file))
 
@@ -173,7 +173,7 @@ class LocalCopy:
         return () if self.missing(files) else files
 
     def begin(self, files: Sequence[RemoteFile]) -> None:
-        """Write the listing of the wanted files. Remove all other files, and files left by a process that died."""
+        """Write the listing of the wanted files. Remove all other files, and the files of a process that died."""
         for stale in self.root.glob("partial.*"):
             shutil.rmtree(stale, ignore_errors=True)
         listed = self._listed()
@@ -182,7 +182,7 @@ class LocalCopy:
         for gone in set(listed).difference(files):
             place = self.directory / gone.path
             place.unlink(missing_ok=True)
-            self._remove_empty(place.parent)  # A file may have this name now.
+            self._remove_empty(place.parent)  # Another file may need this name now.
         partial = self.root / "partial.listing"
         partial.write_bytes(msgspec.json.encode(files))
         partial.replace(self._listing)
@@ -191,7 +191,7 @@ class LocalCopy:
         while directory != self.directory:
             try:
                 directory.rmdir()
-            except OSError:  # It has files, or is gone.
+            except OSError:  # The directory contains files, or is gone.
                 return
             directory = directory.parent
 
@@ -231,7 +231,7 @@ class DownloadProgress:
         self._logged, self._bytes_logged = time.monotonic(), 0
 
     def add(self, size: int) -> None:
-        """Count downloaded bytes. A negative number takes back bytes that have to be downloaded again."""
+        """Count downloaded bytes. A negative number subtracts bytes that have to be downloaded again."""
         with self._lock:
             self.bytes += size
 
@@ -248,7 +248,7 @@ class DownloadProgress:
 
 
 class _Download:
-    """One download into a local copy. Several processes may begin it at a time: one downloads, the others wait."""
+    """One download into a local copy. If several processes start it, one downloads and the others wait."""
 
     def __init__(
         self,
@@ -263,14 +263,14 @@ class _Download:
         self._stop = stop or threading.Event()
 
     def run(self, files: Sequence[RemoteFile], wanted: Sequence[RemoteFile]) -> None:
-        """Fetch the missing ones of `files`.
+        """Fetch those of `files` that are missing.
 
         Args:
             files: The files to fetch.
-            wanted: All files of the model. Other files are removed.
+            wanted: All files of the model. Any other file is removed.
 
         Raises:
-            SourceError: S3 or the disk has an error, the time is over, or `stop` was set.
+            SourceError: S3 or the disk has an error, the time limit is exceeded, or `stop` was set.
         """
         try:
             self._copy.directory.mkdir(parents=True, exist_ok=True)
@@ -305,7 +305,7 @@ class _Download:
                     if not ended:
                         self._stop.wait(_CHECK_SECONDS)
         finally:
-            # Parts of files are removed after a failure, too. No later download uses them, and they may fill the disk.
+            # Partial files are also removed after a failure. No later download uses them, and they may fill the disk.
             shutil.rmtree(partial, ignore_errors=True)
 
     def _check(self) -> None:

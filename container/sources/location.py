@@ -1,4 +1,4 @@
-"""The location of a model: a directory of this machine, a folder on S3, or a name on the Hugging Face hub."""
+"""The location of a model: a directory on this machine, a folder on S3, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS_SECONDS = 300.0  # The time limit for listing a model on S3 and fetchin
 
 
 class ModelNotFound(Exception):
-    """The given place has no model. The message names the allowed values."""
+    """There is no model at the given place. The message names the allowed values."""
 
 
 class SourceError(Exception):
@@ -33,7 +33,7 @@ class SourceError(Exception):
 
 
 class FetchTimeout(SourceError):
-    """The download did not end in time. Complete files are kept."""
+    """The download did not finish in time. Complete files are kept."""
 
 
 # Directories
@@ -56,7 +56,7 @@ def existing_directory(text: str) -> Path:
 def models_in(path: Path) -> tuple[Path, ...]:
     """Return the model directories to load for a given directory, sorted by name.
 
-    If the directory contains only model directories, these are returned, as in LMI's model store. Otherwise the
+    If all entries of the directory are model directories, these are returned, as in LMI's model store. Otherwise the
     directory itself is returned.
     """
     try:
@@ -70,23 +70,23 @@ def models_in(path: Path) -> tuple[Path, ...]:
 
 
 def is_store_of(text: str, directories: tuple[Path, ...]) -> bool:
-    """Return whether `text` is the directory that holds these model directories.
+    """Return whether `text` is the directory that contains these model directories.
 
-    HF_MODEL_ID may be the directory that holds the models, such as /opt/ml/model. It then adds no model.
+    HF_MODEL_ID may be the directory that contains the models, such as /opt/ml/model. It then adds no model.
     """
     path = Path(os.path.abspath(text.strip()))
     return os.path.isdir(path) and path not in directories and models_in(path) == directories
 
 
 def is_model_dir(path: Path) -> bool:
-    """Return whether the directory has a model, or the settings or code of one."""
+    """Return whether the directory contains a model, or a model's settings or code."""
     return any(os.path.isfile(path / name) for name in _MODEL_FILES)
 
 
 def model_fault(directory: Path) -> str:
-    """Return why an engine cannot load a directory, as far as its names and its config.json tell; else "".
+    """Return why an engine cannot load a directory, judged by its file names and its config.json. Empty if it can.
 
-    File names other than `config.json` belong to Mistral's format and to GGUF.
+    Directories without `config.json` may be in Mistral's format or in GGUF.
     """
     try:
         names = os.listdir(directory)
@@ -103,7 +103,7 @@ def model_fault(directory: Path) -> str:
 
 
 def json_file_fault(path: Path) -> str:
-    """Return why a file cannot be read as a JSON object; "" if it can."""
+    """Return why a file cannot be read as a JSON object. Empty if it can."""
     try:
         content = json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
@@ -146,8 +146,8 @@ def resolve_model_id(text: str, model_dir: Path) -> str:
 def model_name(model_id: str, model_dir: Path, named_by_variable: bool) -> str:
     """Return the model's name in routes: its directory's name or its hub id, with `_` for non-word characters.
 
-    As in LMI, a model that HF_MODEL_ID selects (`named_by_variable`) is called by its id. A model that
-    option.model_id selects is called by the model directory.
+    As in LMI, a model that HF_MODEL_ID selects (`named_by_variable`) is named after its id. A model that
+    option.model_id selects is named after the model directory.
     """
     if not named_by_variable and _has_files(model_dir):
         return _as_word(model_dir.name)
@@ -160,7 +160,7 @@ def name_of_url(url: str) -> str:
 
 
 def path_of_url(url: str) -> Path | None:
-    """Return the absolute path of a model's URL, which may be a plain path or a `file://` URL.
+    """Return the absolute path that a model's URL refers to. The URL may be a plain path or a `file://` URL.
 
     Return None for other URLs and for relative paths.
     """
@@ -202,10 +202,10 @@ def is_s3(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class S3Url:
-    """A folder of a bucket: `s3://bucket/prefix/`."""
+    """A folder in a bucket: `s3://bucket/prefix/`."""
 
     bucket: str
-    prefix: str  # Without slashes at its ends. Empty for the whole bucket.
+    prefix: str  # Without leading and trailing slashes. Empty for the whole bucket.
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.key_prefix}"
@@ -220,7 +220,7 @@ class S3Url:
 
     @classmethod
     def parse(cls, text: str) -> S3Url:
-        """Return the folder that `text` names. A slash at its end is optional.
+        """Return the folder that `text` names. The trailing slash is optional.
 
         Raises:
             SourceError: The text is not an S3 URL.

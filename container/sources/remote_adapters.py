@@ -21,8 +21,8 @@ class RemoteAdapters:
 
         Args:
             seconds: The time limit for the weights of an adapter.
-            offline: Use only files that were downloaded before.
-            downloads: The directory of downloads.
+            offline: Use only files that are already downloaded.
+            downloads: The directory for downloads.
         """
         self._seconds, self._offline, self._downloads = seconds, offline, downloads
 

@@ -1,7 +1,7 @@
 """A model's folder on S3: lists its files and downloads them.
 
 boto3 finds credentials, region and endpoint in the environment, the profile, or the role of the container or machine.
-AWS_ENDPOINT_URL_S3 sets another endpoint. boto3 is imported only when it is needed, because most models are local.
+AWS_ENDPOINT_URL_S3 overrides the endpoint. boto3 is imported only if it is needed, because most models are local.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from s3transfer.futures import TransferFuture
     from s3transfer.subscribers import BaseSubscriber
 
-THREADS = 8  # Ranges of objects that are read at a time.
-RANGE = 16 << 20  # Bytes of a range.
-_READ_ATTEMPTS = 6  # Attempts to read a range whose connection breaks.
-_REQUEST_ATTEMPTS = 5  # botocore's attempts if S3 answers a request with a server error.
+THREADS = 8  # The number of ranges of objects that are read at a time.
+RANGE = 16 << 20  # The size of a range in bytes.
+_READ_ATTEMPTS = 6  # The number of attempts to read a range if its connection breaks.
+_REQUEST_ATTEMPTS = 5  # The number of botocore's attempts if S3 answers a request with a server error.
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30
 _BLOCK = 1 << 20
 _MAX_FILES = 100_000
 
-# Suffixes of files that hold no settings.
+# Suffixes of files that contain no settings.
 WEIGHTS = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx", ".tar", ".gz", ".tgz", ".zip"}
 )
-_MAX_SETTINGS_BYTES = 32 << 20  # A larger file counts as weights, even if its name has none of these suffixes.
-# Files that engines do not load if `*.safetensors` are beside them: the weights in other forms, by the names of
-# transformers, diffusers, PEFT and Llama's repositories, and the state of a training. Others may be parts of a model.
+_MAX_SETTINGS_BYTES = 32 << 20  # A larger file counts as weights, whatever its suffix.
+# Files that engines do not load if there are `*.safetensors` next to them: the weights in other formats, as named by
+# transformers, diffusers, PEFT and Llama's repositories, and training state. Other files may be parts of a model.
 _DUPLICATES = re.compile(
     r"(diffusion_)?pytorch_model[-\w]*\.bin|tf_model[-\w]*\.h5|flax_model[-\w]*\.msgpack|consolidated[-.\w]*\.pth"
     r"|adapter_model\.bin|optimizer\.(pt|bin)"
@@ -50,12 +50,12 @@ _DUPLICATES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file as S3 lists it."""
+    """A file in a listing of S3."""
 
-    path: str  # Below the model's directory, with `/` between its parts.
+    path: str  # Relative to the model's directory, with `/` between the parts.
     size: int  # Bytes.
     etag: str  # In quotes, as S3 sends it. It changes with the content.
-    # Algorithms for which S3 has a checksum of the whole object.
+    # The algorithms for which S3 stores a checksum of the whole object.
     checksums: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -65,7 +65,7 @@ class RemoteFile:
 
 
 def check_path(path: str) -> str:
-    """Return `path` if it stays below the directory that it is joined to.
+    """Return `path` if it stays inside the directory that it is joined to.
 
     Raises:
         SourceError: The path may leave the directory.
@@ -77,9 +77,9 @@ def check_path(path: str) -> str:
 
 
 def selected(files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
-    """Return the files to fetch, sorted by path. Weights are left out if `*.safetensors` files have them, too.
+    """Return the files to fetch, sorted by path. Weights that `*.safetensors` files also contain are left out.
 
-    Empty objects that stand for folders are left out.
+    Empty objects that represent folders are left out.
 
     Raises:
         SourceError: An object with content has the same path as a folder of other objects.
@@ -97,7 +97,7 @@ def selected(files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
 def _is_duplicate(path: PurePosixPath, with_safetensors: set[str]) -> bool:
     if _DUPLICATES.fullmatch(path.name) is None:
         return False
-    # Llama's repositories have the second copy in `original/`.
+    # Llama's repositories store the second copy in `original/`.
     places = (path.parent, path.parent.parent) if path.parent.name == "original" else (path.parent,)
     return any(str(place) in with_safetensors for place in places)
 
@@ -106,10 +106,10 @@ class S3Folder:
     """A folder of a bucket. Any thread may use it."""
 
     def __init__(self, url: S3Url) -> None:
-        """Create the client. It sends no request to S3 yet.
+        """Create the client. No request is sent to S3 yet.
 
         Raises:
-            SourceError: AWS is configured wrongly.
+            SourceError: The AWS configuration is invalid.
         """
         self.url = url
         try:
@@ -121,7 +121,7 @@ class S3Folder:
         """List all objects in the folder, except the empty objects that represent folders.
 
         Raises:
-            SourceError: S3 refuses or cannot be reached, or the folder is empty.
+            SourceError: S3 refuses the request or cannot be reached, or the folder is empty.
         """
         try:
             found = tuple(itertools.islice(self._listed(), _MAX_FILES + 1))
@@ -194,7 +194,7 @@ class S3Folder:
             file: The file as S3 listed it.
             download: The finished download.
             path: The downloaded file.
-            go_on: Called for each block of the file. If it raises an error, the comparison ends.
+            go_on: Called for each block of the file. If it raises an error, the check is aborted.
 
         Raises:
             SourceError: S3 failed, or the content differs from the listed object.
@@ -224,7 +224,7 @@ class S3Folder:
             Bucket=self.url.bucket, Key=key, IfMatch=file.etag, ChecksumMode="ENABLED"
         )
         checksum: str | None = answer.get(f"Checksum{algorithm}")
-        # A checksum such as "...-7" is made of the checksums of seven parts, not of the whole object.
+        # A checksum such as "...-7" is computed from the checksums of seven parts, not from the whole object.
         return None if checksum is None or "-" in checksum else checksum
 
     def _explained(self, error: Exception, path: str = "") -> SourceError:
@@ -233,7 +233,7 @@ class S3Folder:
 
 @dataclass(frozen=True, slots=True)
 class _Subscriber:
-    """Gets boto3's calls about the download of one file."""
+    """Handles boto3's callbacks for the download of one file."""
 
     file: RemoteFile
     on_bytes: Callable[[int], None]
@@ -257,7 +257,7 @@ class _Crc32:
         return self._value.to_bytes(4, "big")
 
 
-# Checksums that are fast without AWS's C library. S3 also has CRC32C and CRC64NVME.
+# Checksums that are fast without AWS's C library. S3 also supports CRC32C and CRC64NVME.
 _CHECKSUMS: dict[str, Callable[[], Any]] = {"CRC32": _Crc32, "SHA256": hashlib.sha256, "SHA1": hashlib.sha1}
 
 
@@ -265,7 +265,7 @@ def s3_client() -> S3Client:
     """Return a client that any thread may use.
 
     Raises:
-        SourceError: AWS is configured wrongly.
+        SourceError: The AWS configuration is invalid.
     """
     import boto3
     from botocore.config import Config
@@ -278,7 +278,7 @@ def s3_client() -> S3Client:
         max_pool_connections=THREADS,
         tcp_keepalive=True,
     )
-    # If no region is set, S3's first answer has the bucket's region, and botocore repeats the request there.
+    # If no region is set, S3's first reply names the bucket's region, and botocore repeats the request there.
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     try:
         session = boto3.session.Session(region_name=region)
@@ -290,14 +290,14 @@ def s3_client() -> S3Client:
 
 
 def _is_botocores(error: OSError) -> bool:
-    """Return True for an error of the network: some of botocore's are OSErrors, too."""
+    """Return True if botocore raised this network error. Some of botocore's errors are OSErrors, too."""
     from botocore.exceptions import BotoCoreError
 
     return isinstance(error, BotoCoreError)
 
 
 def _close_with_body(parsed: dict[str, Any], **_: Any) -> None:
-    """Close the connection when the body is dropped. boto3 leaves the connection of a cancelled read open."""
+    """Close the connection when the body is dropped. boto3 leaves the connection open if a read is cancelled."""
     if (body := parsed.get("Body")) is not None:
         weakref.finalize(body, body._raw_stream.close)
 

