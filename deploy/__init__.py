@@ -1,1 +1,1 @@
-"""Deploys the server: to SageMaker, to Ray, and to an endpoint on this machine that has SageMaker's runtime API."""
+"""Deploys the server: to SageMaker, to Ray, and as a local endpoint with SageMaker's runtime API."""

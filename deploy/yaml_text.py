@@ -1,4 +1,4 @@
-"""Writes YAML: CloudFormation templates, KubeRay manifests and Serve's configuration."""
+"""Writes YAML: CloudFormation templates, KubeRay manifests, and configurations for Serve."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def as_yaml(value: Mapping[str, Any]) -> str:
-    """Return JSON values as YAML, with keys in their order."""
-    import yaml  # `slipway serve` imports this module, and does not need yaml.
+    """Return JSON values as YAML, with the keys in their given order."""
+    import yaml  # `slipway serve` imports this module but does not need yaml.
 
-    # yaml writes an alias for an object that occurs twice, and CloudFormation does not read aliases.
+    # yaml writes an alias for an object that occurs twice, but CloudFormation does not support aliases.
     unshared = json.loads(json.dumps(value, default=str))
     return str(yaml.safe_dump(unshared, sort_keys=False, allow_unicode=True, width=120))

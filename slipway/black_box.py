@@ -19,7 +19,7 @@ from container.observability.black_box import SIGNAL, ask_by_signal, box_directo
 from container.observability.process_report import process_reports
 from container.settings.server import DIRECTORY_OR_NONE
 
-_SECONDS, _FILE_SECONDS = 15.0, 20.0  # The time for an answer, and for a file.
+_SECONDS, _FILE_SECONDS = 15.0, 20.0  # The time limits for an answer and for a file.
 _PORTS = {"http": 80, "https": 443}
 _POLL_SECONDS = 0.1
 
@@ -38,7 +38,7 @@ def blackbox(
         headers = {} if api_key is None else {b"authorization": b"Bearer " + api_key.encode()}
         # No proxy is between this machine and itself.
         reply = httpx.get(f"{url.rstrip('/')}/server/blackbox", headers=headers, timeout=_SECONDS, trust_env=not local)
-    except httpx.TransportError as error:  # It hangs, or nothing listens.
+    except httpx.TransportError as error:  # The server hangs, or nothing listens.
         if not local:
             raise _failed(f"{url} does not answer ({error}); run this command on its machine") from None
         typer.echo(f"slipway: {url} does not answer ({error}); its process is asked by {SIGNAL.name}", err=True)
@@ -73,7 +73,7 @@ def _parsed(url: str) -> httpx.URL:
 
 
 def _is_here(host: str) -> bool:
-    """Return True if a host is this machine, by each of its addresses."""
+    """Return True if all addresses of a host belong to this machine."""
     own = {address.address.partition("%")[0] for card in psutil.net_if_addrs().values() for address in card}
     try:
         found = {str(one[4][0]).partition("%")[0] for one in socket.getaddrinfo(host, None)}
@@ -87,7 +87,7 @@ def _listener(port: int) -> psutil.Process:
     for process in psutil.process_iter():
         try:
             found = process.net_connections("tcp")
-        except psutil.Error:  # It has ended, or belongs to another user.
+        except psutil.Error:  # The process has ended, or belongs to another user.
             continue
         if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in found):
             return process
@@ -95,7 +95,7 @@ def _listener(port: int) -> psutil.Process:
 
 
 def _written_by(process: psutil.Process) -> bytes:
-    """Have a server write a box, and return it. If no thread of it runs, return the stacks alone."""
+    """Make a server write a box, and return it. If no thread of the server runs, return only the stacks."""
     try:
         name, environment, place = process.name(), process.environ(), Path(process.cwd())
     except psutil.Error as error:

@@ -94,7 +94,7 @@ def serve(
 
 
 def run(startup: Startup, mounts: Sequence[Mount] = (), greeting: str = "") -> NoReturn:
-    """Print the greeting, serve, and end the process with the server's exit code."""
+    """Print the greeting, run the server, and exit with the server's exit code."""
     codes: list[int] = []
 
     def end() -> None:
@@ -104,7 +104,7 @@ def run(startup: Startup, mounts: Sequence[Mount] = (), greeting: str = "") -> N
             if codes:
                 os._exit(codes[0])
 
-    atexit.register(end)  # first, since exit functions run in the reverse order: it ends the process after all others
+    atexit.register(end)  # Registered first and so called last: it ends the process after all other exit functions.
     logging_as = startup.server_config.log_format, startup.server_config.log_level
     quiet = not startup.server_config.verbose and startup.server_config.log_level != "debug"
     logs.configure(*logging_as, redirect=True, quiet=quiet)
@@ -120,7 +120,7 @@ def run(startup: Startup, mounts: Sequence[Mount] = (), greeting: str = "") -> N
 
 
 def _one_model(argument: str | None, option: str | None) -> str | None:
-    """Return the model that is given as an argument or as --model."""
+    """Return the model that is given as the argument or as --model."""
     if argument is not None and option is not None and argument != option:
         raise typer.BadParameter(f"is {option!r}, but the argument is {argument!r}", param_hint="--model")
     return argument if option is None else option
@@ -145,7 +145,7 @@ def config(
         raise typer.BadParameter(str(error), param_hint="--gpus") from None
     model = _one_model(model_argument, model)
     startup = read_startup(model_dir, port, host, model_name, gpus=len(machine), model=model)
-    os.environ.update(startup.exports)  # the hub may be asked for the files of a model
+    os.environ.update(startup.exports)  # The hub may be asked for the files of a model.
     with hub_asked_once([model.settings for model in startup.models]) as note:
         if note:
             typer.echo(f"slipway: note: {note}", err=True)

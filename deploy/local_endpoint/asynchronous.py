@@ -1,7 +1,7 @@
 """Asynchronous calls (InvokeEndpointAsync): a bounded queue, and the tasks that answer its calls.
 
-The input comes with the call or from `s3://`. The answer is written to `s3://`. Each call ends with an answer or with a
-failure file. SNS is left out: clients look for the files.
+The input is in the call or at an `s3://` location. The answer is written to `s3://`. Each call ends with an answer or a
+failure file. SNS is not supported: clients poll for the files.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from deploy.local_endpoint.storage import Storage, StorageError, location, objec
 
 logger = logging.getLogger(__name__)
 
-MAX_INLINE = 128_000  # Bytes of a body that comes with the call.
-MAX_PAYLOAD = 1 << 30  # Bytes of an input from S3, and of an answer.
-MAX_CALLS = 1000  # Calls that wait or run.
-_LARGE = 64 << 20  # Inputs of more bytes are held one at a time.
-_MAX_HEADERS = 4096  # Bytes of the headers of the container's answer.
-_TTL, _TIMEOUT = "21600", "900"  # Defaults of SageMaker, in seconds.
-_PING_SECONDS = 1.0  # The time between two questions whether the container is ready.
-_LAST_SECONDS = 2.0  # The time for the failure files of calls that are given up.
+MAX_INLINE = 128_000  # The largest body inside a call, in bytes.
+MAX_PAYLOAD = 1 << 30  # The largest input from S3, and the largest answer, in bytes.
+MAX_CALLS = 1000  # The most calls that wait or run.
+_LARGE = 64 << 20  # Inputs with more bytes are held one at a time.
+_MAX_HEADERS = 4096  # The largest size of the headers of the container's answer, in bytes.
+_TTL, _TIMEOUT = "21600", "900"  # SageMaker's defaults, in seconds.
+_PING_SECONDS = 1.0  # The time between two checks if the container is ready.
+_LAST_SECONDS = 2.0  # The time for writing the failure files of abandoned calls.
 _STORAGE_THREADS = 8
 _NO_INPUT = "Exactly one of InputLocation and Body has to be given."
 
@@ -51,17 +51,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncCall:
-    """A checked call. Times are in seconds."""
+    """A checked call. All times are in seconds."""
 
     scope: Scope  # `scope["app"]` is the container's application.
-    request: ContainerRequest  # Has no body if there is a source.
-    source: S3Url | None  # The input, unless it came with the call.
+    request: ContainerRequest  # Has no body if `source` is set.
+    source: S3Url | None  # The location of the input, unless the call contains the input.
     output: S3Url
     failure: S3Url
-    request_id: str  # The endpoint's, `x-amzn-RequestId`.
+    request_id: str  # The endpoint's request id, `x-amzn-RequestId`.
     inference_id: str
     ttl: float  # The time for which the call may wait.
-    timeout: float  # The time that the container may take.
+    timeout: float  # The time limit for the container.
 
     @classmethod
     def of(
@@ -70,7 +70,7 @@ class AsyncCall:
         """Check a call.
 
         Raises:
-            RuntimeApiError: The call does not have exactly one input, or names a place that is not allowed.
+            RuntimeApiError: The call does not have exactly one input, or names a location that is not allowed.
         """
         given = parameters.values
         headers = settings.container_headers(name, parameters)
@@ -121,23 +121,23 @@ class AsyncCalls:
         """Create the queue.
 
         Args:
-            storage: Has the inputs, and gets the answers.
-            concurrency: The number of calls that the container gets at a time.
-            capture: Records the calls that succeed.
+            storage: Holds the inputs, and stores the answers.
+            concurrency: The number of concurrent calls to the container.
+            capture: Records successful calls.
         """
         self._storage, self._capture = storage, capture
         self._places, self._room_for_large = asyncio.Semaphore(concurrency), asyncio.Lock()
         self._threads = ThreadPoolExecutor(_STORAGE_THREADS, "s3")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._waiting: set[asyncio.Task[None]] = set()  # Tasks of calls that the container does not have.
-        self._pings: asyncio.Task[None] | None = None  # Asks whether the container is ready, for all calls.
+        self._waiting: set[asyncio.Task[None]] = set()  # Tasks of calls that were not sent to the container yet.
+        self._pings: asyncio.Task[None] | None = None  # Checks for all calls if the container is ready.
         self._stopping = False
 
     def submit(self, call: AsyncCall) -> None:
         """Add a call to the queue.
 
         Raises:
-            RuntimeApiError: The queue is full, or the server stops.
+            RuntimeApiError: The queue is full, or the server is stopping.
         """
         if self._stopping:
             raise RuntimeApiError("ServiceUnavailable", 503, "The local endpoint is stopping.")
@@ -149,22 +149,22 @@ class AsyncCalls:
             task.add_done_callback(tasks.discard)
 
     async def read(self, url: S3Url) -> bytes:
-        """Return an object of the storage.
+        """Return an object from the storage.
 
         Raises:
-            StorageError: It cannot be read.
+            StorageError: The object cannot be read.
         """
         return await self._in_thread(lambda: self._storage.read(url))
 
     async def drain(self, seconds: float) -> None:
         """Refuse further calls and drop waiting calls. Wait at most `seconds` for running calls.
 
-        A call that is given up gets a failure file.
+        A call that is abandoned gets a failure file.
         """
         self._stopping = True
-        if tasks := set(self._tasks):  # A copy: calls that end leave the set.
+        if tasks := set(self._tasks):  # A copy, because calls that end leave the set.
             logger.info("stopping: %d asynchronous calls wait, %d in all", len(self._waiting), len(tasks))
-            await asyncio.sleep(0)  # A task that is cancelled before its first step would write no failure file.
+            await asyncio.sleep(0)  # A task that is cancelled before its first step writes no failure file.
             for task in self._waiting:
                 task.cancel()
             _, late = await asyncio.wait(tasks, timeout=seconds)
@@ -197,7 +197,7 @@ class AsyncCalls:
         logger.info("asynchronous call: %s: %s", error.name, error.message, extra=about)
         try:
             await self._in_thread(lambda: self._storage.write(call.failure, error.body(), "application/json"))
-        except (StorageError, RuntimeError) as reason:  # RuntimeError: the threads have been stopped.
+        except (StorageError, RuntimeError) as reason:  # RuntimeError: the threads were stopped.
             logger.error("%s cannot be written: %s", location(call.failure), reason, extra=about)
 
     async def _serve(self, call: AsyncCall) -> None:
@@ -229,7 +229,7 @@ class AsyncCalls:
             raise validation_error(f"{location(source)} cannot be read: {error}") from error
 
     async def _ask(self, call: AsyncCall, request: ContainerRequest, deadline: float) -> Invocation:
-        """Call the container. If it is not ready, wait, as calls wait for an endpoint that has no instance yet."""
+        """Call the container. If it is not ready, wait, as a call waits for an endpoint without instances."""
         task = asyncio.current_task()
         assert task is not None
         while True:
@@ -263,14 +263,14 @@ class AsyncCalls:
 
 
 async def _stay() -> Message:
-    """Wait forever: the client of an asynchronous call cannot leave."""
+    """Wait forever, because the client of an asynchronous call cannot leave."""
     never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     return await never
 
 
 @contextlib.asynccontextmanager
 async def _until(deadline: float, call: AsyncCall) -> AsyncIterator[None]:
-    """End the block at `deadline` with the failure of an expired call."""
+    """Abort the block at `deadline` with the failure of an expired call."""
     try:
         async with asyncio.timeout_at(deadline):
             yield
@@ -283,7 +283,7 @@ def _stopped() -> RuntimeApiError:
 
 
 def _check_headers(endpoint: str, invocation: Invocation) -> None:
-    """Refuse an answer that SageMaker refuses.
+    """Refuse an answer that SageMaker would refuse.
 
     Raises:
         RuntimeApiError: The answer was sent in chunks, or has too many headers.

@@ -51,7 +51,7 @@ Capture = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalOptions:
-    """The options that `slipway local` and `slipway serve` share, as they were given."""
+    """The options that `slipway local` and `slipway serve` share, as given by the user."""
 
     component: list[str] | None
     adapter: list[str] | None
@@ -69,8 +69,8 @@ class LocalOptions:
         """Return the settings of the local endpoint.
 
         Args:
-            option: The option that has the names of the endpoints.
-            endpoints: These names.
+            option: The option that lists the names of the endpoints.
+            endpoints: The names of the endpoints.
             limits: Further settings.
 
         Raises:
@@ -93,7 +93,7 @@ class LocalOptions:
 
 
 def local_endpoint_of(server_config: ServerConfig, endpoints: list[str], options: LocalOptions) -> tuple[Mount, str]:
-    """Return SageMaker's runtime API in front of the server, and the text that tells users how to reach it."""
+    """Return SageMaker's runtime API in front of the server, and a text that tells users how to reach the API."""
     settings = options.settings("--local-endpoint", endpoints)
     _silence_httpx()
     api = RuntimeApi(settings, KnownHosts(server_config.allowed_hosts))
@@ -176,13 +176,13 @@ async def _run(url: str, settings: LocalSettings, hosts: KnownHosts, host: str, 
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         deadline = loop.time() + _DRAIN_SECONDS
         await asyncio.gather(serving, api.drain(_DRAIN_SECONDS))
-    await api.drain(max(0.0, deadline - loop.time()))  # The last calls may have left records.
+    await api.drain(max(0.0, deadline - loop.time()))  # The last calls may have left records to write.
     stopping.cancel()
     await container.close()
 
 
 def _silence_httpx() -> None:
-    """Keep httpx's lines out of the log. The container has an access line for each call."""
+    """Keep httpx's lines out of the log. The container already logs each call."""
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
@@ -215,10 +215,10 @@ def _s3_folder(option: str, text: str | None) -> S3Url | None:
 
 
 def make_directory(option: str, path: Path | None) -> Path | None:
-    """Make the directory that an option names, and return its absolute path.
+    """Create the directory that an option names, and return its absolute path.
 
     Raises:
-        typer.BadParameter: It cannot be made.
+        typer.BadParameter: The directory cannot be created.
     """
     if path is None:
         return None

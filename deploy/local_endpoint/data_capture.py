@@ -45,7 +45,7 @@ class _Record:
             metadata["inferenceId"] = inference_id
         if attributes := value_of(given, CUSTOM_ATTRIBUTES):
             metadata["customAttributes"] = [attributes]
-        if self.request.path != _DEFAULT_PATH:  # SageMaker has no such field, and captures no other path.
+        if self.request.path != _DEFAULT_PATH:  # SageMaker has no such field, because it captures no other path.
             metadata["path"] = self.request.path
         metadata["inferenceTime"] = f"{self.at:%Y-%m-%dT%H:%M:%SZ}"
         record = {
@@ -69,7 +69,7 @@ def _data(mode: str, content_type: str, body: bytes) -> dict[str, str]:
 
 
 class DataCapture:
-    """Records calls. A call never waits for its record, nor fails with it."""
+    """Records calls. A call never waits for its record, and never fails because of it."""
 
     def __init__(self, directory: Path) -> None:
         self.files = RecordFiles(directory)
@@ -79,9 +79,9 @@ class DataCapture:
 
         Args:
             event_id: The id of the call.
-            request: The request that the container got.
-            headers: The headers of its reply.
-            reply: The body of its reply.
+            request: The request that was sent to the container.
+            headers: The headers of the container's reply.
+            reply: The body of the container's reply.
         """
         record = _Record(event_id, request, value_of(headers, b"content-type"), reply, datetime.now(UTC))
         if not self.files.take(record.size):

@@ -1,13 +1,13 @@
-"""The errors of SageMaker's runtime API, in AWS's words."""
+"""The errors of SageMaker's runtime API, with AWS's wording."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 
-ACCOUNT, REGION = "000000000000", "us-east-1"  # Placeholders in messages and ARNs: the local endpoint has no account.
+ACCOUNT, REGION = "000000000000", "us-east-1"  # Placeholders in messages and ARNs. The local endpoint has no account.
 
-_MAX_ORIGINAL_MESSAGE = 2048  # Characters of a container's error that the API shows.
+_MAX_ORIGINAL_MESSAGE = 2048  # The most characters of a container's error that the API shows.
 
 
 class RuntimeApiError(Exception):
@@ -17,7 +17,7 @@ class RuntimeApiError(Exception):
         """Describe the reply.
 
         Args:
-            name: The exception of the service model.
+            name: The name of the exception in the service model.
             status: The HTTP status.
             message: The text of the error.
             more: Further keys of the body.
@@ -25,14 +25,14 @@ class RuntimeApiError(Exception):
         super().__init__(message)
         self.name, self.status, self.message = name, status, message
         self.more = dict(more or {})
-        self.closes = False  # The connection is closed, because the rest of the body was not read.
+        self.closes = False  # The connection must be closed, because the rest of the body was not read.
 
     def body(self) -> bytes:
         return json.dumps({**self.more, "Message": self.message}).encode()
 
 
 def validation_error(message: str, error_code: str | None = None) -> RuntimeApiError:
-    """Return the error for a call that is wrong."""
+    """Return the error for an invalid call."""
     return RuntimeApiError("ValidationError", 400, message, {"ErrorCode": error_code} if error_code else None)
 
 
@@ -46,7 +46,7 @@ def constraint_violation(name: str, value: str, constraint: str) -> RuntimeApiEr
 
 
 def model_error(endpoint: str, status: int, body: bytes | None) -> RuntimeApiError:
-    """Return the error for an error status of the container. `body` is None if it is longer than the API reads."""
+    """Return the error for an error status of the container. `body` is None if it was too long to read."""
     text = None if body is None else body.decode(errors="replace")
     side, code = ("client", "CLIENT_ERROR") if 400 <= status < 500 else ("server", "INTERNAL_FAILURE")
     shown = "and could not load the entire response body" if text is None else f'with message "{text}"'
@@ -72,7 +72,7 @@ def not_ready(endpoint: str) -> RuntimeApiError:
 
 
 def no_capacity() -> RuntimeApiError:
-    """Return the error for an inference component without a copy that runs."""
+    """Return the error for an inference component that has no running copy."""
     return validation_error(
         "Inference Component has no capacity to process this request. ApplicationAutoScaling may be in-progress (if "
         "configured) or try to increase the capacity by invoking UpdateInferenceComponentRuntimeConfig API."
@@ -87,7 +87,7 @@ def internal_failure(
 
 
 def refused_answer(endpoint: str, status: int, reason: str) -> RuntimeApiError:
-    """Return the error for an answer of the container that SageMaker does not take."""
+    """Return the error for a container's answer that SageMaker does not accept."""
     return _model_error(
         endpoint, status, f"Received an answer ({status}) from primary, but {reason}.", reason, "INTERNAL_FAILURE"
     )

@@ -24,9 +24,9 @@ _STRING = 7  # The type of a header's value.
 
 @dataclass(frozen=True, slots=True)
 class EventStream:
-    """The form of a reply to InvokeEndpointWithResponseStream."""
+    """The format of a reply to InvokeEndpointWithResponseStream."""
 
-    common: Headers  # Headers that every reply of the API has.
+    common: Headers  # The headers of every reply of the API.
 
     def start(self, status: int, headers: Headers) -> Message:
         own = [(b"content-type", CONTENT_TYPE.encode()), *self.common, *reply_headers(Api.STREAM, headers)]
@@ -52,7 +52,7 @@ def model_stream_error(code: str, message: str) -> bytes:
 def event_message(headers: Mapping[str, str], payload: bytes) -> bytes:
     """Return a message of an event stream.
 
-    It consists of the message's length, the headers' length, a checksum of both, the headers, the payload, and a
+    The message consists of its length, the headers' length, a checksum of these two, the headers, the payload, and a
     checksum of everything before.
     """
     encoded = b""

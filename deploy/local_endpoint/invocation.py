@@ -1,4 +1,4 @@
-"""A call of an endpoint: passes the request to the container and returns its reply, whole or as a stream."""
+"""A call of an endpoint: passes the request to the container and returns the reply, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ UNREACHABLE = (b"x-slipway-container", b"unreachable")
 NO_REPLY = (b"x-slipway-container", b"no reply")
 
 _UNAVAILABLE = 503
-_LOADING = frozenset({207, _UNAVAILABLE})  # Statuses of /ping while a model loads.
-_PING_SECONDS = 5.0  # Until an answer of /ping.
-_MAX_ERROR = 65536  # Bytes of an error that are read.
-_LAST_MESSAGE_SECONDS = 5.0  # The time in which the client has to read the last message of a failed stream.
+_LOADING = frozenset({207, _UNAVAILABLE})  # The statuses of /ping while a model loads.
+_PING_SECONDS = 5.0  # The time limit for an answer to /ping.
+_MAX_ERROR = 65536  # The most bytes of an error that are read.
+_LAST_MESSAGE_SECONDS = 5.0  # The time for the client to read the last message of a failed stream.
 
 
 class ClientGone(Exception):
@@ -32,7 +32,7 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerRequest:
-    """The request that the container gets for a call of an endpoint."""
+    """The request that the container receives for a call of an endpoint."""
 
     endpoint: str
     headers: Headers
@@ -54,18 +54,18 @@ class ContainerRequest:
 
 
 class StreamForm(Protocol):
-    """The form in which a client gets a stream."""
+    """The format in which a client receives a stream."""
 
     def start(self, status: int, headers: Headers) -> Message:
-        """Return the beginning of the reply, for the status and the headers of the container's reply."""
+        """Return the start of the reply, given the status and the headers of the container's reply."""
         ...
 
     def piece(self, data: bytes) -> bytes:
-        """Return the bytes that the client gets for a piece of the container's reply."""
+        """Return the bytes to send to the client for a piece of the container's reply."""
         ...
 
     def failure(self, code: str, message: str) -> bytes | None:
-        """Return the last bytes of a stream that fails, or None if the connection is closed instead."""
+        """Return the last bytes of a stream that fails. None: the connection is closed instead."""
         ...
 
 
@@ -81,8 +81,8 @@ class Invocation:
             scope: The ASGI scope of the client's request. `scope["app"]` is the container's application.
             receive: Reports when the client has left.
             request: The request to the container.
-            max_answer: The largest reply in bytes that is held.
-            keep: Hold the reply although it is streamed, because the endpoint records the call.
+            max_answer: The largest reply that is buffered, in bytes.
+            keep: Buffer the reply even if it is streamed, because the endpoint records the call.
         """
         self._receive, self._request, self._max_answer, self._keep = receive, request, max_answer, keep
         self._scope = {**request.scope(scope), RECORDED: keep}
@@ -91,13 +91,13 @@ class Invocation:
         self.headers: Headers = []
         self._held, self._whole = bytearray(), b""
         self._streams = False
-        self._on_piece: Callable[[bytes], Awaitable[None]] | None = None  # Takes the parts of a successful stream.
+        self._on_piece: Callable[[bytes], Awaitable[None]] | None = None  # Receives the parts of a successful stream.
         self._ended_reply = self._too_large = self._left = False
         self._ended = asyncio.Event()
 
     @property
     def body(self) -> bytes | None:
-        """The reply's body. None if the reply was not held, is too large, or has not succeeded as a whole."""
+        """The reply's body. None if the reply was not buffered, is too large, is incomplete, or is an error."""
         held = self._keep or not self._streams
         return self._joined() if held and self._ended_reply and not self._too_large and self._succeeded else None
 
@@ -128,14 +128,15 @@ class Invocation:
     async def stream(self, form: StreamForm, send: Send, first: float, seconds: float) -> None:
         """Send the reply while it arrives.
 
-        The stream begins with the first bytes of the container's reply. A later failure is the last message of the
-        stream. The connection is closed if the form has no such message, or if the client does not read it in time.
+        The stream begins with the first bytes of the container's reply. A failure after that is sent as the last
+        message of the stream. If the format has no such message, or if the client does not read it in time, the
+        connection is closed.
 
         Args:
-            form: The form of the stream.
+            form: The format of the stream.
             send: ASGI's `send`.
-            first: The time in seconds within which the first bytes have to come.
-            seconds: The time in seconds within which the reply has to be complete.
+            first: The time limit for the first bytes, in seconds.
+            seconds: The time limit for the complete reply, in seconds.
 
         Raises:
             RuntimeApiError: The call failed before the first bytes.
@@ -173,7 +174,7 @@ class Invocation:
         if failure is not None:
             message = form.failure(*failure)
             if message is None:
-                return  # The server sends the pieces so far and closes the connection.
+                return  # The server sends the pieces so far, and closes the connection.
             last = message
         try:
             async with asyncio.timeout(_LAST_MESSAGE_SECONDS if last else None):
@@ -186,7 +187,7 @@ class Invocation:
             await self._scope["app"](self._scope, self._next, self._send)
         finally:
             self._ended.set()
-            self._on_piece = None  # It holds this object.
+            self._on_piece = None  # It refers to this object.
         if self._left:
             raise ClientGone
 
@@ -205,7 +206,7 @@ class Invocation:
 
     async def _send(self, message: Message) -> None:
         if self._ended.is_set():
-            return  # The call was given up.
+            return  # The call was abandoned.
         if message["type"] == "http.response.start":
             self.status, self.headers = message["status"], message["headers"]
             return
@@ -240,7 +241,7 @@ class Invocation:
 
 
 async def is_loading(container: ASGIApp) -> bool:
-    """Ask `/ping`, and return True if the container still loads its model, or does not answer."""
+    """Return True if the container is still loading its model, or does not answer. Asks `/ping`."""
     import httpx  # Importing it takes a while, and other commands do not need it.
 
     transport = httpx.ASGITransport(container)

@@ -1,8 +1,8 @@
 """The OpenAI path of an endpoint, `/endpoints/<name>/openai/v1/...`, and the paths of its inference components.
 
-As on SageMaker, the container gets the path without the prefix and without `/openai`, and errors have OpenAI's form.
-SageMaker documents `POST chat/completions` alone. The local endpoint forwards the paths of OpenAI's and Anthropic's
-clients. It does not forward the paths that manage vLLM's server.
+As on SageMaker, the container sees the path without the prefix and without `/openai`, and errors have OpenAI's form.
+SageMaker documents only `POST chat/completions`. The local endpoint forwards the paths that OpenAI's and Anthropic's
+clients use. It does not forward the paths that manage vLLM's server.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from deploy.local_endpoint.settings import ADAPTER_HEADER, LocalSettings
 _APIS = "(?:chat|completions|responses|messages|embeddings|models|audio)"
 _PATH = re.compile(rf"/endpoints/([^/]+)(?:/inference-components/([^/]+))?/openai(/v1/{_APIS}(?:/.*)?)")
 _COMPONENT = b"x-amzn-sagemaker-inference-component"
-# Headers of the client that the container does not get: `Authorization` is meant for SageMaker, and the adapter is
-# named by the path.
+# Headers of the client that are not forwarded: `Authorization` is meant for SageMaker, and the path names the adapter.
 _DROPPED = frozenset({b"authorization", ADAPTER_HEADER, b"x-amzn-sagemaker-adapter-alias"})
 _CONNECTION = frozenset({b"connection", b"keep-alive", b"transfer-encoding"})
 _CLIENTS_FAULTS = frozenset({"ValidationError", "AccessDeniedException", "UnknownOperationException"})
@@ -33,8 +32,8 @@ class OpenAIPath:
 
     endpoint: str
     component: str | None
-    path: str  # The path at the container.
-    raw_path: bytes  # The same with escaped characters, such as a slash in a model's name.
+    path: str  # The path in the container.
+    raw_path: bytes  # The same path with escaped characters, such as a slash in a model's name.
 
     @classmethod
     def of(cls, scope: Scope) -> OpenAIPath | None:
@@ -42,20 +41,20 @@ class OpenAIPath:
         found, raw = _PATH.fullmatch(scope["path"]), _PATH.fullmatch(scope["raw_path"].decode("latin-1"))
         if found is None or raw is None or raw.groups()[:2] != found.groups()[:2]:
             return None
-        if not {".", ".."}.isdisjoint(found[3].split("/")):  # The container may read another path into it.
+        if not {".", ".."}.isdisjoint(found[3].split("/")):  # The container may resolve it to another path.
             return None
-        # The container would redirect from slashes at the end, and a redirect is no answer of an endpoint.
+        # The container would redirect if the path ended in slashes, and an endpoint never answers with a redirect.
         return cls(found[1], found[2], found[3].rstrip("/"), raw[3].rstrip("/").encode("latin-1"))
 
     def headers(self, client: Headers, settings: LocalSettings) -> Headers:
-        """Return the headers that the container gets.
+        """Return the headers to send to the container.
 
         Args:
             client: The headers of the client's request.
-            settings: Has the inference components.
+            settings: Lists the inference components.
 
         Raises:
-            RuntimeApiError: The call does not name its inference component as it should.
+            RuntimeApiError: The call does not name its inference component in the required way.
         """
         headers = [(name, value) for name, value in client if name not in _DROPPED]
         if any(name == _COMPONENT for name, _ in headers):
@@ -68,9 +67,9 @@ class OpenAIPath:
 
 @dataclass(frozen=True, slots=True)
 class PassedReply:
-    """The form of a reply that the client gets as the container sends it."""
+    """The format of a reply that is passed on unchanged."""
 
-    common: Headers  # Headers that every reply of the API has.
+    common: Headers  # The headers of every reply of the API.
 
     def start(self, status: int, headers: Headers) -> Message:
         own = [(name, value) for name, value in headers if name.lower() not in _CONNECTION]
@@ -80,7 +79,7 @@ class PassedReply:
         return data
 
     def failure(self, code: str, message: str) -> None:
-        """Return None. The connection is closed, so that the client sees that the end is missing."""
+        """Return None. The connection is closed, so the client sees that the end is missing."""
 
 
 def openai_error(error: RuntimeApiError) -> tuple[int, bytes]:

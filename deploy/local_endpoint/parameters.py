@@ -1,7 +1,7 @@
 """The parameters of a call: the runtime API's headers, checked against its service model, and the headers of replies.
 
-The service model is botocore's copy. The container gets some of the parameters, and no other header of the client, as
-on SageMaker.
+The service model is botocore's copy. As on SageMaker, the container receives some of the parameters, and no other
+header of the client.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Headers = list[tuple[bytes, bytes]]
 
 
 def value_of(headers: Headers, name: bytes) -> str:
-    """Return the value of a header, or an empty text. `name` is in lower case."""
+    """Return the value of a header, or an empty string. `name` is in lower case."""
     return next((value.decode("latin-1") for given, value in headers if given.lower() == name), "")
 
 
 class Api(Enum):
     """An operation of the runtime API.
 
-    The container gets its value in `X-Amzn-SageMaker-Forwarded-Api`. An asynchronous call comes without this header.
+    The container receives the operation's value in `X-Amzn-SageMaker-Forwarded-Api`, except for an asynchronous call.
     """
 
     INVOKE = "InvokeEndpoint"
@@ -36,7 +36,7 @@ class Api(Enum):
 
 
 INFERENCE_ID = b"x-amzn-sagemaker-inference-id"
-# The parameters that the container gets, and their headers.
+# The parameters that the container receives, and their headers.
 _TO_CONTAINER = {
     "ContentType": b"content-type",
     "Accept": b"accept",
@@ -46,7 +46,7 @@ _TO_CONTAINER = {
     "SessionId": b"x-amzn-sagemaker-session-id",
 }
 _NUMBER = re.compile(r"-?[0-9]{1,18}", re.ASCII)
-# Parts of the service model's regular expressions that Python does not know, and their replacements.
+# Parts of the service model's regular expressions that Python does not support, and their replacements.
 _JAVA = {r"\p{ASCII}": r"[\x00-\x7f]", r"\p{Print}": r"\x20-\x7e", r"\z": r"\Z"}
 
 
@@ -104,10 +104,10 @@ def check_endpoint_name(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The checked parameters of a call, and the headers that the container gets."""
+    """The checked parameters of a call, and the headers to send to the container."""
 
     api: Api
-    values: Mapping[str, str]  # The given parameters, by their names in the service model, such as `TargetModel`.
+    values: Mapping[str, str]  # The given parameters, by their name in the service model, such as `TargetModel`.
     forwarded: Headers
 
 
@@ -126,7 +126,7 @@ def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Paramet
     forwarded: Headers = [] if api is Api.ASYNC else [(b"x-amzn-sagemaker-forwarded-api", api.value.encode())]
     for name, member in _members(api).items():
         value = given.get(member.serialization["name"].lower())
-        if value is None or member.serialization["location"] != "header":  # The path has the endpoint's name.
+        if value is None or member.serialization["location"] != "header":  # The endpoint's name is in the path.
             continue
         _check(name, member, value)
         values[name] = value
@@ -146,10 +146,10 @@ _RETURNED = {
 
 
 def reply_headers(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Return the headers that the client gets for a reply of the container.
+    """Return the headers to send to the client with a reply of the container.
 
-    LMI announces a new session in `X-Amzn-SageMaker-Session-Id`. The client gets it in SageMaker's header for new
-    sessions.
+    LMI announces a new session in `X-Amzn-SageMaker-Session-Id`. SageMaker has another header for new sessions, which
+    the client receives.
     """
     reply: Headers = [(b"x-amzn-invoked-production-variant", VARIANT.encode())]
     lmi_session: bytes | None = None

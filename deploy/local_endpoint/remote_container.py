@@ -16,7 +16,7 @@ from deploy.local_endpoint.invocation import NO_REPLY, UNREACHABLE
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS, _WRITE_SECONDS = 30.0, 60.0
-# Shorter than servers commonly keep an idle connection (uvicorn: 5 s), so that this side closes it.
+# Servers commonly keep an idle connection for longer (uvicorn: 5 s), so this side closes it.
 _IDLE_SECONDS = 4.0
 _MAX_CONNECTIONS = 512
 _CONNECTION_HEADERS = (b"connection", b"keep-alive", b"transfer-encoding")  # Headers that concern one connection.
@@ -24,12 +24,12 @@ _OWN_HEADERS = (*_CONNECTION_HEADERS, b"date")  # Headers that this server sends
 
 
 class RemoteContainer:
-    """Passes each request to the container, and the parts of its reply back as they arrive."""
+    """Passes each request to the container, and passes the parts of the reply back as they arrive."""
 
     def __init__(self, url: str, hosts: KnownHosts) -> None:
         """Connect to a container.
 
-        The container cannot check the names: it sees the name in its own URL, and none of a browser's headers.
+        The container itself cannot check the names: it sees the name in its own URL, and none of a browser's headers.
 
         Args:
             url: The container's URL.
@@ -42,7 +42,7 @@ class RemoteContainer:
             limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, keepalive_expiry=_IDLE_SECONDS),
             trust_env=False,
         )
-        # The container gets the client's headers, as on SageMaker, and none of httpx's.
+        # The container receives the client's headers, as on SageMaker, and none of httpx's headers.
         for name in ("accept", "accept-encoding", "user-agent"):
             del self._http.headers[name]
 
@@ -78,7 +78,7 @@ class RemoteContainer:
         ]
         begun = False
         try:
-            # httpx would remove the dots of a path, and so ask for another path.
+            # httpx would resolve dots in the path, and so request another path.
             exact = {"target": target}
             async with self._http.stream(scope["method"], "", headers=sent, content=body, extensions=exact) as reply:
                 own = [(name.lower(), value) for name, value in reply.headers.raw if name.lower() not in _OWN_HEADERS]

@@ -1,4 +1,4 @@
-"""SageMaker's runtime API, mounted beside the container's own routes. Signatures and credentials are not checked."""
+"""SageMaker's runtime API, mounted next to the container's own routes. Signatures and credentials are not checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from deploy.local_endpoint.storage import StorageError, location, object_url, st
 logger = logging.getLogger(__name__)
 
 PREFIX = "/endpoints/"
-# The time for which a client may send nothing in the middle of a body. It is the default of the container's setting.
+# How long a client may send nothing in the middle of a body. This is the default of the container's setting.
 READ_SECONDS = ServerConfig().request_read_timeout
 
 _PATH = re.compile(r"/endpoints/([^/]+)/(.+)")
@@ -39,7 +39,7 @@ _NO_OBJECT = b"<Error><Code>NoSuchKey</Code><Message>The specified key does not 
 
 
 class RuntimeApi:
-    """The ASGI application of the API. `scope["app"]` is the container's application."""
+    """The API's ASGI application. `scope["app"]` is the container's application."""
 
     def __init__(self, settings: LocalSettings, hosts: KnownHosts) -> None:
         """Create the application.
@@ -50,7 +50,7 @@ class RuntimeApi:
         """
         self._settings, self._hosts = settings, hosts
         self._capture = None if settings.capture is None else DataCapture(settings.capture)
-        self._async_calls: AsyncCalls | None = None  # Made when they are needed.
+        self._async_calls: AsyncCalls | None = None  # Created when needed.
 
     async def drain(self, seconds: float) -> None:
         """Refuse further asynchronous calls. Wait at most `seconds` for running calls and for records."""
@@ -144,11 +144,11 @@ class RuntimeApi:
         await _send_reply(send, 202, [_JSON, *common, *places], answer)
 
     async def _send_object(self, place: str, send: Send, common: Headers) -> None:
-        """Answer as S3 does, with the answer or the failure of an asynchronous call. `place` is bucket and key."""
+        """Answer as S3 does, with the result of an asynchronous call. `place` is the object's bucket and key."""
         settings = self._settings
         folders = (settings.async_output, settings.async_failures or settings.async_output)
         if settings.keeps_objects:
-            with contextlib.suppress(SourceError, StorageError):  # A wrong key, or the call waits or runs.
+            with contextlib.suppress(SourceError, StorageError):  # The key is invalid, or the call still waits or runs.
                 url = object_url(f"s3://{place}")
                 if any(url.bucket == each.bucket and url.prefix.startswith(each.key_prefix) for each in folders):
                     body = await self._calls().read(url)
@@ -176,7 +176,7 @@ class RuntimeApi:
 
 
 def _common(request_id: str) -> Headers:
-    """Return the headers that every reply has."""
+    """Return the headers of every reply."""
     return [(b"x-amzn-requestid", request_id.encode())]
 
 
@@ -184,7 +184,7 @@ async def _read_inline(scope: Scope, receive: Receive) -> bytes:
     """Read the body of an asynchronous call.
 
     Raises:
-        RuntimeApiError: The body is too large, or does not come.
+        RuntimeApiError: The body is too large, or does not arrive in time.
         ClientGone: The client left while it sent the body.
     """
     try:
@@ -204,7 +204,7 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
     """Read the body of a request.
 
     Raises:
-        RuntimeApiError: The body is larger than `limit`, or does not come.
+        RuntimeApiError: The body is larger than `limit`, or does not arrive in time.
         ClientGone: The client left while it sent the body.
     """
     try:

@@ -10,7 +10,7 @@ from deploy.local_endpoint.errors import ACCOUNT, REGION, validation_error
 from deploy.local_endpoint.parameters import VARIANT, Headers, Parameters, check_endpoint_name
 
 MEBIBYTE = 1 << 20
-# The name has the form of the bucket that SageMaker's SDK makes in each account.
+# The name has the form of the bucket that SageMaker's SDK creates in each account.
 OWN_BUCKET = f"sagemaker-{REGION}-{ACCOUNT}"
 _OUTPUT = S3Url(OWN_BUCKET, "async-output")
 ADAPTER_HEADER = b"x-amzn-sagemaker-adapter-identifier"
@@ -25,17 +25,18 @@ class LocalSettings:
     """The endpoints and their limits. The defaults are SageMaker's limits."""
 
     endpoints: tuple[str, ...]
-    # Inference components that are the base model. If there are any, each call has to name one, as on SageMaker.
+    # Inference components that are the base model. If there are any, each call has to name a component, as on
+    # SageMaker.
     components: frozenset[str] = frozenset()
     adapters: frozenset[str] = frozenset()  # Inference components that are adapters of the container.
-    max_payload: int = 25 * MEBIBYTE  # Bytes of a request, and of a reply that is not streamed.
+    max_payload: int = 25 * MEBIBYTE  # The largest request, and the largest reply that is not streamed.
     answer_timeout: float = 60.0  # Seconds until a reply is complete, or until the first byte of a stream.
     stream_timeout: float = 480.0  # Seconds until a stream is complete.
     async_output: S3Url = _OUTPUT  # The folder for answers of asynchronous calls.
-    async_failures: S3Url | None = None  # The folder for their failures. None: the same.
-    async_concurrency: int = 16  # Asynchronous calls that the container gets at a time.
+    async_failures: S3Url | None = None  # The folder for failures of asynchronous calls. None: the folder for answers.
+    async_concurrency: int = 16  # The number of concurrent asynchronous calls to the container.
     s3_folder: Path | None = None  # The directory that stands for S3.
-    uses_s3: bool = False  # Without that directory: True for S3 by boto3, False for a temporary directory.
+    uses_s3: bool = False  # If `s3_folder` is not set: True for S3 by boto3, False for a temporary directory.
     capture: Path | None = None  # The directory for the records of calls.
 
     @property
@@ -54,7 +55,7 @@ class LocalSettings:
             raise validation_error(f"Endpoint {name} of account {ACCOUNT} not found.")
 
     def container_headers(self, name: str, parameters: Parameters) -> Headers:
-        """Return the headers that the container gets for a call of an endpoint.
+        """Return the headers to send to the container for a call of an endpoint.
 
         Raises:
             RuntimeApiError: The call names a variant, a container or an inference component that does not exist.
@@ -68,10 +69,10 @@ class LocalSettings:
         return [*parameters.forwarded, *self.component_headers(component)]
 
     def component_headers(self, component: str | None) -> Headers:
-        """Return the headers by which the container knows the inference component of a call.
+        """Return the headers that tell the container the inference component of a call.
 
         Raises:
-            RuntimeApiError: The component does not exist, or is not named although the call has to name one.
+            RuntimeApiError: The component does not exist, or the call has to name a component and names none.
         """
         if component is None and self.components:
             raise validation_error(_COMPONENT_MISSING, "INFERENCE_COMPONENT_NAME_MISSING")

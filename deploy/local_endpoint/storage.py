@@ -1,4 +1,4 @@
-"""The place of `s3://` objects: S3, or a folder of this machine that stands for S3."""
+"""The storage for `s3://` objects: S3, or a local folder that stands for S3."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class StorageError(Exception):
-    """An object cannot be read or written. The message has the reason."""
+    """An object cannot be read or written. The message states the reason."""
 
 
 def object_url(text: str) -> S3Url:
     """Return the object that `s3://bucket/key` names.
 
     Raises:
-        SourceError: The text is not such a URL, or has a part `.` or `..`, or an empty one.
+        SourceError: The text is not such a URL, or a part of the path is `.`, `..` or empty.
     """
     url = folder_url(text)
     if not url.prefix:
@@ -43,7 +43,7 @@ def folder_url(text: str) -> S3Url:
     """Return the folder that `s3://bucket/prefix` names.
 
     Raises:
-        SourceError: The text is not such a URL, or has a part `.` or `..`, or an empty one.
+        SourceError: The text is not such a URL, or a part of the path is `.`, `..` or empty.
     """
     url = S3Url.parse(text)
     try:
@@ -54,7 +54,7 @@ def folder_url(text: str) -> S3Url:
 
 
 def location(url: S3Url) -> str:
-    """Return the URL of an object as text."""
+    """Return the URL of an object as a string."""
     return f"s3://{url.bucket}/{url.prefix}"
 
 
@@ -62,7 +62,7 @@ class Storage(Protocol):
     """Objects by their `s3://` URLs. Each method blocks, and raises StorageError."""
 
     def size(self, url: S3Url) -> int:
-        """Return the number of an object's bytes."""
+        """Return the size of an object in bytes."""
         ...
 
     def read(self, url: S3Url) -> bytes:
@@ -70,7 +70,7 @@ class Storage(Protocol):
         ...
 
     def write(self, url: S3Url, body: bytes, content_type: str) -> None:
-        """Write an object. Readers see nothing of it before it is complete."""
+        """Write an object. Readers do not see an incomplete object."""
         ...
 
 
@@ -90,7 +90,7 @@ class FolderStorage:
         try:
             path = self._path(url)
             _size_of_file(path.stat())  # Opening a device may have an effect.
-            # Without O_NONBLOCK a pipe that has replaced the file would block the thread.
+            # Without O_NONBLOCK, a pipe that has replaced the file would block the thread.
             with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
                 return file.read(_size_of_file(os.fstat(file.fileno())))
         except OSError as error:
@@ -109,10 +109,10 @@ class FolderStorage:
 
     def _path(self, url: S3Url) -> Path:
         root = self._root.resolve()
-        # Path.resolve raises an error for a loop of links only before Python 3.13.
+        # Before Python 3.13, Path.resolve raises an error for a loop of links.
         path = Path(os.path.realpath(root / url.bucket / url.prefix))
         with contextlib.suppress(FileNotFoundError):
-            path.stat()  # OSError: a loop of links.
+            path.stat()  # Raises OSError if there is a loop of links.
         if not path.is_relative_to(root):
             raise StorageError(f"{location(url)} leaves the folder {root}")
         return path
@@ -122,7 +122,7 @@ def _size_of_file(found: os.stat_result) -> int:
     """Return the size of a regular file.
 
     Raises:
-        StorageError: It is a directory, a pipe, a socket or a device.
+        StorageError: The path is a directory, a pipe, a socket or a device.
     """
     if not stat.S_ISREG(found.st_mode):
         raise StorageError("it is not a regular file")
@@ -130,7 +130,7 @@ def _size_of_file(found: os.stat_result) -> int:
 
 
 class S3Storage:
-    """S3 by boto3, or the server that AWS_ENDPOINT_URL_S3 names. The default bucket is made if it is missing."""
+    """S3 by boto3, or the server that AWS_ENDPOINT_URL_S3 names. The default bucket is created if it is missing."""
 
     def size(self, url: S3Url) -> int:
         try:
@@ -177,7 +177,7 @@ def _text(error: Exception) -> str:
 
 
 def storage_of(settings: LocalSettings) -> Storage:
-    """Return the storage that the settings ask for."""
+    """Return the storage that the settings specify."""
     if settings.s3_folder is not None:
         return FolderStorage(settings.s3_folder)
     if settings.uses_s3:

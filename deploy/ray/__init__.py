@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve, each with all contracts. `serve run` uses `deploy.ray:application`."""
+"""Replicas on Ray Serve, each of which serves all contracts. `serve run` uses `deploy.ray:application`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slipway ray`: serves a model by replicas on a Ray cluster."""
+"""`slipway ray`: serves a model with replicas on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from deploy.ray.serve_config import BALANCE, CLUSTER, balance_by_prefix, serve_c
 from deploy.yaml_text import as_yaml
 
 _PACKAGE = "ray[serve]==2.60.0"  # The extra `ray` of pyproject.toml.
-_OBJECT_STORE = 100 << 20  # Bytes of a local cluster's object store. Requests and replies do not use it.
+_OBJECT_STORE = 100 << 20  # The size of a local cluster's object store in bytes. Requests and replies do not use it.
 _LOCAL = {
-    # On one machine, the proxies learn of a replica's end in a fraction of a second.
+    # On one machine, the proxies notice the end of a replica within a fraction of a second.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     # A busy machine needs more than Serve's default of 5 s to start a process.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
@@ -128,7 +128,7 @@ def ray(
         typer.echo(as_yaml(configuration), nl=False)
         return
     os.environ.update(environment)
-    read_startup(model_dir, None, None, model_name)  # Reports wrong settings before Ray starts.
+    read_startup(model_dir, None, None, model_name)  # Reports invalid settings before Ray starts.
     _deploy(name, options, environment, host, port, address, cluster, dashboard=dashboard)
 
 
@@ -156,7 +156,7 @@ def _deploy(
     dashboard: bool,
 ) -> None:
     for variable, value in (cluster | ({} if address else _LOCAL)).items():
-        os.environ.setdefault(variable, value)  # Ray reads them when it is imported.
+        os.environ.setdefault(variable, value)  # Ray reads these variables on import.
     try:
         import ray
         from ray import serve
@@ -175,7 +175,7 @@ def _deploy(
         serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
         try:
             serve.run(application(options), name=name, route_prefix="/")
-        except (RuntimeError, ValueError) as error:  # The log of the replicas shows the reason of a RuntimeError.
+        except (RuntimeError, ValueError) as error:  # If it is a RuntimeError, the replicas' log shows the reason.
             typer.echo(f"slipway: {error}", err=True)
             raise typer.Exit(1) from None
         if address:
@@ -188,5 +188,5 @@ def _deploy(
         stop.wait()
     finally:
         if not address:
-            serve.shutdown()  # HAProxy would keep running otherwise.
+            serve.shutdown()  # Otherwise HAProxy would keep running.
             ray.shutdown()

@@ -1,4 +1,4 @@
-"""The Serve application: the number of replicas, their resources, and their start and stop."""
+"""The Serve application: the number of replicas, their resources, and how they start and stop."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from container.settings.settings import Startup
 from deploy.ray.replica import Replica, command_line
 
 NAME = "slipway"  # The name of the application and of its deployment.
-# More calls than a replica's queue admits, so that the queue refuses calls with the contract's own error.
+# More calls than a replica's queue accepts, so that the queue refuses calls with the contract's own error.
 _MOST_CALLS = 10_000
-_STOP_SECONDS = 15.0  # A drained replica may take this long to free its engine.
+_STOP_SECONDS = 15.0  # How long a drained replica may take to free its engine.
 _DRAINING = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"
 
 
@@ -31,14 +31,15 @@ class Options(BaseModel):
     replicas: int = Field(default=1, ge=1)
     min_replicas: int | None = Field(default=None, ge=0)
     max_replicas: int | None = Field(default=None, ge=1)
-    target: float = Field(default=16.0, gt=0)  # The average number of requests of a replica that scaling aims at.
-    # Seconds for which there have to be too many or too few requests before replicas are added or removed.
+    target: float = Field(default=16.0, gt=0)  # The average number of requests per replica that scaling aims for.
+    # How long there have to be too many or too few requests before replicas are added or removed, in seconds.
     upscale_delay: float = Field(default=10.0, ge=0)
     downscale_delay: float = Field(default=300.0, ge=0)
-    # GPUs of each replica. None: the number that its parallel degrees need, or 0 if the cluster has no GPU.
+    # The GPUs of each replica. None: the number that its parallel degrees need, or 0 if the cluster has no GPU.
     gpus: int | None = Field(default=None, ge=0)
-    cpus: float = Field(default=1.0, ge=0)  # Processors that Ray reserves for each replica.
-    # Additional replicas during an update, in percent. 0: an old replica is stopped before a new one starts.
+    cpus: float = Field(default=1.0, ge=0)  # The processors that Ray reserves for each replica.
+    # The number of additional replicas during an update, in percent. 0: an old replica is stopped before a new one
+    # starts.
     surge: int = Field(default=0, ge=0, le=100)
 
     @model_validator(mode="after")
@@ -56,8 +57,8 @@ def application(args: dict[str, Any]) -> serve.Application:
     """Build the application for `serve run deploy.ray:application model_dir=...`.
 
     Raises:
-        ValidationError: An option is unknown or wrong.
-        SettingsError: The settings of the model or of the server are wrong.
+        ValidationError: An option is unknown or invalid.
+        SettingsError: The settings of the model or of the server are invalid.
     """
     options = Options(**args)
     startup = load_startup(options.model_dir, os.environ, command_line(options.model_name))
@@ -90,7 +91,7 @@ def _replicas(options: Options) -> dict[str, Any]:
 def _resources(options: Options, startup: Startup) -> dict[str, Any]:
     """Return the resources of each replica.
 
-    These are GPUs of one machine, or a placement group if Ray starts vLLM's workers.
+    The resources are GPUs of one machine, or a placement group if Ray starts vLLM's workers.
     """
     gpus = _gpus(startup) if options.gpus is None else options.gpus
     arguments = [model.settings.config.engine_arguments for model in startup.models]

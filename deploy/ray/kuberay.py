@@ -8,7 +8,7 @@ from typing import Any
 from deploy.ray.serve_config import CLUSTER
 from deploy.yaml_text import as_yaml
 
-RAY = "2.60.0"  # The release that this was tested with. pyproject.toml names the same release.
+RAY = "2.60.0"  # The release that this manifest was tested with. pyproject.toml names the same release.
 # KubeRay adds these ports only to a container that names no port.
 _HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 
@@ -26,8 +26,8 @@ def ray_service(
         configuration: Serve's configuration.
         image: The image of all pods.
         machines: The smallest and the largest number of worker machines.
-        gpus: The number of GPUs of each worker machine.
-        cluster: The environment of Ray's processes.
+        gpus: The number of GPUs in each worker machine.
+        cluster: The environment variables of Ray's processes.
     """
     environment = [{"name": variable, "value": value} for variable, value in cluster.items()]
     limits = {"nvidia.com/gpu": gpus} if gpus else {}

@@ -1,4 +1,4 @@
-"""The metrics of all replicas in one text."""
+"""Merges the metrics of all replicas into one text."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Mapping
 def merged_metrics(texts: Mapping[str, str]) -> bytes:
     """Merge the metrics of replicas. Each series gets the label `replica`.
 
-    The texts are not parsed: the library's parser renames counters without `_total`, such as Triton's.
+    The texts are not parsed, because the library's parser renames counters without `_total`, such as Triton's.
 
     Args:
         texts: The text of each replica's /metrics, by the name of the replica.
 
     Returns:
-        A text in the format of Prometheus.
+        The merged text, in Prometheus format.
     """
-    metrics: dict[str, dict[str, list[str]]] = {}  # Lines by the metric's name, and by their kind.
+    metrics: dict[str, dict[str, list[str]]] = {}  # Lines by the name of the metric, then by the kind of the line.
     for replica, text in texts.items():
         lines: dict[str, list[str]] = {}
         for line in filter(None, text.split("\n")):

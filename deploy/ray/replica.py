@@ -1,7 +1,7 @@
 """One replica: a model server whose application Ray Serve calls.
 
-Serve runs the class below in a thread that lives as long as the process. This matters for vLLM's fork server, which
-ends with the thread that started it.
+Serve runs the class below in a thread that lives as long as the process. vLLM's fork server needs this, because it ends
+with the thread that started it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _METRICS_SECONDS = 5.0
 class Replica:
     """A model server.
 
-    It is loaded before Serve sends requests, is healthy while its /ping is 200, and is stopped after it is drained.
+    It loads its models before Serve sends requests, is healthy while /ping answers 200, and is drained before it stops.
     """
 
     def __init__(self, model_dir: str | None = None, model_name: str | None = None) -> None:
@@ -68,14 +68,14 @@ class Replica:
         """Check /ping.
 
         Raises:
-            RuntimeError: The status of /ping is not 200.
+            RuntimeError: /ping does not answer 200.
         """
         answer = await self._own.get("/ping")
         if answer.status_code != 200:
             raise RuntimeError(f"/ping is {answer.status_code}: {answer.text}")
 
     async def own_metrics(self) -> tuple[str, str]:
-        """Return the name of this replica, and its metrics."""
+        """Return the name and the metrics of this replica."""
         return self._name, (await self._own.get("/metrics")).text
 
     async def metrics(self) -> bytes:
@@ -90,14 +90,14 @@ class Replica:
 
 
 def command_line(model_name: str | None) -> dict[str, str]:
-    """Return the given options of the server's command line."""
+    """Return the server's command line options that were given."""
     return {} if model_name is None else {"model_name": model_name}
 
 
 def without_local_sessions(startup: Startup) -> Startup:
-    """Return the settings without sessions that other replicas cannot see.
+    """Return the settings without sessions that other replicas could not see.
 
-    Sessions are turned off if they would be stored on one machine.
+    Sessions are turned off if they would be stored on one machine only.
     """
     models = []
     for model in startup.models:

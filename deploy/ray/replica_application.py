@@ -52,7 +52,7 @@ class ReplicaApplication:
             return
         method, path = scope["method"], _normalized(scope["raw_path"])
         if self._hosts.fault(dict(scope["headers"])):
-            await self._serve(scope, receive, send)  # The server refuses it, or serves a contract's route.
+            await self._serve(scope, receive, send)  # The server refuses the call, or serves a contract's route.
         elif method == "GET" and path in (b"/metrics", b"/server/metrics"):
             await _reply(send, 200, CONTENT_TYPE, await self._metrics())
         elif (refused := _refusal(method, path)) is not None:
@@ -61,9 +61,10 @@ class ReplicaApplication:
             await self._serve(scope, receive, send)
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
-        """Have the server answer.
+        """Let the server answer.
 
-        Serve does not report the end of a reply as a disconnection, which ASGI requires. This function reports it.
+        ASGI requires that the end of a reply is reported as a disconnect. Serve does not report it, so this method
+        does.
         """
         complete = asyncio.Event()
         whole = False
@@ -93,16 +94,16 @@ class ReplicaApplication:
 
 
 def _normalized(path: bytes) -> bytes:
-    """Decode the escapes of unreserved characters, which have the same meaning (RFC 3986, 6.2.2.2). `%2F` stays.
+    """Decode the escapes of unreserved characters, which do not change the meaning (RFC 3986, 6.2.2.2). `%2F` is kept.
 
-    Slashes at the end of LMI's paths are taken off, as the server does.
+    Trailing slashes of LMI's paths are removed, as the server does.
     """
     decoded = _ESCAPE.sub(lambda escape: _UNRESERVED.get(escape[1].lower(), escape[0]), path)
     return without_slashes(decoded.decode("latin-1")).encode("latin-1")
 
 
 def _refusal(method: str, path: bytes) -> dict[str, Any] | None:
-    """Return the error of a call that changes models or adapters, which one replica alone would get."""
+    """Return the error for a call that changes models or adapters, because only one replica would receive the call."""
     if method == "POST" and path in _VLLM_ADAPTERS:
         return {"error": {"message": _ADAPTERS_STAY, "type": "NotImplementedError", "param": None, "code": 501}}
     if method in ("POST", "DELETE") and _ADAPTERS.fullmatch(path):

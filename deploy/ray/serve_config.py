@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 _IMPORT_PATH = "deploy.ray:application"
-HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Makes HAProxy Serve's proxy. All processes of a cluster need the variable.
+HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Makes HAProxy Serve's proxy. All processes of a cluster need this variable.
 # The default environment of a cluster.
 CLUSTER = {
     HAPROXY: "1",
-    # When replicas start or end, a new HAProxy takes over. By default the old one breaks off its requests after two
-    # minutes.
+    # When replicas start or stop, a new HAProxy process takes over. By default, the old process aborts its requests
+    # after two minutes.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
     # If a replica is killed before it has begun its answer, another replica gets the request, once. HAProxy can only
-    # send again what it had whole when it sent it first, so it has to wait for the body. Ray writes the text into
-    # HAProxy's defaults as it is.
+    # resend a request that it has buffered completely, so it has to wait for the body. Ray copies this text unchanged
+    # into HAProxy's defaults.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response\n    option http-buffer-request",
     "RAY_SERVE_HAPROXY_RETRIES": "1",
-    # The most bytes of a request that HAProxy can send again: 128 KiB. Each call without an answer takes this memory.
+    # The largest request that HAProxy can resend: 128 KiB. Each unanswered call takes this much memory.
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "131072",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # The default is 15.
@@ -31,8 +31,8 @@ BALANCE = "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"
 def balance_by_prefix(length: int) -> str:
     """Return HAProxy's balance directive that sends bodies with the same first bytes to the same replica.
 
-    No replica gets more than one and a half times the average number of requests: the next replica takes the rest. Ray
-    writes the text into HAProxy's defaults as it is.
+    No replica gets more than one and a half times the average number of requests. The next replica gets the rest. Ray
+    copies this text unchanged into HAProxy's defaults.
 
     Args:
         length: The number of bytes that are compared.
@@ -49,7 +49,7 @@ def serve_configuration(
     Args:
         name: The name of the Serve application.
         options: The arguments of the application.
-        environment: Further environment variables of the replicas.
+        environment: Additional environment variables for the replicas.
         host: The address of Serve's proxies.
         port: The port of Serve's proxies.
     """

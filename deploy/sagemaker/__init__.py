@@ -1,1 +1,1 @@
-"""Deploys a model to Amazon SageMaker: one CloudFormation stack, and commands for it."""
+"""Deploys a model to Amazon SageMaker, as one CloudFormation stack, and provides the commands for it."""

@@ -1,6 +1,6 @@
 """Creates boto3's clients.
 
-boto3 is imported on first use: the import takes a while, and `slipway serve` does not need it here.
+boto3 is imported on first use, because the import takes a while and `slipway serve` does not need it here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Aws:
-    """A boto3 session and its clients. The clients repeat throttled calls and calls whose connection was lost."""
+    """A boto3 session and its clients. The clients retry throttled calls and calls whose connection was lost."""
 
     def __init__(self, region: str | None = None, profile: str | None = None, otherwise: str | None = None) -> None:
         """Choose the region and the credentials.
@@ -23,7 +23,7 @@ class Aws:
         Args:
             region: The region. Default: AWS_REGION, AWS_DEFAULT_REGION, or the region of the profile.
             profile: The profile of the credentials.
-            otherwise: The region if none of these is set.
+            otherwise: The region to use if none of these is set.
 
         Raises:
             ConfigurationError: No region is set.
@@ -48,13 +48,13 @@ class Aws:
 
         Args:
             service: The service.
-            attempts: The number of times that a call is sent.
-            connections: The number of calls that run together.
-            url: The server. None: as the environment and boto3 say.
-            key: The API key that each call sends to the server.
+            attempts: The maximum number of times that a call is sent.
+            connections: The number of concurrent calls.
+            url: The URL of the server. None: chosen by the environment and boto3.
+            key: The API key that is sent to the server with each call.
 
         Raises:
-            ConfigurationError: AWS is configured wrongly, such as an AWS_ENDPOINT_URL that is no URL.
+            ConfigurationError: The AWS configuration is invalid, for example an AWS_ENDPOINT_URL that is not a URL.
         """
         from botocore.config import Config
 
@@ -70,7 +70,7 @@ class Aws:
         except ValueError as error:
             raise ConfigurationError(f"AWS: {error}") from None
         if key is not None:
-            # The signature of AWS has the header Authorization.
+            # AWS's signature already uses the header Authorization.
             client.meta.events.register(
                 "before-sign", lambda request, **_: request.headers.add_header("x-api-key", key)
             )
@@ -80,7 +80,7 @@ class Aws:
 def is_missing(error: ClientError) -> bool:
     """Return True if an error means that a resource does not exist.
 
-    SageMaker and CloudFormation say so only in the message.
+    SageMaker and CloudFormation state this only in the message.
     """
     code, message = error.response["Error"].get("Code", ""), error.response["Error"].get("Message", "").lower()
     in_message = "could not find" in message or "does not exist" in message

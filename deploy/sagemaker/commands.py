@@ -1,6 +1,6 @@
 """`slipway deploy | update | destroy | status | template | invoke | logs`.
 
-Exit codes: 0, success; 1, failure; 2, the configuration is wrong; 3, the existing stack does not allow the command;
+Exit codes: 0, success; 1, failure; 2, invalid configuration; 3, the state of the existing stack forbids the command;
 130, interrupted.
 """
 
@@ -57,7 +57,7 @@ DryRun = Annotated[
     ),
 ]
 
-# The options of the commands that read a configuration. They are fields of the configuration.
+# The options of the commands that read a configuration. Each option is a field of the configuration.
 File = Annotated[Path | None, typer.Argument(help="TOML file with the configuration. Options override its fields.")]
 EndpointName = Annotated[str | None, typer.Option(help="Name of the endpoint.")]
 Model = Annotated[str | None, typer.Option(help="Hub id, s3:// prefix, or s3:// archive.")]
@@ -226,7 +226,7 @@ def status(
     """Show the stack, the components and the scaling of an endpoint."""
     aws = Aws(region, profile)
     stack_status = None
-    with contextlib.suppress(StackConflict):  # Something else than Slipway may have created the endpoint.
+    with contextlib.suppress(StackConflict):  # Something other than Slipway may have created the endpoint.
         stack_status = _stack(aws, name).status()
     found = endpoint.status(aws, name, stack_status)
     typer.echo(json.dumps(found, indent=2, default=str) if as_json else as_yaml(found).rstrip())
@@ -266,10 +266,10 @@ def invoke(
     if route is not None and not route.startswith("/"):
         raise ConfigurationError(f"--route: expected a path such as /generate, got {route}")
     from_prompt = endpoint.body(prompt, max_new_tokens=max_new_tokens, chat=chat, stream=stream)
-    # Bytes of the command line that are not UTF-8 are sent unchanged.
+    # Bytes on the command line that are not UTF-8 are sent unchanged.
     request = body.encode(errors="surrogateescape") if body else from_prompt
     aws = Aws(region, profile)
-    runtime = aws.client("sagemaker-runtime", attempts=1, key=api_key)  # A second call would generate a second answer.
+    runtime = aws.client("sagemaker-runtime", attempts=1, key=api_key)  # A retry would generate a second answer.
     if api_key is not None and (urlsplit(runtime.meta.endpoint_url).hostname or "").endswith(_AWS_HOSTS):
         raise ConfigurationError("--api-key: AWS takes no key; expected AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME of a server")
     if asynchronous or input_location:
@@ -322,10 +322,10 @@ def _show(deployment: _Deployment, *, changes: bool) -> None:
 
     Args:
         deployment: The deployment.
-        changes: The command may change a stack that exists, and creates none.
+        changes: Whether the command changes an existing stack, instead of creating one.
 
     Raises:
-        StackConflict: The command would refuse.
+        StackConflict: The command would be refused.
         UploadFailed: The upload would fail.
     """
     from botocore.exceptions import BotoCoreError
@@ -354,7 +354,7 @@ def _show(deployment: _Deployment, *, changes: bool) -> None:
     except StackConflict as error:
         if changes or not there:
             raise
-        # `deploy` waits until a running operation has ended, and deletes what a failed creation has left.
+        # `deploy` waits until a running operation has finished, and deletes the remains of a failed creation.
         typer.echo(f"slipway: note: no change set: {error}", err=True)
         return
     if change is None:
@@ -421,8 +421,8 @@ def _show_log(aws: Aws, configuration: Configuration, since: float) -> None:
 
 
 def _progress() -> Callable[[str], None]:
-    """Return a function that writes lines to standard error, with the seconds since the start. Failures are red on a
-    terminal.
+    """Return a function that writes lines to standard error, prefixed with the seconds since the start. On a terminal,
+    failures are red.
     """
     start = time.monotonic()
 
@@ -435,7 +435,7 @@ def _progress() -> Callable[[str], None]:
 
 @contextlib.contextmanager
 def _reporting_errors() -> Iterator[None]:
-    """Print each error as one line, without a traceback, and end the process with its exit code."""
+    """Print each error as one line, without a traceback, and exit with the error's exit code."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -457,7 +457,7 @@ def _reporting_errors() -> Iterator[None]:
         Boto3Error,
         ClientError,
     ) as error:
-        # A message may have several lines: it may quote a container's answer, or list several problems.
+        # A message may have several lines, because it may quote a container's answer or list several problems.
         _end(FAILED, " ".join(str(error).split()))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

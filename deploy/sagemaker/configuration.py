@@ -1,6 +1,6 @@
 """The configuration of a deployment: the fields of a configuration file and of the command line.
 
-AWS checks most values when the stack is created. This module checks the values that AWS would check late, or not at
+AWS checks most values when the stack is created. This module checks the values that AWS would check late or not at
 all.
 """
 
@@ -25,20 +25,20 @@ from deploy.sagemaker.ecr import ecr_image
 
 
 def _matching(pattern: str, expected: str, *examples: str, longest: int | None = None) -> Meta:
-    """Require a text that matches as a whole. No message shows the text, which may be a credential.
+    """Require a text that matches the pattern entirely. No message shows the text, because it may be a credential.
 
     Args:
         pattern: The regular expression.
-        expected: The allowed texts, for a message. It is followed by the first example.
+        expected: The allowed texts, for a message. The first example is appended.
         *examples: Allowed texts.
-        longest: The number of characters that the text may have.
+        longest: The maximum number of characters.
     """
     said = f"{expected}, such as {examples[0]}" if examples else expected
     return Meta(pattern=rf"^({pattern})\Z", max_length=longest, description=said, examples=list(examples))
 
 
 _S3 = r"s3://[^/\s$]+(/[^\s$]*)?"
-_MAX_NAME = 63  # Characters of the name of an endpoint or a component.
+_MAX_NAME = 63  # The longest name of an endpoint or a component, in characters.
 _HOSTED = r"[^\s/]+[.:][^\s/]*/\S+"
 Name = Annotated[
     str,
@@ -87,10 +87,10 @@ Text = str | int | float | bool
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Seconds = Annotated[int, Meta(ge=60, le=3600)]
-Deadline = Annotated[float, Meta(ge=0, le=1e9)]  # Seconds. The container takes no more.
+Deadline = Annotated[float, Meta(ge=0, le=1e9)]  # In seconds. The container accepts no larger value.
 _INSTANCES = frozenset({"InstanceType", "InstancePools", "ServerlessConfig"})  # Properties of a variant.
-_RESOLVED = "{{resolve:"  # CloudFormation puts in a parameter or a secret when it creates the stack.
-_INTERVALS = (10, 30, 60, 120, 180, 240, 300)  # Seconds between metrics that SageMaker allows.
+_RESOLVED = "{{resolve:"  # CloudFormation inserts a parameter or a secret when it creates the stack.
+_INTERVALS = (10, 30, 60, 120, 180, 240, 300)  # The intervals between metrics that SageMaker allows, in seconds.
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,11 +102,11 @@ class Capacity(_Table, frozen=True):
 
     min: Count
     max: Annotated[int, Meta(ge=1)]
-    # The instances that SageMaker may end: "idle-release" ends empty instances. "consolidation" also moves copies.
+    # Which instances SageMaker may stop: "idle-release" stops empty instances. "consolidation" also moves copies.
     scale_in: (
         Annotated[str, _matching("idle-release|consolidation", "idle-release or consolidation", "idle-release")] | None
     ) = None
-    scale_in_step: Annotated[int, Meta(ge=1, le=100)] | None = None  # Instances that a consolidation ends at a time.
+    scale_in_step: Annotated[int, Meta(ge=1, le=100)] | None = None  # Instances that a consolidation stops at a time.
     scale_in_cooldown: Annotated[int, Meta(ge=5, le=1440)] | None = None  # Minutes before a consolidation.
 
 
@@ -116,8 +116,8 @@ class Component(_Table, frozen=True):
     gpus: Count
     copies: Count = 1
     cpus: Positive | None = None
-    memory_mb: Annotated[int, Meta(ge=128)] = 1024  # Memory of the host that is reserved for a copy.
-    max_memory_mb: Annotated[int, Meta(ge=128)] | None = None  # Memory of the host that a copy may use.
+    memory_mb: Annotated[int, Meta(ge=128)] = 1024  # The host memory that is reserved for a copy.
+    max_memory_mb: Annotated[int, Meta(ge=128)] | None = None  # The host memory that a copy may use.
     placement: Annotated[str, _matching("spread|binpack", "spread or binpack", "spread")] | None = None
 
 
@@ -137,7 +137,7 @@ class Autoscaling(_Table, frozen=True):
 
     min: Count
     max: Annotated[int, Meta(ge=1)]
-    # Concurrent requests for each instance or copy. For an asynchronous endpoint: waiting requests for each instance.
+    # Concurrent requests per instance or copy. For an asynchronous endpoint: waiting requests per instance.
     target: Positive
     scale_in_cooldown: Count = 300
     scale_out_cooldown: Count = 60
@@ -148,9 +148,9 @@ class Asynchronous(_Table, frozen=True):
 
     output: S3Prefix
     failure: S3Prefix | None = None
-    input: S3Prefix | None = None  # Requests. A role that the stack creates may read them.
-    concurrency: Annotated[int, Meta(ge=1, le=1000)] | None = None  # Requests that run at a time on each instance.
-    success_topic: Topic | None = None  # ARN of an SNS topic that gets a message for each answer.
+    input: S3Prefix | None = None  # The location of requests. A role that the stack creates may read them.
+    concurrency: Annotated[int, Meta(ge=1, le=1000)] | None = None  # Concurrent requests on each instance.
+    success_topic: Topic | None = None  # The ARN of an SNS topic to which a message is sent for each answer.
     error_topic: Topic | None = None
 
 
@@ -159,8 +159,8 @@ class PrefixAwareRouting(_Table, frozen=True):
 
     prefix_length: Annotated[
         int, Meta(ge=1024, le=65536)
-    ]  # Bytes of the body; OpenAI path: characters of the messages.
-    # Open requests of an instance, or of a component's copy, from which on requests go elsewhere.
+    ]  # Bytes of the body. On the OpenAI path: characters of the messages.
+    # The number of open requests of an instance, or of a component's copy, at which requests go elsewhere.
     concurrency_threshold: Annotated[int, Meta(ge=1, le=1024)]
 
 
@@ -168,7 +168,7 @@ class DataCapture(_Table, frozen=True):
     """Requests and answers are copied to S3."""
 
     destination: S3Prefix
-    percent: Annotated[int, Meta(ge=0, le=100)]  # Share of the requests.
+    percent: Annotated[int, Meta(ge=0, le=100)]  # The share of the requests to record.
     modes: Annotated[
         tuple[Annotated[str, _matching("Input|Output", "Input or Output", "Input")], ...], Meta(min_length=1)
     ] = ("Input", "Output")
@@ -179,19 +179,19 @@ class Metrics(_Table, frozen=True):
 
     detailed: bool = True
     interval: int = 60  # Seconds; one of `_INTERVALS`.
-    # The container's route, if it is not /metrics. CloudFormation knows it for components only.
+    # The container's route for metrics, if it is not /metrics. CloudFormation supports this for components only.
     path: Annotated[str, _matching(r"/(?!.*\.\.)[a-zA-Z0-9/_.-]+", "a path", "/metrics", longest=256)] | None = None
 
 
 class Rollout(_Table, frozen=True):
-    """The way an update replaces instances, and the alarms that undo an update."""
+    """How an update replaces instances, and which alarms roll an update back."""
 
     # "blue-green" shifts all traffic at once.
     strategy: Annotated[
         str, _matching("blue-green|canary|linear|rolling", "blue-green, canary, linear or rolling", "rolling")
     ] = "blue-green"
     step_percent: Annotated[int, Meta(ge=5, le=50)] = 50
-    wait: Annotated[int, Meta(ge=0, le=3600)] = 300  # Seconds between steps, and before the old instances end.
+    wait: Annotated[int, Meta(ge=0, le=3600)] = 300  # Seconds between steps, and before the old instances are stopped.
     timeout: Annotated[int, Meta(ge=600, le=28800)] | None = None  # Seconds for the whole update.
     alarms: tuple[str, ...] = ()
 
@@ -203,23 +203,24 @@ class Configuration(_Table, frozen=True, kw_only=True):
     model: Model  # A hub id, an s3:// prefix, or an s3:// archive.
     image: Image
     region: str
-    push: str | None = None  # A local image that is pushed as `image` first.
-    upload: str | None = None  # A local directory that is uploaded to the prefix `model` first.
-    role: str | None = None  # ARN of the execution role. None: the stack creates one.
+    push: str | None = None  # A local image that is first pushed as `image`.
+    upload: str | None = None  # A local directory that is first uploaded to the prefix `model`.
+    role: str | None = None  # The ARN of the execution role. None: the stack creates a role.
     instance_type: InstanceType | None = None
     instances: Annotated[int, Meta(ge=1)] = 1
     inference_ami_version: MachineImage | None = None  # None: for GPUs, the version with the newest driver.
-    volume_gb: Annotated[int, Meta(ge=1, le=512)] | None = None  # Of an instance without a disk of its own.
-    reservation: Reservation | None = None  # The instances come from this reservation only.
-    ssm_access: bool = False  # A shell on the instances, by Systems Manager.
-    core_dumps: S3Prefix | None = None  # Core dumps of the container.
+    volume_gb: Annotated[int, Meta(ge=1, le=512)] | None = None  # For an instance without its own disk.
+    reservation: Reservation | None = None  # If set, instances come only from this reservation.
+    ssm_access: bool = False  # Allows a shell on the instances, through Systems Manager.
+    core_dumps: S3Prefix | None = None  # The location for core dumps of the container.
     env: dict[str, Text] = {}
     tags: dict[str, Text] = {}
-    download_timeout: Seconds = 1800  # Seconds in which SageMaker has to download the model from S3.
-    # Seconds until the container has to be healthy. It downloads a hub model in this time.
+    download_timeout: Seconds = 1800  # The time limit for SageMaker's download of the model from S3, in seconds.
+    # The time limit until the container is healthy, in seconds. It includes the download of a hub model.
     startup_timeout: Seconds = 1800
-    # Seconds after which the container ends a whole answer and a stream, with what they have. SageMaker ends them after
-    # 60 s and 8 minutes, and drops the answer. 0: the container ends none. An asynchronous endpoint has none.
+    # Seconds after which the container ends an answer or a stream, and sends what it has so far. SageMaker ends them
+    # after 60 s and 8 minutes, and drops the answer. 0: the container ends none. Asynchronous endpoints have no
+    # deadlines.
     answer_deadline: Deadline = 55
     stream_deadline: Deadline = 450
     capacity: Capacity | None = None
@@ -231,7 +232,7 @@ class Configuration(_Table, frozen=True, kw_only=True):
     data_capture: DataCapture | None = None
     metrics: Metrics = Metrics()
     rollout: Rollout | None = None
-    # Further properties of the template's resources, by the name of the resource. They override the template's own
+    # Additional properties of the template's resources, by the name of the resource. They override the template's own
     # properties.
     properties: dict[str, dict[str, Any]] = {}
 
@@ -265,7 +266,7 @@ def _as_text(table: Mapping[str, Text]) -> dict[str, str]:
 
 
 class ConfigurationError(Exception):
-    """The configuration cannot be used. `problems` has a line for each fault."""
+    """The configuration cannot be used. `problems` has one line for each fault."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -273,7 +274,7 @@ class ConfigurationError(Exception):
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read the values of a TOML file.
+    """Return the values in a TOML file.
 
     Raises:
         ConfigurationError: The file cannot be read, or is not TOML.
@@ -287,10 +288,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of command line options, in the shape of a file.
+    """Return the values of command line options, in the form of a file.
 
     Args:
-        options: The value of each option, or None if the option is not given.
+        options: The value of each option, or None if the option was not given.
 
     Raises:
         ConfigurationError: A value of --env or --set has no "=", or is not TOML.
@@ -311,7 +312,7 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _split(option: str, pair: str) -> tuple[str, str]:
     key, equals, text = pair.partition("=")
     if not equals or not key:
-        # The value is not shown, because it may be a credential.
+        # The value is not shown because it may be a credential.
         raise ConfigurationError(f"--{option}: expected NAME=VALUE; the given value has no name or no =")
     return key, text
 
@@ -321,12 +322,12 @@ def _toml(path: str, text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         if re.fullmatch(r"[\w.:/@+,-]+", text):
-            return text  # A bare word, which needs no quotes within the quotes of the shell.
+            return text  # A bare word needs no quotes inside the shell's quotes.
     raise ConfigurationError(f'--set {path}: expected a TOML value, such as 4, true, "text" or ["a", "b"]')
 
 
 def merge_tables(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values`, overridden by `over`. Tables are merged, also with the only table of a list."""
+    """Return `values`, overridden by `over`. Tables are merged. A table also merges into a list's only table."""
     merged = dict(values)
     for key, value in over.items():
         match merged.get(key):
@@ -340,11 +341,11 @@ def merge_tables(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str
 
 
 def read_configuration(values: Mapping[str, Any]) -> Configuration:
-    """Read and check all fields, and the settings of the container as far as they can be checked here.
+    """Read and check all fields, and as many of the container's settings as can be checked here.
 
     Raises:
-        ConfigurationError: A field is missing, unknown or wrong, or two fields contradict each other. The error has
-            all faults. Contradictions are looked for if each field has a possible value.
+        ConfigurationError: A field is missing, unknown or invalid, or two fields contradict each other. The error lists
+            all faults. Contradictions are checked only if every field is valid.
     """
     problems: list[str] = []
     rest = copy.deepcopy(dict(values))
@@ -367,10 +368,10 @@ def read_configuration(values: Mapping[str, Any]) -> Configuration:
 
 
 def setting_faults_of(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the problems and the warnings of the settings that `env` and a local model directory have."""
+    """Return the problems and warnings of the settings in `env` and in a local model directory."""
     env, model, upload = values.get("env", {}), values.get("model"), values.get("upload")
     if not isinstance(env, dict) or not all(isinstance(value, Text) for value in env.values()):
-        return [], []  # The fields are wrong.
+        return [], []  # These fields are invalid.
     directory = Path(upload) if isinstance(upload, str) and os.path.isdir(upload) else None
     is_elsewhere = directory is None and isinstance(model, str) and model.startswith("s3://")
     has_code = is_elsewhere or (directory is not None and any(directory.rglob("*.py")))
@@ -383,15 +384,15 @@ _FIELD = re.compile("`(.*)`", re.DOTALL)
 
 
 def _without_fault(values: dict[str, Any], message: str, path: list[tuple[str, str]]) -> tuple[str, bool]:
-    """Return the words for a fault of msgspec, and amend `values` so that the next fault is found.
+    """Return the message for one of msgspec's validation errors, and amend `values` so that the next error is found.
 
     Args:
         values: The configuration.
-        message: The fault.
-        path: The names of fields, and the indices of lists.
+        message: msgspec's message.
+        path: The path of the value: names of fields, and indices in lists.
 
     Returns:
-        The words, and whether the values could be amended.
+        The message, and whether the values could be amended.
     """
     place = "".join(f".{name}" if name else f"[{index}]" for name, index in path).removeprefix(".")
     if message.startswith(("Object contains unknown field", "Object missing required field")):
@@ -401,7 +402,7 @@ def _without_fault(values: dict[str, Any], message: str, path: list[tuple[str, s
     holder, fields, found = inner, {}, None
     kind: Any = Configuration
     for name, index in path:
-        if index:  # Wrong items of lists and values of tables leave with the whole.
+        if index:  # An invalid item of a list or value of a table is removed with the whole field.
             if not index.isdigit() or (name, index) == path[-1]:
                 break
             inner, kind = inner[int(index)], get_args(kind)[0]
@@ -428,7 +429,7 @@ def _without_fault(values: dict[str, Any], message: str, path: list[tuple[str, s
 
 
 def _parts_of(kind: Any) -> list[Any]:
-    """Return a type and all that it is made of."""
+    """Return a type and all its type arguments, recursively."""
     return [kind, *(part for argument in get_args(kind) for part in _parts_of(argument))]
 
 
@@ -443,7 +444,7 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 
 def _expected(kind: Any, meta: Meta) -> str:
-    """Return the allowed values of a field without a description."""
+    """Return the allowed values of a field that has no description."""
     plain = _plain(kind)
     words = _WORDS.get(get_origin(plain) or plain, "a table")
     if meta.gt is not None:
@@ -492,7 +493,7 @@ def _problems(read: Configuration) -> Iterator[str]:
 
 
 def _refused_by_sagemaker(read: Configuration) -> Iterator[str]:
-    """Yield a line for each combination that SageMaker or CloudFormation refuses, or that has no effect there."""
+    """Yield a line for each combination that SageMaker or CloudFormation refuses or ignores."""
     prefix_aware, metrics = read.prefix_aware_routing, read.metrics
     if read.asynchronous and read.component:
         yield (

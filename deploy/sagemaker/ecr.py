@@ -1,4 +1,4 @@
-"""Images in Amazon ECR: reads their references, and pushes a local image with docker."""
+"""Images in Amazon ECR: parses their references, and pushes a local image with docker."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def ecr_image(image: str) -> EcrImage | None:
 
 
 def push(ecr: Any, local: str, image: str, report: Callable[[str], None]) -> None:
-    """Push a local image to ECR. docker shows its own progress on the terminal.
+    """Push a local image to ECR. docker shows its progress on the terminal.
 
     Args:
-        ecr: boto3's client of ECR. It creates the repository if it does not exist.
+        ecr: boto3's client for ECR. If the repository does not exist, it is created.
         local: The local image.
         image: The reference of the image in ECR.
-        report: Takes a line for each step.
+        report: Called with a line for each step.
 
     Raises:
-        PushFailed: docker is not installed, or fails.
+        PushFailed: docker is not installed, or a docker command fails.
         botocore.exceptions.ClientError: ECR refused a call.
     """
     host, _, rest = image.partition("/")
     repository = re.split("[:@]", rest)[0]
-    registry = host.partition(".")[0]  # The account. It may differ from the account of the credentials.
+    registry = host.partition(".")[0]  # The account. It may differ from the credentials' account.
     try:
         ecr.describe_repositories(registryId=registry, repositoryNames=[repository])
     except ecr.exceptions.RepositoryNotFoundException:
@@ -57,7 +57,7 @@ def push(ecr: Any, local: str, image: str, report: Callable[[str], None]) -> Non
         scanning = {"scanOnPush": True}
         ecr.create_repository(registryId=registry, repositoryName=repository, imageScanningConfiguration=scanning)
     except ecr.exceptions.ClientError as error:
-        # Another account may allow pushes alone. docker says if the repository is missing.
+        # Another account may allow nothing but pushes. If the repository is missing, docker reports it.
         if error.response["Error"]["Code"] != "AccessDeniedException":
             raise
     token = ecr.get_authorization_token()["authorizationData"][0]["authorizationToken"]

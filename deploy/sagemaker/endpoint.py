@@ -1,7 +1,7 @@
-"""Calls of a deployed endpoint, its state and its logs.
+"""Calls a deployed endpoint, and shows its state and its logs.
 
-`runtime` and `logs` are boto3's clients of SageMaker's runtime and of CloudWatch Logs. All functions raise botocore's
-ClientError if AWS, the endpoint or the model refuses a call.
+`runtime` and `logs` are boto3's clients for the SageMaker runtime and for CloudWatch Logs. All functions raise
+botocore's ClientError if AWS, the endpoint or the model refuses a call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deploy.sagemaker.aws import Aws, is_missing
 from deploy.sagemaker.template import scaled_target
 
 _JSON = "application/json"
-INLINE_BYTES = 128_000  # Largest request of an asynchronous call that is not an S3 object.
+INLINE_BYTES = 128_000  # The largest request inside an asynchronous call. A larger one has to be an S3 object.
 _POLL_SECONDS = 2.0
 
 
@@ -26,20 +26,20 @@ class StreamBroken(Exception):
 
 
 class NoAnswer(Exception):
-    """An asynchronous call failed, or did not end in time."""
+    """An asynchronous call failed, or did not finish in time."""
 
 
 class NoLog(Exception):
-    """The log group does not exist: nothing was logged yet."""
+    """The log group does not exist, because nothing was logged yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The S3 objects of an asynchronous call. One of them exists when the call has ended."""
+    """The S3 objects of an asynchronous call. One of them exists once the call has finished."""
 
     output: str
-    failure: str | None  # None: the endpoint has no place for failures.
-    s3: str | None = None  # The URL that a local endpoint has in place of S3.
+    failure: str | None  # None: the endpoint stores no failures.
+    s3: str | None = None  # The URL that replaces S3 for a local endpoint.
 
 
 def body(prompt: str, *, max_new_tokens: int, chat: bool, stream: bool) -> bytes:
@@ -74,7 +74,7 @@ def invoke(
 def invoke_stream(
     runtime: Any, endpoint: str, request: bytes, component: str | None = None, route: str | None = None
 ) -> Iterator[bytes]:
-    """Send a request, and yield the parts of the answer as they arrive. The arguments are as for `invoke`.
+    """Send a request, and yield the parts of the answer as they arrive. For the arguments, see `invoke`.
 
     Raises:
         StreamBroken: The connection broke.
@@ -87,7 +87,7 @@ def invoke_stream(
         for event in stream:
             if "PayloadPart" in event:
                 yield bytes(event["PayloadPart"]["Bytes"])
-    except HTTPError as error:  # botocore does not convert this error while it reads a stream.
+    except HTTPError as error:  # botocore does not convert this error while a stream is read.
         raise StreamBroken(f"the connection broke: {error}") from error
     finally:
         stream.close()
@@ -96,13 +96,13 @@ def invoke_stream(
 def invoke_asynchronously(
     runtime: Any, endpoint: str, *, request: bytes | None = None, location: str | None = None, route: str | None = None
 ) -> Places:
-    """Send a request to an asynchronous endpoint. Return the places of the answer.
+    """Send a request to an asynchronous endpoint. Return the locations of the answer.
 
     Args:
-        runtime: boto3's client of SageMaker's runtime.
+        runtime: boto3's client for the SageMaker runtime.
         endpoint: The name of the endpoint.
-        request: The request, of at most `INLINE_BYTES`. None: `location` has the request.
-        location: The S3 object that has the request.
+        request: The request, of at most `INLINE_BYTES`. None: the request is at `location`.
+        location: The S3 object that contains the request.
         route: The container's route that answers. None: `/invocations`.
     """
     content = {"Body": request} if location is None else {"InputLocation": location}
@@ -113,10 +113,10 @@ def invoke_asynchronously(
 
 
 def wait_for_answer(s3: Any, places: Places, seconds: float) -> bytes:
-    """Return the answer of an asynchronous call when S3 has it.
+    """Wait for the answer of an asynchronous call, and return it.
 
     Raises:
-        NoAnswer: The call failed, or did not end in time.
+        NoAnswer: The call failed, or did not finish in time.
     """
     end = time.monotonic() + seconds
     while True:
@@ -148,12 +148,12 @@ def _attributes(route: str | None) -> dict[str, str]:
 
 
 def status(aws: Aws, name: str, stack: str | None) -> dict[str, Any]:
-    """Return the endpoint, its components and its scaling.
+    """Return the state of the endpoint, of its components and of its scaling.
 
     Args:
         aws: The AWS session.
         name: The name of the endpoint.
-        stack: The status of its stack.
+        stack: The status of the endpoint's stack.
     """
     from botocore.exceptions import ClientError
 
@@ -197,15 +197,15 @@ def _described(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def log_group(endpoint: str, component: str | None = None) -> str:
-    """Return the log group of the containers of an endpoint, or of the copies of an inference component."""
+    """Return the log group for the containers of an endpoint, or for the copies of an inference component."""
     return f"/aws/sagemaker/InferenceComponents/{component}" if component else f"/aws/sagemaker/Endpoints/{endpoint}"
 
 
 def log_lines(logs: Any, group: str, since: int) -> Iterator[tuple[int, str]]:
-    """Yield the time and the line of each record.
+    """Yield the time and the text of each log record.
 
     Args:
-        logs: boto3's client of CloudWatch Logs.
+        logs: boto3's client for CloudWatch Logs.
         group: The log group.
         since: The time of the first record, in milliseconds since 1970.
 

@@ -1,4 +1,4 @@
-"""The execution role that a stack creates by default: the service that may assume it, and its minimal permissions."""
+"""The execution role that a stack creates by default: which service may assume it, and its minimal permissions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trust_policy() -> dict[str, Any]:
 
 
 def execution_policy(configuration: Configuration) -> dict[str, Any]:
-    """Return the permissions for the containers. CloudFormation inserts partition, region and account."""
+    """Return the permissions of the containers. CloudFormation inserts the partition, the region and the account."""
     logs = _arn("logs:${AWS::Region}:${AWS::AccountId}:log-group:/aws/sagemaker/*")
     statements = [
         _allow("Logs", "logs", "CreateLogGroup CreateLogStream DescribeLogStreams PutLogEvents", logs),

@@ -1,4 +1,4 @@
-"""The GPUs of SageMaker's instance types, and the plan of a model on them."""
+"""The GPUs of SageMaker's instance types, and the plan for a model on them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MEBIBYTE = 1 << 20
 _ONE = {"xlarge": 1, "2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "16xlarge": 1}
 _FOUR_OR_EIGHT = {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
 _ONE_TO_EIGHT = {"2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "12xlarge": 2, "24xlarge": 4, "48xlarge": 8}
-# By the family: MiB of a GPU, and the GPUs of each size. The numbers are `GpuInfo` of EC2's DescribeInstanceTypes, as
-# Karpenter's documentation of instance types has them in August 2026. The numbers of P3 are from SageMaker's Python SDK
-# (`instance_gpu_info.json`). Drivers show a few percent less.
+# By instance family: the MiB per GPU, and the number of GPUs for each size. The numbers are `GpuInfo` from EC2's
+# DescribeInstanceTypes, as listed in Karpenter's documentation of instance types in August 2026. The numbers for P3 are
+# from SageMaker's Python SDK (`instance_gpu_info.json`). Drivers report a few percent less.
 _FAMILIES: Mapping[str, tuple[int, Mapping[str, int]]] = {
     "g4dn": (16_384, _ONE | {"12xlarge": 4}),
     "g5": (22_888, _ONE | _FOUR_OR_EIGHT),
@@ -46,13 +46,13 @@ INSTANCE_GPUS: Mapping[str, tuple[int, ...]] = {
 
 
 def plan_lines(configuration: Configuration, *, reads_s3: bool) -> Iterator[str]:
-    """Yield the plan of an instance's GPUs in words, or the reason why it is not known.
+    """Yield a description of the plan for an instance's GPUs, or the reason why the plan is unknown.
 
     The settings are read as in the container. The hub is asked for the sizes of a model.
 
     Args:
         configuration: The deployment.
-        reads_s3: A model on S3 may be looked at.
+        reads_s3: Whether a model on S3 may be read.
     """
     gpus = _gpus(configuration)
     if gpus is None:
@@ -71,7 +71,7 @@ def plan_lines(configuration: Configuration, *, reads_s3: bool) -> Iterator[str]
     except SettingsError as error:
         yield from (f"slipway: note: no plan of the GPUs: {problem}" for problem in error.problems)
         return
-    os.environ.update(startup.exports)  # the hub may be asked
+    os.environ.update(startup.exports)  # The hub may be asked.
     models = [model.settings for model in startup.models]
     with hub_asked_once(models) as note:
         if note:
@@ -84,7 +84,7 @@ def plan_lines(configuration: Configuration, *, reads_s3: bool) -> Iterator[str]
 
 
 def _gpus(configuration: Configuration) -> tuple[int, ...] | None:
-    """Return the bytes of the GPUs that a container sees; None if they are not known."""
+    """Return the bytes of each GPU that a container sees. None if they are unknown."""
     gpus = INSTANCE_GPUS.get(configuration.instance_type or "")
     if gpus is None or configuration.component is None:
         return gpus
@@ -92,7 +92,7 @@ def _gpus(configuration: Configuration) -> tuple[int, ...] | None:
 
 
 def _startup(configuration: Configuration, gpus: int) -> Startup:
-    """Read the settings with the container's environment, and without the model directory of this machine."""
+    """Read the settings with the container's environment and without a local model directory."""
     environ = {name: os.environ[name] for name in ("HOME", "SLIPWAY_CACHE_DIR") if name in os.environ}
     environ |= {} if configuration.from_s3 else {"HF_MODEL_ID": configuration.model}
     environ |= configuration.environment

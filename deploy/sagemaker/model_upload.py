@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# The metadata key that holds the SHA-256 of an object's file. S3's own checksum of an object that was uploaded in
-# several parts is not the checksum of the file.
+# The metadata key for the SHA-256 of an object's file. If an object was uploaded in several parts, S3's own checksum is
+# not the checksum of the file.
 _DIGEST = "sha256"
 
 
@@ -21,17 +21,17 @@ def upload_model(s3: Any, directory: Path, location: str, report: Callable[[str]
     """Upload a directory to an s3:// prefix.
 
     A file is skipped if S3 has an object that this function uploaded from a file with the same SHA-256. No object is
-    removed.
+    deleted.
 
     Args:
-        s3: boto3's client of S3.
+        s3: boto3's client for S3.
         directory: The directory.
         location: The s3:// prefix.
-        report: Takes a line for each uploaded file.
+        report: Called with a line for each uploaded file.
 
     Raises:
         UploadFailed: The directory does not exist, has no files, or has a file that cannot be read.
-        boto3.exceptions.Boto3Error: S3 refused a file. So does botocore's ClientError.
+        boto3.exceptions.Boto3Error: S3 refused a file. botocore's ClientError may be raised instead.
     """
     files = files_in(directory)
     bucket, _, prefix = location.removeprefix("s3://").partition("/")
@@ -54,31 +54,32 @@ def upload_model(s3: Any, directory: Path, location: str, report: Callable[[str]
 
 
 def files_in(directory: Path) -> list[Path]:
-    """Return all files that an upload of a directory would upload.
+    """Return all files of a directory that an upload would include.
 
     Raises:
-        UploadFailed: The directory does not exist, has no files, or has a file that cannot be read or has no key in S3.
+        UploadFailed: The directory does not exist or has no files. Or a file cannot be read, or cannot have a key in
+            S3.
     """
     files = list(_files(directory)) if directory.is_dir() else []
     if not files:
         raise UploadFailed(f"{directory}: expected a directory with files")
     for path in files:
         name = path.relative_to(directory).as_posix()
-        if not name.isprintable():  # Bytes that are not UTF-8 are halves of surrogate pairs, which are not printable.
+        if not name.isprintable():  # Bytes that are not UTF-8 are decoded as lone surrogates, which are not printable.
             shown = ascii(os.fspath(path))
             raise UploadFailed(f"the name of the file {shown} is not UTF-8 text that can be printed; rename the file")
     return files
 
 
 def _files(directory: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """Yield all files below a directory, also files behind links to directories.
+    """Yield all files below a directory, including files behind links to directories.
 
     Args:
         directory: The directory.
-        above: The directories that it is in, without links.
+        above: The directories that contain it, with links resolved.
 
     Raises:
-        UploadFailed: A directory cannot be read. Or a link leads nowhere, or to a directory that it is in.
+        UploadFailed: A directory cannot be read, or a link leads nowhere or to a directory that contains the link.
     """
     real = directory.resolve()
     if real in above:

@@ -1,7 +1,7 @@
-"""Returns the SageMaker SDK's `Endpoint` of a deployment, for users of the SDK.
+"""Returns the SageMaker SDK's `Endpoint` for a deployment, for users of the SDK.
 
-It needs the extra `sagemaker` of pyproject.toml. `sagemaker` is the SDK's package here, and `deploy.sagemaker` is
-Slipway's.
+This needs the extra `sagemaker` of pyproject.toml. Here, `sagemaker` is the SDK's package, and `deploy.sagemaker` is
+Slipway's package.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _PACKAGE = "sagemaker-core>=2.20,<3"  # The extra `sagemaker` of pyproject.toml.
 
 
 def endpoint(name: str, session: boto3.Session) -> Any:
-    """Return the SDK's `sagemaker.core.resources.Endpoint` of a finished stack.
+    """Return the SDK's `sagemaker.core.resources.Endpoint` for a finished stack.
 
     Raises:
         ImportError: The extra is not installed.
-        deploy.sagemaker.stack.StackConflict: The stack of the endpoint does not exist, or is not finished.
+        deploy.sagemaker.stack.StackConflict: The stack of the endpoint does not exist, or is unfinished.
     """
     try:
         from sagemaker.core.resources import Endpoint

@@ -13,9 +13,9 @@ from deploy.sagemaker.configuration import Configuration
 from deploy.sagemaker.template import secrets, template
 
 ENDPOINT_TAG = "slipway:endpoint"
-POLL = 5  # Seconds between two looks at a running operation.
+POLL = 5  # The seconds between two checks of a running operation.
 
-_ONLY_PROPOSED = "REVIEW_IN_PROGRESS"  # A change set was created, and was not carried out.
+_ONLY_PROPOSED = "REVIEW_IN_PROGRESS"  # A change set was created but not executed.
 # Such a stack can only be deleted.
 _DEAD = frozenset({"CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"})
 # Resources that run containers. The log of the containers may show why they did not start.
@@ -27,14 +27,14 @@ class StackConflict(Exception):
 
 
 class StackFailed(Exception):
-    """CloudFormation failed. The message has CloudFormation's reasons."""
+    """CloudFormation failed. The message states CloudFormation's reasons."""
 
     def __init__(self, reason: str, *, started: bool = False) -> None:
         """Describe the failure.
 
         Args:
-            reason: The reasons.
-            started: Containers were started. Their log may show why they failed.
+            reason: CloudFormation's reasons.
+            started: Whether containers were started. Their log may show why they failed.
         """
         super().__init__(reason)
         self.started = started
@@ -46,7 +46,7 @@ class ChangeSet:
 
     id: str
     stack: str  # The id of the stack.
-    changes: list[dict[str, Any]]  # CloudFormation's `ResourceChange` of each resource.
+    changes: list[dict[str, Any]]  # CloudFormation's `ResourceChange` for each resource.
     creates: bool  # The stack is new.
 
 
@@ -63,9 +63,9 @@ class Stack:
         """Prepare to manage the stack of an endpoint.
 
         Args:
-            client: boto3's client of CloudFormation.
+            client: boto3's client for CloudFormation.
             endpoint: The name of the endpoint.
-            report: Takes a line for each event.
+            report: Called with a line for each event.
             sleep: Waits for some seconds.
         """
         self._client = client
@@ -73,17 +73,17 @@ class Stack:
         self._report = report
         self._sleep = sleep
         self._last_event = ""
-        # The name of an endpoint may begin with a digit. The name of a stack may not.
+        # An endpoint's name may begin with a digit, but a stack's name may not.
         self.name = f"slipway-{endpoint}"
 
     def status(self) -> str | None:
         """Return the status, such as "CREATE_COMPLETE".
 
         Returns:
-            The status. None if the stack does not exist, or if only a change set was created for it.
+            The status. None if the stack does not exist, or if it consists only of a change set.
 
         Raises:
-            StackConflict: A stack has the name, and Slipway did not create it.
+            StackConflict: A stack has this name, but Slipway did not create it.
         """
         from botocore.exceptions import ClientError
 
@@ -103,7 +103,7 @@ class Stack:
         return str(found["StackStatus"])
 
     def ready_to_create(self) -> bool:
-        """Prepare the creation of the stack.
+        """Prepare to create the stack.
 
         Wait for a running operation, and delete the remains of a failed creation.
 
@@ -126,7 +126,7 @@ class Stack:
         return False
 
     def check_updatable(self) -> None:
-        """Check that the stack exists and that no operation runs.
+        """Check that the stack exists and that no operation is running.
 
         Raises:
             StackConflict: The stack cannot be updated.
@@ -142,7 +142,7 @@ class Stack:
             raise StackConflict(f"the stack {self.name} is {status} and cannot be updated now")
 
     def propose(self, configuration: Configuration) -> ChangeSet | None:
-        """Have CloudFormation compute the changes.
+        """Let CloudFormation compute the changes.
 
         Returns:
             The changes, or None if the configuration changes nothing.
@@ -183,16 +183,16 @@ class Stack:
             if "didn't contain changes" in reason or "No updates are to be performed" in reason:
                 return None
             raise StackFailed(f"CloudFormation cannot make this change: {reason}") from None
-        except BaseException:  # Ctrl-C, or AWS refuses a question.
+        except BaseException:  # Ctrl-C, or AWS refused a call while waiting.
             try:
                 self.discard(change)
-            except ClientError as refusal:  # AWS deletes no change set that it still computes.
+            except ClientError as refusal:  # AWS does not delete a change set that is still being computed.
                 self._report(f"the change set {change.id} is left: {refusal}")
             raise
         return change
 
     def discard(self, change: ChangeSet) -> None:
-        """Delete a change set, or the stack that it alone would have created."""
+        """Delete a change set. If the stack consists only of this change set, delete the stack."""
         if change.creates:
             found = self._client.describe_stacks(StackName=change.stack)["Stacks"][0]
             pages = self._client.get_paginator("list_change_sets").paginate(StackName=change.stack)
@@ -205,8 +205,8 @@ class Stack:
     def carry_out(self, change: ChangeSet) -> None:
         """Create or change the stack. CloudFormation rolls back a change that fails.
 
-        If the user interrupts the command, a stack that is being created is deleted. CloudFormation continues with any
-        other change.
+        If the user interrupts the command while the stack is being created, the stack is deleted. CloudFormation
+        continues with any other change.
 
         Raises:
             StackFailed: The change failed.
@@ -218,7 +218,7 @@ class Stack:
             self._new_events(change.stack)  # Skips earlier events.
             try:
                 self._client.execute_change_set(ChangeSetName=change.id)
-            except ClientError:  # For example, the user may not execute it.
+            except ClientError:  # For example, the user lacks the permission to execute it.
                 self.discard(change)
                 raise
             self._follow(change.stack, "CREATE_COMPLETE", "UPDATE_COMPLETE")
@@ -232,7 +232,7 @@ class Stack:
             raise
 
     def delete(self) -> bool:
-        """Delete the stack with all its resources, and wait for the end.
+        """Delete the stack with all its resources, and wait until this is done.
 
         Returns:
             False if the stack does not exist.
@@ -241,10 +241,10 @@ class Stack:
             StackFailed: A resource cannot be deleted.
         """
         before = self.status()
-        if before != "CREATE_IN_PROGRESS":  # Such a stack can be deleted. Other operations have to end first.
+        if before != "CREATE_IN_PROGRESS":  # Such a stack can be deleted. Any other operation has to finish first.
             self._settle()
         if self.status() is None:
-            return before is not None  # Somebody else was deleting it.
+            return before is not None  # Someone else was deleting it.
         stack = self._client.describe_stacks(StackName=self.name)["Stacks"][0]["StackId"]
         self._new_events(stack)  # Skips earlier events.
         self._client.delete_stack(StackName=stack)
@@ -260,7 +260,7 @@ class Stack:
             self._sleep(POLL)
 
     def _follow(self, stack: str, *wanted: str) -> None:
-        """Report each event until no operation runs. An exception has the reasons of the failed events."""
+        """Report each event until no operation is running. An exception lists the reasons of failed events."""
         problems: list[str] = []
         started = False
         while True:

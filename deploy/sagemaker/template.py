@@ -1,7 +1,7 @@
-"""The CloudFormation template of a configuration: one stack with all resources of a deployment.
+"""The CloudFormation template for a configuration: one stack with all resources of a deployment.
 
 Only the endpoint and its components have fixed names, from which the names for the scaling are derived. CloudFormation
-chooses the other names. So it can create a new model and a new endpoint configuration before it deletes the old ones.
+chooses all other names, so it can create a new model and a new endpoint configuration before it deletes the old ones.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from deploy.sagemaker.configuration import (
 from deploy.sagemaker.execution_role import execution_policy, trust_policy
 
 VARIANT = "AllTraffic"
-# The `InferenceAmiVersion` with the newest driver (CUDA 13.x), which also runs images for every older CUDA. The
-# template always names it: if an image needs a newer CUDA than the driver of the instance supports, the endpoint stays
-# in `Creating` and logs nothing.
+# The `InferenceAmiVersion` with the newest driver (CUDA 13.x), which also runs images for any older CUDA. The template
+# always names it, because an endpoint whose image needs a newer CUDA than the instance's driver supports stays in
+# `Creating` and logs nothing.
 MACHINE_IMAGE = "al2023-ami-sagemaker-inference-gpu-4-1"
 _GPU_INSTANCE = re.compile(r"ml\.[gp]\d")
 _MODEL_NAME = {"Fn::GetAtt": ["Model", "ModelName"]}
-# Variables that choose the model's names or another model. Other images have aliases for them, such as AWS's vLLM
-# image.
+# Variables that set the model's names or choose another model. Other images, such as AWS's vLLM image, have aliases for
+# these variables.
 _NAMING = frozenset(
     {"OPTION_SERVED_MODEL_NAME", "SERVING_MODEL_NAME", "SERVING_LOAD_MODELS"}
     | {"HF_MODEL_ID", "OPTION_MODEL_ID", "OPTION_MODEL"}
@@ -47,10 +47,10 @@ Properties = dict[str, Any]
 
 
 def template(configuration: Configuration) -> dict[str, Any]:
-    """Return the template, as JSON values. Credentials are parameters of the template.
+    """Return the template as JSON values. Credentials become parameters of the template.
 
     Raises:
-        ConfigurationError: `properties` names a resource that the template does not have.
+        ConfigurationError: `properties` names a resource that is not in the template.
     """
     parameters = {
         parameter: {"Type": "String", "NoEcho": True, "Description": f"Environment variable {variable}"}
@@ -67,7 +67,7 @@ def template(configuration: Configuration) -> dict[str, Any]:
 
 
 def secrets(configuration: Configuration) -> dict[str, str]:
-    """Return the parameter for each environment variable that looks like a credential."""
+    """Return a parameter for each environment variable that looks like a credential."""
     found = [name for name, value in configuration.environment.items() if masked(name, value) != value]
     return {variable: f"Secret{number}" for number, variable in enumerate(found, start=1)}
 
@@ -105,7 +105,7 @@ def _resources(configuration: Configuration) -> dict[str, Any]:
 
 
 def _resource(kind: str, properties: Properties, after: str | None = None) -> dict[str, Any]:
-    """Return a resource. It is created after the resource `after`, to which it does not refer."""
+    """Return a resource. It is created after the resource `after`, although it does not refer to that resource."""
     return {"Type": kind, "DependsOn": after, "Properties": properties}
 
 
@@ -145,7 +145,7 @@ def _model(configuration: Configuration) -> Properties:
 
 
 def _deadlines(configuration: Configuration) -> dict[str, str]:
-    """Return the variables of the deadlines, which end an answer before SageMaker drops it."""
+    """Return the variables for the deadlines, which end an answer before SageMaker drops it."""
     if configuration.asynchronous:
         return {}
     deadlines = {
@@ -156,15 +156,15 @@ def _deadlines(configuration: Configuration) -> dict[str, str]:
 
 
 def _names(configuration: Configuration) -> list[str]:
-    """Return the model's names for OpenAI's clients: its own names, and the endpoint's.
+    """Return the model's names for OpenAI clients: its own names, and the name of the endpoint.
 
-    SageMaker's OpenAI path calls `/v1/chat/completions`, which refuses other names. In a container of SageMaker, each
-    model from S3 would be called `model`, as its directory.
+    SageMaker's OpenAI path calls `/v1/chat/completions`, which refuses other names. In a SageMaker container, each
+    model from S3 would be called `model`, after its directory.
     """
     names = [configuration.model]
     if configuration.from_s3:
         name = configuration.model.rstrip("/").rpartition("/")[2].removesuffix(".tar.gz").removesuffix(".tgz")
-        # The second name is the name of a local server.
+        # The second name is the name that a local server would use.
         names = [name for name in (name, name_of_url(name)) if _PLAIN_NAME.fullmatch(name)]
     return list(dict.fromkeys([*names, configuration.name]))
 
@@ -201,7 +201,7 @@ def _data_capture(capture: DataCapture) -> Properties:
         "InitialSamplingPercentage": capture.percent,
         "DestinationS3Uri": capture.destination,
         "CaptureOptions": [{"CaptureMode": mode} for mode in capture.modes],
-        # Other types, such as streams, are recorded in base64.
+        # Other types, such as streams, are recorded as base64.
         "CaptureContentTypeHeader": {"JsonContentTypes": ["application/json"]},
     }
 
@@ -264,7 +264,7 @@ def _timeouts(configuration: Configuration) -> Properties:
 
 
 def _endpoint(configuration: Configuration) -> Properties:
-    # Otherwise an update removes instances that the scaling has added.
+    # Without this property, an update would remove instances that the scaling has added.
     retained = bool(configuration.autoscaling and not configuration.component) or None
     return {
         "EndpointName": configuration.name,
@@ -276,7 +276,7 @@ def _endpoint(configuration: Configuration) -> Properties:
 
 
 def _rollout(rollout: Rollout | None, *, component: bool = False) -> Properties | None:
-    """Return the policy for updates of the endpoint, or of a component. A component supports rolling updates only."""
+    """Return the policy for updates of the endpoint or of a component. A component supports only rolling updates."""
     if rollout is None:
         return None
     step = {"Type": "CAPACITY_PERCENT", "Value": rollout.step_percent}
@@ -304,7 +304,7 @@ def _rollout(rollout: Rollout | None, *, component: bool = False) -> Properties 
 
 
 def _component(configuration: Configuration, component: Component) -> Properties:
-    """Return the properties of the model's component, which has the name of the endpoint."""
+    """Return the properties of the model's component, which has the same name as the endpoint."""
     return {
         "InferenceComponentName": configuration.name,
         "EndpointName": configuration.name,
@@ -319,13 +319,13 @@ def _component(configuration: Configuration, component: Component) -> Properties
                 "NumberOfAcceleratorDevicesRequired": component.gpus or None,
                 "NumberOfCpuCoresRequired": component.cpus,
             },
-            # CloudFormation requires both properties. The balance does not keep a copy from being placed.
+            # CloudFormation requires both properties. PERMISSIVE does not prevent a copy from being placed.
             "SchedulingConfig": component.placement
             and {
                 "PlacementStrategy": component.placement.upper(),
                 "AvailabilityZoneBalance": {"EnforcementMode": "PERMISSIVE"},
             },
-            # Keep the image and the model on the instances, for faster scale-out.
+            # Caches the image and the model on the instances, for faster scale-out.
             "DataCacheConfig": {"EnableCaching": True},
         },
         "RuntimeConfig": {"CopyCount": component.copies},
@@ -334,7 +334,7 @@ def _component(configuration: Configuration, component: Component) -> Properties
 
 
 def _scraped(metrics: Metrics) -> Properties | None:
-    """Return the route of the container's metrics. CloudFormation has this property for components only."""
+    """Return the route for the container's metrics. CloudFormation supports this property for components only."""
     if not metrics.path:
         return None
     scraped = {"MetricsEndpointPath": metrics.path, "MetricPublishFrequencyInSeconds": metrics.interval}
@@ -360,9 +360,9 @@ def scaled_target(name: str, *, component: bool) -> Properties:
 def _scaling(configuration: Configuration, scaling: Autoscaling) -> dict[str, Any]:
     """Return the resources that scale with the load, and from zero.
 
-    Target tracking cannot leave zero, because nothing is measured while nothing runs. If zero is allowed, an alarm on
-    requests that found no capacity drives a step policy, too. Source: SageMaker's guide, "Scale an endpoint to zero
-    instances".
+    Target tracking cannot scale up from zero, because nothing is measured while nothing runs. If zero is allowed, an
+    alarm on requests that found no capacity also triggers a step policy. Source: SageMaker's guide, "Scale an endpoint
+    to zero instances".
     """
     name, component = configuration.name, configuration.component is not None
     target = scaled_target(name, component=component)
