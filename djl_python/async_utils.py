@@ -1,4 +1,4 @@
-"""Makes the answers of handlers in async mode."""
+"""Creates the answers of handlers in async mode."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def create_non_stream_output(
     error: str | None = None,
     code: int | None = None,
 ) -> Output:
-    """Return a whole answer.
+    """Return a complete answer.
 
     Args:
-        data: The text, or a mapping that is written as JSON. A line feed is added.
+        data: Text, or a mapping that is encoded as JSON. A line feed is appended.
         properties: The headers.
         error: The message of an error.
         code: The status of an error.
@@ -36,7 +36,7 @@ def create_stream_chunk_output(
     """Return one chunk of an answer.
 
     Args:
-        data: The text, or a mapping that is written as JSON. A line feed is added.
+        data: Text, or a mapping that is encoded as JSON. A line feed is appended.
         last_chunk: True for the last chunk of the answer.
         error: The message of an error.
         code: The status of an error.
@@ -56,8 +56,8 @@ async def handle_streaming_response(
 
     Args:
         response: The chunks.
-        stream_output_formatter: Called with a chunk and `kwargs`. It returns `(text, last)`. With `accumulate_chunks`
-            it also gets `history`, and returns `(text, last, history)`.
+        stream_output_formatter: Called with a chunk and `kwargs`. It returns `(text, last)`. If `accumulate_chunks` is
+            set, it also receives `history`, and returns `(text, last, history)`.
         accumulate_chunks: Pass each result's `history` to the next call.
         kwargs: Further arguments of the formatter.
     """

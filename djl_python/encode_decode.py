@@ -19,9 +19,9 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
     """Return the request's document: JSON unchanged, and other content as `{"inputs": ...}`.
 
     Raises:
-        KeyError: The request has no content with the key.
-        ValueError: The body is broken.
-        ImportError: The package that reads such a body is not installed.
+        KeyError: The request has no content with this key.
+        ValueError: The body is malformed.
+        ImportError: The package for this kind of body is not installed.
     """
     if not content_type:
         return inputs.get_as_json(key=key) if inputs.get_as_bytes(key=key) else {"inputs": ""}
@@ -40,11 +40,11 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
 
 
 def encode(outputs: Output, prediction: Any, content_type: str | None, key: str | None = None) -> None:
-    """Add a prediction as JSON, CSV or npz if that is the content type, and otherwise as NDList.
+    """Add a prediction as JSON, CSV or npz if the content type names that format, and otherwise as NDList.
 
     Raises:
-        TypeError: The form does not support the prediction's type.
-        ValueError: The form cannot hold the prediction.
+        TypeError: The format does not support the prediction's type.
+        ValueError: The format cannot represent the prediction.
     """
     match kind_of(content_type or _JSON):
         case "application/json":
@@ -62,13 +62,13 @@ def encode(outputs: Output, prediction: Any, content_type: str | None, key: str 
 
 
 def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = None) -> Any:
-    """Return CSV as `{"inputs": [...]}`, or without a header as a two-dimensional array of numbers.
+    """Return CSV as `{"inputs": [...]}`. CSV without a header is returned as a two-dimensional array of numbers.
 
-    The inputs are the column `inputs`. If the header has no such column, each whole row is an input.
+    The column `inputs` holds the inputs. If the header has no such column, each row as a whole is an input.
 
     Raises:
-        ValueError: The header has none of the columns `question`, `context` and `inputs`, or a cell of CSV without a
-            header is not a number.
+        ValueError: The header has none of the columns `question`, `context` and `inputs`. Or the CSV has no header, and
+            a cell is not a number.
     """
     text = (inputs.get_as_string(key=key) if key else inputs.get_as_string()).removeprefix("\ufeff")
     if not require_headers:
@@ -83,10 +83,10 @@ def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = No
 
 
 def encode_csv(content: Any) -> str:
-    """Return CSV for a list of mappings or for rows of values. Mappings get a header with all their keys.
+    """Return CSV for a list of mappings or for rows of values. For mappings, the header lists all their keys.
 
     Raises:
-        ValueError: The content is neither.
+        ValueError: The content is neither of these.
     """
     rows = [content] if isinstance(content, Mapping) else content.tolist() if hasattr(content, "tolist") else content
     if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):
@@ -111,7 +111,7 @@ def _row(row: Any) -> Sequence[Any]:
 
 def _numbers(text: str) -> Any:
     numpy = require("numpy", "CSV without a header")
-    # `#` starts a comment, and lines with nothing else are skipped, as by numpy's `genfromtxt`.
+    # As in numpy's `genfromtxt`, `#` starts a comment, and lines that contain nothing else are skipped.
     rows = [row for line in io.StringIO(text) if (row := line.partition("#")[0].strip(" \r\n"))]
     if not rows:
         raise ValueError("The CSV body has no rows")

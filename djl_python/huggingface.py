@@ -41,7 +41,7 @@ _TASK_OF_SUFFIX = {
 def get_rolling_batch_class_from_str(rolling_batch_type: str) -> Callable[..., RollingBatch]:
     """Refuse a rolling batch, because rolling batches run in the server's engine.
 
-    Tests replace this function by a function that returns a class. The class is called with the model and its
+    Tests replace this function with one that returns a class. The class is called with the model and the model's
     properties.
 
     Raises:
@@ -68,7 +68,7 @@ class HuggingFaceService:
         """Load the model.
 
         Raises:
-            ValueError: A property has a value that is not allowed.
+            ValueError: A property has an invalid value.
             ImportError: Transformers or torch is not installed.
             OSError: The model cannot be read.
         """
@@ -89,22 +89,22 @@ class HuggingFaceService:
         self.initialized = True
 
     def get_input_format_args(self) -> dict[str, Any]:
-        """Return the value of `input_format_args` after the model is loaded. A subclass may add arguments."""
+        """Return the value of `input_format_args` once the model is loaded. A subclass may add arguments."""
         return {"configs": self.hf_configs, "tokenizer": self.tokenizer, "rolling_batch": self.rolling_batch}
 
     def get_pipeline(self, task: str, model_id_or_path: str, kwargs: Mapping[str, Any]) -> Any:
-        """Return the pipeline of a task. A subclass may return another pipeline, with `kwargs` as its arguments."""
+        """Return the pipeline for a task. A subclass may return another pipeline and use `kwargs` as its arguments."""
         if self.hf_configs is None:
             raise ValueError("get_pipeline belongs to initialize")
         return build_pipeline(task, self.hf_configs)
 
     def inference(self, inputs: Input) -> Output:
-        """Answer a request, or the requests of a batch.
+        """Answer a request or the requests of a batch.
 
-        A request that cannot be parsed gets LMI's error body. Outside a batch the status is 424.
+        A request that cannot be parsed gets LMI's error body. If it is not in a batch, the status is 424.
 
         Raises:
-            ValueError: The requests of a batch have different parameters, or the model refuses them.
+            ValueError: The requests in a batch have different parameters, or the model refuses them.
         """
         parsed = parse_input_with_formatter(inputs, **(self.input_format_args or self.get_input_format_args()))
         if self.rolling_batch is not None:
@@ -126,7 +126,7 @@ class HuggingFaceService:
         return output
 
     def _checked(self, parsed: ParsedInput) -> dict[int, TextInput]:
-        """Return the requests by their index in the batch, with lists as `input_text`. Add the others to the errors."""
+        """Return the valid requests by index in the batch, with lists as `input_text`. Add errors for the others."""
         generates = self.hf_pipeline is None or isinstance(self.hf_pipeline, GenerationPipeline)
         places = [index for index in range(len(parsed.batch)) if index not in parsed.errors]
         requests = {}
@@ -145,7 +145,7 @@ class HuggingFaceService:
         if not requests:
             return {}
         if isinstance(self.hf_pipeline, GenerationPipeline):
-            # One batch holds all prompts of all requests.
+            # All prompts of all requests are in one batch.
             prompts, sizes, parameters, _ = get_input_details(parsed.requests, parsed.errors, parsed.batch)
             texts = iter(self.hf_pipeline(prompts, **parameters))
             return {index: [next(texts) for _ in range(sizes[index])] for index in requests}
@@ -172,10 +172,10 @@ class HuggingFaceService:
 
 
 class StopWord:
-    """A stopping criterion for transformers: the regular expression `stop_seq` matches the end of the sequence.
+    """A stopping criterion for transformers: the regular expression `stop_seq` matches at the end of the sequence.
 
-    Only the first sequence is checked. The number of checked tokens at its end is the number of characters of
-    `stop_seq`.
+    Only the first sequence is checked. The number of tokens that are checked at its end equals the number of characters
+    in `stop_seq`.
     """
 
     def __init__(self, tokenizer: Any, stop_seq: str) -> None:
@@ -200,10 +200,10 @@ def _accepted(item: Input) -> str:
 
 
 def infer_task(settings: HuggingFaceProperties) -> str:
-    """Return the task of the model's architecture.
+    """Return the task that fits the model's architecture.
 
     Raises:
-        ValueError: The architecture is not known.
+        ValueError: The architecture is unknown.
     """
     auto = require("transformers", _PURPOSE).AutoConfig
     config = auto.from_pretrained(settings.model_id_or_path, **settings.source)
@@ -218,7 +218,7 @@ def build_pipeline(task: str, settings: HuggingFaceProperties) -> Any:
     """Return a callable `f(list of inputs, **parameters)` with the attributes `model` and `tokenizer`.
 
     Raises:
-        ValueError: Transformers does not have the task.
+        ValueError: Transformers does not support the task.
     """
     transformers = require("transformers", _PURPOSE)
     if task == TEXT_GENERATION:
@@ -238,7 +238,7 @@ def build_pipeline(task: str, settings: HuggingFaceProperties) -> Any:
 
 
 def load(model_class: Any, settings: HuggingFaceProperties) -> tuple[Any, Any]:
-    """Load the model on its device, and its tokenizer, which gets a padding token."""
+    """Load the model onto its device. Load the tokenizer, and set its padding token if it has none."""
     transformers = require("transformers", _PURPOSE)
     tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model_id_or_path, **settings.source)
     if tokenizer.pad_token is None:
@@ -248,7 +248,7 @@ def load(model_class: Any, settings: HuggingFaceProperties) -> tuple[Any, Any]:
 
 
 class GenerationPipeline:
-    """Text generation with all prompts in one padded batch. The text of a causal model starts with the prompt."""
+    """Text generation with all prompts in one padded batch. A causal model's text starts with the prompt."""
 
     def __init__(self, model_class: Any, settings: HuggingFaceProperties, padding_side: str) -> None:
         self.model, self.tokenizer = load(model_class, settings)
@@ -256,11 +256,11 @@ class GenerationPipeline:
         self._stop = {"stop_strings": list(settings.stop_sequence)} if settings.stop_sequence else {}
 
     def __call__(self, prompts: Sequence[str], **parameters: Any) -> list[dict[str, str]]:
-        """Return one `{"generated_text": ...}` for each prompt.
+        """Return `{"generated_text": ...}` for each prompt.
 
         Args:
             prompts: The prompts.
-            parameters: Arguments of transformers' `generate`.
+            parameters: Arguments for transformers' `generate`.
 
         Raises:
             ValueError: `generate` refuses a parameter.

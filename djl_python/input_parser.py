@@ -1,6 +1,6 @@
-"""Decorators for functions of a customer's `model.py`, and parsers of requests for handlers.
+"""Decorators for functions in a customer's `model.py`, and request parsers for handlers.
 
-A decorator marks a function, and `djl_python.service_loader` finds the function by the mark.
+A decorator marks a function, and `djl_python.service_loader` finds the function by this mark.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHAT_PARAMETERS: dict[str, Any] = {
     "seed": None,
     "stop": None,
 }
-# The engine's names of a chat's parameters, if they differ.
+# The engine's names for chat parameters, where they differ.
 _CHAT_NAMES = {"top_logprobs": "logprobs", "max_tokens": "max_new_tokens"}
 _STREAMING_CALL = "InvokeEndpointWithResponseStream"
 
@@ -39,7 +39,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def input_formatter(function: _Function) -> _Function:
-    """Mark the function that makes a request from an `Input`."""
+    """Mark the function that creates a request from an `Input`."""
     return _marked(function, "is_input_formatter")
 
 
@@ -60,22 +60,22 @@ def _marked(function: _Function, mark: str) -> _Function:
 
 @dataclass
 class ParsedInput:
-    """The requests of a call."""
+    """The requests in a call."""
 
-    errors: dict[int, str] = field(default_factory=dict)  # The parse error of a request, by its index in the batch.
+    errors: dict[int, str] = field(default_factory=dict)  # The parse errors of requests, by the index in the batch.
     requests: list[Request] = field(default_factory=list)  # The parsed new requests.
-    # All requests of the call. In a rolling batch the known requests come first, without data.
+    # All requests of the call. In a rolling batch, the known requests come first and have no data.
     batch: list[Input] = field(default_factory=list)
 
 
 def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
-    """Parse the new requests of a call, each with `configs.input_formatter` or else with `format_input`.
+    """Parse the new requests of a call, each with `configs.input_formatter`, or else with `format_input`.
 
     Args:
         inputs: The call.
-        kwargs: `configs`, the model's settings, such as a `Properties`. `rolling_batch`, which is required if
-            `configs.rolling_batch` is not `disable`. Other arguments, such as `tokenizer` and `adapter_registry`. The
-            formatter gets all of them.
+        kwargs: `configs`, the model's settings, such as a `Properties`. `rolling_batch`, which is required unless
+            `configs.rolling_batch` is `disable`. Other arguments, such as `tokenizer` and `adapter_registry`. All of
+            them are passed to the formatter.
     """
     configs = kwargs.get("configs")
     rolling_batch: Any = kwargs.get("rolling_batch")
@@ -84,7 +84,7 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
         rolling_batch.reset()
     parsed = ParsedInput(batch=inputs.get_batches())
     known = 0
-    if rolling:  # A new request may be empty, too.
+    if rolling:  # A new request may also be empty.
         known = min(sum(not item.get_as_bytes() for item in parsed.batch), len(rolling_batch.active_requests))
     for index, item in enumerate(parsed.batch[known:], known):
         try:
@@ -98,19 +98,19 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
             parsed.requests.append(Request(request))
         except Exception as error:  # A custom formatter may raise any exception.
             logging.exception("Request %s cannot be parsed", item.get_property("requestId"))
-            # The text of a KeyError is the key alone.
+            # The text of a KeyError is only the key.
             reason = f"Invalid Request Property: {error}" if isinstance(error, KeyError) else str(error)
             parsed.errors[index] = wire.sendable(f"Input Parsing failed. {reason}")
     return parsed
 
 
 def format_input(input_item: Input, **kwargs: Any) -> TextInput:
-    """Return the request of a body in LMI's schema, in the chat schema, or in Amazon Bedrock's schema.
+    """Return the request for a body in LMI's schema, in the chat schema, or in Amazon Bedrock's schema.
 
     `configs.bedrock_compat` selects Amazon Bedrock's schema.
 
     Raises:
-        ValueError: The body is malformed, or names an adapter that is not registered.
+        ValueError: The body is malformed or names an adapter that is not registered.
     """
     document = decode(input_item, input_item.get_property("Content-Type"))
     configs = kwargs.get("configs")
@@ -132,10 +132,10 @@ def format_input(input_item: Input, **kwargs: Any) -> TextInput:
 
 
 def parse_lmi_default_request_rolling_batch(payload: Any) -> tuple[str, dict[str, Any]]:
-    """Return the prompt and the parameters of a body in LMI's default schema.
+    """Return the prompt and the parameters from a body in LMI's default schema.
 
     Raises:
-        ValueError: The body, `inputs` or `parameters` are malformed.
+        ValueError: The body, `inputs` or `parameters` is malformed.
     """
     if not isinstance(payload, dict):
         raise ValueError("Request payload should be a json object specifying the 'inputs' field")
@@ -217,7 +217,7 @@ def _parse_bedrock(document: Any, item: Input) -> TextInput:
 
 
 def _adapters(request: TextInput, document: Any, item: Input, registry: Mapping[str, Any]) -> Any:
-    """Return the registry's entries for the request's adapters, one for each input. A single entry is not in a list."""
+    """Return the registry's entries for the request's adapters, one for each input. A single entry is not wrapped."""
     named = document.get("adapters") if isinstance(document, dict) else None
     if item.contains_key("adapter"):
         named = item.get_as_string("adapter")

@@ -1,4 +1,4 @@
-"""The input of a handler: its properties, and its content, which can be read in several forms."""
+"""The input of a handler: its properties, and its content, which can be read in several formats."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NAME = slice(10, None)
 
 
 Body = bytes | bytearray
-# Missing cells that a CSV body may have. Each of them takes memory, although the client has not sent it.
+# The number of missing cells allowed in a CSV body. Each takes memory, although the client has not sent it.
 _MISSING_CELLS = 1_000_000
 
 
-# The method that reads each kind of content. LMI's class has all methods, but requests may be of other classes.
+# The method that reads each kind of content. LMI's class has all these methods, but requests may be of other classes.
 READERS = {
     "application/json": "get_as_json",
     "text/csv": "get_as_string",
@@ -40,17 +40,17 @@ READERS = {
     "image/": "get_as_image",
     "": "get_as_bytes",
 }
-# LMI's `decode` reads these kinds, and its `get_data` does not.
+# LMI's `decode` reads these kinds, but its `get_data` does not.
 _ONLY_DECODED = ("application/x-npy", "application/x-www-form-urlencoded")
 
 
 def kind_of(content_type: str | None) -> str:
-    """Return the first key of `READERS` that a content type contains, or "". The case does not matter."""
+    """Return the first key of `READERS` that a content type contains, or "". Case is ignored."""
     return next(kind for kind in READERS if kind in (content_type or "").lower())
 
 
 class Input:
-    """A request, or a batch of requests, or the call that initializes a handler, which has no content."""
+    """A request, a batch of requests, or the call that initializes a handler. That call has no content."""
 
     def __init__(self) -> None:
         self.function_name: str | None = None
@@ -68,7 +68,7 @@ class Input:
         return self.properties
 
     def get_property(self, key: str) -> Any:
-        """Return a property, or None. The case of the name does not matter."""
+        """Return a property, or None. The case of the name is ignored."""
         return next((value for name, value in self.properties.items() if name.lower() == key.lower()), None)
 
     def get_content(self) -> PairList:
@@ -89,11 +89,11 @@ class Input:
     def get_batches(self) -> list[Input]:
         """Return the requests of a batch, or `[self]` if this is not a batch.
 
-        A key in a batch is `batch_NNN.name`. Any other character may be in place of the dot. Properties without this
-        prefix belong to the whole batch and are left out.
+        A key in a batch is `batch_NNN.name`. Any other character may replace the dot. Properties without this prefix
+        belong to the whole batch and are left out.
 
         Raises:
-            ValueError: A content key does not have the prefix, or its number is not below the batch size.
+            ValueError: A content key lacks the prefix, or its number is not below the batch size.
         """
         if not self.is_batch():
             return [self]
@@ -115,12 +115,12 @@ class Input:
         return batch[index]
 
     def get_data(self, key: str | None = None) -> Any:
-        """Return the content in the form that its content type names. `docs/handler_sdk.md` has the table.
+        """Return the content in the format that the content type names. `docs/handler_sdk.md` has a table of formats.
 
         Raises:
-            KeyError: The input has no content with the key.
-            ValueError: The content is broken.
-            ImportError: The package that reads such content is not installed.
+            KeyError: The input has no content with this key.
+            ValueError: The content is malformed.
+            ImportError: The package for this kind of content is not installed.
         """
         kind = kind_of(self.get_property("content-type"))
         return self.get_as_bytes(key) if kind in _ONLY_DECODED else getattr(self, READERS[kind])(key)
@@ -129,10 +129,10 @@ class Input:
         """Return the bytes of a content entry, or None if the input has no content.
 
         Args:
-            key: The entry's name. Default: `data`, or else the first entry.
+            key: The entry's name. The default is `data`, or else the first entry.
 
         Raises:
-            KeyError: The input has no content with the key.
+            KeyError: The input has no content with this key.
         """
         if self.content.is_empty():
             return None
@@ -147,8 +147,8 @@ class Input:
         """Return the content as text.
 
         Raises:
-            KeyError: The input has no content with the key.
-            ValueError: The input has no content, or it is not UTF-8.
+            KeyError: The input has no content with this key.
+            ValueError: The input has no content, or the content is not UTF-8.
         """
         return _read_text(self._body(key))
 
@@ -156,7 +156,7 @@ class Input:
         """Return the content as one JSON document.
 
         Raises:
-            KeyError: The input has no content with the key.
+            KeyError: The input has no content with this key.
             ValueError: The content is not JSON.
         """
         return _read_json(self._body(key))
@@ -165,46 +165,46 @@ class Input:
         """Return the content as a decoded Pillow image.
 
         Raises:
-            KeyError: The input has no content with the key.
+            KeyError: The input has no content with this key.
             ValueError: Pillow cannot read the content.
             ImportError: Pillow is not installed.
         """
         return _read_image(self._body(key))
 
     def get_as_numpy(self, key: str | None = None) -> list[NDArray[Any]]:
-        """Return the arrays of NDList, npz or npy content.
+        """Return the arrays in NDList, npz or npy content.
 
         Raises:
-            KeyError: The input has no content with the key.
-            ValueError: The content is broken, or holds Python objects.
+            KeyError: The input has no content with this key.
+            ValueError: The content is malformed, or contains Python objects.
             ImportError: Numpy is not installed.
         """
         return from_nd_list(self._body(key))
 
     def get_as_npz(self, key: str | None = None) -> list[NDArray[Any]]:
-        """Return the arrays of npz content. Pickled arrays are refused.
+        """Return the arrays in npz content. Pickled arrays are refused.
 
         Raises:
-            KeyError: The input has no content with the key.
-            ValueError: The content is broken, or holds Python objects.
+            KeyError: The input has no content with this key.
+            ValueError: The content is malformed, or contains Python objects.
             ImportError: Numpy is not installed.
         """
         return from_npz(self._body(key))
 
     def get_as_csv(self, key: str | None = None) -> list[dict[str, str]]:
-        """Return the rows of CSV content as dictionaries with the header's names as keys.
+        """Return the rows of CSV content as dictionaries. The keys are the names in the header.
 
         Raises:
-            KeyError: The input has no content with the key.
+            KeyError: The input has no content with this key.
             ValueError: The content is not CSV.
         """
         return read_csv_text(_read_text(self._body(key)))[1]
 
     def read(self, conn: socket) -> None:
-        """Read the input in LMI's binary form.
+        """Read the input in LMI's binary format.
 
         Raises:
-            ValueError: The connection ends too early.
+            ValueError: The connection closes too early.
         """
         for _ in range(wire.read_integer(conn, "h")):
             name = wire.read_utf8(conn) or ""
@@ -252,10 +252,10 @@ def _read_json(body: Body) -> Any:
 
 
 def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the header's names, and the rows as dictionaries. A missing cell is None.
+    """Return the names in the header, and the rows as dictionaries. A missing cell is None.
 
     Raises:
-        ValueError: The text is not CSV, or too many cells are missing. Short rows below a long header would fill the
+        ValueError: The text is not CSV, or too many cells are missing. Short rows under a long header could exhaust the
             memory.
     """
     try:
@@ -263,7 +263,7 @@ def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
         names, rows, cells = list(reader.fieldnames or ()), [], 0
         for row in reader:
             cells += len(names)
-            # Each cell in the text takes at least one character, its separator.
+            # Each cell in the text takes at least one character, the separator.
             if cells > len(text) + _MISSING_CELLS:
                 raise ValueError(f"The body is not CSV: rows lack too many of the header's {len(names)} columns")
             rows.append(row)
@@ -273,7 +273,7 @@ def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _read_image(body: Body) -> Image:
-    """Return a decoded Pillow image. Pillow reports a broken image only when it decodes it."""
+    """Return a decoded Pillow image. Pillow reports a malformed image only when the image is decoded."""
     pillow = require("PIL.Image", "an image body", "Pillow")
     try:
         image: Image = pillow.open(io.BytesIO(body))
@@ -285,6 +285,6 @@ def _read_image(body: Body) -> Image:
 
 @cache
 def _image_error() -> type[Exception]:
-    """Return the class of errors about images. Handlers of LMI catch Pillow's; all broken content is a ValueError."""
+    """Return the class for image errors. LMI's handlers catch Pillow's error, and malformed content is a ValueError."""
     unidentified = require("PIL", "an image body", "Pillow").UnidentifiedImageError
     return type("ImageError", (unidentified, ValueError), {"__doc__": "An image cannot be read."})

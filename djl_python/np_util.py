@@ -1,7 +1,7 @@
 """Converts arrays to bytes and back, in the formats NDList, npz and npy.
 
-Bodies are not trusted. Arrays of Python objects are refused, because they would be unpickled. The size that a body
-declares is checked before memory is allocated for it.
+Bodies are not trusted. Arrays of Python objects are refused, because reading them would unpickle data. The size that a
+body declares is checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAGIC_NUMBER = "NDAR"
 VERSION = 3
 MAX_NPZ_BYTES = 1 << 30  # The maximum size of the decompressed arrays of an npz body.
 _MAX_RANK = 32  # The highest rank that every version of numpy supports.
-_SHOWN_TEXT = 32  # Characters of a client's string that an error repeats.
+_SHOWN_TEXT = 32  # The most characters of a client's string that an error quotes.
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _TYPES = _INTEGERS | {"bool", "float16", "float32", "float64", "complex64", "complex128"}
 
@@ -30,7 +30,7 @@ def to_nd_list(np_list: Any) -> bytearray:
     """Return a list of arrays, or one array, as NDList in little-endian order.
 
     Raises:
-        ValueError: An array holds other values than numbers.
+        ValueError: An array contains values other than numbers.
     """
     numpy = require("numpy", "NDList")
     arrays = np_list if isinstance(np_list, (list, tuple)) else [np_list]
@@ -41,10 +41,10 @@ def to_nd_list(np_list: Any) -> bytearray:
 
 
 def from_nd_list(encoded: bytes | bytearray | memoryview) -> list[NDArray[Any]]:
-    """Return the writable arrays of NDList bytes, or of an npz or npy file. The first bytes decide on the format.
+    """Return the writable arrays from NDList bytes, or from an npz or npy file. The first bytes determine the format.
 
     Raises:
-        ValueError: The bytes are broken, or hold Python objects.
+        ValueError: The bytes are malformed, or contain Python objects.
     """
     data = bytes(encoded)
     if data.startswith(b"PK"):
@@ -59,10 +59,10 @@ def from_nd_list(encoded: bytes | bytearray | memoryview) -> list[NDArray[Any]]:
 
 
 def from_npz(data: bytes | bytearray) -> list[NDArray[Any]]:
-    """Return the arrays of an npz file in the file's order.
+    """Return the arrays in an npz file, in the file's order.
 
     Raises:
-        ValueError: The file is broken, holds other values than arrays, or is larger than `MAX_NPZ_BYTES` when it is
+        ValueError: The file is malformed, contains values other than arrays, or is larger than `MAX_NPZ_BYTES` when
             decompressed.
     """
     numpy = require("numpy", "an npz body")
@@ -75,21 +75,21 @@ def from_npz(data: bytes | bytearray) -> list[NDArray[Any]]:
 
 
 def _check_sizes(members: list[zipfile.ZipInfo]) -> None:
-    # With these two methods zipfile decompresses only the bytes that are read. With other methods it decompresses whole
-    # blocks.
+    # With these two methods, zipfile decompresses only the bytes that are read. With other methods, it decompresses
+    # whole blocks.
     if any(member.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED} for member in members):
         raise ValueError("it is compressed in a way that numpy does not use")
-    # zipfile reads no more than the declared size of a member, so this limits the bytes that are read.
+    # zipfile reads at most the declared size of a member, so this limits the bytes that are read.
     size = sum(member.file_size for member in members)
     if size > MAX_NPZ_BYTES:
         raise ValueError(f"its arrays take {size} bytes, and at most {MAX_NPZ_BYTES} are allowed")
 
 
 def from_npy(data: bytes | bytearray) -> NDArray[Any]:
-    """Return the array of an npy file.
+    """Return the array in an npy file.
 
     Raises:
-        ValueError: The file is broken, or holds Python objects.
+        ValueError: The file is malformed, or contains Python objects.
     """
     numpy = require("numpy", "an npy body")
     try:
@@ -107,7 +107,7 @@ def to_npz(arrays: Any) -> bytes:
     """Return a list of arrays as an npz file.
 
     Raises:
-        ValueError: An array holds Python objects.
+        ValueError: An array contains Python objects.
     """
     numpy = require("numpy", "an npz body")
     values = [numpy.asarray(array) for array in arrays]
@@ -161,7 +161,7 @@ class _Reader:
         return int(struct.unpack(">" + code, self.take(struct.calcsize(">" + code)))[0])
 
     def string(self) -> str:
-        """Read the next string. A 16-bit length precedes it."""
+        """Read the next string, which follows its 16-bit length."""
         return bytes(self.take(self.integer("h"))).decode("utf-8")
 
 
@@ -172,7 +172,7 @@ def _read_array(reader: _Reader) -> NDArray[Any]:
         shown = f"{magic[:_SHOWN_TEXT]!r} {version}"
         raise ValueError(f"NDList array begins with {shown} instead of {MAGIC_NUMBER!r} {VERSION}")
     if reader.take(1)[0] == 1:
-        reader.string()  # The name. Arrays in numpy have no name.
+        reader.string()  # The name. Arrays in numpy have none.
     reader.string()  # The storage format.
     name = reader.string()
     plain = "bool" if name == "BOOLEAN" else name.lower()

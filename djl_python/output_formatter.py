@@ -1,7 +1,7 @@
-"""The built-in output formatters, the decorator for custom ones, and the choice between them.
+"""The built-in output formatters, the decorator for custom formatters, and the choice between them.
 
 A formatter turns the tokens of a rolling-batch request into text: one document, JSON lines, or server-sent events. The
-built-in formatters have LMI's private names, because LMI's tests and some customers' code import them.
+built-in formatters keep LMI's private names, because LMI's tests and some customers' code import them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def get_output_formatter(
     """Return the formatter and its content type. The content type of a custom formatter is None.
 
     Args:
-        output_formatter: A function, or the name of a built-in formatter. None and unknown names select the default:
-            JSON, and for a stream JSON lines, or server-sent events if `tgi_compat` is True. Unknown names are logged.
-        stream: The client wants a stream.
-        tgi_compat: The client is a TGI client.
+        output_formatter: A function, or the name of a built-in formatter. None and unknown names select the default.
+            It is JSON, or for a stream JSON lines, or server-sent events if `tgi_compat` is also True. Unknown names
+            are logged.
+        stream: Whether the client requests a stream.
+        tgi_compat: Whether the client is a TGI client.
     """
     if callable(output_formatter):
         return output_formatter, None
@@ -54,14 +55,14 @@ def get_output_formatter(
 
 
 def get_generated_text(sequence: Sequence, request_output: TextGenerationOutput) -> str:
-    """Return a sequence's text. It starts with the prompt if the request has `return_full_text`."""
+    """Return a sequence's text. It starts with the prompt if the request sets `return_full_text`."""
     return _prefix(request_output) + "".join(token.text for token in sequence.tokens)
 
 
 def takes_request_output(function: Callable[..., Any]) -> bool:
-    """True if an output formatter is called with the output. A legacy formatter is called with single tokens.
+    """Return True if an output formatter is called with the output. A legacy formatter is called with single tokens.
 
-    The annotation of the first parameter decides. It may be text. A function with one parameter is not a legacy
+    The annotation of the first parameter decides. It may be a string. A function with one parameter is not a legacy
     formatter.
 
     Raises:
@@ -78,10 +79,10 @@ def takes_request_output(function: Callable[..., Any]) -> bool:
 
 
 def legacy_call_arguments(request_output: TextGenerationOutput, next_token: NextToken) -> LegacyArguments:
-    """Return the arguments of a legacy formatter for a token that `Sequence.advance` has returned.
+    """Return the arguments of a legacy formatter for a token that `Sequence.advance` returned.
 
-    The details are empty unless the request has `details` or has failed. The text of the last token is the text of all
-    tokens. Before the last token it is empty, or the prompt if the request has `return_full_text`.
+    The details are empty unless the request sets `details` or has failed. With the last token, the text is the text of
+    all tokens. With earlier tokens, it is empty, or the prompt if the request sets `return_full_text`.
     """
     token, _, is_first, is_last = next_token
     sequence = request_output.best_sequence
@@ -90,7 +91,7 @@ def legacy_call_arguments(request_output: TextGenerationOutput, next_token: Next
 
 
 def adapt_legacy_output_formatter(request_output: TextGenerationOutput) -> str:
-    """Call a legacy formatter for each unread token and return all its texts."""
+    """Call a legacy formatter for each unread token, and return the concatenated results."""
     request, sequence, text = request_output.input, request_output.best_sequence, ""
     while sequence.has_next_token():
         text += request.output_formatter(*legacy_call_arguments(request_output, sequence.advance()))
@@ -115,7 +116,7 @@ def _legacy_details(output: TextGenerationOutput) -> dict[str, Any]:
 
 
 def _json_output_formatter(output: TextGenerationOutput) -> str:
-    """Return one document when the request has finished, else an empty string."""
+    """Return one document if the request has finished, or else an empty string."""
     sequence = output.best_sequence
     _read_all(sequence)
     if not output.finished:
@@ -133,7 +134,7 @@ def _json_output_formatter(output: TextGenerationOutput) -> str:
 
 
 def _jsonlines_output_formatter(output: TextGenerationOutput) -> str:
-    """Return the record of the next token, or an empty string. The last record has the whole text."""
+    """Return the record of the next token, or an empty string. The last record contains the whole text."""
     sequence = output.best_sequence
     token, _, _, is_last = sequence.advance()
     if token is None:
@@ -206,7 +207,7 @@ def _in_tgi_array(output: TextGenerationOutput, document: dict[str, Any]) -> str
 
 
 def _json_chat_output_formatter(output: TextGenerationOutput) -> str:
-    """Return a `chat.completion` when the request has finished, else an empty string."""
+    """Return a `chat.completion` if the request has finished, or else an empty string."""
     sequence = output.best_sequence
     _read_all(sequence)
     if not output.finished:
@@ -234,7 +235,7 @@ def _jsonlines_chat_output_formatter(output: TextGenerationOutput) -> str:
 
 
 def _sse_chat_output_formatter(output: TextGenerationOutput) -> str:
-    """Return the next chunk as a server-sent event. The event `[DONE]` follows the last chunk."""
+    """Return the next chunk as a server-sent event. After the last chunk, the event `[DONE]` follows."""
     chunk, is_last = _next_chat_chunk(output)
     return _as_event(chunk) + ("data: [DONE]\n\n" if is_last else "")
 
@@ -247,7 +248,7 @@ def _next_chat_chunk(output: TextGenerationOutput) -> tuple[str, bool]:
     choice = {
         "index": 0,
         "delta": delta,
-        # As in LMI's tests and documentation, this is an array, and a number is in place of the alternative's text.
+        # As in LMI's tests and documentation, this is an array, and a number replaces the alternative's text.
         "logprobs": [{"content": [_logprob(token, token.log_prob)]}] if _wants_logprobs(output) else None,
         "finish_reason": output.best_sequence.finish_reason if is_last else None,
     }
@@ -273,11 +274,11 @@ def _logprob(token: Token, top_token: Any) -> dict[str, Any]:
     }
 
 
-# Bedrock's schema, called `3p`.
+# Bedrock's schema, which LMI calls `3p`.
 
 
 def _json_3p_output_formatter(output: TextGenerationOutput) -> str:
-    """Return one document when the request has finished, else an empty string."""
+    """Return one document if the request has finished, or else an empty string."""
     sequence = output.best_sequence
     _read_all(sequence)
     if not output.finished:
@@ -298,7 +299,7 @@ def _json_3p_output_formatter(output: TextGenerationOutput) -> str:
 
 
 def _jsonlines_3p_output_formatter(output: TextGenerationOutput) -> str:
-    """Return the record of the next token, or an empty string. The first record has the prompt's number of tokens."""
+    """Return the record of the next token, or an empty string. The first record contains the prompt's token count."""
     sequence = output.best_sequence
     token, index, is_first, is_last = sequence.advance()
     if token is None:
@@ -323,7 +324,7 @@ def _3p_error(sequence: Sequence) -> dict[str, Any]:
     return {"error": {"error_code": _ERROR_CODE, "error_msg": _error_message(sequence)}}
 
 
-# Functions for all schemas.
+# Functions for all schemas
 
 
 def _to_json(document: Any) -> str:
@@ -335,7 +336,7 @@ def _as_event(record: str) -> str:
 
 
 def _prefix(output: TextGenerationOutput) -> str:
-    """Return the prompt if the request has `return_full_text`, else an empty string."""
+    """Return the prompt if the request sets `return_full_text`, or else an empty string."""
     return str(output.input.input_text) if output.input.parameters.get("return_full_text") else ""
 
 

@@ -1,4 +1,4 @@
-"""The output of a handler: status, headers, and content or a stream."""
+"""The output of a handler: its status, its headers, and its content or stream."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ StreamFormatter = Callable[[Any], Any]
 
 
 class _JsonEncoder(json.JSONEncoder):
-    """Encoder that writes dates as text, and numpy's scalars and arrays as numbers."""
+    """Writes dates as text, and numpy's scalars and arrays as numbers."""
 
     def default(self, value: Any) -> Any:
         if isinstance(value, (datetime.datetime, datetime.date)):
             return str(value)
-        # A numpy value can only exist if numpy has been imported already.
+        # A numpy value can only exist if numpy was already imported.
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, (numpy.bool_, numpy.integer, numpy.floating, numpy.ndarray)):
             return value.tolist()
@@ -36,7 +36,7 @@ def _encode_json(value: Any) -> bytes:
 
 
 def _items(stream: Any) -> Iterator[Any]:
-    """Yield the items of an object that has no more than `__next__`, which is enough in LMI."""
+    """Yield the items of an object that has only `__next__`, which is enough in LMI."""
     while True:
         try:
             item = next(stream)
@@ -51,7 +51,7 @@ def default_stream_formatter(item: Any) -> bytes:
 
 
 class Output:
-    """The answer of a handler. Methods that change it return it, so calls can be chained."""
+    """The answer of a handler. Methods that change the answer return it, so that calls can be chained."""
 
     def __init__(self, code: int = 200, message: str = "OK") -> None:
         """Create an answer without content.
@@ -88,12 +88,12 @@ class Output:
         return self
 
     def error(self, error: Any, code: int = 424, message: str = "invoke handler failure") -> Self:
-        """Make this an error with LMI's JSON body.
+        """Turn this answer into an error with LMI's JSON body.
 
         Args:
-            error: The text, in which characters that UTF-8 does not have become `?`, or another value of JSON.
+            error: Text, or another JSON value. Characters that UTF-8 cannot encode become `?`.
             code: The status.
-            message: The status's text.
+            message: The reason phrase of the status.
         """
         self.set_code(code).set_message(message)
         self.add_property("content-type", "application/json")
@@ -106,7 +106,7 @@ class Output:
         return self
 
     def get_property(self, key: str) -> Any:
-        """Return a header, or None. The case of the name does not matter."""
+        """Return a header, or None. The case of the name is ignored."""
         return next((value for name, value in self.properties.items() if name.lower() == key.lower()), None)
 
     def get_properties(self) -> dict[str, Any]:
@@ -118,11 +118,11 @@ class Output:
         Args:
             value: The content.
             key: The content's name.
-            batch_index: The request that the content answers. The key becomes `batch_<i>.<key>`.
+            batch_index: The index of the request that the content answers. The key becomes `batch_<i>.<key>`.
 
         Raises:
-            TypeError: JSON does not have the type of the value.
-            ValueError: JSON cannot hold the value. NaN and infinity are such values.
+            TypeError: JSON does not support the type of the value.
+            ValueError: JSON cannot represent the value, such as NaN and infinity.
         """
         if key is not None and not isinstance(key, str):
             logging.warning("Output key should be str type, got %s", type(key))
@@ -136,14 +136,14 @@ class Output:
         return self.add(value, key, batch_index)
 
     def add_as_json(self, val: Any, key: Any = None, batch_index: int | None = None) -> Self:
-        """Add indented JSON, also for a string. This raises the same errors as `add`."""
+        """Add indented JSON, even for a string. This method raises the same errors as `add`."""
         return self.add(_encode_json(val), key, batch_index)
 
     def add_as_numpy(self, np_list: Any, key: Any = None, batch_index: int | None = None) -> Self:
         """Add a list of arrays, or one array, as NDList.
 
         Raises:
-            ValueError: An array holds other values than numbers.
+            ValueError: An array contains values other than numbers.
         """
         return self.add(to_nd_list(np_list), key, batch_index)
 
@@ -151,7 +151,7 @@ class Output:
         """Add a list of arrays as an npz file.
 
         Raises:
-            ValueError: An array holds Python objects.
+            ValueError: An array contains Python objects.
         """
         return self.add(to_npz(np_list), key, batch_index)
 
@@ -162,21 +162,21 @@ class Output:
 
         Args:
             stream_content: The items.
-            output_formatter: Called with each item. Without a formatter strings and bytes are sent unchanged, and other
-                items as JSON.
+            output_formatter: Called with each item. Without a formatter, strings and bytes are sent unchanged, and
+                other items as JSON.
         """
         self.stream_content = stream_content
         self.stream_output_formatter = output_formatter
         return self
 
     def stream_chunks(self) -> Iterator[bytes]:
-        """Yield the bytes of each streamed item. Exceptions of the iterator and of the formatter pass through."""
+        """Yield the bytes of each streamed item. Exceptions from the iterator and the formatter propagate."""
         content: Any = self.stream_content if self.stream_content is not None else ()
         for item in content if hasattr(content, "__iter__") else _items(content):
             yield self.encode_value(self.stream_output_formatter(item) if self.stream_output_formatter else item)
 
     def finalize(self, finalize_function: Callable[..., Any], *args: Any) -> Self:
-        """Set a function that is called after the answer has been sent."""
+        """Set a function to call after the answer has been sent."""
         self.finalize_function = finalize_function
         self.finalize_args = args
         return self
@@ -185,7 +185,7 @@ class Output:
         return self.finalize_function(*(self.finalize_args or ())) if self.finalize_function else None
 
     def send(self, cl_socket: socket) -> None:
-        """Write the answer in LMI's binary form. An error in a stream ends the stream with the error's text."""
+        """Write the answer in LMI's binary format. An error in a stream ends the stream with the error's text."""
         head = wire.int16(self.code) + wire.utf8(self.message) + wire.string_map(self.properties)
         if self.stream_content is None:
             pairs = zip(self.content.keys, self.content.values, strict=True)
@@ -209,8 +209,8 @@ class Output:
         """Return the bytes of a value: a string as UTF-8, bytes unchanged, other values as JSON.
 
         Raises:
-            TypeError: JSON does not have the type of the value.
-            ValueError: UTF-8 or JSON cannot hold the value.
+            TypeError: JSON does not support the type of the value.
+            ValueError: UTF-8 or JSON cannot represent the value.
         """
         if isinstance(value, str):
             return value.encode("utf-8")
@@ -218,7 +218,7 @@ class Output:
 
     @staticmethod
     def binary_encode(data: Mapping[Any, Any]) -> bytearray:
-        """Return a flat map in the binary form of rolling-batch and async answers.
+        """Return a flat map in the binary format of rolling-batch and async answers.
 
         Values are written as `str(value)`, so a flag becomes `True` or `False`.
         """

@@ -1,4 +1,4 @@
-"""A list of key-value pairs that keeps the order and allows repeated keys."""
+"""A list of key-value pairs that preserves order and allows repeated keys."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PairList:
         index: int | None = None,
         pair: tuple[str | None, Any] | None = None,
     ) -> None:
-        """Add a pair at the end, or before `index`. A pair with the value None is ignored."""
+        """Add a pair at the end or before `index`. A pair with the value None is ignored."""
         if pair is not None:
             key, value = pair
         if value is None:
@@ -47,7 +47,7 @@ class PairList:
         self.values.insert(position, value)
 
     def add_all(self, other: PairList | Mapping[str, Any] | None) -> None:
-        """Add all pairs of another list or of a mapping at the end."""
+        """Append all pairs of another list or of a mapping."""
         if other is None:
             return
         pairs = zip(other.keys, other.values, strict=True) if isinstance(other, PairList) else other.items()

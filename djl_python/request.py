@@ -13,7 +13,7 @@ class Request:
     """A request of a rolling batch."""
 
     def __init__(self, request_input: TextInput) -> None:
-        """Prepare the request. If it has no `server_parameters`, these become a copy of the client's parameters."""
+        """Prepare the request. If it has no `server_parameters`, they become a copy of the client's parameters."""
         self.id = request_input.request_id
         self.request_input = request_input
         self.input_text = request_input.input_text
@@ -24,7 +24,7 @@ class Request:
         self.parameters: dict[str, Any] = request_input.server_parameters
         name = self.parameters.pop("output_formatter", request_input.output_formatter)
         stream = bool(self.parameters.pop("stream", False))
-        # `details` concerns only the form of the answer, so the engine does not get it.
+        # `details` affects only the form of the answer, so it is not passed to the engine.
         self.parameters.pop("details", None)
         self.output_formatter, self.content_type = get_output_formatter(name, stream, request_input.tgi_compat)
         request_input.output_formatter = self.output_formatter
@@ -49,10 +49,10 @@ class Request:
             self.request_output.finished = True
 
     def get_next_token(self) -> str:
-        """Return the text to send now. It stays the same until `reset_next_token`.
+        """Return the text to send now. It stays the same until `reset_next_token` is called.
 
         Raises:
-            RuntimeError: A custom formatter of a streamed request does not read the next token.
+            RuntimeError: A custom formatter for a streamed request does not read the next token.
         """
         if not self._next_text:
             self._next_text = self._format()
@@ -86,7 +86,7 @@ class Request:
     def _format(self) -> str:
         if self.legacy_formatter:
             return adapt_legacy_output_formatter(self.request_output)
-        if self.content_type == "application/json":  # Other built-in formatters return one record at each call.
+        if self.content_type == "application/json":  # Other built-in formatters return one record per call.
             return self.output_formatter(self.request_output)
         is_custom = self.content_type is None
         if is_custom and not is_streaming(self.request_input.parameters):

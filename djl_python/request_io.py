@@ -1,4 +1,4 @@
-"""The tokens, requests and outputs that custom formatters get."""
+"""The tokens, requests and outputs that are passed to custom formatters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-# An environment variable. With the value 3 `Sequence.get_next_token` returns the same tuples as in LMI up to 0.31.
+# An environment variable. If it is 3, `Sequence.get_next_token` returns the same tuples as in LMI up to 0.31.
 NEXT_TOKEN_ARITY = "SLIPWAY_NEXT_TOKEN_ARITY"
 
 
@@ -99,8 +99,8 @@ class Sequence:
         """Read the next token.
 
         Returns:
-            `(token, index, is_first, is_last)`. With `SLIPWAY_NEXT_TOKEN_ARITY=3` in the environment,
-            `(token, is_first, is_last)` as in LMI up to 0.31.
+            `(token, index, is_first, is_last)`. If the environment sets `SLIPWAY_NEXT_TOKEN_ARITY=3`, this is
+            `(token, is_first, is_last)`, as in LMI up to 0.31.
 
         Raises:
             ValueError: The environment variable is neither 3 nor 4.
@@ -112,11 +112,11 @@ class Sequence:
         return tuple(following) if arity == "4" else (following.token, following.is_first, following.is_last)
 
     def get_last_token(self) -> Token | None:
-        """Return the token that was set as the last one, or None before that."""
+        """Return the token that was set as the last one, or None if there is none yet."""
         return None if self._last_token_index is None else self.tokens[self._last_token_index]
 
     def get_next_top_tokens(self) -> list[Token] | None:
-        """Read the alternatives of the next token. Return None if all have been read."""
+        """Read the alternatives for the next token. Return None if all have been read."""
         if not self.has_next_top_tokens():
             return None
         self._next_top_tokens += 1
@@ -142,7 +142,7 @@ class TextInput(RequestInput):
     input_text: Any = None
     adapters: Any = None
     tokenizer: Any = None
-    # Only the number of these tokens is used, and only if the tokens of the prompt are not known.
+    # Only the number of these tokens is used, and only if the prompt's tokens are unknown.
     input_ids: list[int] = field(default_factory=list)
 
 
@@ -157,7 +157,7 @@ class RequestOutput:
 
 @dataclass
 class TextGenerationOutput(RequestOutput):
-    """The generated sequences by their index. The best sequence always exists."""
+    """The generated sequences, by index. The best sequence always exists."""
 
     sequences: dict[int, Sequence] = field(default_factory=dict)
     best_sequence_index: int = 0

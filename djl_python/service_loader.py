@@ -16,7 +16,7 @@ from typing import Any
 from djl_python.inputs import Input
 
 MODEL_FILE = "model.py"
-# For each decorator's mark: the function of SageMaker's script mode, and its allowed lists of parameter names.
+# For each decorator's mark: the function in SageMaker's script mode, and its allowed lists of parameter names.
 _SAGEMAKER_FUNCTIONS = {
     "is_init_handler": ("model_fn", [["model_dir"]]),
     "is_input_formatter": (
@@ -36,16 +36,16 @@ class ModelService:
         self.model_dir = model_dir
 
     def invoke_handler(self, function_name: str, inputs: Input) -> Any:
-        """Call a handler function. Its exceptions pass through.
+        """Call a handler function. Its exceptions propagate.
 
         Raises:
-            AttributeError: The module does not have the function.
+            AttributeError: The module does not have this function.
         """
         inputs.properties["model_dir"] = self.model_dir
         return getattr(self.module, function_name)(inputs)
 
     async def invoke_handler_async(self, function_name: str, inputs: Input) -> Any:
-        """Call a handler function of async mode. The result may be an async generator."""
+        """Call a handler function in async mode. The result may be an async generator."""
         called = self.invoke_handler(function_name, inputs)
         return await called if inspect.isawaitable(called) else called
 
@@ -53,20 +53,20 @@ class ModelService:
 def load_model_service(
     model_dir: str, entry_point: str, device_id: Any = "-1", namespace: str | None = None
 ) -> ModelService:
-    """Load the entry point. A file is run again at each call.
+    """Load the entry point. If it is a file, each call runs the file again.
 
     A file can import modules from its directory only if the directory is on `sys.path`. The process that serves the
-    model puts it there.
+    model adds it.
 
     Args:
         model_dir: The model's directory.
         entry_point: A file in that directory, or the name of an installed module.
-        device_id: Not used.
+        device_id: Ignored.
         namespace: A name that keeps the modules of several adapters apart.
 
     Raises:
         ValueError: The file does not exist, or the model is a TorchServe archive.
-        Exception: The file has raised this exception.
+        Exception: The file raised this exception.
     """
     if os.path.exists(os.path.join(model_dir, "MAR-INF", "MANIFEST.json")):
         raise ValueError(f"{model_dir} is a TorchServe archive, which is not supported")
@@ -79,12 +79,12 @@ def load_model_service(
 
 
 def has_function_in_module(module: Any, function_name: str) -> bool:
-    """True if a module has a function with this name."""
+    """Return True if a module has a function with this name."""
     return callable(getattr(module, function_name, None))
 
 
 def find_decorated_function(module: Any, decorator_attribute: str) -> Callable[..., Any] | None:
-    """Return the first callable of a module, in the order of names, that a decorator has marked, or None.
+    """Return the first callable in a module, in order of names, that a decorator has marked. None if there is none.
 
     Args:
         module: The imported module.
@@ -97,14 +97,14 @@ def find_decorated_function(module: Any, decorator_attribute: str) -> Callable[.
 def get_annotated_function(
     model_dir: str, decorator_attribute: str, namespace: str | None = None
 ) -> Callable[..., Any] | None:
-    """Return the function of `model.py` that a decorator has marked, or the function of SageMaker's script mode.
+    """Return the function of `model.py` that a decorator has marked, or the one that SageMaker's script mode defines.
 
     Returns:
-        The function. None if the model has no `model.py` or no such function, or if the parameters of SageMaker's
-        function have other names than SageMaker's.
+        The function. None if the model has no `model.py` or no such function. Also None if the parameters of script
+        mode's function are not named as SageMaker requires.
 
     Raises:
-        Exception: The file has raised this exception.
+        Exception: The file raised this exception.
     """
     path = os.path.abspath(os.path.join(model_dir, MODEL_FILE))
     if not os.path.isfile(path):
@@ -119,7 +119,7 @@ def get_annotated_function(
 
 
 def run_file(path: str, name: str) -> ModuleType:
-    """Run a file as the module `name`. Exceptions of the file pass through.
+    """Run a file as the module `name`. Exceptions from the file propagate.
 
     Raises:
         ValueError: The file is not a Python file.
@@ -128,7 +128,7 @@ def run_file(path: str, name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look up the module by its name while it runs.
+    # While the module runs, dataclasses and pickle look it up by its name.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""A client's session: values on disk that stay between requests."""
+"""A client's session: values on disk that persist between requests."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from djl_python.lazy_import import require
 if TYPE_CHECKING:
     import numpy as np
 
-EXPIRATION = ".expiration_ts"  # The key of the time at which a session ends, in seconds since the epoch.
-PARTIAL = ".put-"  # The prefix of files with a value that is not complete yet.
-# An array may hold a client's bytes, so it must never be unpickled. Therefore files of arrays have another ending.
+EXPIRATION = ".expiration_ts"  # The key for the time at which a session ends, in seconds since the epoch.
+PARTIAL = ".put-"  # The prefix of files whose value is still incomplete.
+# An array may contain a client's bytes, so it must never be unpickled. Therefore array files have their own suffix.
 _VALUE, _ARRAY = ".value", ".array"
 
 
@@ -33,15 +33,15 @@ class Session:
         Args:
             session_id: The name of the session's directory.
             session_root: The directory of all sessions.
-            expiration_ts: The time at which the session ends, in seconds since the epoch. Default: the time in the
-                session's directory.
+            expiration_ts: The time at which the session ends, in seconds since the epoch. By default, this time is read
+                from the session's directory.
         """
         self.session_id = session_id
         self.files_path = os.path.join(session_root, session_id)
         self.expiration_ts: float | None = self._kept_expiration() if expiration_ts is None else expiration_ts
 
     def put(self, key: str, value: Any) -> None:
-        """Store a value. Other processes see the old value or the whole new value."""
+        """Store a value. Other processes see either the old value or the complete new value."""
         path = self._path(key, _VALUE)
         with tempfile.NamedTemporaryFile(dir=self.files_path, prefix=PARTIAL, delete=False) as file:
             try:
@@ -53,7 +53,7 @@ class Session:
                 raise
 
     def get(self, key: str, d: Any = None) -> Any:
-        """Return the value of a key, or `d` if the session does not have it."""
+        """Return the value of a key, or `d` if the session does not have this key."""
         try:
             with open(self._path(key, _VALUE), "rb") as file:
                 return pickle.load(file)
@@ -63,10 +63,10 @@ class Session:
     def get_as_numpy(
         self, key: str, shape: int | Sequence[int], dtype: Any = "float32", create: bool = False
     ) -> np.memmap[Any, Any]:
-        """Return an array that is mapped to the key's file. Changes of the array are stored.
+        """Return an array that is memory-mapped to the key's file. Changes to the array are stored.
 
         Raises:
-            FileNotFoundError: The session does not have the array, and `create` is False.
+            FileNotFoundError: The session does not have this array, and `create` is False.
         """
         numpy = require("numpy", "Session.get_as_numpy")
         size = tuple(shape) if isinstance(shape, Sequence) else shape
@@ -92,7 +92,7 @@ class Session:
         try:
             expiration_ts = self.get(EXPIRATION)
             return None if expiration_ts is None else float(expiration_ts)
-        except Exception as error:  # A broken pickle can raise any exception.
+        except Exception as error:  # Loading a malformed pickle can raise any exception.
             logging.warning("The session %s counts as expired: cannot read its end: %r", self.session_id, error)
             return 0.0
 

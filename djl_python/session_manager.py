@@ -1,6 +1,6 @@
 """Sessions that clients create, use and close, and their copies in S3.
 
-All state is on the disk, because several worker processes share the directory.
+All state is on disk, because several worker processes share the directory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 from djl_python.lazy_import import require
 from djl_python.session import EXPIRATION, PARTIAL, Session
 
-NEW_SESSION = "NEW_SESSION"  # A client without a session sends this session id.
+NEW_SESSION = "NEW_SESSION"  # The session id that a client without a session sends.
 _DEFAULT_EXPIRATION_S = 1200
 _UNFINISHED = ".new-"
-_ABANDONED_S = 3600  # An unfinished directory of this age belongs to a process that was killed.
+_ABANDONED_S = 3600  # An unfinished directory that is older belongs to a process that was killed.
 _OTHERS_MAY_WRITE = 0o022
-# A session id comes from the client and becomes a directory's name.
+# A session id comes from the client and becomes the name of a directory.
 _SESSION_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _INTERVAL_S = 3.0
 _Files = dict[str, tuple[int, int]]
@@ -45,8 +45,8 @@ class SessionManager:
             properties: `sessions_path`, `sessions_expiration` in seconds (default 1200), and `sessions_s3url`.
 
         Raises:
-            ValueError: The expiration is not a number, `sessions_s3url` names no bucket, or another user can write to
-                the directory.
+            ValueError: The expiration is not a number, `sessions_s3url` does not name a bucket, or another user can
+                write to the directory.
             ImportError: `sessions_s3url` is set, and boto3 is not installed.
         """
         self.expiration = int(properties.get("sessions_expiration") or _DEFAULT_EXPIRATION_S)
@@ -56,7 +56,7 @@ class SessionManager:
         self._backup = SessionBackup(self.sessions_s3url, self.sessions_path) if self.sessions_s3url else None
 
     def make_directory(self) -> None:
-        """Create `sessions_path` if it does not exist. A server that stops removes the directory if it is empty.
+        """Create `sessions_path` if it does not exist. A server that stops removes this directory if it is empty.
 
         Raises:
             ValueError: Another user can write to the directory.
@@ -68,7 +68,7 @@ class SessionManager:
         self.make_directory()
         self.remove_expired()
         session_id, ends = str(uuid.uuid4()), time.time() + self.expiration
-        # The complete directory is renamed, so that no other process sees a session without its expiration.
+        # The directory is renamed once it is complete, so that no other process sees a session without its expiration.
         unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.sessions_path)
         Session(os.path.basename(unfinished), self.sessions_path, ends).put(EXPIRATION, ends)
         os.rename(unfinished, os.path.join(self.sessions_path, session_id))
@@ -77,7 +77,7 @@ class SessionManager:
         return Session(session_id, self.sessions_path, ends)
 
     def get_session(self, session_id: str | None) -> Session | None:
-        """Return a session, or None if it has expired, or if the id is empty or `NEW_SESSION`.
+        """Return a session. None if it has expired, or if the id is empty or `NEW_SESSION`.
 
         Raises:
             ValueError: The session does not exist.
@@ -109,7 +109,7 @@ class SessionManager:
                         shutil.rmtree(entry, ignore_errors=True)
 
     def close(self) -> None:
-        """Save changed sessions to S3 and end the background thread. This may take minutes."""
+        """Save changed sessions to S3, and end the background thread. This may take minutes."""
         if self._backup:
             self._backup.close()
 
@@ -127,14 +127,14 @@ class SessionManager:
         if not self._backup:
             return False
         target = os.path.join(self.sessions_path, session_id)
-        # The complete directory is renamed, so that no other process sees only a part of the session.
+        # The directory is renamed once it is complete, so that no other process sees a partial session.
         unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.sessions_path)
         try:
             if not self._backup.restore(session_id, unfinished):
                 return False
             os.rename(unfinished, target)
         except OSError:
-            # Another worker may have been faster. Then its directory is used.
+            # Another worker may have been faster. In that case, its directory is used.
             if not os.path.isdir(target):
                 raise
         finally:
@@ -167,22 +167,22 @@ def _default_path() -> str:
 
 
 class SessionBackup:
-    """A thread that copies the sessions of this process to S3, soon after they have changed.
+    """A thread that copies the sessions of this process to S3 soon after they change.
 
-    A process that is stopped has only a few seconds. That is too short to copy many sessions, so it then saves only the
-    last changes.
+    A process that is told to stop has only a few seconds. That is too short to copy many sessions, so only the latest
+    changes are saved at that point.
     """
 
     def __init__(self, url: str, sessions_path: str, interval_s: float = _INTERVAL_S) -> None:
         """Start the thread.
 
         Args:
-            url: The bucket and the prefix of the copies, `s3://<bucket>/<prefix>`.
+            url: The bucket and the prefix for the copies, `s3://<bucket>/<prefix>`.
             sessions_path: The directory of all sessions.
-            interval_s: Seconds between two checks for changes.
+            interval_s: The seconds between two checks for changes.
 
         Raises:
-            ValueError: The URL names no bucket.
+            ValueError: The URL does not name a bucket.
             ImportError: Boto3 is not installed.
         """
         self._bucket, _, prefix = url.removeprefix("s3://").strip("/").partition("/")
@@ -204,7 +204,7 @@ class SessionBackup:
         self._saved.setdefault(session_id, {})
 
     def restore(self, session_id: str, directory: str) -> bool:
-        """Copy a session from S3 to a directory. Return True if S3 has it. A failure is logged."""
+        """Copy a session from S3 to a directory. Return True if the session is in S3. Failures are logged."""
         try:
             for key in self._keys(session_id):
                 self._client.download_file(self._bucket, key, os.path.join(directory, os.path.basename(key)))
@@ -214,7 +214,7 @@ class SessionBackup:
         return bool(os.listdir(directory))
 
     def delete(self, session_id: str) -> None:
-        """Delete the copy of a closed session, so that it cannot be restored. A failure is logged."""
+        """Delete the copy of a closed session, so that it cannot be restored. Failures are logged."""
         with self._saving:
             self._saved.pop(session_id, None)
             try:
@@ -236,7 +236,7 @@ class SessionBackup:
             Exception: The upload failed. botocore raises many types.
         """
         with open(path, "rb") as file:
-            # `upload_file` starts threads, but a process that is ending cannot start threads.
+            # `upload_file` starts threads, but a process that is exiting cannot start threads.
             key = self._prefix + os.path.relpath(path, self._sessions_path)
             self._client.put_object(Bucket=self._bucket, Key=key, Body=file)
 
@@ -263,7 +263,8 @@ class SessionBackup:
             if saved is None:  # The session has been closed or removed.
                 return
             try:
-                # The states are read before the copy, so that changes during the copy are copied the next time.
+                # The files' states are read before copying. Changes that are made during the copy are thus copied the
+                # next time.
                 files = _files(directory)
                 for name in files:
                     if files[name] != saved.get(name):

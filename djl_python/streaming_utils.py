@@ -1,4 +1,4 @@
-"""Token streaming of a transformers model, for handlers with dynamic batches."""
+"""Token streaming with a transformers model, for handlers with dynamic batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from djl_python.lazy_import import require
 
 DEFAULT_MAX_NEW_TOKENS = 50
-# Default values of the sampling parameters, for a request that has at least one of these parameters.
+# The defaults of the sampling parameters for a request that sets at least one of them.
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "typical_p": 1.0}
 
 
@@ -23,7 +23,7 @@ class StreamingUtils:
     def get_stream_generator(execution_engine: str) -> Callable[..., Iterator[list[str]]]:
         """Return a function `f(model, tokenizer, inputs, device, **parameters)`.
 
-        The function yields a list of texts at each step, one text for each prompt.
+        At each step, the function yields a list of texts, one for each prompt.
 
         Raises:
             ValueError: The engine is not `Accelerate`.
@@ -36,27 +36,27 @@ class StreamingUtils:
     def use_hf_default_streamer(
         model: Any, tokenizer: Any, inputs: str | list[str], device: Any = None, **kwargs: Any
     ) -> Iterator[list[str]]:
-        """Yield the prompts, and then the texts of each step. `kwargs` are arguments of transformers' `generate`."""
+        """Yield the prompts, and then the texts of each step. `kwargs` are arguments for transformers' `generate`."""
         return _generate(model, tokenizer, inputs, device, kwargs, skip_special_tokens=True)
 
 
 def stream_tokens(
     model: Any, tokenizer: Any, inputs: str | list[str], device: Any = None, **parameters: Any
 ) -> Iterator[list[str]]:
-    """Yield a list of texts at each step, one text for each prompt.
+    """Yield a list of texts at each step, one for each prompt.
 
-    A finished prompt gets the padding token's text until all prompts have finished.
+    A finished prompt yields the padding token's text until all prompts have finished.
 
     Args:
         model: The transformers model.
         tokenizer: The model's tokenizer.
         inputs: The prompt or the prompts.
-        device: The device of the encoded prompts. Default: the model's device.
+        device: The device for the encoded prompts. The default is the model's device.
         parameters: `max_new_tokens` (default 50), `do_sample`, `temperature`, `top_k`, `top_p`, `typical_p`,
             `repetition_penalty` and `manual_seed`.
 
     Raises:
-        ValueError: `inputs` is empty, or a parameter is out of its range.
+        ValueError: `inputs` is empty, or a parameter is out of range.
     """
     if parameters.get("manual_seed") is not None:
         require("torch", "manual_seed").manual_seed(int(parameters["manual_seed"]))
@@ -74,7 +74,7 @@ def stream_tokens(
 
 
 def _sampling(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for sampling. Without a sampling parameter the likeliest token is chosen."""
+    """Return the arguments for sampling. If no sampling parameter is set, the most likely token is chosen."""
     given = {name: parameters[name] for name in _NEUTRAL if parameters.get(name) is not None}
     if given.get("temperature") == 0 or not (given or parameters.get("do_sample")):
         return {"do_sample": False}
@@ -82,7 +82,7 @@ def _sampling(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Streamer:
-    """A streamer for `generate`. The streamers of transformers support only one prompt."""
+    """A streamer for `generate`. transformers' own streamers support only one prompt."""
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -90,7 +90,7 @@ class _Streamer:
         self.texts: SimpleQueue[list[str] | Exception | None] = SimpleQueue()
 
     def put(self, value: Any) -> None:
-        """Take the prompts' tokens in the first call, and one token of each prompt in later calls."""
+        """Receive the prompts' tokens in the first call, and one token for each prompt in later calls."""
         rows = value if value.dim() > 1 else value[:, None]
         self.texts.put(self._tokenizer.batch_decode(rows, skip_special_tokens=self._skip_special_tokens))
 
@@ -128,7 +128,7 @@ def _generate(
                 streamer=streamer,
                 stopping_criteria=[stop_when_abandoned],
             )
-        except Exception as error:  # The thread that reads the stream raises it again.
+        except Exception as error:  # The thread that reads the stream raises this exception again.
             streamer.texts.put(error)
 
     threading.Thread(target=generate, name="generate", daemon=True).start()

@@ -51,7 +51,7 @@ def load_properties(properties_dir: str | None) -> dict[str, str]:
 
 
 def update_properties_with_env_vars(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Add `HF_MODEL_ID` as `model_id`, and each `OPTION_*` variable. Existing properties do not change."""
+    """Add `HF_MODEL_ID` as `model_id`, and each `OPTION_*` variable. Existing properties are kept."""
     for name, value in os.environ.items():
         if name == "HF_MODEL_ID":
             kwargs.setdefault("model_id", value)
@@ -62,7 +62,7 @@ def update_properties_with_env_vars(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class TestHandler:
-    """A handler that is called as the server calls it: one call that initializes it, and then requests."""
+    """Calls a handler as the server does: one call initializes the handler, and further calls are requests."""
 
     __test__ = False
 
@@ -71,16 +71,16 @@ class TestHandler:
 
         Args:
             entry_point: A module, or a file in the model directory.
-            model_dir: The model directory. For a file it becomes the working directory.
+            model_dir: The model directory. If the entry point is a file, this becomes the working directory.
 
         Raises:
-            ValueError: The file does not exist, or a file is given without a model directory.
+            ValueError: The file does not exist, or a file was given without a model directory.
         """
         self.serving_properties = update_properties_with_env_vars({}) | load_properties(model_dir)
         self._initialized = False
         if not isinstance(entry_point, str):
             self.service = ModelService(entry_point, model_dir)
-            # Another test may have initialized the module already.
+            # Another test may already have initialized the module.
             if hasattr(entry_point, "_service"):
                 entry_point._service.initialized = False
             return
@@ -93,7 +93,7 @@ class TestHandler:
         self.service = load_model_service(model_dir, entry_point)
 
     def inference(self, inputs: Input) -> Output | None:
-        """Return the handler's answer. The chunks of an async generator become one Output with a stream.
+        """Return the handler's answer. The chunks from an async generator become one Output with a stream.
 
         Raises:
             RuntimeError: The handler could not be initialized.
@@ -119,12 +119,12 @@ class TestHandler:
         properties: Sequence[Mapping[str, Any]] | None = None,
         serving_properties: Mapping[str, Any] | None = None,
     ) -> dict[int, str]:
-        """Call a rolling-batch handler until all requests have finished, and return the whole text of each.
+        """Call a rolling-batch handler until all requests have finished. Return the whole text of each request.
 
-        After the first call the requests have no data and no properties, as when the server sends them.
+        After the first call, the requests have no data and no properties, as when the server sends them.
 
         Raises:
-            RuntimeError: The handler failed, or its output has another number of answers than the call has requests.
+            RuntimeError: The handler failed, or the number of answers differs from the number of requests in the call.
         """
         texts = dict.fromkeys(range(len(inputs)), "")
         active = list(texts)
@@ -183,10 +183,10 @@ async def _completed(answer: Any) -> Any:
 
 
 def create_request(input_files: Sequence[str], parameters: Iterable[str] | None = None) -> Input:
-    """Return a request with content from files or texts.
+    """Return a request whose content comes from files or texts.
 
-    The request has the content type of the entry `data`, or else of the first entry. The extension of a file decides on
-    its type. Text in braces is JSON, and other text is plain text.
+    The request's content type is that of the entry `data`, or else that of the first entry. A file's extension
+    determines its type. Text in braces is JSON, and other text is plain text.
 
     Args:
         input_files: Entries `[key=]<file or text>`.
@@ -270,56 +270,56 @@ def create_concurrent_batch_request(
 
 
 def extract_output_as_input(outputs: Output) -> Input:
-    """Return an answer as an `Input`, which has methods to read its content."""
+    """Return an answer as an `Input`, which has methods for reading the content."""
     inputs = Input()
     inputs.properties, inputs.content = outputs.properties, outputs.content
     return inputs
 
 
 def extract_output_as_bytes(outputs: Output, key: str | None = None) -> Any:
-    """Return an answer's content as bytes.
+    """Return the content of an answer as bytes.
 
     Raises:
-        KeyError: The answer has no content with the key.
+        KeyError: The answer has no content with this key.
     """
     return extract_output_as_input(outputs).get_as_bytes(key)
 
 
 def extract_output_as_numpy(outputs: Output, key: str | None = None) -> list[NDArray[Any]]:
-    """Return the arrays of an answer's content in NDList.
+    """Return the arrays in an answer's NDList content.
 
     Raises:
-        KeyError: The answer has no content with the key.
-        ValueError: The content is broken.
+        KeyError: The answer has no content with this key.
+        ValueError: The content is malformed.
     """
     return extract_output_as_input(outputs).get_as_numpy(key)
 
 
 def extract_output_as_npz(outputs: Output, key: str | None = None) -> list[NDArray[Any]]:
-    """Return the arrays of an answer's content in npz.
+    """Return the arrays in an answer's npz content.
 
     Raises:
-        KeyError: The answer has no content with the key.
-        ValueError: The content is broken.
+        KeyError: The answer has no content with this key.
+        ValueError: The content is malformed.
     """
     return extract_output_as_input(outputs).get_as_npz(key)
 
 
 def extract_output_as_string(outputs: Output, key: str | None = None) -> str:
-    """Return an answer's content as text.
+    """Return the content of an answer as text.
 
     Raises:
-        KeyError: The answer has no content with the key.
-        ValueError: The answer has no content, or it is not UTF-8.
+        KeyError: The answer has no content with this key.
+        ValueError: The answer has no content, or the content is not UTF-8.
     """
     return extract_output_as_input(outputs).get_as_string(key)
 
 
 def decode_encoded_output_binary(binary: bytes | bytearray) -> dict[str, str]:
-    """Decode a map that `Output.binary_encode` has encoded. All values are text.
+    """Decode a map that `Output.binary_encode` encoded. All values are text.
 
     Raises:
-        ValueError: The bytes are broken.
+        ValueError: The bytes are malformed.
     """
     return wire.read_string_map(binary)[0]
 
@@ -342,7 +342,7 @@ def _read(source: str) -> tuple[bytes, str]:
 
 
 def _shown(value: bytes | bytearray) -> str:
-    """Return a value of an answer as text, or its size if it is no text."""
+    """Return an answer's value as text, or its size if it is not text."""
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError:
@@ -350,7 +350,7 @@ def _shown(value: bytes | bytearray) -> str:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Run the command `djl-test-model`: send one request to a handler, and print the answer and a stream's chunks."""
+    """Run the command `djl-test-model`: send one request to a handler, and print the answer or the stream's chunks."""
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
     parser = argparse.ArgumentParser(prog="djl-test-model", description="Calls a handler without a server")
     parser.add_argument("--model-dir", default=".", help="the model directory")

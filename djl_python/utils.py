@@ -1,4 +1,4 @@
-"""Small functions that handlers for LMI import from this module."""
+"""Small functions that LMI handlers import from this module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FAILURE_CODE = 424
 
 
 class IdCounter:
-    """A counter that starts at 0, and starts again before `MAX_ID`."""
+    """A counter that starts at 0 and restarts before it reaches `MAX_ID`."""
 
     MAX_ID = 999999
 
@@ -35,11 +35,11 @@ class IdCounter:
 
 
 def find_model_file(model_dir: str, extensions: Iterable[str]) -> str | None:
-    """Return the path of the only file with one of the extensions, or None.
+    """Return the path of the only file with one of the extensions. None if there is no such file.
 
     Args:
         model_dir: The directory to search.
-        extensions: The extensions without the dot.
+        extensions: The extensions, without the dot.
 
     Raises:
         ValueError: The directory has several such files.
@@ -52,12 +52,12 @@ def find_model_file(model_dir: str, extensions: Iterable[str]) -> str | None:
 
 
 def profile_objects(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Return the function unchanged. In LMI this decorator counts objects."""
+    """Return the function unchanged. In LMI, this decorator counts objects."""
     return function
 
 
 def rolling_batch_inference(parsed_input: Any, inputs: Input, outputs: Output, rolling_batch: Any) -> Output:
-    """Run one step of a rolling batch, add the results to `outputs` and return it.
+    """Run one step of a rolling batch, add the results to `outputs`, and return `outputs`.
 
     A request that could not be parsed gets an error. The other requests continue.
 
@@ -79,11 +79,11 @@ def rolling_batch_inference(parsed_input: Any, inputs: Input, outputs: Output, r
 def get_input_details(
     requests: Sequence[Any], errors: Mapping[int, str], batch: Sequence[Input]
 ) -> tuple[list[Any], list[int], dict[str, Any], list[Any] | None]:
-    """Return the inputs of a dynamic batch. Turn each request's `input_text` into a list.
+    """Return the inputs of a dynamic batch. Each request's `input_text` becomes a list.
 
     Returns:
-        All inputs; the number of inputs of each request, 0 if it could not be parsed; the parameters; and the adapters,
-        or None if no request has an adapter.
+        All inputs; the number of inputs in each request, or 0 if it could not be parsed; the parameters; and the
+        adapters, or None if no request names one.
 
     Raises:
         ValueError: The requests have different parameters.
@@ -106,27 +106,27 @@ def get_input_details(
 
 
 def is_best_of(parameters: Mapping[str, Any]) -> bool:
-    """True if the request wants the best of several sequences."""
+    """Return True if the request asks for the best of several sequences."""
     return _above_one(parameters, "best_of")
 
 
 def is_beam_search(parameters: Mapping[str, Any]) -> bool:
-    """True if the request wants beam search."""
+    """Return True if the request asks for beam search."""
     return _above_one(parameters, "num_beams")
 
 
 def is_multiple_sequences(parameters: Mapping[str, Any]) -> bool:
-    """True if the request wants several sequences."""
+    """Return True if the request asks for several sequences."""
     return _above_one(parameters, "n")
 
 
 def is_streaming(parameters: Mapping[str, Any]) -> bool:
-    """True if the request wants token streaming."""
+    """Return True if the request asks for token streaming."""
     return bool(parameters.get("stream"))
 
 
 def wait_till_generation_finished(parameters: Mapping[str, Any]) -> bool:
-    """True if no text can be sent before all sequences have finished."""
+    """Return True if no text can be sent before all sequences have finished."""
     return is_best_of(parameters) or is_multiple_sequences(parameters) or is_beam_search(parameters)
 
 

@@ -1,6 +1,6 @@
-"""The binary form of requests and answers between LMI's server and its Python workers.
+"""The binary format of requests and answers between LMI's server and its Python workers.
 
-All integers are big-endian. A string is an int32 length in bytes and UTF-8. None is the length -1.
+All integers are big-endian. A string is its length in bytes as an int32, followed by UTF-8. None is the length -1.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 MORE_CHUNKS = b"\1"
 LAST_CHUNK = b"\0"
-STREAMED_CONTENT = -1  # In place of the number of content entries. Chunks follow.
+STREAMED_CONTENT = -1  # Replaces the number of content entries. Chunks follow.
 
 
 def read_exactly(connection: socket, size: int) -> bytearray:
     """Read the next `size` bytes.
 
     Raises:
-        ValueError: The connection ends first.
+        ValueError: The connection closes before that.
     """
     data = bytearray()
     while len(data) < size:
@@ -42,7 +42,7 @@ def read_utf8(connection: socket) -> str | None:
 
 
 def int16(value: int) -> bytes:
-    """Encode a status or a number of entries.
+    """Encode a status or a count of entries.
 
     Raises:
         ValueError: The value does not fit into 16 bits.
@@ -54,7 +54,7 @@ def int16(value: int) -> bytes:
 
 
 def utf8(text: str | None) -> bytes:
-    """Encode a string or None, with the length in front."""
+    """Encode a string or None, preceded by its length."""
     return struct.pack(">i", -1) if text is None else sized(text.encode("utf-8"))
 
 
@@ -64,20 +64,20 @@ def sendable(text: str) -> str:
 
 
 def sized(data: bytes | bytearray) -> bytes:
-    """Return the bytes with their length in front."""
+    """Return the bytes, preceded by their length."""
     return struct.pack(">i", len(data)) + data
 
 
 def string_map(entries: Mapping[Any, Any]) -> bytes:
-    """Encode a map as the number of entries, and the `str()` of each key and value."""
+    """Encode a map as the number of entries, followed by the `str()` of each key and value."""
     return int16(len(entries)) + b"".join(utf8(str(key)) + utf8(str(value)) for key, value in entries.items())
 
 
 def read_string_map(data: bytes | bytearray) -> tuple[dict[str, str], int]:
-    """Decode a map that `string_map` has encoded. None becomes an empty string.
+    """Decode a map that `string_map` encoded. None becomes an empty string.
 
     Returns:
-        The map, and the number of its bytes.
+        The map, and its size in bytes.
 
     Raises:
         ValueError: The bytes end too early, or are not UTF-8.

@@ -1,8 +1,8 @@
 """LMI's service for vLLM: the customer's `handle` gets each call first, and the model's engine answers the rest.
 
-The service runs in a worker process, and the engine in the server's process. The service calls the engine over the
-worker's connection. So `service` has the methods of LMI's service that load the engine and generate, but not the
-objects of vLLM.
+The service runs in a worker process, but the engine runs in the server's process. The service calls the engine over the
+worker's connection. So `service` has those methods of LMI's service that load the engine and generate, but it has no
+vLLM objects.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def connect(engine: Engine, properties: Mapping[str, Any]) -> None:
 
 
 class VLLMHandler:
-    """The model's engine, as customers' handlers call it."""
+    """The model's engine, as seen by a customer's handler."""
 
     def __init__(self) -> None:
         self.initialized = False
         self._tokenizer: Any = None
 
     async def initialize(self, properties: Mapping[str, Any]) -> None:
-        """Load the engine if it is not loaded.
+        """Load the engine if it is not loaded yet.
 
         Args:
-            properties: Not read. They may be those of a request, and a client must not choose the model.
+            properties: Ignored. They may come from a request, and a client must not choose the model.
 
         Raises:
             RuntimeError: The engine cannot be loaded, or the model has no engine.
@@ -66,11 +66,11 @@ class VLLMHandler:
         self.initialized = True
 
     async def inference(self, inputs: Input) -> Answer:
-        """Return the engine's answer to a request. It has the schema of a model without a `handle`.
+        """Return the engine's answer to a request. Its schema is that of a model without a `handle`.
 
         Returns:
-            An Output, or for a stream an async generator of Outputs. The answer to a refused request is an Output with
-            the status as its code.
+            An Output, or an async generator of Outputs for a stream. The answer to a refused request is an Output whose
+            code is the status.
         """
         return await self._call(inputs)
 
@@ -106,7 +106,7 @@ _model: ModelService | None = None  # The customer's `model.py`, once it is load
 async def handle(inputs: Input) -> Any:
     """Answer a call with the customer's `handle`, or with the engine if `handle` returns None or does not exist.
 
-    The answer has the status 424 if `handle` raises an exception.
+    If `handle` raises an exception, the answer has the status 424.
     """
     global _model
     if _model is None:

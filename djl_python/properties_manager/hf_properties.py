@@ -36,7 +36,7 @@ class HuggingFaceProperties(Properties):
     @field_validator("stop_sequence", mode="before")
     @classmethod
     def validate_stop_sequence(cls, text: Any) -> Any:
-        """Read JSON or, as LMI does, a list without quotation marks or with single ones."""
+        """Parse JSON or, as LMI does, a list whose items are unquoted or in single quotes."""
         try:
             strings = json.loads(text)
         except ValueError:
@@ -54,10 +54,10 @@ class HuggingFaceProperties(Properties):
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Further arguments of `from_pretrained` for the model.
+        """Further arguments for the model's `from_pretrained`.
 
         Raises:
-            ValueError: The settings have a quantization without `device_map`.
+            ValueError: The settings enable quantization without `device_map`.
         """
         loading = {"device_map": self.device_map, "dtype": self.dtype}
         eight, four = (getattr(self, f"load_in_{bits}bit") or self.quantize == f"bitsandbytes{bits}" for bits in (8, 4))
@@ -70,5 +70,5 @@ class HuggingFaceProperties(Properties):
 
     @cached_property
     def kwargs(self) -> dict[str, Any]:
-        """The arguments of a pipeline for the model. Subclasses of `HuggingFaceService` may change them."""
+        """The arguments for the model's pipeline. Subclasses of `HuggingFaceService` may change them."""
         return self.source | self.loading

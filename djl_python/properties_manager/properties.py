@@ -1,6 +1,6 @@
-"""The settings of a model as a pydantic model. Rolling batches take it, and customers extend it.
+"""The settings of a model as a pydantic model. Rolling batches receive it, and customers extend it.
 
-In `djl_python` only `properties_manager` imports pydantic.
+In `djl_python`, only `properties_manager` imports pydantic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, mod
 
 
 class RollingBatchEnum(StrEnum):
-    """The values of `option.rolling_batch`. LMI 0.36 does not have the last two, but models still use them."""
+    """The values of `option.rolling_batch`. LMI 0.36 has removed the last two, but models still use them."""
 
     vllm = "vllm"
     auto = "auto"
@@ -33,27 +33,27 @@ class StreamingEnum(StrEnum):
 
 
 def is_streaming_enabled(enable_streaming: StreamingEnum) -> bool:
-    """True if a model without a rolling batch streams."""
+    """Return True if a model without a rolling batch streams."""
     return enable_streaming is not StreamingEnum.false
 
 
 def is_rolling_batch_enabled(rolling_batch: RollingBatchEnum) -> bool:
-    """True if the handler is called at each step with all requests."""
+    """Return True if the handler is called at each step with all requests."""
     return rolling_batch != RollingBatchEnum.disable
 
 
 class Properties(BaseModel):
-    """The settings that all handlers have.
+    """The settings that all handlers share.
 
     A handler creates them with `Properties(**inputs.get_properties())`. Unknown properties are ignored.
 
     Raises:
-        ValidationError: A value is wrong. This error of pydantic is a ValueError.
+        ValidationError: A value is invalid. This pydantic error is a ValueError.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
-    model_id_or_path: str  # `model_id`, else `model_dir`.
+    model_id_or_path: str  # `model_id`, or else `model_dir`.
     model_dir: str | None = None
     rolling_batch: RollingBatchEnum = RollingBatchEnum.auto
     tensor_parallel_degree: int = 1

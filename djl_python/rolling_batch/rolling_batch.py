@@ -1,4 +1,4 @@
-"""The base class of rolling batches, and functions for subclasses."""
+"""The base class for rolling batches, and functions for its subclasses."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class RollingBatch(ABC):
 def filter_unused_generation_params(
     parameters: dict[str, Any], allowed_params: Set[str], backend: str, remove_unused_params: bool = False
 ) -> dict[str, Any]:
-    """Log the parameters that a backend does not have, and return `parameters`.
+    """Log the parameters that a backend does not support, and return `parameters`.
 
     Args:
         parameters: The parameters of a request.
-        allowed_params: The parameters that the backend has.
+        allowed_params: The parameters that the backend supports.
         backend: The backend's name, for the log.
-        remove_unused_params: Also remove the other parameters from `parameters`.
+        remove_unused_params: Whether to remove unsupported parameters from `parameters`.
     """
     unused = parameters.keys() - allowed_params
     if unused:
@@ -75,7 +75,7 @@ def filter_unused_generation_params(
 
 
 def stop_on_any_exception(step: Callable[..., Results]) -> Callable[..., Results]:
-    """Decorate a step, so that all active requests end with an error if the step raises an exception."""
+    """Decorate a step. If the step raises an exception, all active requests end with an error."""
 
     @functools.wraps(step)
     def guarded(self: RollingBatch, *args: Any, **kwargs: Any) -> Results:
