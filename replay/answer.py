@@ -19,7 +19,7 @@ _FIELD = re.compile(r"(data|event|id|retry)(: ?|$)")
 
 
 class Framing(StrEnum):
-    """The form of a body."""
+    """The format of a body."""
 
     EMPTY = "an empty body"
     OBJECT = "one JSON value"
@@ -32,10 +32,10 @@ class Framing(StrEnum):
 
 @dataclass(slots=True)
 class Events:
-    """The properties of a stream of server-sent events that its data does not show."""
+    """The properties of a stream of server-sent events that are not visible in its data."""
 
-    names: list[str] = field(default_factory=list)  # The names of the events, each once, in their order.
-    comments: bool = False  # There is a comment with text. Empty comments keep a connection open, and mean nothing.
+    names: list[str] = field(default_factory=list)  # The distinct names of the events, in the order of occurrence.
+    comments: bool = False  # There is a comment with text. Empty comments only keep a connection open.
     done: bool = False  # The last event is `[DONE]`.
     spaced: bool = False  # A space follows `data:`.
     fields: set[str] = field(default_factory=set)  # `id` and `retry`, if they occur.
@@ -51,10 +51,10 @@ class Answer:
     headers: Headers
     headers_known: bool
     framing: Framing
-    records: list[Any]  # JSON values. One for a body that is no stream, none for text.
+    records: list[Any]  # JSON values. A body that is not a stream has one record, and text has none.
     events: Events | None = None
-    text: str = ""  # The body, if it is text without a form.
-    broken: int = 0  # Records of a stream that are no JSON.
+    text: str = ""  # The body, if it is plain text.
+    broken: int = 0  # The number of stream records that are not JSON.
 
     @property
     def is_stream(self) -> bool:
@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def error(self) -> Any:
-        """The error with which the answer ends. None if it succeeded."""
+        """The error that ends the answer. None if the answer succeeded."""
         last = self.records[-1] if self.records else None
         if self.status >= 400:
             return last if last is not None else self.text
@@ -90,7 +90,7 @@ def parse(reply: Reply, *, streams: bool) -> Answer:
 
     Args:
         reply: The reply.
-        streams: The request asks for a stream. A body of one line without a content type is a stream then.
+        streams: Whether the request asks for a stream. If so, a one-line body without a content type is a stream.
 
     Raises:
         RecursionError: The JSON is nested too deeply.
@@ -138,10 +138,10 @@ def _begins_with_event(text: str) -> bool:
 
 
 def _events(text: str) -> tuple[Events, list[str]]:
-    """Return the properties of the events, and the data of each one."""
+    """Return the properties of the events, and the data of each event."""
     events = Events()
     data: list[str] = []
-    found: list[str] = []  # The lines of the data of the current event.
+    found: list[str] = []  # The data lines of the current event.
     first = _LINE_END.search(text)
     events.line_end = first[0] if first else ""
     for line in [*_LINE_END.split(text), ""]:
@@ -169,7 +169,7 @@ def _events(text: str) -> tuple[Events, list[str]]:
 
 
 def _values(texts: Iterable[str]) -> tuple[list[Any], int]:
-    """Return the JSON values, and the number of texts that are none."""
+    """Return the JSON values, and the number of texts that are not JSON."""
     records, broken = [], 0
     for text in texts:
         found, value = _value(text)

@@ -25,8 +25,8 @@ from replay.sources import MalformedLine, Sample, Source, SourceError, open_sour
 from replay.targets import HttpTarget, SageMakerTarget, Target, Unreachable
 
 DIFFERENT, WRONG_USE, INTERRUPTED = 1, 2, 130
-_FILE_COLUMNS = 160  # The width of the report if it goes to a file.
-_NAME = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"  # Of a header.
+_FILE_COLUMNS = 160  # The width of the report if it is written to a file.
+_NAME = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"  # The name of a header.
 _HEADER = re.compile(rf"({_NAME}):\s*([\x20-\x7e]*)")
 _TARGETS = "expected http://host:port or the name of a SageMaker endpoint"
 
@@ -137,7 +137,7 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Makes the clients of AWS and the targets."""
+    """Creates the AWS clients and the targets."""
 
     region: str | None
     profile: str | None
@@ -158,7 +158,7 @@ class Connection:
         """Return the target that an option names.
 
         Raises:
-            typer.BadParameter: It is neither a URL nor the name of an endpoint.
+            typer.BadParameter: The value is neither a URL nor the name of an endpoint.
         """
         if "://" in name:
             if not is_server_url(name):
@@ -199,7 +199,7 @@ async def _run(
     directory: Path,
     resume: bool,
 ) -> int:
-    from rich.console import Console  # rich and numpy take a while, and wrong options need neither
+    from rich.console import Console  # rich and numpy take a while to import, and invalid options need neither.
 
     from replay.progress import Progress
     from replay.report import Report
@@ -265,7 +265,7 @@ def _prepare(directory: Path, resume: bool) -> None:
 
 
 def _on_signals(stop: Callable[[], None]) -> list[str]:
-    """End the replay at the first signal, and the process at the second. Returns a list that gets the first one."""
+    """Stop the replay at the first signal, and the process at the second. Return a list that gets the first one."""
     loop, seen = asyncio.get_running_loop(), []
 
     def on_signal(number: signal.Signals) -> None:
@@ -287,14 +287,14 @@ def _write(report: Mapping[str, Any], directory: Path) -> None:
         "report.html": page(report, written),
     }
     for name, text in texts.items():
-        # The examples may have texts of users.
+        # The examples may contain texts of users.
         descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
 
 
 def headers_of(option: str, given: list[str] | None) -> list[tuple[str, str]]:
-    """Return the headers that an option has, by names.
+    """Return the headers that an option lists, as names and values.
 
     Raises:
         typer.BadParameter: A header is not of the form 'Name: value'.
@@ -302,7 +302,7 @@ def headers_of(option: str, given: list[str] | None) -> list[tuple[str, str]]:
     found = []
     for text in given or []:
         if (match := _HEADER.fullmatch(text.strip())) is None:
-            raise typer.BadParameter("a header is not of the form 'Name: value'", param_hint=option)  # may be a key
+            raise typer.BadParameter("a header is not of the form 'Name: value'", param_hint=option)  # It may be a key.
         found.append((match[1], match[2]))
     return found
 

@@ -1,8 +1,8 @@
 """Compares two answers to one request, and lists the differences that a client could notice.
 
 Ids, times and random numbers are masked. The text of a sampled answer, its number of tokens and its log probabilities
-differ from call to call, so only their forms are compared. A stream is compared by its first record, its last one and
-all others together: servers may put one text into different numbers of records.
+differ from call to call, so only their form is compared. Of a stream, three parts are compared: the first record, the
+last record, and all other records together. Servers may split the same text into different numbers of records.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from replay.shapes import (
 )
 
 _WORD = re.compile(r"\s*\S+|\s+")
-_WORDS = 200  # Words of a text that count for the similarity. The time grows with the cube: 0.12 s for repeated words.
+_WORDS = 200  # The most words used for the similarity. The time grows with the cube: 0.12 s for repeated words.
 _SHOWN = 200
-_NEAR = 0.99  # The least cosine of equal vectors.
-_TOLERANCE = 0.02  # Of a score, relative to it.
-_LEAST = 0.01  # Smaller differences of scores do not count.
-# The words of each contract for the end of a text. Two words of one list are no difference if the texts differ.
+_NEAR = 0.99  # The lowest cosine at which vectors count as equal.
+_TOLERANCE = 0.02  # The relative tolerance for scores.
+_LEAST = 0.01  # Smaller differences between scores are ignored.
+# Each contract's reasons for the end of a text. If the texts differ, two reasons from one list are no difference.
 _REASONS = (
     frozenset(("length", "eos_token", "stop_sequence")),
     frozenset(("length", "stop", "tool_calls", "content_filter", "function_call")),
     frozenset(("max_tokens", "end_turn", "stop_sequence", "tool_use")),
 )
-# Headers of a network or of an HTTP server, which no client of a contract reads.
+# Headers of a network or of an HTTP server. No client of a contract reads them.
 _IRRELEVANT = re.compile(
     r"x-(envoy|b3|cloud|cache|powered|served|forwarded|real-ip|trace|runtime|amz-cf|amzn-trace|amz-id|content-type|"
     r"frame|xss|slipway-container|accel)"
 )
 _RELEVANT = ("retry-after", "www-authenticate", "location", "access-control-allow-origin", "allow")
-FROM_THE_START = " from the start"  # Marks texts that have no common beginning.
-_ALIKE = 3  # Characters of a common beginning.
-_CUMULATIVE = "responses"  # Each record of happy_vllm's stream has the whole text.
+FROM_THE_START = " from the start"  # Marks texts that differ from the first characters on.
+_ALIKE = 3  # The shortest common beginning, in characters.
+_CUMULATIVE = "responses"  # Each record of happy_vllm's stream contains the whole text so far.
 
 
 class Kind(StrEnum):
@@ -95,7 +95,7 @@ class Difference:
     where: str  # A JSON path, the name of a header, or a part of the answer.
     old: str
     new: str
-    is_text: bool = False  # `old` and `new` may have texts of users.
+    is_text: bool = False  # `old` and `new` may contain texts of users.
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Comparison:
     """The differences between two answers, and how similar their texts are."""
 
     differences: tuple[Difference, ...]
-    similarity: float | None = None  # From 0 to 1. None: an answer has no text.
+    similarity: float | None = None  # From 0 to 1. None: at least one answer has no text.
 
 
 def compare(old: Answer, new: Answer, *, greedy: bool, other_model: bool = False) -> Comparison:
@@ -111,15 +111,15 @@ def compare(old: Answer, new: Answer, *, greedy: bool, other_model: bool = False
 
     Args:
         old: The answer of the old server.
-        new: The answer of the new one.
-        greedy: The request asks for the most probable tokens, so the texts must be equal.
-        other_model: The servers have different models. Texts and numbers of tokens are not compared.
+        new: The answer of the new server.
+        greedy: Whether the request asks for the most probable tokens, so that the texts must be equal.
+        other_model: Whether the servers run different models. If so, texts and numbers of tokens are not compared.
     """
     return _Comparing(old, new, greedy and not other_model, other_model).result()
 
 
 class _Comparing:
-    """A comparison that is made."""
+    """A comparison in progress."""
 
     def __init__(self, old: Answer, new: Answer, greedy: bool, other_model: bool) -> None:
         self._old, self._new = old, new
@@ -134,7 +134,7 @@ class _Comparing:
             self._add(Kind.STATUS, "", str(old.status), str(new.status))
         both_failed = old.error is not None and new.error is not None
         if (old.error is None) != (new.error is None):
-            # The bodies are of two kinds. Their fields would only repeat that.
+            # One body is an error and the other is not. Comparing their fields would only repeat this.
             if old.status == new.status:
                 self._add(Kind.ERROR_BODY, "", _said(old.error), _said(new.error), is_text=True)
             return Comparison(tuple(self._found.values()))
@@ -151,7 +151,7 @@ class _Comparing:
             self._events()
             self._streams()
         elif old.is_stream or new.is_stream:
-            pass  # `framing` says it.
+            pass  # `framing` reports this difference.
         elif old.records and new.records:
             self._json("", _unwrapped(old, new), _unwrapped(new, old))
         return Comparison(tuple(self._found.values()), similarity)
@@ -162,7 +162,7 @@ class _Comparing:
         where = encodable(where)
         self._found.setdefault((kind, where), Difference(kind, where, _short(old), _short(new), is_text))
 
-    # The head of a reply, and its form.
+    # The head of a reply, and its format.
 
     def _content_type(self) -> None:
         (old, old_more), (new, new_more) = _media_type(self._old.content_type), _media_type(self._new.content_type)
@@ -219,7 +219,7 @@ class _Comparing:
     def _texts(self) -> float | None:
         """Compare the texts of both answers, and return how similar they are."""
         old, new = texts(self._old.records), texts(self._new.records)
-        # Forms that differ have their texts at other places.
+        # If the formats differ, the texts are in different places.
         pairs = [(name, old[name], new[name]) for name in old if name in new] or [("", _longest(old), _longest(new))]
         apart = [(name, one, other) for name, one, other in pairs if one != other]
         self._texts_equal = not apart
@@ -241,7 +241,7 @@ class _Comparing:
     def _errors(self) -> None:
         old, new = self._old, self._new
         if not old.records or not new.records:
-            # `framing` says it if one of them is JSON.
+            # If one of them is JSON, `framing` reports the difference.
             if old.framing == new.framing and old.text != new.text:
                 self._add(Kind.ERROR_MESSAGE, "", old.text, new.text, is_text=True)
             return
@@ -312,7 +312,7 @@ class _Comparing:
         self._add(kind, where, " or ".join(sorted(old.kinds)), " or ".join(sorted(new.kinds)))
 
     def _constants(self, where: str, old: Field, new: Field) -> None:
-        """Compare a field that has one value in all records of each stream."""
+        """Compare a field whose value is the same in all records of each stream."""
         if is_masked(where) or key_of(where) in TEXTS or has_any(where, PROBABILITIES) or _is_token(where):
             return
         if len(old.values) == 1 and len(new.values) == 1 and old.values != new.values:
@@ -336,7 +336,7 @@ class _Comparing:
 
     def _types(self, where: str, old: Any, new: Any, kinds: tuple[str, str]) -> None:
         if is_masked(where) and "null" in kinds:
-            return  # A random seed or a fingerprint may be absent.
+            return  # A random seed or a fingerprint may be missing.
         if key_of(where) in FINISH_REASONS:
             self._finish_reason(where, old, new)
         elif has_any(where, PROBABILITIES):
@@ -344,7 +344,7 @@ class _Comparing:
         elif self._is_message(where):
             self._add(Kind.ERROR_BODY, where, *kinds)
         elif "null" in kinds and key_of(where) in TEXTS and not self._texts_equal:
-            return  # The text ends in another record.
+            return  # The text ends in a different record.
         else:
             self._add(Kind.TYPE, where, *kinds)
 
@@ -408,13 +408,13 @@ class _Comparing:
         elif has_any(where, PROBABILITIES) or _is_token(where):
             return
         elif where == "last.index" and not self._texts_equal:
-            return  # TGI counts its records.
+            return  # TGI numbers its records.
         elif self._is_message(where):
             self._add(Kind.ERROR_MESSAGE, where, str(old), str(new), is_text=True)
         elif name == "embedding" and (vectors := _decoded(old, new)) is not None:
             self._vectors(where, *vectors)
         elif isinstance(old, str) and key_of(where) in TEXTS:
-            return  # Texts are compared as wholes.
+            return  # Texts are compared as a whole.
         elif isinstance(old, float) or isinstance(new, float):
             if not self._other_model and not math.isclose(old, new, rel_tol=_TOLERANCE, abs_tol=_LEAST):
                 self._add(Kind.NUMBER, where, _said(old), _said(new))
@@ -423,7 +423,7 @@ class _Comparing:
 
     def _finish_reason(self, where: str, old: Any, new: Any) -> None:
         alike = any({old, new} <= reasons for reasons in _REASONS if isinstance(old, str) and isinstance(new, str))
-        of_stop = key_of(where) == "stop_reason" and None in (old, new)  # vLLM's: the stop text, or null.
+        of_stop = key_of(where) == "stop_reason" and None in (old, new)  # In vLLM, this is the stop text or null.
         if (alike or of_stop) and (self._other_model or not self._texts_equal):
             return
         self._add(Kind.FINISH_REASON, where, _said(old), _said(new))
@@ -434,7 +434,7 @@ class _Comparing:
             self._add(Kind.TOKENS, where, _said(old), _said(new))
 
     def _is_message(self, where: str) -> bool:
-        """Return True for the wording of an error."""
+        """Return True if a field contains the wording of an error."""
         return self._in_error and key_of(where) in ("error", "message", "msg", "error_msg", "detail", "messages")
 
 
@@ -442,7 +442,7 @@ _OF_ERRORS = frozenset((Kind.MISSING, Kind.EXTRA, Kind.TYPE, Kind.NULL, Kind.VAL
 
 
 def texts(records: Sequence[Any]) -> dict[str, str]:
-    """Return the generated texts of an answer, by the place in a record. The parts of a stream are joined."""
+    """Return the generated texts of an answer, by their place in a record. The parts of a stream are joined."""
     found: dict[str, list[str]] = {}
     for record in records:
         for where, text in _texts_of(record, ""):
@@ -468,7 +468,7 @@ def _texts_of(value: Any, where: str) -> Iterator[tuple[str, str]]:
 
 
 def token_ids(records: Sequence[Any]) -> list[int]:
-    """Return the ids of the tokens in a stream. Empty if its records do not show them."""
+    """Return the token ids in a stream. Empty if the records do not contain them."""
     found = [record["token"].get("id") for record in records if isinstance(record, dict) and _has_token(record)]
     return found if all(isinstance(number, int) for number in found) else []
 
@@ -478,7 +478,7 @@ def _has_token(record: dict[str, Any]) -> bool:
 
 
 def similarity(old: str, new: str) -> float:
-    """Return how similar two texts are, from 0 to 1. Only their beginnings count."""
+    """Return how similar two texts are, from 0 to 1. Only the beginnings of the texts are compared."""
     one, other = (_WORD.findall(text[: _WORDS * 12])[:_WORDS] for text in (old, new))
     return difflib.SequenceMatcher[str](None, one, other, autojunk=False).ratio()
 
@@ -490,7 +490,7 @@ def _common(old: str, new: str) -> int:
 
 
 def _apart(old: str, new: str) -> tuple[str, str]:
-    """Return two texts from the place where they begin to differ, with some characters before it."""
+    """Return two texts from the first difference on, preceded by some common characters."""
     begin = max(0, _common(old, new) - 20)
     mark = "..." if begin else ""
     return mark + old[begin : begin + _SHOWN], mark + new[begin : begin + _SHOWN]
@@ -504,7 +504,7 @@ def _shape(records: Sequence[Any]) -> Shape:
 
 
 def _in_each(shape: Shape, where: str, found: Field) -> bool:
-    """Return True if each object that may have a field has it."""
+    """Return True if a field is present in every object that could have it."""
     if where.endswith("[]"):
         return False  # An array may be empty.
     parent = where.rpartition(".")[0]
@@ -516,13 +516,13 @@ def _is_below(where: str, above: str) -> bool:
 
 
 def _is_token(where: str) -> bool:
-    """Return True for the id and the text of a token."""
+    """Return True for the field of a token's id or text."""
     parts = [part.rstrip("[]*") for part in where.split(".")]
     return parts[-1] in ("token", "token_id", "special", "special_token") or is_per_token(where)
 
 
 def _unwrapped(answer: Answer, other: Answer) -> Any:
-    """Return the JSON value of an answer. If only one of two is an array, its first element is compared."""
+    """Return the JSON value of an answer. If only one of the two answers is an array, return its first element."""
     value = answer.records[0]
     if answer.framing is Framing.ARRAY and other.framing is Framing.OBJECT and value:
         return value[0]
@@ -530,7 +530,7 @@ def _unwrapped(answer: Answer, other: Answer) -> Any:
 
 
 def _decoded(old: Any, new: Any) -> tuple[list[float], list[float]] | None:
-    """Return two vectors in base64, as OpenAI's Python client asks for them. None if they are no such texts."""
+    """Decode two vectors in base64, the form that OpenAI's Python client requests. None if the texts are no vectors."""
     vectors = array("f"), array("f")
     try:
         for vector, text in zip(vectors, (old, new), strict=True):

@@ -18,7 +18,7 @@ from replay.targets import NoAnswer, Target
 REFUSED = 1
 _ASKING = ("x-slipway-explain", "1")
 _SHOWN_IDS = 50
-_WIDEST = 32  # Characters of a column.
+_WIDEST = 32  # The widest column, in characters.
 
 
 def explain(
@@ -48,7 +48,7 @@ def explain(
     except OSError as error:
         raise typer.BadParameter(f"cannot be read: {error.strerror}", param_hint="FILE") from None
     given = headers_of("--header", header) + ([("authorization", f"Bearer {api_key}")] if api_key else [])
-    # SageMaker passes the attribute on, and no other header.
+    # SageMaker passes on this attribute, but no other header.
     attributes = "; ".join([*(value for name, value in given if name.lower() == CUSTOM_ATTRIBUTES), "explain=1"])
     given = [pair for pair in given if pair[0].lower() != CUSTOM_ATTRIBUTES] + [(CUSTOM_ATTRIBUTES, attributes)]
     target = Connection(region, profile, timeout, 1).target("--to", to, given, {}, component)
@@ -76,7 +76,7 @@ async def _ask(target: Target, request: RecordedRequest) -> Reply:
 
 
 def _explanation(reply: Reply) -> Mapping[str, Any] | None:
-    """Return the explanation in a reply. None if it has none."""
+    """Return the explanation in a reply. None if there is none."""
     try:
         document = json.loads(reply.body)
     except (ValueError, RecursionError):
@@ -112,7 +112,7 @@ def _rows(parameters: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the rows as lines, with columns below each other. A long value shifts the rest of its line."""
+    """Format rows as lines with aligned columns. A long value shifts the rest of its line."""
     if len(rows) < 2:
         return []
     widths = [min(max(map(len, column)), _WIDEST) for column in zip(*rows, strict=True)]
@@ -136,7 +136,7 @@ def _origin(found: Mapping[str, Any]) -> str:
 
 
 def _others(document: Mapping[str, Any]) -> Iterable[tuple[str, list[str]]]:
-    """Yield the further parts that have something to say, with their titles."""
+    """Yield the other parts that contain something, with their titles."""
     if adapter := document.get("adapter"):
         yield "Adapter", [f"{adapter['value']} ({_origin(adapter)})"]
     if salt := document.get("cache_salt"):

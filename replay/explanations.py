@@ -1,7 +1,7 @@
-"""The differences that the documentation explains, with its words. A test looks up each sentence in the pages.
+"""The differences that the documentation explains, quoting its sentences. A test looks up each sentence in the pages.
 
-The first explanation in the table that matches a difference counts. An explanation with a setting says how to get the
-old behaviour. An explanation without one describes a difference that stays.
+The first explanation in the table that matches a difference counts. If an explanation has a setting, the setting
+restores the old behaviour. Otherwise the difference is permanent.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _LIKE_VLLM = (
 )
 _TWO_SCHEMAS = "For clients of the default schema of LMI's images since v17. It is on with `option.async_mode=true`"
 
-# Fields of vLLM's answers, null or absent unless something asks for them.
+# Fields of vLLM's answers that are null or absent unless the request or a setting asks for them.
 _VLLM_FIELDS = (
     *("model", "object", "created", "service_tier", "system_fingerprint", "metrics", "prompt_logprobs", "prompt_text"),
     *("prompt_token_ids", "kv_transfer_params", "ec_transfer_params", "logprobs", "bytes", "stop_reason", "token_ids"),
     *("routed_experts", "refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning"),
     *("reasoning_content", "usage", "prompt_tokens_details", "completion_tokens_details"),
 )
-# Objects of vLLM's answers whose fields have vLLM's order: a whole answer or record, and parts of it.
+# Objects in vLLM's answers whose fields are in vLLM's order: a whole answer or record, and parts of it.
 _VLLM_OBJECTS = ("", "first", "middle", "last", "choices", "message", "delta", "logprobs", "content", "usage", "data")
 _VLLM_FORM = "Objects of vLLM have its fields in its order, null if nothing asks for them:"
 
@@ -57,27 +57,27 @@ class Explanation:
     """An explanation of differences."""
 
     name: str
-    page: str  # In docs/.
+    page: str  # A page in docs/.
     anchor: str
-    statement: str  # A part of the text below the anchor's heading.
+    statement: str  # A part of the text under the anchor's heading.
     kinds: tuple[Kind, ...]
     routes: str = _ANY  # Matches the whole path.
-    where: str = ""  # Is found in the difference's place.
-    fields: tuple[str, ...] = ()  # The names of the fields, which a page has. Empty: `where` says all.
+    where: str = ""  # A pattern that is searched in the difference's place.
+    fields: tuple[str, ...] = ()  # The names of the fields, which the page mentions. Empty: `where` is enough.
     old: str = ""
     new: str = ""
-    asked: tuple[str, ...] = ()  # The request asks for something with one of these fields.
-    not_asked: tuple[str, ...] = ()  # The request leaves these fields to their defaults.
-    asked_zero: str = ""  # The request has this field with the number 0.
-    has_null: bool = False  # The request has a field that is null.
-    framings: tuple[Framing, ...] = ()  # Forms of the old answer.
-    old_has: tuple[str, ...] = ()  # Fields of the old answer.
-    old_lacks: tuple[str, ...] = ()  # Fields that it does not have.
+    asked: tuple[str, ...] = ()  # The request uses one of these fields to ask for something.
+    not_asked: tuple[str, ...] = ()  # The request leaves these fields at their defaults.
+    asked_zero: str = ""  # The name of a field that is 0 in the request.
+    has_null: bool = False  # The request has a null field.
+    framings: tuple[Framing, ...] = ()  # The formats of the old answer.
+    old_has: tuple[str, ...] = ()  # Fields that the old answer has.
+    old_lacks: tuple[str, ...] = ()  # Fields that the old answer does not have.
     new_has: tuple[str, ...] = ()  # The new answer has one of these fields.
-    new_says: str = ""  # Is found in the new answer's error.
-    is_shorter: bool = False  # A text of the new answer is the beginning of the old one.
-    new_lacks: tuple[str, ...] = ()  # Fields that the new answer would have if the setting were in effect already.
-    setting: str | None = None  # Gives the old behaviour.
+    new_says: str = ""  # A pattern that is searched in the new answer's error.
+    is_shorter: bool = False  # The new answer's text is the beginning of the old one's.
+    new_lacks: tuple[str, ...] = ()  # Fields that the new answer would have if the setting were already in effect.
+    setting: str | None = None  # The setting that restores the old behaviour.
 
     @property
     def link(self) -> str:
@@ -88,12 +88,12 @@ class Explanation:
         return tuple(re.compile(pattern) for pattern in (self.routes, self.where, self.old, self.new))
 
     def matches(self, request: RecordedRequest, old: Answer, new: Answer, difference: Difference) -> bool:
-        """Return True if it explains a difference.
+        """Return True if this explanation matches a difference.
 
         Args:
             request: The request.
             old: The answer of the old server.
-            new: The answer of the new one.
+            new: The answer of the new server.
             difference: The difference.
         """
         if difference.kind not in self.kinds or (self.framings and old.framing not in self.framings):
@@ -118,7 +118,7 @@ class Explanation:
         return self._asks(request)
 
     def _asks(self, request: RecordedRequest) -> bool:
-        """Return True if the explanation is for this request."""
+        """Return True if the explanation applies to this request."""
         if self.has_null and not request.has_null:
             return False
         if self.asked_zero and not request.has_zero(self.asked_zero):
@@ -725,12 +725,12 @@ BY_NAME: Mapping[str, Explanation] = {explanation.name: explanation for explanat
 
 
 def explanation_of(request: RecordedRequest, old: Answer, new: Answer, difference: Difference) -> str | None:
-    """Return the name of the explanation of a difference. None if nothing explains it.
+    """Return the name of the explanation for a difference. None if nothing explains it.
 
     Args:
         request: The request.
         old: The answer of the old server.
-        new: The answer of the new one.
+        new: The answer of the new server.
         difference: The difference.
     """
     if difference.kind is Kind.STATUS and difference.new in _OVERLOADED:

@@ -1,4 +1,4 @@
-"""The report as one HTML page without scripts and files of other servers. Its links lead to places in the page."""
+"""The report as one HTML page without scripts or files from other servers. All links stay within the page."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from markupsafe import Markup
 
 from replay.report import rows, summary
 
-MOST_LINES = 500  # Lines of an answer.
+MOST_LINES = 500  # The most lines of an answer that are shown.
 _TEMPLATE = "page.html"
-_DOCS = Path(__file__).parents[1] / "docs"  # Of a checkout. An installed package has none.
+_DOCS = Path(__file__).parents[1] / "docs"  # Exists only in a checkout. An installed package does not include it.
 _HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _CELLS = re.compile(r"\s*(?:\|\s*)+")
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
 for _rule in ("link_open", "link_close"):
-    _MARKDOWN.add_render_rule(_rule, lambda *_: "")  # The pages to which a section links are not in the report.
+    _MARKDOWN.add_render_rule(_rule, lambda *_: "")  # The report does not contain the pages that a section links to.
 
 
 def page(report: Mapping[str, Any], written: str) -> str:
@@ -32,7 +32,7 @@ def page(report: Mapping[str, Any], written: str) -> str:
 
     Args:
         report: The report as a JSON value.
-        written: The time at which it is written.
+        written: The time at which the report is written.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -53,12 +53,12 @@ def _seconds(points: Mapping[str, float] | None, at: str) -> str:
 
 
 def _statement(markdown: str) -> Markup:
-    """Return a statement of a page as HTML. The cells of a table's row are set apart by dots."""
+    """Return a page's statement as HTML. The cells of a table row are separated by dots."""
     return Markup(_MARKDOWN.renderInline(_CELLS.sub(" · ", markdown)))
 
 
 def section(page: str, anchor: str) -> str | None:
-    """Return the Markdown below a heading of a page, up to the next heading of its level. None if it is not there."""
+    """Return the Markdown under a page's heading, up to the next heading of the same level. None if it is missing."""
     path = _DOCS / page
     text = path.read_text() if path.is_file() else ""
     headings = list(_HEADING.finditer(text))
@@ -76,9 +76,9 @@ def _section(link: str) -> Markup | None:
 
 
 def _lines(answers: Mapping[str, str]) -> Iterator[tuple[str, str, bool]]:
-    """Yield the lines of both answers side by side, and if they differ. Long answers end with a note."""
+    """Yield the lines of both answers side by side, and whether they differ. Long answers end with a note."""
     old, new = (_pretty(answers[name]).splitlines() for name in ("old", "new"))
-    # Lines that are repeated often align no answers: with them, the time would grow with the cube.
+    # Frequent lines are not used to align the answers. Otherwise the time would grow with the cube.
     matcher = difflib.SequenceMatcher(None, old[:MOST_LINES], new[:MOST_LINES], autojunk=True)
     for _, a, b, c, d in matcher.get_opcodes():
         for one, other in zip_longest(old[a:b], new[c:d]):

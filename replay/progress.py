@@ -14,7 +14,7 @@ from replay.sources import Source
 
 
 class Progress:
-    """A bar on the standard error output, if that is a terminal. Its length is the source's bytes, or the limit."""
+    """A bar on standard error, if that is a terminal. Its length is the source's size in bytes, or the limit."""
 
     def __init__(self, source: Source, limit: int | None, report: Report) -> None:
         self._source, self._limit, self._report = source, limit, report
@@ -39,7 +39,7 @@ class Progress:
         self._bar.stop()
 
     def update(self) -> None:
-        """Show the figures of the report."""
+        """Show the report's figures."""
         report = self._report
         done = report.requests if self._limit else self._source.bytes_read
         said = f"{report.requests} requests, {report.unexplained} with unexplained differences"

@@ -1,6 +1,6 @@
-"""The formats of a recorded request: SageMaker's data capture, Slipway's own, and OpenAI's batch input.
+"""The formats of a recorded request: SageMaker's data capture, Slipway's format, and OpenAI's batch input.
 
-Each is one JSON object a line. Its fields tell the format.
+In each format, a line is one JSON object. The format is recognized by the object's fields.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _FORMATS = "`captureData` (SageMaker), `custom_id` (OpenAI's batches) or `path`"
 
 
 class Malformed(ValueError):
-    """A line is no request. The message names the field and the expected value, and quotes no text of the line."""
+    """A line is not a request. The message names the field and the expected value, and quotes nothing from the line."""
 
 
 def read_line(line: bytes, place: str, path: str) -> RecordedRequest:
-    """Read a line of a source.
+    """Parse a line of a source.
 
     Args:
         line: The line.
         place: The file and the line's number.
-        path: The path of requests whose format has none.
+        path: The path for requests whose format has no path.
 
     Raises:
-        Malformed: The line is no request.
+        Malformed: The line is not a request.
     """
     try:
         record = json.loads(line)
@@ -76,7 +76,7 @@ def _of_sagemaker(record: Mapping[str, Any], place: str, path: str) -> RecordedR
     reply = None
     if captured.get("endpointOutput") is not None:
         answer, kind = _captured(_object(captured, "endpointOutput", "captureData."), "captureData.endpointOutput")
-        # SageMaker captures calls that succeed.
+        # SageMaker captures only calls that succeed.
         reply = Reply(200, (("content-type", kind),) if kind else (), answer, headers_known=False)
     own_path = metadata.get("path")
     at = metadata.get("inferenceTime")
@@ -273,7 +273,7 @@ def _seconds(answer: Mapping[str, Any], key: str) -> float | None:
 
 
 def _finite(given: Any) -> float | None:
-    """Return a finite number as a float, and None for anything else. An integer may be too large for a float."""
+    """Return a finite number as a float, or None for anything else. An integer may be too large for a float."""
     if not isinstance(given, int | float) or isinstance(given, bool):
         return None
     try:

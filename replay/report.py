@@ -18,11 +18,11 @@ from replay.request import printable
 from replay.results import Found, Result, Side
 from replay.sources import MalformedLine
 
-MOST_GROUPS = 500  # Groups with an example. More differences are only counted.
-KEPT_ANSWER = 8000  # Characters of an example's answers.
-_SHOWN_LINES = 20  # Malformed lines that the report names.
+MOST_GROUPS = 500  # The most groups with an example. Further differences are only counted.
+KEPT_ANSWER = 8000  # The most characters of each answer in an example.
+_SHOWN_LINES = 20  # The most malformed lines that the report lists.
 _SHOWN_HEADERS = 20
-_SHOWN_PLACES = 3  # Places of a row on the terminal.
+_SHOWN_PLACES = 3  # The most places that a row on the terminal lists.
 _PERCENTILES = (50, 90, 99)
 
 
@@ -37,7 +37,7 @@ class Group:
     example: Found
     request_id: str
     place: str
-    answers: dict[str, str]  # The beginnings of the old and the new answer. Empty if the results keep no texts.
+    answers: dict[str, str]  # The beginnings of the old and the new answer. Empty if the results contain no texts.
     count: int = 0
 
     def as_json(self) -> dict[str, Any]:
@@ -93,13 +93,13 @@ class Times:
 
 
 class Report:
-    """The figures of a replay. Its size does not depend on the number of requests, except for their latencies."""
+    """The figures of a replay. Its size depends on the number of requests only through their latencies."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Begin a report. `options` are the options of the replay."""
         self._options = dict(options)
         self._groups: dict[tuple[str, str, str, str | None], Group] = {}
-        self._beyond: Counter[bool] = Counter()  # Differences without a group: explained or not.
+        self._beyond: Counter[bool] = Counter()  # Differences without a group, by whether they are explained.
         self._requests = self._compared = self._equal = self._explained = self._unexplained = 0
         self._without_answer = self._sampled = 0
         self._malformed: list[MalformedLine] = []
@@ -108,7 +108,7 @@ class Report:
         self._unsent_headers: Counter[str] = Counter()
         self._new, self._old = Times(), Times()
         self._similarities = array("d")
-        self.ended = ""  # The reason for an early end.
+        self.ended = ""  # The reason why the replay ended early.
 
     def add(self, result: Result) -> None:
         """Add the result of a request."""
@@ -143,13 +143,13 @@ class Report:
             group.count += 1
 
     def add_malformed(self, line: MalformedLine) -> None:
-        """Add a line that is no request."""
+        """Add a line that is not a request."""
         self._malformed_count += 1
         if len(self._malformed) < _SHOWN_LINES:
             self._malformed.append(line)
 
     def add_unsent(self, header: str) -> None:
-        """Add a header that was left out of a request. An empty text is a whole request that was left out."""
+        """Add a header that was removed from a request. An empty name stands for a whole request that was not sent."""
         if not header:
             self._unsent_requests += 1
         elif header in self._unsent_headers or len(self._unsent_headers) < _SHOWN_HEADERS:
@@ -161,7 +161,7 @@ class Report:
 
     @property
     def unexplained(self) -> int:
-        """The number of requests with a difference that nothing explains, or without an answer."""
+        """The number of requests that have an unexplained difference or no answer."""
         return self._unexplained + self._without_answer
 
     @property
@@ -175,7 +175,7 @@ class Report:
 
     @property
     def groups(self) -> list[Group]:
-        """The groups: first the groups without an explanation, then by count."""
+        """The groups, sorted: groups without an explanation first, then by count."""
         found = self._groups.values()
         return sorted(found, key=lambda group: (group.explanation is not None, -group.count, group.kind, group.where))
 
@@ -232,7 +232,7 @@ def _beginning(answer: str) -> str:
 
 
 def summary(report: Mapping[str, Any]) -> list[str]:
-    """Return the sentences that sum a report up."""
+    """Return the sentences that summarize a report."""
     if not report["requests"]:
         found = ["No request was sent."]
     else:
@@ -268,7 +268,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def rows(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups for people. Groups with the same explanation, kind and route are one row with all places."""
+    """Return rows for people. Groups with the same explanation, kind and route share a row, which lists all places."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in groups:
         explanation = group["explanation"]

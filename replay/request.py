@@ -19,22 +19,22 @@ ROUTE = re.compile(r"(?:^|[,;\s])route=(/[^,;\s]*)")
 
 _JSON = "application/json"
 _TGI = re.compile(r"/(generate|generate_stream)?")
-# TGI's parameters that make it sample. Without any, and with `parameters`, it takes the most probable tokens.
+# TGI's parameters that enable sampling. With `parameters` but none of these, TGI takes the most probable tokens.
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p")
-_PROMPTS = ("inputs", "messages", "prompt", "model")  # They name the schema, also if they are empty.
+_PROMPTS = ("inputs", "messages", "prompt", "model")  # These fields identify the schema, even if they are empty.
 _STREAMING_PATH = re.compile(r"/(generate_stream|invocations-response-stream)$")
-# Headers of one connection. The client sets them anew. `accept-encoding` could lead to compressed bytes.
+# Headers of one connection. The client sets its own. `accept-encoding` could lead to compressed bytes.
 _OF_CONNECTION = frozenset(
     (
         *("host", "connection", "keep-alive", "transfer-encoding", "content-length", "expect", "te", "upgrade"),
         *("accept-encoding", "proxy-connection"),
     )
 )
-# Headers that identify one call. A server may have seen the id already, and traces would have the call twice.
+# Headers that identify one call. The server may already know the id, and the call would appear twice in traces.
 _OF_CALL = frozenset(
     ("x-request-id", "x-amzn-sagemaker-inference-id", "x-amzn-trace-id", "traceparent", "tracestate", "baggage")
 )
-# POST requests that load, unload, stop or pause something: of LMI, of vLLM, of Triton.
+# POST requests that load, unload, stop or pause something, in LMI, vLLM or Triton.
 _MANAGEMENT = re.compile(
     r"/(models|workflows|(models/[^/]+/)?adapters(/.+)?"
     r"|(v1/)?(un)?load_lora_adapter|(v1/)?abort_requests?|sleep|wake_up|pause|resume|collective_rpc|scale_elastic_ep"
@@ -51,13 +51,13 @@ class Reply:
     status: int
     headers: Headers  # With names in lower case.
     body: bytes
-    headers_known: bool = True  # False: `headers` has the content type alone.
+    headers_known: bool = True  # False: `headers` contains only the content type.
     complete: bool = True
     seconds: float | None = None
-    first_byte: float | None = None  # Seconds until the first byte of the body.
+    first_byte: float | None = None  # Seconds until the first byte of the body arrives.
 
     def header(self, name: str) -> str:
-        """Return the value of a header, or an empty text. `name` is in lower case."""
+        """Return the value of a header, or an empty string. `name` is in lower case."""
         return next((value for given, value in self.headers if given == name), "")
 
     @property
@@ -70,9 +70,9 @@ class RecordedRequest:
     """A request of a source."""
 
     id: str
-    place: str  # The file and the line. Two requests may have one id, but not one place.
+    place: str  # The file and the line. Two requests may share an id, but not a place.
     method: str
-    path: str  # With the query.
+    path: str  # Includes the query.
     headers: Headers  # With names in lower case.
     body: bytes
     reply: Reply | None = None
@@ -84,24 +84,24 @@ class RecordedRequest:
 
     @cached_property
     def route(self) -> str:
-        """The route that answers: the route in SageMaker's custom attributes, or the path without the query."""
+        """The route that answers: the one in SageMaker's custom attributes, or else the path without the query."""
         named = ROUTE.search(self.header(CUSTOM_ATTRIBUTES))
         return named[1] if named else self.path.partition("?")[0]
 
     @property
     def is_management(self) -> bool:
-        """True if the request may change the server: its models, adapters, engine, or what it stores."""
+        """True if the request may change the server: its models, adapters or engine, or what it stores."""
         paths = (re.sub("//+", "/", unquote(path)) for path in (self.path.partition("?")[0], self.route))
         named = any(_MANAGEMENT.fullmatch(path.rstrip("/")) for path in paths)
         return self.method in _CHANGING_METHODS or (named and self.method == "POST")
 
     def header(self, name: str) -> str:
-        """Return the value of a header, or an empty text. `name` is in lower case."""
+        """Return the value of a header, or an empty string. `name` is in lower case."""
         return next((value for given, value in self.headers if given == name), "")
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:
-        """The fields of a JSON body. Empty if the body is no JSON object."""
+        """The fields of a JSON body. Empty if the body is not a JSON object."""
         try:
             found = json.loads(self.body)
         except (ValueError, RecursionError):
@@ -115,7 +115,7 @@ class RecordedRequest:
 
     @cached_property
     def greedy(self) -> bool:
-        """True if the most probable token is certainly chosen. The same model then gives the same text."""
+        """True if the most probable token is certain to be chosen. The same model then generates the same text."""
         parameters = [self.fields, *(self.fields.get(name) for name in ("parameters", "sampling_parameters"))]
         given = [fields for fields in parameters if isinstance(fields, dict)]
         temperatures = [fields["temperature"] for fields in given if fields.get("temperature") is not None]
@@ -127,9 +127,10 @@ class RecordedRequest:
         return isinstance(of_tgi, dict) and not any(of_tgi.get(name) for name in _SAMPLING)
 
     def asks(self, field: str) -> bool:
-        """Return True if the body has a field with this name at any depth, and its value asks for something.
+        """Return True if the body contains this field at any depth with a value that asks for something.
 
-        A server without an option behaves as with null, false, zero, an empty value or the format `text`.
+        Null, false, zero, an empty value and the format `text` ask for nothing: without the field, a server behaves the
+        same.
         """
         values = (found.get(field) for found in objects_in(self.fields))
         if field in _PROMPTS:
@@ -137,21 +138,21 @@ class RecordedRequest:
         return any(value and value != {"type": "text"} for value in values)
 
     def has_zero(self, field: str) -> bool:
-        """Return True if the body has a field with this name and the number 0, at any depth."""
+        """Return True if the body contains this field with the number 0, at any depth."""
         return any(found.get(field) == 0 and found[field] is not False for found in objects_in(self.fields))
 
     @cached_property
     def has_null(self) -> bool:
-        """True if a field of the body is null."""
+        """True if any field of the body is null."""
         return any(value is None for found in objects_in(self.fields) for value in found.values())
 
     def without_unknown_headers(self, passed: Collection[str]) -> tuple[RecordedRequest, list[str]]:
-        """Return the request without headers that may be a credential of the old server, and the names of these.
+        """Return the request without headers that may be a credential for the old server, and the names of these.
 
-        A header is known if a capture of this release would record it.
+        A header is kept if a capture by this release would record it.
 
         Args:
-            passed: The names of further headers that stay, in lower case.
+            passed: The names of further headers to keep, in lower case.
         """
         names = {name for name, _ in self.headers}
         known = {name.decode() for name, _ in recorded_headers((name.encode(), b"") for name in names)}
@@ -161,7 +162,7 @@ class RecordedRequest:
         return replace(self, headers=tuple(pair for pair in self.headers if pair[0] not in unknown)), sorted(unknown)
 
     def to(self, path: str, headers: Iterable[tuple[str, str]]) -> RecordedRequest:
-        """Return the request for a target, with a path and further headers. They replace headers of the same name."""
+        """Return the request for a target, with its path and its headers, which replace headers of the same name."""
         more = tuple((name.lower(), value) for name, value in headers)
         names = {name for name, _ in more}
         dropped = names | _OF_CONNECTION | _OF_CALL
@@ -170,12 +171,12 @@ class RecordedRequest:
 
 
 def encodable(text: str) -> str:
-    """Return a text without halves of surrogate pairs, which JSON may have and UTF-8 may not."""
+    """Return a text without lone surrogates, which JSON may contain but UTF-8 may not."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def printable(text: str) -> str:
-    """Return a text for a terminal, which must not obey it: without control characters."""
+    """Return a text without control characters, which a terminal would obey."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
@@ -190,5 +191,5 @@ def objects_in(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def with_content_type(headers: Headers) -> Headers:
-    """Return the headers, with JSON's content type if they have none."""
+    """Return the headers. If there is no content type, add JSON's."""
     return headers if any(name == "content-type" for name, _ in headers) else (("content-type", _JSON), *headers)

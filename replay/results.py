@@ -1,4 +1,4 @@
-"""The results of a replay: a JSON line for each request, which a later run can resume."""
+"""The results of a replay: one JSON line for each request. A later run can resume them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from replay.comparison import Difference, Kind
 from replay.request import RecordedRequest, Reply
 
 FILE = "results.jsonl"
-_KEPT_BODY = 65536  # Bytes of a body that a result keeps.
+_KEPT_BODY = 65536  # The most bytes of a body that a result keeps.
 
 
 class CannotResume(Exception):
-    """The results of the earlier run cannot be continued. The message says why."""
+    """The results of the earlier run cannot be continued. The message states the reason."""
 
 
 class Found(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -40,7 +40,7 @@ class Side(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes: int = 0
     seconds: float | None = None
     first_byte: float | None = None
-    failure: str = ""  # The reason for a missing reply.
+    failure: str = ""  # The reason why there is no reply.
 
 
 class Result(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -55,17 +55,17 @@ class Result(msgspec.Struct, frozen=True, omit_defaults=True):
     differences: tuple[Found, ...] = ()
     similarity: float | None = None
     greedy: bool = False
-    compared: bool = False  # There are two answers.
-    bodies: dict[str, Any] | None = None  # The request and both answers, if they differ.
+    compared: bool = False  # There were two answers to compare.
+    bodies: dict[str, Any] | None = None  # The bodies of the request and of both answers, if the answers differ.
 
     @property
     def failed(self) -> bool:
-        """True if a side gave no answer."""
+        """True if either side gave no answer."""
         return bool(self.new.failure or (self.old is not None and self.old.failure))
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """The first line: the options of the run, which a later run has to share."""
+    """The first line: the options of the run. A later run has to use the same options."""
 
     replay: dict[str, Any]
 
@@ -82,12 +82,12 @@ def side_of(reply: Reply | None, failure: str = "") -> Side:
 
 
 def shown(difference: Difference, explanation: str | None, *, redact: bool) -> Found:
-    """Return a difference for the files.
+    """Return a difference in the form for the files.
 
     Args:
         difference: The difference.
         explanation: The name of its explanation.
-        redact: Leave texts out.
+        redact: Whether to leave out texts.
     """
     old, new = difference.old, difference.new
     if redact and (difference.is_text or difference.kind is Kind.TEXT):
@@ -116,20 +116,20 @@ def _text(body: bytes) -> str:
 
 @dataclass(slots=True)
 class ResultFile:
-    """The file of results. Only its owner can read it, because it may have prompts."""
+    """The file of results. Only its owner can read it, because it may contain prompts."""
 
     path: Path
     _file: IO[bytes] = field(init=False)
 
     def create(self, options: Mapping[str, Any]) -> None:
-        """Make the file."""
+        """Create the file."""
         self._file = _open(self.path)
         self._write(_Header(dict(options)))
 
     def resume(self, options: Mapping[str, Any]) -> Iterator[Result]:
         """Yield the earlier results, and continue the file after them.
 
-        Requests that had no answer, and a last line that was cut off, are left out, so that they are sent again.
+        Requests that had no answer are left out, so that they are sent again. So is a truncated last line.
 
         Raises:
             CannotResume: The earlier run had other options, or the file is damaged.
@@ -175,7 +175,7 @@ class ResultFile:
 
     def _write(self, line: Any) -> None:
         self._file.write(msgspec.json.encode(line) + b"\n")
-        self._file.flush()  # A run that is killed can be resumed.
+        self._file.flush()  # If the run is killed, it can be resumed.
 
     def close(self) -> None:
         """Close the file."""

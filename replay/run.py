@@ -1,4 +1,4 @@
-"""Runs a replay: reads requests, asks both sides within the limits, compares the answers, and hands on the results."""
+"""Runs a replay: reads requests, sends them to both sides within the limits, compares the answers, reports results."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from replay.results import Result, bodies, shown, side_of
 from replay.sources import MalformedLine, Sample, Source
 from replay.targets import NoAnswer, Target, Unreachable
 
-_AHEAD = 2  # Requests that are read ahead, for each that runs.
-# The replay stops after this number of requests in a row without an answer. Running requests do not count.
+_AHEAD = 2  # How many requests are read ahead for each running request.
+# The replay stops after this many consecutive requests without an answer. Running requests are not counted.
 MOST_FAILURES = 20
-_READER_SECONDS = 3.0  # The time in which the thread that reads the source has to end.
-_LONG = 1 << 18  # Bytes. Longer answers are compared in a thread, so that they hold up no others.
-# Between two requests, with their recorded intervals. A wrong time must not make the replay wait for ever.
+_READER_SECONDS = 3.0  # The time limit for the thread that reads the source to end.
+_LONG = 1 << 18  # Bytes. Longer answers are compared in a thread, so that they do not delay other requests.
+# The longest pause between two requests with recorded times. A wrong time must not make the replay wait forever.
 _MOST_DAYS = 7
 _DAY = 86400.0
 
@@ -35,14 +35,14 @@ class Plan:
     """How a replay runs."""
 
     concurrency: int = 4
-    rate: float | None = None  # Requests a second, at most.
-    as_recorded: bool = False  # With the recorded intervals.
+    rate: float | None = None  # The maximum number of requests per second.
+    as_recorded: bool = False  # Whether to keep the recorded intervals.
     limit: int | None = None
     sample: Sample = field(default_factory=Sample)
     redact: bool = False
     other_model: bool = False
-    management: bool = False  # Requests that change the server are sent, too.
-    passed_headers: frozenset[str] = frozenset()  # Further headers that are sent, in lower case.
+    management: bool = False  # Whether to send requests that change the server, too.
+    passed_headers: frozenset[str] = frozenset()  # Names of further headers to send, in lower case.
 
 
 class NoTimes(Exception):
@@ -67,23 +67,23 @@ class Replay:
 
         Args:
             source: The requests.
-            new: The server that is judged.
-            old: The server with which it is compared. None: the recorded answers.
-            plan: How it runs.
-            on_result: Gets each result.
-            on_malformed: Gets each line that is no request.
-            on_unsent: Gets the name of each header that is left out, and an empty text for each request that is.
-            done: `digest` of the requests whose results are known.
+            new: The server to judge.
+            old: The server to compare with. None: the recorded answers.
+            plan: How the replay runs.
+            on_result: Called with each result.
+            on_malformed: Called with each line that is not a request.
+            on_unsent: Called with the name of each header that is left out, or with an empty name for a whole request.
+            done: The `digest`s of the requests whose results are known.
         """
         self._source, self._new, self._old, self._plan = source, new, old, plan
         self._on_result, self._on_malformed, self._on_unsent, self._done = on_result, on_malformed, on_unsent, done
         self._stopped = asyncio.Event()
         self._pace, self._failures = _Pace(plan), 0
-        self._reached: set[Target] = set()  # The targets that have answered.
-        self.gave_up = False  # Too many requests in a row had no answer.
+        self._reached: set[Target] = set()  # The targets that have answered so far.
+        self.gave_up = False  # Too many consecutive requests had no answer.
 
     def stop(self) -> None:
-        """Send no further request, and cancel running requests."""
+        """Send no further requests, and cancel running requests."""
         self._stopped.set()
 
     async def run(self) -> None:
@@ -94,7 +94,8 @@ class Replay:
             Unreachable: A target that has never answered cannot be reached.
         """
         queue: asyncio.Queue[RecordedRequest | None] = asyncio.Queue(self._plan.concurrency * _AHEAD)
-        # In a thread, because a file or S3 may be slow. A thread that waits must not keep the process from ending.
+        # This runs in a thread, because a file or S3 may be slow. A waiting thread must not keep the process from
+        # exiting.
         read = in_daemon_thread(partial(self._put_all, asyncio.get_running_loop(), queue))
         reading = asyncio.ensure_future(read)
         workers = [asyncio.create_task(self._work(queue)) for _ in range(self._plan.concurrency)]
@@ -110,7 +111,7 @@ class Replay:
                 worker.cancel()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_READER_SECONDS):
-                    while not reading.done():  # The reader may wait for a place in the queue.
+                    while not reading.done():  # The reader may wait for room in the queue.
                         with contextlib.suppress(asyncio.QueueEmpty):
                             queue.get_nowait()
                         await asyncio.sleep(0.01)
@@ -180,7 +181,7 @@ class Replay:
         (new, failure), *others = await asyncio.gather(*asked)
         old, old_failure = others[0] if others else (request.reply, "")
         if old is not None and not old.complete:
-            old = None  # The recorded client left before the end.
+            old = None  # The recorded client left before the answer was complete.
         differences: list[tuple[Difference, str | None]] = []
         similarity = None
         if old is not None and new is not None:
@@ -207,7 +208,7 @@ class Replay:
 
 
 class _Pace:
-    """The times at which requests are sent."""
+    """Decides when requests are sent."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -247,5 +248,5 @@ def _judge(
 
 
 def digest(request: RecordedRequest) -> bytes:
-    """Return a short name of a request that no other request of the source has."""
+    """Return a short digest that is unique to the request within its source."""
     return hashlib.blake2b(request.key.encode(errors="replace"), digest_size=12).digest()

@@ -1,4 +1,4 @@
-"""The fields of JSON answers: which are masked, which are texts, and the shape of many records of a stream together."""
+"""The fields of JSON answers: which are masked, which are texts, and the combined shape of many stream records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MASKED = frozenset(
         *("seed", "call_id", "tool_call_id", "timestamp", "kv_transfer_params", "sequence_number"),
     )
 )
-# Fields with a part of the generated text.
+# Fields that contain a part of the generated text.
 TEXTS = frozenset(
     (
         *("generated_text", "text", "content", "text_output", "responses", "outputs", "generation", "completion"),
@@ -25,7 +25,7 @@ TEXTS = frozenset(
     )
 )
 FINISH_REASONS = frozenset(("finish_reason", "finish_reasons", "stop_reason"))
-# Numbers of tokens. Counts of the prompt depend on the request alone.
+# Numbers of tokens. Counts for the prompt depend only on the request.
 PROMPT_COUNTS = frozenset(("prompt_tokens", "input_tokens", "input_length", "num_input_tokens", "max_model_len"))
 TOKEN_COUNTS = frozenset(
     (
@@ -33,7 +33,7 @@ TOKEN_COUNTS = frozenset(
         *("reasoning_tokens", "cached_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"),
     )
 )
-# Log probabilities, and arrays with an entry for each token. Numbers and lengths depend on the model.
+# Log probabilities, and arrays with an entry for each token. Their numbers and lengths depend on the model.
 PROBABILITIES = frozenset(
     (
         *("logprob", "log_prob", "logprobs", "log_probs", "cumulative_logprob", "token_logprobs", "top_logprobs"),
@@ -48,8 +48,8 @@ _OF_TOKENS = frozenset(
 )
 _BY_TEXT = frozenset(("top_logprobs", "logprobs", "logit_bias"))  # Objects whose keys are tokens.
 _NUMBERED = re.compile(r"-?\d+")
-_LONGEST_KEY = 200  # Characters. A path repeats the keys above its own, so it would grow with the square of the depth.
-_MANY = 16  # Elements of an array from which an array of numbers is a vector.
+_LONGEST_KEY = 200  # In characters. A path repeats all outer keys, so it would grow with the square of the depth.
+_MANY = 16  # An array of at least this many numbers is a vector.
 
 
 def key_of(where: str) -> str:
@@ -63,12 +63,12 @@ def is_masked(where: str) -> bool:
 
 
 def has_any(where: str, names: frozenset[str]) -> bool:
-    """Return True if a JSON path has one of these names."""
+    """Return True if a JSON path contains one of these names."""
     return any(part.rstrip("[]*") in names for part in where.split("."))
 
 
 def is_per_token(where: str) -> bool:
-    """Return True if an array has an entry for each token, so that its length depends on the text."""
+    """Return True if an array has an entry for each token, so its length depends on the text."""
     return has_any(where, _OF_TOKENS) or (has_any(where, PROBABILITIES) and key_of(where) == "content")
 
 
@@ -88,7 +88,7 @@ def kind_of(value: Any) -> str:
 
 
 def inner(where: str, key: str) -> str:
-    """Return the JSON path of a field. Keys that are numbers or tokens of a text are all `*`."""
+    """Return the JSON path of a field. A key that is a number or a token of a text becomes `*`."""
     name = key_of(where)
     is_token = name in _BY_TEXT and not (name == "logprobs" and key in _LOGPROB_FIELDS)
     if is_token or _NUMBERED.fullmatch(key):
@@ -101,7 +101,7 @@ _LOGPROB_FIELDS = frozenset(("content", "refusal", "text_offset", "token_logprob
 
 
 def is_by_token(where: str, value: Mapping[str, Any]) -> bool:
-    """Return True if the keys of an object are tokens or numbers, so that each answer has others."""
+    """Return True if the keys of an object are tokens or numbers, which differ from answer to answer."""
     if value and all(_NUMBERED.fullmatch(key) for key in value):
         return True
     return key_of(where) in _BY_TEXT and _LOGPROB_FIELDS.isdisjoint(value)
@@ -126,17 +126,17 @@ def cosine(one: Iterable[float], other: Iterable[float]) -> float:
 
 @dataclass(slots=True)
 class Field:
-    """A field in the records of a part of a stream."""
+    """A field in the records of one part of a stream."""
 
     count: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     example: Any = None
-    values: set[Any] = field(default_factory=set)  # Of fields that are no texts and no numbers, at most a few.
+    values: set[Any] = field(default_factory=set)  # Only of fields that are neither texts nor numbers, at most a few.
 
 
 @dataclass(slots=True)
 class Shape:
-    """The fields of many records together, in the order in which they first occur."""
+    """The combined fields of many records, in the order in which they first occur."""
 
     records: int = 0
     fields: dict[str, Field] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class Shape:
 
 
 def walk(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each part of a JSON value with its path. The elements of an array have one path."""
+    """Yield each part of a JSON value with its path. All elements of an array share one path."""
     yield where, value
     if isinstance(value, Mapping):
         for key, part in value.items():

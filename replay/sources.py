@@ -14,13 +14,13 @@ from typing import IO, Any
 from replay.record_formats import Malformed, read_line
 from replay.request import RecordedRequest, encodable
 
-MAX_LINE = 128 << 20  # Bytes. A recorded call has a body of at most 64 MiB, and base64 makes a third more.
+MAX_LINE = 128 << 20  # Bytes. A recorded call has a body of at most 64 MiB, and base64 adds a third.
 _NAMES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson", ".ndjson.gz")
 _S3 = "s3://"
 
 
 class SourceError(Exception):
-    """A source cannot be read. The message has the expected value."""
+    """A source cannot be read. The message states the expected value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class MalformedLine:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A part of the requests. The id of a request and the seed decide, so that each run has the same requests."""
+    """A sample of the requests. A request's id and the seed decide, so each run selects the same requests."""
 
     fraction: float = 1.0
     seed: int = 0
 
     def has(self, request: RecordedRequest) -> bool:
-        """Return True if the sample has the request."""
+        """Return True if the request is in the sample."""
         if self.fraction >= 1:
             return True
         digest = hashlib.blake2b(f"{self.seed} {request.id}".encode(errors="replace"), digest_size=8).digest()
@@ -57,11 +57,11 @@ class _File:
 
 @dataclass(slots=True)
 class Source:
-    """The requests of a file, a folder or an S3 prefix, in the order of the names of the files."""
+    """The requests in a file, a folder or an S3 prefix, in the order of the file names."""
 
     name: str
     files: list[_File]
-    path: str  # The path of requests whose format has none.
+    path: str  # The path for requests whose format has no path.
     bytes_read: int = field(default=0, init=False)
 
     @property
@@ -73,7 +73,7 @@ class Source:
             before = self.bytes_read
             try:
                 yield from self._of_file(file)
-            except Exception as error:  # boto3 has many errors, also while an object is read
+            except Exception as error:  # boto3 raises many kinds of errors, even while an object is being read.
                 if not _is_of_reading(error):
                     raise
                 yield MalformedLine(file.name, f"it cannot be read further: {_reason(error)}")
@@ -110,7 +110,7 @@ def _read(line: bytes, place: str, path: str) -> RecordedRequest | MalformedLine
 class _Counted(io.RawIOBase):
     """The beginning of a file, with a count of the bytes that were read.
 
-    A capture may grow by the very requests that are sent. So only the bytes are read that it had at the start.
+    A capture may grow because of the very requests that are sent. So only the bytes that it had at the start are read.
     """
 
     def __init__(self, file: IO[bytes], size: int) -> None:
@@ -131,7 +131,7 @@ def open_source(name: str, path: str, s3: Callable[[], Any]) -> Source:
 
     Args:
         name: A file, a folder, or `s3://bucket/folder`.
-        path: The path of requests whose format has none.
+        path: The path for requests whose format has no path.
         s3: Returns boto3's client.
 
     Raises:
@@ -157,7 +157,7 @@ def _paths(place: Path) -> list[_File]:
 
 
 def _local(path: Path, name: str) -> _File:
-    # The name of a file need not be UTF-8 text, but the files of results are.
+    # The name of a file may not be valid UTF-8, but the files of results must be.
     return _File(encodable(name), path.stat().st_size, lambda: path.open("rb"))
 
 
@@ -191,8 +191,8 @@ def _stored(client: Any, bucket: str, key: str, prefix: str, size: int) -> _File
 
 
 def _is_of_reading(error: Exception) -> bool:
-    """Return True if an error says that a file or an object cannot be read."""
-    if isinstance(error, OSError | EOFError | zlib.error):  # gzip's errors are among them
+    """Return True if an error means that a file or an object cannot be read."""
+    if isinstance(error, OSError | EOFError | zlib.error):  # This includes gzip's errors.
         return True
     from botocore.exceptions import BotoCoreError, ClientError
     from urllib3.exceptions import HTTPError

@@ -1,4 +1,4 @@
-"""The servers that are asked: an address, or a SageMaker endpoint."""
+"""The servers that requests are sent to: an address, or a SageMaker endpoint."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from urllib.parse import parse_qs
 from engines.daemon_thread import in_daemon_thread
 from replay.request import CUSTOM_ATTRIBUTES, ROUTE, RecordedRequest, Reply
 
-MAX_ANSWER = 256 << 20  # Bytes of an answer that are kept.
+MAX_ANSWER = 256 << 20  # The most bytes of an answer that are kept.
 _CONNECT_SECONDS = 10.0
 _INVOCATIONS = "/invocations"
-# The headers that are parameters of a call of SageMaker's runtime.
+# The headers that are parameters of a SageMaker runtime call.
 _PARAMETERS = {
     "x-amzn-sagemaker-session-id": "SessionId",
     "x-amzn-sagemaker-target-model": "TargetModel",
 }
-_MODEL = ("model_version", "model_name")  # Of a query or of headers. SageMaker passes neither on.
+_MODEL = ("model_version", "model_name")  # Found in a query or in headers. SageMaker passes on neither.
 _ADAPTER = "x-amzn-sagemaker-adapter-identifier"
 
 
 class NoAnswer(Exception):
-    """A target gave no answer. The message says why."""
+    """A target gave no answer. The message states the reason."""
 
 
 class Unreachable(NoAnswer):
@@ -36,14 +36,14 @@ class Unreachable(NoAnswer):
 
 
 class Target(Protocol):
-    """A server that is asked."""
+    """A server that requests are sent to."""
 
     async def ask(self, request: RecordedRequest) -> Reply:
         """Send a request, and return the reply.
 
         Raises:
             Unreachable: No connection can be opened.
-            NoAnswer: The reply is not complete.
+            NoAnswer: The reply is missing or incomplete.
         """
         ...
 
@@ -61,17 +61,17 @@ class HttpTarget:
         """Prepare the connections.
 
         Args:
-            url: The address. The paths of the requests are added to its path.
-            headers: Headers that replace headers of the requests.
-            timeout: The time in seconds for a whole reply.
-            concurrency: The number of requests that run together.
+            url: The address. The paths of the requests are appended to its path.
+            headers: Headers that replace the requests' headers of the same name.
+            timeout: The time limit for a whole reply, in seconds.
+            concurrency: The number of concurrent requests.
             paths: Paths that differ on this target.
         """
-        import httpx  # Importing it takes a while, and other commands do not need it.
+        import httpx  # Importing httpx takes a while, and other commands do not need it.
 
         self._url, self._headers, self._timeout, self._paths = url.rstrip("/"), tuple(headers), timeout, paths
         self._http = httpx.AsyncClient(
-            # A client of the libraries sends these headers, and a record may have others.
+            # HTTP libraries send these headers by default. A record may override them.
             headers={"accept": "*/*", "user-agent": "slipway-replay"},
             timeout=httpx.Timeout(None, connect=min(_CONNECT_SECONDS, timeout)),
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency, keepalive_expiry=4),
@@ -128,9 +128,9 @@ class SageMakerTarget:
         """Create the target.
 
         Args:
-            client: boto3's client of SageMaker's runtime.
+            client: boto3's client for the SageMaker runtime.
             name: The name of the endpoint.
-            timeout: The time in seconds for a whole reply.
+            timeout: The time limit for a whole reply, in seconds.
             paths: Paths that differ on this target.
             component: The inference component.
         """
@@ -140,7 +140,7 @@ class SageMakerTarget:
     async def ask(self, request: RecordedRequest) -> Reply:
         try:
             async with asyncio.timeout(self._timeout):
-                # A thread for each call: a late one must not hold up the next call, or the end of the command.
+                # Each call has its own thread: a late call must not delay the next call or the end of the command.
                 return await in_daemon_thread(partial(self._ask, request))
         except TimeoutError:
             raise NoAnswer(f"no whole answer within {self._timeout:g} s (--timeout)") from None
@@ -167,7 +167,7 @@ class SageMakerTarget:
         path, _, query = mapped(request.path, self._paths).partition("?")
         asked = parse_qs(query)
         attributes = request.header(CUSTOM_ATTRIBUTES)
-        for name in _MODEL if path == _INVOCATIONS else ():  # Other routes do not read them.
+        for name in _MODEL if path == _INVOCATIONS else ():  # Other routes do not read these parameters.
             if chosen := next(iter(asked.get(name, ())), request.header(name)):
                 attributes = f"{name}={chosen};{attributes}" if attributes else f"{name}={chosen}"
         if (adapter := request.header(_ADAPTER)) and not self._component:
@@ -209,7 +209,7 @@ class SageMakerTarget:
         return Reply(200, _headers(answer), body, headers_known=False, seconds=seconds, first_byte=first)
 
     async def close(self) -> None:
-        """Do nothing. The process does not wait for the threads of late calls."""
+        """Do nothing. The process does not wait for threads of late calls."""
 
 
 def mapped(path: str, paths: Mapping[str, str]) -> str:
@@ -224,7 +224,7 @@ def _headers(answer: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _model_error(response: Mapping[str, Any], seconds: float) -> Reply:
-    """Return the container's reply, which SageMaker puts into its error. Long bodies are cut off there."""
+    """Return the container's reply, which SageMaker includes in its error. SageMaker truncates long bodies."""
     body = str(response.get("OriginalMessage", "")).encode()
     try:
         json.loads(body)
