@@ -1,8 +1,9 @@
 """`python -m benchmarks`: compares Slipway with other servers on the same engine, and with the engine alone.
 
-`__main__` reads the options. `rounds` starts the servers (`peers`) and measures them in turns. `load` is the load
-client. `report` writes tables and plots. Without a model, `scripted_front_end` runs a front end on a `scripted_engine`.
-`floor` is the least that a front end does. `shares` measures how copies of a model share the calls.
+`__main__` parses the options. `rounds` starts the servers (`peers`) and measures them in turn. `load` is the load
+client. `report` writes tables and plots. Without a model, `scripted_front_end` runs a front end on a
+`scripted_engine`. `floor` is the least work that a front end can do. `shares` measures how copies of a model share the
+calls.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ GPU_ARGUMENTS: EngineArguments = {
     "max_model_len": 2048,
     "max_num_seqs": 1024,
     "enable_prefix_caching": False,
-    # The peers share one GPU. Each must not take all memory that is free while the others start.
+    # The peers share one GPU. No peer may take all the memory that is free while the others start.
     "gpu_memory_utilization": 0.3,
 }
 
@@ -72,7 +73,7 @@ WORKLOADS = {
 _SCRIPTED = (WorkloadChoice.FRONT_END, WorkloadChoice.VECTORS_FRONT_END, WorkloadChoice.COPIES)
 
 
-# The workloads with a model that is made for them.
+# The workloads whose model is created for them.
 TINY_MODELS = {
     "tiny": prepare_tiny_llama,
     "vectors": prepare_tiny_encoder,
@@ -81,7 +82,7 @@ TINY_MODELS = {
 
 
 class Defaults(NamedTuple):
-    """The defaults of options that depend on the workload."""
+    """The defaults of the options that depend on the workload."""
 
     peers: str = "slipway,vllm,bare"
     contracts: str = "lmi"
@@ -96,8 +97,8 @@ DEFAULTS = {
     WorkloadChoice.COPIES: Defaults("slipway,slipway-2,slipway-4", "lmi", "32,256"),
 }
 SHORT_TEXT = "What is Deep Learning?"
-BATCH = 32  # Texts of a larger request for vectors.
-BURST = 128  # Requests that start at the same time.
+BATCH = 32  # The number of texts in a larger request for vectors.
+BURST = 128  # The number of requests that start at the same time.
 
 
 class Device(StrEnum):
@@ -209,7 +210,7 @@ def main(
 def _engine(name: str, model: Path | None, on_gpu: bool, kv_cache_gib: int) -> Engine:
     tiny = TINY_MODELS.get(name)
     model_dir = tiny() if tiny else model or prepare()
-    # The tiny models are stored in float32. vLLM chooses the type for other models.
+    # The tiny models are stored as float32. For other models, vLLM chooses the type.
     arguments = {**(GPU_ARGUMENTS if on_gpu else CPU_ARGUMENTS), "dtype": "float32" if tiny else "auto"}
     if tiny is prepare_tiny_encoder:
         arguments["runner"] = "pooling"
@@ -217,19 +218,19 @@ def _engine(name: str, model: Path | None, on_gpu: bool, kv_cache_gib: int) -> E
 
 
 def _loads(levels: Sequence[int], *, short: bool, seconds: float, timeout: float) -> tuple[EngineLoad, ...]:
-    """Return streams and one-token answers with each number of clients, and a burst of streams. `short`: few tokens."""
+    """Return streams and one-token answers for each number of clients, and a burst of streams. `short`: few tokens."""
     tokens = 32 if short else 128
     one = EngineLoad(
         name="streams", prompt=PROMPT, tokens=tokens, stream=True, concurrency=1, seconds=seconds, timeout=timeout
     )
     kinds = (one, msgspec.structs.replace(one, name="one token", tokens=1, stream=False))
-    # Each client makes one request.
+    # Each client sends one request.
     burst = msgspec.structs.replace(one, name="burst", tokens=32, concurrency=BURST, seconds=0.0)
     return *(msgspec.structs.replace(kind, concurrency=level) for kind in kinds for level in levels), burst
 
 
 def _vector_loads(levels: Sequence[int], seconds: float, timeout: float) -> tuple[EngineLoad, ...]:
-    """Return requests for the vector of one text, and for those of many, with each number of clients."""
+    """Return requests for the vector of one text and for the vectors of many, for each number of clients."""
     one = EngineLoad(
         name="one text",
         prompt=SHORT_TEXT,
@@ -245,7 +246,7 @@ def _vector_loads(levels: Sequence[int], seconds: float, timeout: float) -> tupl
 
 
 def _write(file: Path, samples: Sequence[Sample]) -> None:
-    """Write the samples as one file. Readers never see half of it."""
+    """Write the samples as one file. Readers never see an incomplete file."""
     partial = file.with_name(file.name + ".partial")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(samples)))
     partial.replace(file)

@@ -1,8 +1,8 @@
 """The baseline: vLLM's `AsyncLLM` without HTTP, under the same load, in a separate process.
 
 The argument is the engine arguments as JSON. The process reads one `EngineLoad` per line from standard input, and
-answers each with a line of figures. Its first line, an empty object, means that it is ready. It ends at the end of its
-input.
+answers each one with a line of figures. The first line that it writes, an empty object, means that it is ready. It
+exits when its input ends.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from benchmarks.load import Figures, Tally, Waves, clock
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One load run: the request, the number of clients and the duration."""
 
-    name: str  # The name of the kind of load.
+    name: str  # The kind of load.
     prompt: str
     tokens: int
     stream: bool
     logprobs: bool = False
-    texts: int = 0  # Texts of a request for vectors. 0: the request is for generated text.
+    texts: int = 0  # The number of texts in a request for vectors. 0: the request is for generated text.
     concurrency: int
     seconds: float
     timeout: float
@@ -98,7 +98,7 @@ async def _serve(arguments: dict[str, Any], answers: IO[bytes]) -> None:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    # The context decides the batch sizes. vLLM's server uses this one, too.
+    # The batch sizes depend on this context. vLLM's server uses the same one.
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.OPENAI_API_SERVER)
     gc.collect()
     gc.freeze()
@@ -112,8 +112,8 @@ async def _serve(arguments: dict[str, Any], answers: IO[bytes]) -> None:
 
 
 def main() -> None:
-    """Serve standard input."""
-    # Only answers go to the original standard output. The output of libraries goes to standard error.
+    """Serve the loads that arrive on standard input."""
+    # Only answers go to the original standard output. What libraries print goes to standard error.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,4 +1,4 @@
-"""Runs Slipway with another choice of the copy, for comparison: requests go to the copies in turn.
+"""Runs Slipway with requests that go to the copies in turn, for comparison with Slipway's own choice of the copy.
 
 python -m benchmarks.copies_in_turn MODULE [ARGUMENTS...]
 """
@@ -15,7 +15,7 @@ from engines.vllm.copies.choice import AnyCopy, CopyChoice
 def in_turn(
     choice: CopyChoice, copies: Sequence[AnyCopy], token_ids: Sequence[int], scope: Hashable, work: int
 ) -> AnyCopy:
-    """Return the copy that was not chosen for the longest time. It takes the place of `CopyChoice.choose`."""
+    """Return the copy that was chosen least recently. This function replaces `CopyChoice.choose`."""
     return min(copies, key=lambda copy: copy.chosen)
 
 

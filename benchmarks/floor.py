@@ -1,8 +1,8 @@
-"""The floor: a front end that does nothing except the work that each one in Python has.
+"""The floor: a front end that does only the work that every front end in Python has to do.
 
 It reads HTTP with httptools on uvloop, as Slipway does. It sends a message to the scripted engine for each request,
-decodes the engine's messages, and writes the same bytes for each token. It makes no text, no JSON and no metrics, and
-it checks nothing.
+decodes the engine's messages, and writes the same bytes for each token. It creates no text, no JSON and no metrics, and
+it validates nothing.
 
     python -m benchmarks.scripted_front_end DIRECTORY SCRIPT benchmarks.floor DIRECTORY PORT
 """
@@ -33,7 +33,7 @@ _LAST_DOCUMENT = _DOCUMENT % b'"length"'
 
 
 class Completion(msgspec.Struct):
-    """The fields of a request that change the work."""
+    """The fields of a request that affect the work."""
 
     max_tokens: int
     stream: bool = False
@@ -89,7 +89,7 @@ class EngineSockets:
         self._input.send_multipart(message)
 
     async def run(self) -> None:
-        """Give each token to its connection, for ever."""
+        """Pass each token to its connection, forever."""
         while True:
             outputs: SentOutputs = self._decoder.decode(await self._output.recv_multipart())
             for output in outputs.outputs:
@@ -125,7 +125,7 @@ class Connection(asyncio.Protocol):
             self.transport.write(_STREAM)
 
     def token(self, output: SentOutput) -> None:
-        """Answer with a token."""
+        """Answer with one token."""
         ended = output.finish_reason is not None
         if ended:
             del self._engine.connections[output.request_id]
@@ -133,7 +133,7 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(directory: Path, port: int) -> None:
-    """Serve for ever."""
+    """Serve forever."""
     engine = EngineSockets(directory)
     await engine.connected()
     await asyncio.get_running_loop().create_server(lambda: Connection(engine), "127.0.0.1", port, backlog=1024)

@@ -1,7 +1,7 @@
 """The load client: repeats one request on keep-alive connections, with an asyncio protocol for each.
 
-It is fast enough not to be the bottleneck: a token creates no task, and its record is not parsed. Run it as a separate
-process, so that it does not share an event loop with the server:
+The client is fast enough not to be the bottleneck: it creates no task for a token, and does not parse the token's
+record. Run it as a separate process, so that it does not share an event loop with the server:
 
     python -m benchmarks.load --url http://127.0.0.1:8080/invocations --concurrency 32 --seconds 5 \\
         --body '{"inputs": "Tell me", "parameters": {"max_new_tokens": 64}, "stream": true}' \\
@@ -43,24 +43,24 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: int  # Complete and correct answers.
     errors: int
-    error_kinds: dict[str, int]  # The number of errors by message.
-    tokens: int  # Tokens of complete answers.
-    records: int  # Streamed records. Fewer than `tokens` if a server merged several tokens into one record.
+    error_kinds: dict[str, int]  # The number of errors, by message.
+    tokens: int  # The tokens of complete answers.
+    records: int  # Streamed records. There are fewer than `tokens` if the server merged several tokens into one record.
     wall_s: float
-    # From sending the request to the first byte of the body, or to the engine's first output.
+    # From sending the request to the first byte of the body. Without HTTP: to the engine's first output.
     first_p50_ms: float
     first_p99_ms: float
     total_p50_ms: float
     total_p99_ms: float
-    # Between records of a stream, or outputs of the engine. Records that are read together count as one.
+    # Between the records of a stream, or the outputs of the engine. Records that are read together count as one.
     gap_p50_ms: float
     gap_p99_ms: float
-    client_cpu_s: float  # CPU time of the process that made the load.
-    # Answers of status 429 or 503 if clients come again (`LoadSpec.come_again`). They are not errors then.
+    client_cpu_s: float  # The CPU time of the process that generates the load.
+    # Replies with status 429 or 503 if clients retry (`LoadSpec.come_again`). They are then not errors.
     refused: int = 0
     refused_p50_ms: float = math.nan
     refused_p99_ms: float = math.nan
-    client_real_time: bool = False  # The process had real-time priority; see `take_precedence`.
+    client_real_time: bool = False  # The process had real-time priority. See `take_precedence`.
 
 
 class Tally:
@@ -114,7 +114,7 @@ class Tally:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the nearest-rank percentile, or 0 without values."""
+    """Return the nearest-rank percentile. Without values, return 0."""
     if not values:
         return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
@@ -123,23 +123,23 @@ def percentile(values: Sequence[float], share: float) -> float:
 class Waves:
     """Makes all clients send the same number of requests, as many as the time allows.
 
-    The first client that is ready for its next request opens a wave, if time is left, and all others join it. So the
-    number of concurrent requests stays the same until nearly the end of the run.
+    The first client that is ready for its next request opens a wave if there is time left, and all other clients join
+    it. So the number of concurrent requests stays the same until nearly the end of the run.
     """
 
     def __init__(self, seconds: float, *, together: bool = True) -> None:
-        """Start the time.
+        """Start the clock.
 
         Args:
-            seconds: The time in which waves are opened.
-            together: False: each client sends as many requests as it can.
+            seconds: How long waves may be opened.
+            together: If False, each client sends as many requests as it can.
         """
         self.deadline = clock() + seconds
         self._opened = 1
         self._together = together
 
     def admits(self, made: int) -> bool:
-        """Return True if a client that has made this many requests may make another."""
+        """Return True if a client that has sent `made` requests may send another."""
         if self._together and made < self._opened:
             return True
         if clock() >= self.deadline:
@@ -153,14 +153,14 @@ class ResponseError(Exception):
 
 
 class ResponseReader:
-    """Reads one HTTP/1.1 response: counts the marker in its body, and keeps the end of the body."""
+    """Parses one HTTP/1.1 response: counts the marker in the body, and keeps the end of the body."""
 
     def __init__(self, marker: bytes = b"") -> None:
         self.status = 0
         self.keep_alive = True
-        self.retry_after = 0  # Seconds, from the header.
+        self.retry_after = 0  # The header's value, in seconds.
         self.body_bytes = 0
-        self.markers = 0  # Occurrences of the marker in the body so far.
+        self.markers = 0  # The number of markers in the body so far.
         self.tail = b""  # The last `TAIL_BYTES` of the body.
         self.complete = False
         self._marker = marker
@@ -170,7 +170,7 @@ class ResponseReader:
         self._parser = httptools.HttpResponseParser(self)
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes.
+        """Parse the next bytes.
 
         Raises:
             ResponseError: The bytes are not part of this response.
@@ -210,23 +210,23 @@ class ResponseReader:
 
 
 class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The requests of a load run, its duration, and the signs of a complete answer."""
+    """The requests of a load run, its duration, and how complete answers are recognized."""
 
     url: str
-    body: str  # One body, or several, one per line. Each request takes a random one.
+    body: str  # One body, or several with one per line. Each request uses a random one.
     concurrency: int = 1
-    seconds: float = 5.0  # No wave starts after this. Running requests finish.
-    timeout: float = 120.0  # The run ends after this. Unfinished requests are errors.
-    tokens: int = 1  # Tokens of a complete answer. With several bodies: the mean.
+    seconds: float = 5.0  # No wave starts after this time. Running requests finish.
+    timeout: float = 120.0  # The run ends after this time. Unfinished requests are errors.
+    tokens: int = 1  # The number of tokens in a complete answer. With several bodies: the mean.
     marker: str = ""  # Occurs once in each streamed record.
-    end_marker: str = ""  # Occurs in the end of the body.
+    end_marker: str = ""  # Occurs at the end of the body.
     exact_records: bool = False  # A complete answer has exactly as many records as tokens.
-    # A client that a full queue refused comes again after the time of Retry-After, or up to a quarter later. Each
-    # client then sends as many requests as it can. Otherwise a refusal is an error.
+    # A client that a full queue refused retries after the time in Retry-After, or up to a quarter later. Each client
+    # then sends as many requests as it can. If this is False, a refusal is an error.
     come_again: bool = False
 
     def requests(self) -> list[bytes]:
-        """Return whole HTTP requests, one for each body."""
+        """Return complete HTTP requests, one for each body."""
         url = urlsplit(self.url)
         head = f"POST {url.path or '/'} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
         bodies = [line.encode() for line in self.body.split("\n")]
@@ -234,7 +234,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load:
-    """One load run: its connections, and the time of each request."""
+    """One load run: its connections, and the start time of each request."""
 
     def __init__(self, spec: LoadSpec) -> None:
         self.spec = spec
@@ -270,7 +270,7 @@ class Load:
         if self.spec.come_again and answer.status in _REFUSALS:
             self.tally.refused(total_s)
             pause = answer.retry_after * random.uniform(1.0, 1.25)
-            if clock() + pause >= self._waves.deadline:  # The run would be over.
+            if clock() + pause >= self._waves.deadline:  # The run would be over by then.
                 client.close()
                 return
             asyncio.get_running_loop().call_later(pause, self._go_on, client, answer.keep_alive)
@@ -399,11 +399,11 @@ class Client(asyncio.Protocol):
 def take_precedence() -> bool:
     """Give this process real-time priority, as if it ran on a separate machine.
 
-    Without it, a polling engine on few cores can make the client wait for a whole answer. The time to the first byte
-    would then be the time that the client waits for a core.
+    Otherwise, on few cores, a polling engine can make the client wait for a whole answer. The measured time to the
+    first byte would then be the time for which the client waits for a core.
 
     Returns:
-        False if the system does not allow it.
+        False if the system does not allow this.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
@@ -413,7 +413,7 @@ def take_precedence() -> bool:
 
 
 def command(spec: LoadSpec) -> list[str]:
-    """Return the command line that makes this load in a separate process."""
+    """Return the command line that generates this load in a separate process."""
     argv = [sys.executable, "-m", "benchmarks.load"]
     for name, value in msgspec.structs.asdict(spec).items():
         option = "--" + name.replace("_", "-")
@@ -425,7 +425,7 @@ def command(spec: LoadSpec) -> list[str]:
 
 
 def parse(argv: Sequence[str] | None) -> LoadSpec:
-    """Return the load of a command line. None: the command line of this process."""
+    """Parse the load from a command line. None: the command line of this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for field in msgspec.structs.fields(LoadSpec):
         option = "--" + field.name.replace("_", "-")
@@ -437,7 +437,7 @@ def parse(argv: Sequence[str] | None) -> LoadSpec:
 
 
 def main() -> None:
-    """Make the load, and print its figures as one line of JSON."""
+    """Generate the load, and print its figures as one line of JSON."""
     spec = parse(None)
     allow_open_files()
     real_time = take_precedence()

@@ -1,8 +1,9 @@
 """The servers that are compared: Slipway, also with copies of the model and on Ray Serve, vLLM's servers in Python and
 in Rust, Triton, the bare engine, and the floor of a front end in Python.
 
-All get the same engine arguments, or the same script (`benchmarks.scripted_engine`) in place of a model. Each is a
-server in a separate process group, so that all its processes can be paused, stopped and measured.
+All of them get the same engine arguments. Instead of a model, they may get the same script
+(`benchmarks.scripted_engine`). Each server has its own process group, so that all its processes can be paused, stopped
+and measured.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from benchmarks.load import Figures, LoadSpec, command
 from benchmarks.scripted_front_end import Script, processors
 from container.gpus import gpu_count
 
-MODEL = "m"  # The served model's name.
-LOGPROBS = "+logprobs"  # Ends the name of a variant whose streams have log probabilities.
+MODEL = "m"  # The name of the served model.
+LOGPROBS = "+logprobs"  # Ends the name of a variant whose streams include log probabilities.
 START_TIMEOUT_S = 300.0
 IDLE_TIMEOUT_S, IDLE_CPU_S = 30.0, 0.1
 STOP_TIMEOUT_S = 20.0
-_BODIES = 64  # Different requests for vectors.
-GRACE_S = 30.0  # Additional time for a load, in which its process starts and ends.
+_BODIES = 64  # The number of different requests for vectors.
+GRACE_S = 30.0  # Extra time for a load, in which its process starts and exits.
 LOG_TAIL_LINES = 30
 # Parts of the titles of engine processes. If a fork server starts the workers, they are siblings of the engine.
 ENGINE_PROCESSES = ("VLLM::EngineCore", "VLLM::Worker", "benchmarks.scripted_engine")
-# The servers do not log a line for each request.
+# Keeps the servers from logging a line for each request.
 ENVIRONMENT = {"SERVING_LOG_LEVEL": "warning", "VLLM_NO_USAGE_STATS": "1"}
 
 TRITON_STUB = "triton_python_backend_stub"
@@ -70,17 +71,17 @@ class Engine:
 
     model_dir: Path
     arguments: EngineArguments  # Fields of `AsyncEngineArgs`, without the model.
-    step_ms: float | None = None  # Time between two tokens of a scripted engine. None: a model runs.
-    cache_blocks: int = 0  # Of the prefix cache of a scripted engine.
+    step_ms: float | None = None  # The time between two tokens of a scripted engine. None: a model runs.
+    cache_blocks: int = 0  # The size of a scripted engine's prefix cache.
 
     @property
     def task(self) -> str:
-        """vLLM's name for its task: `embed` or `generate`."""
+        """vLLM's name for the engine's task: `embed` or `generate`."""
         return "embed" if self.arguments.get("runner") == "pooling" else "generate"
 
 
 class ServerError(Exception):
-    """A server did not start, or died. The message has the end of its log."""
+    """A server did not start, or died. The message includes the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class CpuTime:
 
 
 class Server:
-    """A process and its children. Leaving the context ends them all."""
+    """A process and its children. Leaving the context stops them all."""
 
     def __init__(
         self, name: str, argv: Sequence[str], log: Path, *, pipes: bool = False, environment: Mapping[str, str] = {}
@@ -106,9 +107,9 @@ class Server:
             name: The name of the server.
             argv: The command line.
             log: The file for the output.
-            pipes: Standard input and output are for requests and answers. Otherwise standard output goes to the log,
-                too.
-            environment: Further environment variables.
+            pipes: Whether standard input and output carry requests and answers. If not, standard output also goes to
+                the log.
+            environment: Additional environment variables.
         """
         self.name = name
         self._log = log
@@ -136,7 +137,7 @@ class Server:
         """Wait until the server is ready.
 
         Raises:
-            ServerError: The process ended, or took longer than `timeout` seconds.
+            ServerError: The process exited, or took longer than `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while not ready():
@@ -159,7 +160,7 @@ class Server:
         raise self.error("ended")
 
     def wait_idle(self) -> None:
-        """Wait until the server has finished its start, or for `IDLE_TIMEOUT_S`."""
+        """Wait until the server has finished starting, or for at most `IDLE_TIMEOUT_S`."""
         deadline = time.monotonic() + IDLE_TIMEOUT_S
         used = IDLE_CPU_S + 1
         while used > IDLE_CPU_S and time.monotonic() < deadline:
@@ -168,7 +169,7 @@ class Server:
             used = (self.cpu_time() - before).front_end
 
     def pause(self) -> None:
-        """Stop all processes. vLLM's workers would poll for a second after their last step."""
+        """Pause all processes. Otherwise vLLM's workers would poll for a second after their last step."""
         self._signal_all(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -177,13 +178,13 @@ class Server:
     def stop(self) -> None:
         """Terminate the process, then kill the rest of its group."""
         self.resume()
-        self._process.terminate()  # Only this process: Ray needs its children for an orderly stop.
+        self._process.terminate()  # Only this process, because Ray needs its children to stop cleanly.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_TIMEOUT_S)
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process, its group, and children that have left the group."""
+        """Kill the process, its group, and children that left the group."""
         children: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(self._process.pid).children(recursive=True)
@@ -202,7 +203,7 @@ class Server:
             os.killpg(self._process.pid, number)
 
     def _signal_all(self, number: int) -> None:
-        """Signal the group, and children that have left it, such as Slipway's engine."""
+        """Signal the group, and children that left the group, such as Slipway's engine."""
         self._signal_group(number)
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self._process.pid).children(recursive=True):
@@ -215,7 +216,7 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error, or at the end of the time limit, an orderly stop would take too long.
+        # After an error, or once the time limit is reached, a clean stop would take too long.
         if kind is None:
             self.stop()
         else:
@@ -226,7 +227,7 @@ def _tree_cpu_time(process: psutil.Process, *, engine: bool) -> CpuTime:
     """Add up the CPU time of a process and its children.
 
     Raises:
-        psutil.NoSuchProcess: The process itself has ended.
+        psutil.NoSuchProcess: The process itself has exited.
     """
     title = " ".join(process.cmdline())
     engine = engine or any(name in title for name in ENGINE_PROCESSES)
@@ -243,7 +244,7 @@ def _tree_cpu_time(process: psutil.Process, *, engine: bool) -> CpuTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContractRequest:
-    """A load as a request of one contract, and the signs of a complete answer."""
+    """A load as a request in one contract, and how complete answers are recognized."""
 
     path: str
     body: dict[str, object]
@@ -253,7 +254,7 @@ class ContractRequest:
 
 
 def lmi(load: EngineLoad) -> ContractRequest:
-    """Return the request for LMI's rolling batch, or for vectors."""
+    """Return the request for LMI's rolling batch or for vectors."""
     if load.texts:
         return ContractRequest(path="/invocations", body={"inputs": _texts(load)}, end_marker="]")
     parameters: dict[str, object] = {"max_new_tokens": load.tokens, "ignore_eos_token": True}
@@ -269,7 +270,7 @@ def lmi(load: EngineLoad) -> ContractRequest:
 
 
 def openai(load: EngineLoad) -> ContractRequest:
-    """Return the request for OpenAI's completions, with vLLM's own parameters, or for embeddings."""
+    """Return the request for OpenAI's completions with vLLM's own parameters, or for embeddings."""
     if load.texts:
         return ContractRequest(
             path="/v1/embeddings", body={"model": MODEL, "input": _texts(load)}, end_marker='"completion_tokens":0'
@@ -277,24 +278,24 @@ def openai(load: EngineLoad) -> ContractRequest:
     body: dict[str, object] = {"model": MODEL, "prompt": load.prompt, "max_tokens": load.tokens, "temperature": 0}
     body |= {"ignore_eos": True, "stream": load.stream}
     if load.logprobs:
-        body["logprobs"] = 0  # Of the chosen tokens, without alternatives, as in LMI.
+        body["logprobs"] = 0  # As in LMI: for the chosen tokens, without alternatives.
     return ContractRequest(
         path="/v1/completions",
         body=body,
         marker="data: {" if load.stream else "",
-        # The end of sequence is ignored. So an answer ends at its limit, with exactly that many tokens.
+        # The end-of-sequence token is ignored, so an answer ends at its limit with exactly that many tokens.
         end_marker='"finish_reason":"length"',
     )
 
 
 def _texts(load: EngineLoad) -> str | list[str]:
-    """Return the texts of a request for vectors. All differ, so that no server can know one again."""
+    """Return the texts of a request for vectors. All texts differ, so that no server can cache them."""
     texts = [f"{random.getrandbits(32)} {load.prompt}" for _ in range(load.texts)]
     return texts[0] if load.texts == 1 else texts
 
 
 def chat(load: EngineLoad) -> ContractRequest:
-    """Return the request for OpenAI's chat completions, with vLLM's own parameters."""
+    """Return the request for OpenAI's chat completions with vLLM's own parameters."""
     body: dict[str, object] = {"model": MODEL, "messages": [{"role": "user", "content": load.prompt}]}
     body |= {"max_tokens": load.tokens, "temperature": 0, "ignore_eos": True, "stream": load.stream}
     if load.logprobs:
@@ -308,7 +309,7 @@ def chat(load: EngineLoad) -> ContractRequest:
 
 
 def triton(load: EngineLoad) -> ContractRequest:
-    """Return the request for Triton's generate extension, in the form of its vLLM backend."""
+    """Return the request for Triton's generate extension, in the format of Triton's vLLM backend."""
     body: dict[str, object] = {"text_input": load.prompt, "max_tokens": load.tokens, "ignore_eos": True}
     body |= {"temperature": 0, "stream": load.stream, "return_finish_reason": True}
     if load.logprobs:
@@ -323,7 +324,7 @@ def triton(load: EngineLoad) -> ContractRequest:
 
 
 def happy_vllm(load: EngineLoad) -> ContractRequest:
-    """Return the request for happy_vllm's generate route, whose streams repeat the whole text with each token."""
+    """Return the request for happy_vllm's generate route. Its streams repeat the whole text with each token."""
     return ContractRequest(
         path=f"/v1/generate{'_stream' if load.stream else ''}",
         body={"prompt": load.prompt, "max_tokens": load.tokens, "ignore_eos": True, "temperature": 0},
@@ -336,7 +337,7 @@ def happy_vllm(load: EngineLoad) -> ContractRequest:
 def tgi(load: EngineLoad) -> ContractRequest:
     """Return the request for TGI's generate route.
 
-    TGI cannot ignore the end of sequence. So a model that ends early causes errors.
+    TGI cannot ignore the end-of-sequence token, so a model that ends early causes errors.
     """
     return ContractRequest(
         path=f"/generate{'_stream' if load.stream else ''}",
@@ -355,17 +356,17 @@ CONTRACTS: dict[str, Callable[[EngineLoad], ContractRequest]] = {
     "happy_vllm": happy_vllm,
     "tgi": tgi,
 }
-# Contracts whose streams have log probabilities only on request. Both are measured. TGI always sends them.
+# Contracts whose streams include log probabilities only on request. Both forms are measured. TGI always sends them.
 OPTIONAL_LOGPROBS = ("lmi", "openai", "chat", "triton")
 
 
 def contract_of(variant: str) -> str:
-    """Return the contract in the name of a variant. "" means the usual contract of the peer."""
+    """Return the contract in a variant's name. An empty string means the peer's usual contract."""
     return variant.removesuffix(LOGPROBS).partition(":")[2]
 
 
 class Peer(ABC):
-    """A server that is compared, and the variants of its requests."""
+    """A server to compare, and the variants of its requests."""
 
     name: ClassVar[str]
     server: Server
@@ -373,22 +374,22 @@ class Peer(ABC):
     def __init__(
         self, contracts: Sequence[str] = ("lmi",), rust: Path | None = None, triton: Path | None = None
     ) -> None:
-        """Take the options.
+        """Set the options.
 
         Args:
-            contracts: Contracts of the requests to Slipway. Other peers use those that they have.
-            rust: The program vllm-rs.
+            contracts: The contracts for requests to Slipway. Other peers use those that they support.
+            rust: The path of the program vllm-rs.
             triton: The directory with the packages of nvidia-pytriton.
         """
         self.contracts, self.rust, self.triton = contracts, rust, triton
 
     def missing(self, engine: Engine) -> str:
-        """Return the reason why this machine cannot run the peer, or ""."""
+        """Return the reason why this machine cannot run the peer. Empty if it can."""
         return ""
 
     @abstractmethod
     def start(self, engine: Engine, work_dir: Path) -> Server:
-        """Start the server, and return at once. The caller owns the server."""
+        """Start the server, and return without waiting. The caller owns the server."""
 
     @abstractmethod
     def wait_ready(self) -> None:
@@ -396,15 +397,15 @@ class Peer(ABC):
 
     @abstractmethod
     def load(self, variant: str, load: EngineLoad) -> Figures:
-        """Make the load, and return the client's figures."""
+        """Run the load, and return the client's figures."""
 
     def variants(self, stream: bool) -> list[str]:
-        """Return the names of the variants. All start with the peer's name."""
+        """Return the names of the variants. Each starts with the peer's name."""
         return [self.name, self.name + LOGPROBS] if stream else [self.name]
 
 
 def module(engine: Engine, work_dir: Path, name: str, *arguments: str, copies: int = 1) -> list[str]:
-    """Return the command line that runs a module, on scripted engines if the engine is scripted."""
+    """Return the command line that runs a module. If the engine is scripted, the module runs on scripted engines."""
     scripted: list[str] = []
     if engine.step_ms is not None:
         script = Script(
@@ -426,13 +427,13 @@ class HttpPeer(Peer):
 
     @abstractmethod
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
-        """Return the server's command line. It listens on `self.port` of the loopback address."""
+        """Return the server's command line. The server listens on `self.port` of the loopback address."""
 
     def contract_request(self, variant: str) -> Callable[[EngineLoad], ContractRequest]:
         return CONTRACTS[contract_of(variant) or "openai"]
 
     def variants(self, stream: bool) -> list[str]:
-        """Return the variants for completions, which other contracts are compared with, and for chats."""
+        """Return the variants for completions, with which other contracts are compared, and for chats."""
         names = [self.name, f"{self.name}:chat"] if "chat" in self.contracts else [self.name]
         return [name + end for name in names for end in ("", LOGPROBS)] if stream else names
 
@@ -486,7 +487,7 @@ class HttpPeer(Peer):
 
 
 class Slipway(HttpPeer):
-    """Slipway, with requests in one contract or several."""
+    """Slipway, with requests in one or more contracts."""
 
     name = "slipway"
     program: ClassVar[tuple[str, ...]] = "slipway", "serve"
@@ -498,7 +499,7 @@ class Slipway(HttpPeer):
         model_dir.mkdir()
         (model_dir / "serving.properties").write_text(serving_properties(engine, self.copies))
         if engine.step_ms is not None:
-            # Scripted engines need no share of the processors, and there may be more of them than processors.
+            # Scripted engines need no processors of their own, and there may be more engines than processors.
             self.environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         address = ["--host", "127.0.0.1", "--port", str(self.port), "--model-name", MODEL]
         command = *self.program, "--model-dir", str(model_dir), *address
@@ -535,7 +536,7 @@ class FourCopies(TwoCopies):
 
 
 class InTurn(TwoCopies):
-    """Slipway with two copies that get requests in turn; see `benchmarks.copies_in_turn`."""
+    """Slipway with two copies that get requests in turn. See `benchmarks.copies_in_turn`."""
 
     name = "in-turn"
     program = "benchmarks.copies_in_turn", "slipway", "serve"
@@ -560,14 +561,14 @@ class Vllm(HttpPeer):
     ready_path = "/health"
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
-        # `vllm serve` refuses to run if vLLM was installed under another name. The module does not.
+        # `vllm serve` does not run if vLLM was installed under another name, but the module does.
         arguments = ["--disable-uvicorn-access-log", "--host", "127.0.0.1", "--port", str(self.port)]
         arguments += ["--model", str(engine.model_dir), "--served-model-name", MODEL, *command_line(engine.arguments)]
         return module(engine, work_dir, "vllm.entrypoints.openai.api_server", *arguments)
 
 
 class Rust(HttpPeer):
-    """vLLM's front end in Rust, which the wheel for GPUs contains."""
+    """vLLM's front end in Rust, which the wheel for GPUs includes."""
 
     name = "rust"
     ready_path = "/health"
@@ -587,7 +588,7 @@ class Rust(HttpPeer):
 
 
 class Floor(HttpPeer):
-    """The least that a front end in Python does: see `benchmarks.floor`."""
+    """The least work that a front end in Python can do. See `benchmarks.floor`."""
 
     name = "floor"
     ready_path = "/health"
@@ -599,7 +600,7 @@ class Floor(HttpPeer):
         return module(engine, work_dir, "benchmarks.floor", str(work_dir), str(self.port))
 
     def variants(self, stream: bool) -> list[str]:
-        return [self.name, self.name + LOGPROBS] if stream else [self.name]  # Completions alone.
+        return [self.name, self.name + LOGPROBS] if stream else [self.name]  # Only completions.
 
 
 class Triton(HttpPeer):
@@ -614,7 +615,7 @@ class Triton(HttpPeer):
         return "" if self.triton else "the directory of nvidia-pytriton is missing (give --triton DIR)"
 
     def variants(self, stream: bool) -> list[str]:
-        return [self.name] if stream else []  # Its model only streams.
+        return [self.name] if stream else []  # Triton's model only streams.
 
     def contract_request(self, variant: str) -> Callable[[EngineLoad], ContractRequest]:
         return triton
@@ -643,7 +644,7 @@ class Triton(HttpPeer):
 
 
 class Bare(Peer):
-    """`AsyncLLM` without HTTP; see `benchmarks.bare_engine`."""
+    """`AsyncLLM` without HTTP. See `benchmarks.bare_engine`."""
 
     name = "bare"
 
@@ -688,9 +689,9 @@ def command_line(arguments: EngineArguments) -> list[str]:
 
 
 def serving_properties(engine: Engine, copies: int) -> str:
-    """Return the text of Slipway's settings file. LMI has another name for the batch size.
+    """Return the text of Slipway's settings file. LMI has a different name for the batch size.
 
-    One copy is compared with one engine of a peer. `maxWorkers=1` would be a copy for each GPU.
+    One copy is compared with one engine of a peer. `maxWorkers=1` would mean one copy for each GPU.
     """
     options = {"model_id": str(engine.model_dir), "rolling_batch": "vllm"}
     for name, value in engine.arguments.items():

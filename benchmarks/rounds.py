@@ -1,4 +1,4 @@
-"""Measures the peers against each other: same model, same load, one at a time, in alternating rounds."""
+"""Measures the peers against each other, with the same model and load, one at a time, in alternating rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.load import Figures
 from benchmarks.peers import Engine, Peer
 
 LEAD_IN_TOKENS = 8
-IDLE_SHARE_ALLOWED = 0.05  # Share of a run's duration that the other peers may use of the CPU.
+IDLE_SHARE_ALLOWED = 0.05  # The share of a run's duration that the other peers may use of the CPU.
 
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -26,7 +26,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model, and the loads that it is measured under."""
+    """A model, and the loads under which it is measured."""
 
     name: str
     engine: Engine
@@ -46,7 +46,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     figures: Figures
     front_end_cpu_s: float
     engine_cpu_s: float
-    idle_cpu_s: float  # CPU time of the other peers during the run.
+    idle_cpu_s: float  # The CPU time that the other peers used during the run.
 
     @property
     def title(self) -> str:
@@ -55,7 +55,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rate(self) -> float:
-        """Tokens per second. For one-token answers: requests per second."""
+        """Tokens per second. For one-token answers, this equals requests per second."""
         return self.figures.tokens / self.figures.wall_s
 
     @property
@@ -74,23 +74,23 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def others_disturbed(self) -> bool:
-        """True if the other peers used more of the CPU than is allowed."""
+        """True if the other peers used more CPU time than allowed."""
         return self.idle_cpu_s > IDLE_SHARE_ALLOWED * self.figures.wall_s
 
 
 def run(
     workload: Workload, peers: Sequence[Peer], log_dir: Path | None, report: Report, deadline: float = math.inf
 ) -> Generator[Sample, None, None]:
-    """Start the peers, measure them, and stop them in any case.
+    """Start the peers and measure them. They are always stopped at the end.
 
-    Peers that this machine cannot run are left out.
+    Peers that this machine cannot run are skipped.
 
     Args:
         workload: The model and the loads.
         peers: The servers to compare.
         log_dir: The directory for logs. None: logs are not kept.
-        report: Takes a line for each step.
-        deadline: A time of `time.monotonic`; see `in_time`.
+        report: Called with a line for each step.
+        deadline: A time of `time.monotonic`. See `in_time`.
     """
     reasons = {peer.name: peer.missing(workload.engine) for peer in peers}
     for name, reason in reasons.items():
@@ -120,9 +120,9 @@ def run(
 def in_time(
     loads: Sequence[T], rounds: int, deadline: float, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[tuple[int, T]]:
-    """Yield rounds of all loads, with their numbers.
+    """Yield rounds of all loads, with the number of the round.
 
-    The rounds end when less time is left than the longest load took. The first load is yielded in any case.
+    The rounds end once less time is left than the longest load took. The first load is always yielded.
     """
     longest = 0.0
     for number in range(rounds):
@@ -135,8 +135,8 @@ def in_time(
 
 
 def _measure(workload: str, peers: Sequence[Peer], peer: Peer, variant: str, load: EngineLoad, number: int) -> Sample:
-    # One unmeasured request for each client: the first requests, also after a pause, take longer. In the first round it
-    # is a whole one: on a GPU, kernels are compiled when a batch has a new size.
+    # Each client first sends one unmeasured request, because first requests are slower, even after a pause. In the
+    # first round, it is a full request: on a GPU, kernels are compiled when a batch has a new size.
     tokens = min(load.tokens, LEAD_IN_TOKENS) if number else load.tokens
     lead_in = msgspec.structs.replace(load, tokens=tokens, seconds=0.0)
     with _awake(peer):
@@ -169,7 +169,7 @@ def _awake(peer: Peer) -> Iterator[None]:
 
 
 def in_turn(entrants: Sequence[T], number: int) -> list[T]:
-    """Return the order of a round: each round starts with another entrant, and every second round is reversed."""
+    """Return the order of a round. Each round starts with a different entrant, and every second round is reversed."""
     start = number % len(entrants)
     turned = [*entrants[start:], *entrants[:start]]
     return turned[::-1] if number % 2 else turned

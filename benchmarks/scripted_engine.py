@@ -1,15 +1,15 @@
 """Engine cores without a model: they speak vLLM's protocol, and send the tokens of a fixed text at a fixed rate.
 
-So a measurement covers only the front end. A request gets its first token at once, and one more with each step. A
-request for a vector gets it at once. The protocol is the protocol of vLLM 0.32 between `AsyncMPClient` and its engine
-process: requests on a DEALER socket, outputs on a PUSH socket, messages in msgpack.
+So a measurement covers only the front end. A request gets its first token at once, and another with each step. A
+request for a vector gets the vector at once. The protocol is that of vLLM 0.32 between `AsyncMPClient` and its engine
+process: requests arrive on a DEALER socket, outputs leave on a PUSH socket, and messages are encoded in msgpack.
 
-A prefix cache is modelled, and saves no time: an engine counts the tokens of prompts that a cache would have had.
+The prefix cache is only simulated, and saves no time: an engine counts the prompt tokens that a cache would have held.
 
     python -m benchmarks.scripted_engine DIRECTORY SCRIPT
 
 SCRIPT is a `scripted_front_end.Script` in JSON. The sockets are in DIRECTORY (`scripted_front_end.addresses`). Each
-engine is a process, and runs until it is killed.
+engine is a process that runs until it is killed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from benchmarks.scripted_front_end import BLOCK, MAX_MODEL_LEN, Script, addresse
 MAX_SEQUENCES = 1024
 _TEXT_CHARACTERS = 20_000
 _VECTOR = torch.linspace(-1, 1, 64)
-_STRIDE = 37  # Tokens between the starts of two requests in the text, so that sequences differ.
+_STRIDE = 37  # The distance between the starts of two requests in the text, in tokens. It makes sequences differ.
 _READY = EngineCoreReadyResponse(
     max_model_len=MAX_MODEL_LEN,
     num_gpu_blocks=10_000,
@@ -73,34 +73,35 @@ _READY = EngineCoreReadyResponse(
 @dataclass(slots=True)
 class _Sequence:
     request_id: str
-    place: int  # The place of its next token in the text.
-    left: int  # The number of further tokens.
+    place: int  # The position of the next token in the text.
+    left: int  # The number of tokens still to send.
     logprobs: int | None
     prefill: PrefillStats
     begun: bool = False
-    pooled: bool = False  # It gets a vector in place of tokens.
+    pooled: bool = False  # The request gets a vector instead of tokens.
 
 
 class PrefixCache:
-    """The whole blocks of the latest prompts."""
+    """The complete blocks of the latest prompts."""
 
     def __init__(self, size: int) -> None:
-        """Create an empty cache of so many blocks."""
+        """Create an empty cache with room for `size` blocks."""
         self._size = size
-        self._blocks: OrderedDict[int, None] = OrderedDict()  # By the hash of all tokens up to the block's end.
+        self._blocks: OrderedDict[int, None] = OrderedDict()  # By the hash of all tokens up to the end of the block.
 
     def take(self, token_ids: Sequence[int]) -> int:
-        """Put a prompt into the cache.
+        """Add a prompt to the cache.
 
         Returns:
-            How many of its tokens were there. The last token never is: vLLM computes it in any case.
+            The number of its tokens that were in the cache. The last token never counts, because vLLM always computes
+            it.
         """
         keys, key = [], 0
         for end in range(BLOCK, len(token_ids) + 1, BLOCK) if self._size else ():
             key = hash((key, *token_ids[end - BLOCK : end]))
             keys.append(key)
         known = next((place for place, key in enumerate(keys) if key not in self._blocks), len(keys))
-        for key in reversed(keys):  # The end of a prompt is dropped before its beginning.
+        for key in reversed(keys):  # The end of a prompt is evicted before its beginning.
             self._blocks.pop(key, None)
             self._blocks[key] = None
         while len(self._blocks) > self._size:
@@ -112,7 +113,7 @@ class ScriptedEngine:
     """The engine core's side of the protocol."""
 
     def __init__(self, directory: Path, token_ids: list[int], script: Script, number: int = 0) -> None:
-        """Create the engine of this number, and connect it."""
+        """Create the engine with this number, and connect it."""
         self._task = script.task
         self._cache, self._looked_up = PrefixCache(script.cache_blocks), PrefixCacheStats()
         context, where = zmq.Context(), addresses(directory, number)
@@ -130,7 +131,7 @@ class ScriptedEngine:
         self._place = 0
 
     def run(self) -> None:
-        """Serve for ever."""
+        """Serve forever."""
         self._input.send(self._encoder.encode(_READY)[0])
         due = 0.0
         while True:
@@ -142,13 +143,13 @@ class ScriptedEngine:
                     if was_idle:
                         due = time.monotonic() + self._step_seconds
                 elif wait is not None and (rest := due - time.monotonic()) > 0:
-                    time.sleep(rest)  # Less than a millisecond: `poll` cannot wait for so short a time.
+                    time.sleep(rest)  # Less than a millisecond, which is too short for `poll`.
                 continue
-            due = max(due + self._step_seconds, time.monotonic())  # Late steps are not made up for.
+            due = max(due + self._step_seconds, time.monotonic())  # Late steps are not caught up.
             self._advance([*self._running.values(), *self._read()])
 
     def _read(self) -> list[_Sequence]:
-        """Take all messages that have come. Return the new sequences."""
+        """Read all messages that have arrived. Return the new sequences."""
         new: list[_Sequence] = []
         while True:
             try:
@@ -216,20 +217,20 @@ class ScriptedEngine:
 
 
 def _logprobs(token_id: int, alternatives: int) -> LogprobsLists:
-    """Return the log probabilities of the chosen token, and then of `alternatives` other tokens."""
+    """Return the log probabilities of the chosen token, followed by those of `alternatives` other tokens."""
     ids = np.array([[token_id, *range(100, 100 + alternatives)]], dtype=np.int32)
     values = np.array([[-0.5 - place for place in range(1 + alternatives)]], dtype=np.float32)
     return LogprobsLists(ids, values, np.array([1], dtype=np.int32))
 
 
 def main() -> None:
-    """Serve the front end that the arguments name."""
+    """Serve the front end that uses the sockets in the given directory."""
     directory, text = sys.argv[1:]
     script = msgspec.json.decode(text, type=Script)
     tokenizer: Any = AutoTokenizer.from_pretrained(script.model)
     said = "\n".join(pydoc_data.topics.topics.values())[:_TEXT_CHARACTERS]
     token_ids = tokenizer.encode(said, add_special_tokens=False)
-    # This process is the first engine. Its children are the others, and share its memory.
+    # This process is the first engine. The other engines are its children, and share its memory.
     number = next((number for number in range(1, script.engines) if os.fork() == 0), 0)
     ScriptedEngine(Path(directory), token_ids, script, number).run()
 

@@ -1,11 +1,11 @@
-"""Runs a front end on scripted engine cores (`benchmarks.scripted_engine`), and starts all of them.
+"""Starts scripted engine cores (`benchmarks.scripted_engine`) and a front end that uses them.
 
     python -m benchmarks.scripted_front_end DIRECTORY SCRIPT MODULE [ARGUMENTS...]
     python -m benchmarks.scripted_front_end DIRECTORY SCRIPT rust FILE PORT
 
 SCRIPT is a `Script` in JSON. MODULE runs as with `python -m`. It must use vLLM's `AsyncLLM` in its own process. `rust`
-is vLLM's front end in Rust, whose program is FILE. On several processors, the front end has the first one, and the
-engines and the load client share the others.
+is vLLM's front end in Rust, and FILE is its program. If there are several processors, the front end uses the first
+one, and the engines and the load client share the others.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from typing import Any
 import msgspec
 
 MAX_MODEL_LEN = 2048
-BLOCK = 16  # Tokens of a block of the prefix cache.
+BLOCK = 16  # The number of tokens in one block of the prefix cache.
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
     """The behaviour of the engines."""
 
-    model: str  # The directory of the tokenizer.
+    model: str  # The directory that contains the tokenizer.
     step_ms: float  # The time between two tokens of a sequence.
     task: str = "generate"  # Or `embed`.
     engines: int = 1
-    cache_blocks: int = 0  # The size of each prefix cache. 0: no cache.
+    cache_blocks: int = 0  # The number of blocks in each prefix cache. 0: no cache.
 
 
 def addresses(directory: Path, number: int = 0) -> dict[str, str]:
-    """Return the addresses of an engine's sockets, as arguments of `AsyncMPClient`."""
+    """Return the addresses of an engine's sockets, as keyword arguments for `AsyncMPClient`."""
     return {"input_address": f"ipc://{directory}/input{number}", "output_address": f"ipc://{directory}/output{number}"}
 
 
 def processors() -> tuple[list[int], list[int]]:
-    """Return the processors of the front end, and the processors of the engine and the load client."""
+    """Return the processors for the front end, and those for the engines and the load client."""
     found = sorted(os.sched_getaffinity(0))
     return found[:1], found[1:] or found
 
 
 def start_engines(directory: Path, script: str) -> None:
-    """Start the engines, in the process group of this process."""
+    """Start the engines in the process group of this process."""
     engines = subprocess.Popen([sys.executable, "-m", "benchmarks.scripted_engine", str(directory), script])
     front_end, others = processors()
     os.sched_setaffinity(engines.pid, others)
@@ -56,7 +56,7 @@ def start_engines(directory: Path, script: str) -> None:
 
 
 def use_scripted_engines(directory: Path, count: int) -> None:
-    """Make vLLM connect to the scripted engines: each new client to the next one. By default it starts an engine."""
+    """Make vLLM connect each new client to the next scripted engine. By default, vLLM starts an engine instead."""
     from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 
     numbers = itertools.count()
@@ -70,7 +70,7 @@ def use_scripted_engines(directory: Path, count: int) -> None:
 
 
 def become_rust(directory: Path, model: str, program: str, port: str) -> None:
-    """Replace this process by vLLM's front end in Rust, which gets its sockets already bound."""
+    """Replace this process by vLLM's front end in Rust, whose sockets are bound here already."""
     import zmq
     from vllm.utils.network_utils import make_zmq_listener
 

@@ -1,6 +1,6 @@
-"""Measures how copies of a model share the calls, and how often their prefix caches have the beginning of a prompt.
+"""Measures how copies of a model share the calls, and how often a prompt's beginning is in a copy's prefix cache.
 
-The engines are scripted. Slipway with two copies is compared with one copy, and with two that get requests in turn.
+The engines are scripted. Slipway with two copies is compared with a single copy, and with two copies in turn.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.peers import MODEL, Engine, InTurn, Slipway, TwoCopies
 from benchmarks.scripted_front_end import BLOCK
 
-STREAMS, STREAM_TOKENS = 64, 128  # That start together.
+STREAMS, STREAM_TOKENS = 64, 128  # These streams start together.
 CALLS, CALL_TOKENS = 200, 16
-CALLERS = 8  # Each makes one of the calls at a time.
-SYSTEM_TOKENS, END_TOKENS = 512, 32  # Of the prompts. Only the ends of the calls differ.
-MANY, FEW = 8, 4  # System prompts.
-CACHE_BLOCKS = 5 * SYSTEM_TOKENS // BLOCK  # Two caches together have room for `MANY`, and each has room for `FEW`.
+CALLERS = 8  # The number of concurrent calls.
+SYSTEM_TOKENS, END_TOKENS = 512, 32  # The lengths of the prompts' parts. The calls differ only in their ends.
+MANY, FEW = 8, 4  # The numbers of system prompts.
+CACHE_BLOCKS = 5 * SYSTEM_TOKENS // BLOCK  # Two caches together hold `MANY` system prompts. Each holds `FEW`.
 PEERS: tuple[type[Slipway], ...] = (Slipway, TwoCopies, InTurn)
 
-_TOKEN_IDS = range(1000, 20_000)  # Of words, in the vocabulary of every model that is measured.
+_TOKEN_IDS = range(1000, 20_000)  # The ids of words, in the vocabulary of every measured model.
 _TIMEOUT_S = 60.0
 _SEED = 1  # All servers get the same prompts.
 _TOKENS, _HITS = "vllm:generation_tokens_total", "vllm:prefix_cache_hits_total"
@@ -42,12 +42,12 @@ class Shares(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one server."""
 
     server: str
-    # The tokens that the busiest copy generated, relative to the mean of all copies: of streams with short prompts, of
-    # streams that all have one long prompt, and of the calls with many system prompts.
+    # The tokens that the busiest copy generated, relative to the mean of all copies: for streams with short prompts,
+    # for streams that share one long prompt, and for the calls with many system prompts.
     busiest: float
     busiest_of_one_prompt: float
     busiest_of_calls: float
-    # The tokens of system prompts that were in the cache of the copy, relative to all of them.
+    # The share of the tokens of system prompts that were in the cache of the chosen copy.
     hits_of_many: float
     hits_of_few: float
 
@@ -88,7 +88,7 @@ def _measure(peer: Slipway) -> Shares:
 
 
 def calls(chance: random.Random, system_prompts: int) -> list[Prompt]:
-    """Return the prompts of the calls: so many new system prompts in equal parts, and a new end for each call."""
+    """Return the prompts of the calls. New system prompts have equal shares of the calls. Each call has a new end."""
     beginnings = [_words(chance, SYSTEM_TOKENS) for _ in range(system_prompts)]
     prompts = [beginnings[number % system_prompts] + _words(chance, END_TOKENS) for number in range(CALLS)]
     chance.shuffle(prompts)
@@ -100,12 +100,12 @@ def _words(chance: random.Random, count: int) -> Prompt:
 
 
 def busiest(tokens: Mapping[str, float]) -> float:
-    """Return the most that an engine has generated, relative to the mean."""
+    """Return the most tokens that an engine has generated, relative to the mean."""
     return max(tokens.values()) / mean(tokens.values())
 
 
 def _used(peer: Slipway, prompts: Sequence[Prompt], tokens: int, clients: int) -> dict[str, dict[str, float]]:
-    """Make the calls, and return by how much the counters of each engine have grown.
+    """Make the calls, and return the growth of each engine's counters.
 
     Raises:
         ServerError: A call failed.
@@ -122,7 +122,7 @@ def _used(peer: Slipway, prompts: Sequence[Prompt], tokens: int, clients: int) -
 
 
 def _stream(port: int, prompt: Prompt, tokens: int) -> str:
-    """Read a stream of completions. Returns the problem, or ""."""
+    """Read a stream of completions. Return the problem. Empty if there is none."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
     try:

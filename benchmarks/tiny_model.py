@@ -1,8 +1,8 @@
-"""A tiny Llama, so small that the front end is the limit, and a tiny encoder (BERT), with random weights.
+"""Two tiny models with random weights: a Llama, so small that the front end is the bottleneck, and a BERT encoder.
 
-The vocabulary is small, too. With a usual vocabulary, the final layer and the log probabilities would take most of a
+The vocabulary is also small. With a usual vocabulary, the final layer and the log probabilities would take most of a
 step on a CPU. The tokenizer is a byte-level BPE trained on Python's documentation, so tokens and detokenization are
-real.
+realistic.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import typer
 from container.sources.sample_model import make_once
 from engines.cache_dir import cache_dir
 
-_FORMAT = 3  # The version of the files. Caches of other versions are not used.
+_FORMAT = 3  # The version of the files. Caches with other versions are not used.
 _SEED = 20
 _VOCABULARY = 1024
 _END = "<|end|>"
-_WIDTH = 32  # Of a head, too: the smallest size that vLLM's CPU attention supports.
+_WIDTH = 32  # Also the width of a head: the smallest size that vLLM's CPU attention supports.
 
 
 def prepare_tiny_llama() -> Path:
-    """Return the tiny Llama's directory. Make it first if needed."""
+    """Return the tiny Llama's directory. Create it if it does not exist."""
     return make_once(cache_dir() / f"tiny-llama-v{_FORMAT}", _write_llama)
 
 
 def prepare_tiny_encoder() -> Path:
-    """Return the tiny encoder's directory. Make it first if needed."""
+    """Return the tiny encoder's directory. Create it if it does not exist."""
     return make_once(cache_dir() / f"tiny-bert-v{_FORMAT}", _write_encoder)
 
 
@@ -53,13 +53,13 @@ def _write_encoder(directory: Path) -> None:
 
 
 def _write(directory: Path, config: Any, model: Any, **options: Any) -> None:
-    """Write a model of one layer.
+    """Write a model with one layer.
 
     Args:
-        directory: Gets the model and its tokenizer.
+        directory: The directory for the model and its tokenizer.
         config: The class of the configuration.
         model: The class of the model.
-        options: Further options of the configuration.
+        options: Additional options for the configuration.
     """
     import torch
 

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any
 
-sys.path.append(os.environ["PACKAGES"])  # It has the NumPy release that Triton's Python backend was built for.
+sys.path.append(os.environ["PACKAGES"])  # Contains the NumPy release for which Triton's Python backend was built.
 
 import numpy as np
 import triton_python_backend_utils as triton
@@ -26,9 +26,9 @@ class TritonPythonModel:
     """The class that Triton's Python backend looks for in a model's file."""
 
     def initialize(self, _: dict[str, Any]) -> None:
-        """Start the thread that sends a token with each step."""
+        """Start the thread that sends one token per step."""
         self._step_seconds = float(os.environ["STEP_MS"]) / 1000
-        self._running: dict[Any, int] = {}  # The number of further tokens, by the sender of the response.
+        self._running: dict[Any, int] = {}  # The number of tokens still to send, by the sender of the response.
         self._changed = threading.Condition()
         threading.Thread(target=self._step, daemon=True).start()
 
@@ -47,7 +47,7 @@ class TritonPythonModel:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._running)
-            due = max(due + self._step_seconds, time.monotonic())  # Late steps are not made up for.
+            due = max(due + self._step_seconds, time.monotonic())  # Late steps are not caught up.
             time.sleep(max(0.0, due - time.monotonic()))
             with self._changed:
                 running = self._running
@@ -57,7 +57,7 @@ class TritonPythonModel:
 
 
 def _send(sender: Any, left: int) -> None:
-    """Send a token, while `left` tokens are to come. End the answer with the last one."""
+    """Send a token. `left` is the number of tokens still to send, including this one. The last one ends the answer."""
     reason = b"length" if left == 1 else b""
     values = {"text_output": b" " + _WORDS[left % len(_WORDS)], "finish_reason": reason}
     tensors = [triton.Tensor(name, np.array([value], dtype=np.object_)) for name, value in values.items()]
