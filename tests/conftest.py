@@ -1,4 +1,4 @@
-"""The distribution of tests to several processes (pytest-xdist), and fixtures for tests of any kind."""
+"""The distribution of tests to several processes (pytest-xdist), and fixtures for any kind of test."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-# A busy machine can keep one example waiting for seconds.
+# On a busy machine, one example may take several seconds.
 settings.register_profile("slow", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# For a second run on another Python.
+# For a second run with another Python.
 settings.register_profile("few", settings.get_profile("slow"), max_examples=10)
 settings.load_profile("slow")
 
 _SHARED = re.compile(r"[\[-](lmi-dist|sample|host)[-\]]")
 """Finds the value of the fixture `engine`, `sample_server` or `host` in a live test's name.
 
-Many files share their servers.
+Many files share these servers.
 """
 _INTERNALS = "_internals.py"
-"""The end of the names of live tests' files that import vLLM into the test's process.
+"""The suffix of live test files that import vLLM into the test's process.
 
-This import takes ten seconds and a gigabyte in each process.
+In each process, this import takes ten seconds and a gigabyte.
 """
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the tests with a shared server first. One process runs all of them, and the others should not wait for it."""
+    """Run tests with a shared server first. One process runs all of them, and the others should not wait for it."""
     if not hasattr(config, "workerinput"):
-        return  # There is one process.
+        return  # There is only one process.
     items.sort(key=lambda item: _shared(item.nodeid) == "")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Escape the characters of logs that UTF-8 cannot encode. Logs go from process to process as UTF-8."""
+    """Escape the characters in logs that UTF-8 cannot encode. Logs are passed between processes as UTF-8."""
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
@@ -47,9 +47,9 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture
 def no_collection_by_itself() -> Iterator[None]:
-    """Turn the collector of reference cycles off. Only an explicit call collects cycles, and only those of the test.
+    """Disable the automatic collection of reference cycles. Only an explicit call collects, and only the test's cycles.
 
-    Without `freeze`, each call walks over all objects of the packages that other tests have imported.
+    Without `freeze`, each call would traverse all objects of the packages that other tests have imported.
     """
     gc.disable()
     gc.freeze()
@@ -59,7 +59,7 @@ def no_collection_by_itself() -> Iterator[None]:
 
 
 class ByServer(LoadScopeScheduling):
-    """A scheduler that runs tests with a shared server, or with vLLM, in one process. Other tests go by file."""
+    """A scheduler that runs the tests that share a server, or that use vLLM, in one process. Others are run by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _shared(nodeid) or nodeid.partition("::")[0]
@@ -75,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServe
 
 
 def _shared(nodeid: str) -> str:
-    """Return the server that a live test shares with other files, a sign for vLLM in this process, or ""."""
+    """Return the server that a live test shares with other files, a marker for vLLM in this process, or ""."""
     path, _, name = nodeid.partition("::")
     if not path.startswith("tests/live/"):
         return ""

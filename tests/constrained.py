@@ -1,4 +1,4 @@
-"""Every way in which a client may constrain the text, and every route on which it may.
+"""Every way in which a client may constrain the text, and every route that supports it.
 
 tests/contracts/test_constraint_matrix.py shows what reaches the engine. A few live tests show that the text obeys.
 """
@@ -26,9 +26,9 @@ SOME = [504, 314, 253]
 
 Fields = dict[str, Any]
 Forms = dict[str, tuple[Fields, Fields]]
-"""The fields of a request that ask for a form, and the form by vLLM's name for it."""
+"""For each form: the fields of a request for the form, and the form under vLLM's name."""
 Refused = dict[str, tuple[Fields, str]]
-"""The fields of a request, and the words that the refusal has."""
+"""The fields of a request, and the text that its refusal contains."""
 
 
 def typed(kind: str, **members: Any) -> Fields:
@@ -72,7 +72,7 @@ FORMS: Forms = {
         {"json": CLOSED},
     ),
 }
-"""The schemas without a type are TGI's."""
+"""The schemas without a type are in TGI's form."""
 TOKENWISE: dict[str, Fields] = {
     "logit_bias": {"logit_bias": {str(PARIS): -100}},
     "bad_words": {"bad_words": ["Paris"]},
@@ -88,7 +88,7 @@ BOOLEAN = {
     "required": ["n"],
     "additionalProperties": False,
 }
-"""The schema of happy_vllm's form `{"n": "boolean"}`."""
+"""The schema for happy_vllm's form `{"n": "boolean"}`."""
 
 TOOL = {"type": "function", "name": "f", "parameters": {}}
 BEAMS = {"use_beam_search": True, "n": 2}
@@ -106,7 +106,7 @@ NAMES: dict[str, Fields] = {
     "structural_tag": {"structural_tag": {"format": {}}},
     "grammar": {"grammar": typed("regex", value=REGEX)},
 }
-"""An example of each name by which some server constrains the text."""
+"""An example for each name with which some server constrains the text."""
 NAMES |= {
     name: {name: value}
     for name, value in (
@@ -163,13 +163,13 @@ WRONG_FORMS: Refused = {
 
 
 def by_name(names: str) -> Refused:
-    """Return a case for each of these names. The message has to begin with the name."""
+    """Return a case for each of these names. The message has to begin with the case's name."""
     return {name: (NAMES[name], f"`{name}` ") for name in names.split()}
 
 
 @dataclass(frozen=True)
 class Route:
-    """The requests of a route, and the place of the text in its answers."""
+    """The requests to a route, and the place of the text in the route's answers."""
 
     path: str
     body: Callable[[Fields], Fields]
@@ -186,7 +186,7 @@ def _first(document: Any, *path: str | int) -> str:
 
 
 def _joined(*path: str | int) -> Callable[[list[Any]], str]:
-    """Return a function for the text of a stream. Records without this path are left out."""
+    """Return a function that extracts the text of a stream. Records without this path are ignored."""
 
     def text(documents: list[Any]) -> str:
         pieces = []
@@ -243,7 +243,7 @@ def _happy(fields: Fields) -> Fields:
 
 
 def _triton(fields: Fields) -> Fields:
-    """Return Triton's body. Parameters are plain values, or JSON in a string. TensorRT-LLM has `bad_words`."""
+    """Return a body for Triton. Parameters are plain values or JSON in a string. `bad_words` is for TensorRT-LLM."""
     values = {
         name: value if isinstance(value, str | int | float) else json.dumps(value) for name, value in fields.items()
     }
@@ -357,4 +357,4 @@ ENFORCED: dict[str, Forms] = {
     ),
     **for_each(TGI, tgi_forms("grammar")),
 }
-"""The forms that each route has."""
+"""The forms that each route supports."""

@@ -1,6 +1,6 @@
-"""Tables of the documentation that are made from code or from recorded files.
+"""Tables in the documentation that are generated from code or from recorded files.
 
-`UPDATE_TABLES=1` writes the tables of the tests that run.
+With `UPDATE_TABLES=1`, the tests that run write their tables.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def assert_written(page: Path, made: str) -> None:
-    """Assert that a page has the generated text. If the environment asks for that, write the page first."""
+    """Assert that a page contains the generated text. If `UPDATE_TABLES` is set, write the page first."""
     if os.environ.get("UPDATE_TABLES"):
         page.write_text(made, encoding="utf-8")
     assert page.read_text(encoding="utf-8") == made

@@ -1,14 +1,14 @@
-"""Tries each argument of vLLM that Slipway passes on, and writes down the results.
+"""Tries each argument of vLLM that Slipway passes on, and records the results.
 
-A server loads a small model with the option, answers requests on several routes and shows its metrics. If something
-goes wrong, vLLM's own server is tried with the same arguments. The program writes rows into docs/engine_arguments.md,
-for the named options or for all:
+A server loads a small model with the option, answers requests on several routes, and shows its metrics. If something
+fails, vLLM's own server is tried with the same arguments. The program writes rows into docs/engine_arguments.md, for
+the named options or for all:
 
     python -m tests.engine_arguments max_logprobs block_size
     python -m tests.engine_arguments
 
-The exit code is 1 if an option fails: requests go wrong, or vLLM's own server takes an option that Slipway refuses.
-`TRIALS` has every argument of the table `engines.vllm.arguments.table`.
+The exit code is 1 if an option fails: if requests fail, or if vLLM's own server accepts an option that Slipway refuses.
+`TRIALS` lists every argument in the table `engines.vllm.arguments.table`.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ PAGE = Path(__file__).parents[1] / "docs" / "engine_arguments.md"
 START, END = "<!-- table engine arguments -->\n", "<!-- end of table engine arguments -->\n"
 HEAD = "| result | arguments |\n| --- | --- |\n"
 BASE = {"dtype": "float32", "max_model_len": "1024", "kv_cache_memory_bytes": str(64 << 20)}
-"""The options of every trial, unless the trial sets them or leaves them out."""
+"""The options of every trial, unless the trial overrides or omits them."""
 LOAD_SECONDS = 180.0
 REQUEST_SECONDS = 60.0
 REFUSED = {option.key.removeprefix("option.") for option in NOT_SERVED}
 AT_ONCE = 12
 """The number of options that are tried together."""
 ANY_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Variables of the servers. An engine that is bound to a core may wait for another engine on it."""
+"""Environment variables of the servers. An engine that is bound to a core may wait for another engine on it."""
 PROMPT = "Once upon a time"
 TOKENS = 5
 MODEL = "model"
-"""The model's name on vLLM's own server."""
+"""The name of the model on vLLM's own server."""
 
 GPU = "needs a GPU"
 MACHINES = "needs several machines, or processes that start together"
@@ -61,15 +61,15 @@ MAMBA = "is for models with Mamba layers"
 
 @dataclass(frozen=True)
 class Trial:
-    """One option, and the value that is tried. `{model}`, `{directory}` and similar names stand for paths."""
+    """An option's trial with a value, in which `{model}`, `{directory}` and similar names stand for paths."""
 
     value: str
     beside: Mapping[str, str] = field(default_factory=dict)
     """Other options that the option needs."""
     without: tuple[str, ...] = ()
-    """Options of BASE that would contradict the option."""
+    """Options in BASE that would contradict the option."""
     about: str = ""
-    """The reason if the small model on a CPU does not show the option's effect."""
+    """The reason why the small model on a CPU cannot show the option's effect. Empty if it can."""
 
     def options(self, name: str, paths: Mapping[str, Path]) -> dict[str, str]:
         """Return all options of the trial's server, except those that name the model."""
@@ -86,7 +86,7 @@ def _of_media(value: str, **beside: str) -> Trial:
 
 
 TRIALS: dict[str, Trial | str] = {
-    # The model, and how it is read.
+    # The model, and how it is loaded.
     "model": "is `option.model_id` here",
     "model_weights": Trial("{model}"),
     "served_model_name": Trial("first,second"),
@@ -137,7 +137,7 @@ TRIALS: dict[str, Trial | str] = {
     "renderer_num_workers": Trial("2"),
     "allowed_local_media_path": _of_media("{directory}"),
     "allowed_media_domains": _of_media("example.com"),
-    # Text that the model makes.
+    # Generated text.
     "reasoning_parser": Trial("granite"),
     "reasoning_parser_plugin": Trial("{plugin}"),
     "reasoning_config": Trial('{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}'),
@@ -383,20 +383,20 @@ TRIALS: dict[str, Trial | str] = {
 
 
 def filled(text: str, paths: Mapping[str, Path]) -> str:
-    """Return a value with the paths that it names."""
+    """Return a value with the paths filled in."""
     for name, path in paths.items():
         text = text.replace("{" + name + "}", str(path))
     return text
 
 
 class WorkerExtension:
-    """A value of `worker_extension_cls`."""
+    """A class for the trial of `worker_extension_cls`."""
 
 
 def files(directory: Path) -> dict[str, Path]:
-    """Return the paths that values name.
+    """Return the paths that values refer to.
 
-    They are a model, a chat template, an empty module, a configuration of logging, and a directory for other files.
+    They are a model, a chat template, an empty module, a logging configuration, and a directory for other files.
     """
     template, plugin, logging = (directory / name for name in ("template.jinja", "plugin.py", "logging.json"))
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
@@ -407,7 +407,7 @@ def files(directory: Path) -> dict[str, Path]:
 
 
 def requests(model: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the path and the body of a request of each kind."""
+    """Return the path and the body of one request of each kind."""
     lmi = {"inputs": PROMPT, "parameters": {"max_new_tokens": TOKENS}}
     chat = {"model": model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS}
     completion = {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "stream": True}
@@ -417,13 +417,13 @@ def requests(model: str) -> dict[str, tuple[str, dict[str, Any]]]:
         "LMI, one token": ("/invocations", {**lmi, "parameters": {"max_new_tokens": 1}}),
         "chat": ("/v1/chat/completions", chat),
         "completions, streamed": ("/v1/completions", completion),
-        # The field makes vLLM's own front end answer the request.
+        # Because of this field, vLLM's own front end answers the request.
         "vLLM's chat": ("/v1/chat/completions", {**chat, "add_generation_prompt": True}),
     }
 
 
 def ask(client: httpx.Client, model: str, names: Sequence[str]) -> str:
-    """Send requests. Return the error of the first wrong answer, or ""."""
+    """Send requests. Return the error of the first wrong answer. Empty if there is none."""
     for name in names:
         path, body = requests(model)[name]
         try:
@@ -435,14 +435,14 @@ def ask(client: httpx.Client, model: str, names: Sequence[str]) -> str:
     return ""
 
 
-_BY_SLIPWAY = "not served by this version of Slipway; "  # In the errors of settings.
+_BY_SLIPWAY = "not served by this version of Slipway; "  # Part of some error messages about settings.
 
 
 _LATE = "it was not ready in time"
 
 
 class Slipway:
-    """A running server. Each trial loads a model into it."""
+    """A running server. Each trial loads a model into this server."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._paths, self._count = directory, files(directory), 0
@@ -462,11 +462,10 @@ class Slipway:
         self._server.stop()
 
     def results(self, names: Sequence[str]) -> Iterator[tuple[str, bool, str]]:
-        """Yield each option, True if its result is as expected, and the text to write down.
+        """Yield each option, whether its result is as expected, and the text to record.
 
-        Options that vLLM takes, and that agree with each other, are tried together. If a request goes wrong, each half
-        of them
-        is tried.
+        Options that vLLM accepts and that agree with each other are tried together. If a request fails, each half of
+        these options is tried.
         """
         taken = []
         for name in names:
@@ -481,7 +480,7 @@ class Slipway:
             yield from self._together(together)
 
     def _first_that_agree(self, names: Sequence[str]) -> list[str]:
-        """Return the first options that do not contradict each other."""
+        """Return the first of these options, as far as they do not contradict each other."""
         merged: dict[str, str] = {}
         found: list[str] = []
         for name in names:
@@ -550,16 +549,16 @@ class Slipway:
 
 @dataclass(frozen=True)
 class Tried:
-    """The result of an attempt to load a model and to send requests to it."""
+    """The result of loading a model and sending requests to it."""
 
     problem: str
-    """The first error, or ""."""
+    """The first error. Empty if there is none."""
     refusal: str = ""
-    """The whole message of the refusal to load the model."""
+    """The complete message if the model could not be loaded."""
     log: str = ""
 
     def works(self, name: str) -> str:
-        """Return the text to write down for an option that has caused no error."""
+        """Return the text to record for an option that caused no error."""
         if re.search(rf"option\.{name} \(.*?\) is ignored: ", self.log):
             return "no effect"
         about = _trial(name).about
@@ -573,7 +572,7 @@ def _trial(name: str) -> Trial:
 
 
 def _reason(message: str) -> str:
-    """Return a refusal without the names of the model and of the other options."""
+    """Return a refusal without the names of the model and of other options."""
     return re.sub(r"^model \w+ cannot be loaded: (vLLM cannot load [^:]*: )?", "", " ".join(message.split()))
 
 
@@ -582,12 +581,12 @@ def _serve_arguments(options: Mapping[str, str], model: Path) -> list[str]:
 
 
 def refused_at_once(options: Mapping[str, str], model: Path) -> str:
-    """Return the reason if vLLM refuses arguments before it starts an engine, or ""."""
+    """Return the reason if vLLM refuses arguments before it starts an engine. Empty if it does not."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
     try:
-        # vLLM writes into the defaults, which the parser keeps.
+        # vLLM modifies the defaults, which the parser keeps.
         parsed = copy.deepcopy(_parser().parse_args(_serve_arguments(options, model)))
         AsyncEngineArgs.from_cli_args(parsed).create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (Exception, SystemExit) as error:
@@ -596,7 +595,7 @@ def refused_at_once(options: Mapping[str, str], model: Path) -> str:
 
 
 def tried_on_vllm(options: Mapping[str, str], model: Path, log: Path) -> str:
-    """Return the error of vLLM's server with these arguments, or "" if it works."""
+    """Return the error of vLLM's own server with these arguments. Empty if it works."""
     if refusal := refused_at_once(options, model):
         return refusal
     port = free_port()
@@ -626,7 +625,7 @@ def _wait_for_vllm(process: subprocess.Popen[bytes], client: httpx.Client) -> st
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and the group that it leads."""
+    """Terminate a process and the process group that it leads."""
     process.terminate()
     try:
         process.wait(30)
@@ -647,7 +646,7 @@ def _parser() -> Any:
 
 
 def command_line(options: Mapping[str, str]) -> list[str]:
-    """Return options as arguments of `vllm serve`. Options that it does not have are left out."""
+    """Return options as arguments of `vllm serve`. Options that `vllm serve` does not have are left out."""
     actions = {action.dest: action for action in _parser()._actions}
     line: list[str] = []
     for name, text in options.items():
@@ -671,7 +670,7 @@ def results_in(page: str) -> dict[str, str]:
 
 
 def with_results(page: str, new: Mapping[str, str]) -> str:
-    """Return the page with further results. Its table has one row for each result, in alphabetical order."""
+    """Return the page with additional results. Its table has one row per result, in alphabetical order."""
     known = {name: result for name, result in results_in(page).items() if name in TRIALS} | new
     groups: dict[str, list[str]] = {}
     for name in sorted(known):

@@ -1,4 +1,4 @@
-"""Checks that objects are freed: one object, without a reference to it, or all that reference cycles hold."""
+"""Checks that objects are freed: a single object without references, or everything that reference cycles hold."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import weakref
 
 
 def when_freed(observed: object) -> threading.Event:
-    """An event that is set when the object is gone.
+    """Return an event that is set when the object is freed.
 
-    To look at a weak reference holds the object for that moment, in which another thread may try to collect it.
+    Checking a weak reference would briefly hold the object, and another thread may run the collector at that moment.
     """
     freed = threading.Event()
     weakref.finalize(observed, freed.set)
@@ -18,7 +18,7 @@ def when_freed(observed: object) -> threading.Event:
 
 
 def bytes_in_cycles() -> int:
-    """Collect the reference cycles, and return the length of all texts that only they held."""
+    """Collect the reference cycles, and return the total length of the texts that only the cycles held."""
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         gc.collect()
@@ -26,7 +26,7 @@ def bytes_in_cycles() -> int:
             id(text): len(text)
             for found in gc.garbage
             for text in (found, *gc.get_referents(found))
-            if issubclass(type(text), bytes | bytearray | str)  # `isinstance` asks a dead weak proxy for its class
+            if issubclass(type(text), bytes | bytearray | str)  # `isinstance` would query a dead weak proxy.
         }
     finally:
         gc.set_debug(0)

@@ -1,4 +1,4 @@
-"""An engine's answer as an iterator of deltas."""
+"""Iterates over the deltas of an engine's answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Deltas(asyncio.Queue[TokenDelta | RequestError]):
 
 
 async def generate(engine: Engine, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
-    """The deltas; closing the iterator cancels the request. Raises RequestError."""
+    """Yield the deltas. Closing the iterator cancels the request. Raises RequestError."""
     deltas = _Deltas()
     generation = await engine.submit(request, deltas)
     last = False

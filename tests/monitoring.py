@@ -1,4 +1,4 @@
-"""The Grafana dashboard and the alerts of `deploy/monitoring`, and the metrics that their expressions name."""
+"""The Grafana dashboard and the alerts in `deploy/monitoring`, and the metrics that their expressions name."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def panels() -> list[dict[str, Any]]:
 
 
 def alerts() -> list[dict[str, Any]]:
-    """Return the alerts of all groups."""
+    """Return the alerts in all groups."""
     return [alert for group in ALERTS["groups"] for alert in group["rules"]]
 
 
 def expressions() -> list[str]:
-    """Return all PromQL of both files."""
+    """Return all PromQL expressions in both files."""
     shown = [target["expr"] for panel in panels() for target in panel["targets"]]
     queries = [variable["definition"] for variable in DASHBOARD["templating"]["list"] if variable["type"] == "query"]
-    # `label_values` is a function of Grafana; its last argument is a label.
+    # `label_values` is a Grafana function, and its last argument is a label.
     chosen = [query.removeprefix("label_values(").rsplit(",", 1)[0] for query in queries]
     return [*shown, *chosen, *(alert["expr"] for alert in alerts())]
 
 
 def selections(expression: str) -> list[tuple[str, str]]:
-    """Return the metrics of an expression, each with its label matchers, "" if it has none."""
+    """Return the metrics in an expression, each with its label matchers. They are "" if there are none."""
     bare = re.sub(r"\[[^\]]*\]", "", _GROUPING.sub("", expression))
     return [(name, chosen) for name, chosen in _SELECTION.findall(bare) if name not in _OPERATORS]
 
 
 def labels(selection: str) -> set[str]:
-    """Return the labels of label matchers."""
+    """Return the labels in label matchers."""
     return set(_LABEL.findall(re.sub(r'"[^"]*"', "", selection)))

@@ -1,12 +1,12 @@
-"""Lists what has moved in a release of vLLM that Slipway uses. Nothing of the release is installed or imported.
+"""Lists what has moved in a vLLM release among the things that Slipway uses. The release is not installed or imported.
 
     python -m tests.next_vllm build/next-vllm/vllm-0.33.0-*.whl
 
-It reads the wheel's sources, and compares them with
+The program reads the wheel's sources, and compares them with
 
 - `engines.vllm.internals.NAMES`;
 - every import of vLLM in this repository;
-- every string that is the path of a module or of a class of vLLM;
+- every string that is the path of a module or class in vLLM;
 - the arguments and the parsers of vLLM that Slipway knows.
 
 The exit code is 1 if something has moved.
@@ -30,7 +30,7 @@ from engines.vllm.parsers.choice import NAMES as PARSER_NAMES
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("engines", "handlers", "container", "benchmarks")
 TESTS = ("tests",)
-"""The folders with code that imports vLLM. Strings in tests name anything."""
+"""The folders whose code imports vLLM. Strings in tests are not checked, because they may name anything."""
 PARSERS = (
     ("vllm.tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
     ("vllm.reasoning", "_REASONING_PARSERS_TO_REGISTER"),
@@ -41,10 +41,10 @@ _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Sources:
-    """The modules of a release, by their names."""
+    """The modules of a release, by name."""
 
     def __init__(self, files: Collection[str], read: Callable[[str], str]) -> None:
-        """Take the paths of all files in the release, and a function that returns the text of one."""
+        """Take the paths of all files in the release, and a function that returns the text of a file."""
         self._files = frozenset(name for name in files if name.startswith("vllm/") and name.endswith(".py"))
         self._text = cache(read)
         self.module = cache(self._module)
@@ -57,12 +57,12 @@ class Sources:
 
     @classmethod
     def of_directory(cls, path: Path) -> Sources:
-        """Return the sources in a directory that has the package, such as that of installed packages."""
+        """Return the sources in a directory that contains the package, such as site-packages."""
         files = [str(file.relative_to(path)) for file in path.glob("vllm/**/*.py")]
         return cls(files, lambda name: (path / name).read_text())
 
     def places(self, name: str) -> list[str]:
-        """Return the modules that define a class, a function or a variable of this name."""
+        """Return the modules that define a class, a function or a variable with this name."""
         made = re.compile(rf"^(?:class|(?:async )?def) {name}\b|^{name}\s*[:=]", re.MULTILINE)
         found = sorted(file for file in self._files if made.search(self._text(file)))
         return [file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in found]
@@ -75,7 +75,7 @@ class Sources:
         return None
 
     def find(self, module: str, name: str) -> tuple[str, ast.AST] | None:
-        """Return what a module has under a name, and the module where it is defined. Imports are followed."""
+        """Return what a module defines or imports under a name, and the module that defines it."""
         tree = self.module(module)
         if tree is None:
             return None
@@ -109,7 +109,7 @@ class Sources:
         return f"{package}.{node.module}" if node.module else package
 
     def bases(self, module: str, kind: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
-        """Yield a class and those of vLLM from which it inherits, nearest first."""
+        """Yield a class and the vLLM classes from which it inherits, nearest first."""
         yield module, kind
         for base in kind.bases:
             name = base.value if isinstance(base, ast.Subscript) else base
@@ -119,7 +119,7 @@ class Sources:
                     yield from self.bases(place, node)
 
     def member(self, owner: str, name: str) -> ast.AST | None:
-        """Return the definition of a name in a module or a class, or None."""
+        """Return the definition of a name in a module or a class. None if there is none."""
         module, _, kind = owner.partition(":")
         if not kind:
             found = self.find(module, name)
@@ -137,7 +137,7 @@ class Sources:
         return None
 
     def fields(self, owner: str) -> list[str] | None:
-        """Return the fields that a struct or a dataclass adds to those of its bases, in their order."""
+        """Return the fields that a struct or a dataclass adds to those of its bases, in order."""
         module, _, kind = owner.partition(":")
         found = self.find(module, kind)
         if found is None or not isinstance(found[1], ast.ClassDef):
@@ -146,7 +146,7 @@ class Sources:
         return [ast.unparse(node.target) for node in nodes if not ast.unparse(node.annotation).startswith("ClassVar")]
 
     def now(self, owner: str, member: str) -> str | None:
-        """Return a member as the table has it, in this release. None if it is gone."""
+        """Return a member in this release, in the form of the table. None if the member is gone."""
         if member.startswith("{"):
             fields = self.fields(owner)
             return None if fields is None else f"{{{', '.join(fields)}}}"
@@ -166,7 +166,7 @@ def _parent(module: str) -> str:
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield statements, and those in the branches of `if` and `try`."""
+    """Yield statements, including those in the branches of `if`, `try` and `with`."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With):
@@ -187,7 +187,7 @@ def _bound(tree: ast.Module, name: str) -> bool:
 
 
 def signature(arguments: ast.arguments) -> str:
-    """Return parameters as the table has them: names, with "=" if there is a default."""
+    """Return parameters in the form of the table: names, followed by "=" if there is a default."""
     positional = [*arguments.posonlyargs, *arguments.args]
     without = len(positional) - len(arguments.defaults)
     parts = [each.arg + ("=" if place >= without else "") for place, each in enumerate(positional)]
@@ -205,11 +205,11 @@ def signature(arguments: ast.arguments) -> str:
 
 
 def moved_names(sources: Sources, names: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[str]:
-    """Yield a line for each row of the table that does not hold."""
+    """Yield a line for each row of the table that no longer holds."""
     for file, owners in names.items():
         for places, members in owners.items():
             for member in members:
-                # A place is a module, or a class in it. The next release may have another place.
+                # A place is a module or a class in a module. In the next release, the name may be in another place.
                 found = [(sources.now(owner, member), owner) for owner in places.split(" | ")]
                 now, owner = next((each for each in found if each[0] is not None), found[0])
                 if now in forms(member):
@@ -235,7 +235,7 @@ def _elsewhere(sources: Sources, name: str) -> str:
 
 
 def moved_imports(sources: Sources, root: Path) -> Iterator[str]:
-    """Yield a line for each import, and for each path in a string, that the release does not have."""
+    """Yield a line for each import, and for each path in a string, that is not in the release."""
     for folder in (*PRODUCT, *TESTS):
         for file in sorted((root / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text())):
@@ -248,7 +248,7 @@ def moved_imports(sources: Sources, root: Path) -> Iterator[str]:
 
 
 def _uses(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield the modules of vLLM that a piece of code names, and the names that it takes from them."""
+    """Yield the vLLM modules that a piece of code refers to, and the names that it uses from them."""
     if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
         for alias in node.names:
             yield node.module or "", alias.name
@@ -278,7 +278,7 @@ def moved_arguments(sources: Sources) -> Iterator[str]:
 
 
 def moved_parsers(sources: Sources) -> Iterator[str]:
-    """Yield a line for each parser that is new or gone, and for each architecture of a family that is gone."""
+    """Yield a line for each parser that is new or gone, and for each architecture that is gone from a family."""
     for (module, name), known in zip(PARSERS, (PARSER_NAMES[TOOLS], PARSER_NAMES[REASONING]), strict=True):
         found = sources.find(module, name)
         table = getattr(found[1], "value", None) if found is not None else None
@@ -305,7 +305,7 @@ def moved(sources: Sources) -> list[str]:
 
 
 def main() -> None:
-    """List what has moved in the wheel that is named."""
+    """List what has moved in the wheel that is given as an argument."""
     (wheel,) = sys.argv[1:]
     lines = moved(Sources.of_wheel(Path(wheel)))
     print("\n".join(lines) or "nothing has moved")

@@ -1,4 +1,4 @@
-"""Counts the Python functions that are called: a measure of work that is the same on every machine."""
+"""Counts calls of Python functions. This measure of work is the same on every machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def python_calls(function: Callable[[], object]) -> int:
-    """Return how many Python functions a function calls, itself included. What it raises is raised."""
+    """Return how many Python functions a function calls, including itself. Its exceptions propagate."""
     count = 0
 
     def counted(frame: FrameType, event: str, argument: Any) -> None:

@@ -1,4 +1,4 @@
-"""Settings of a test, from an environment that is a plain dictionary."""
+"""Settings for tests, from an environment that is a plain dictionary."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def further_settings(
 
 
 def configured(config: ModelConfig, **values: Any) -> ModelConfig:
-    """Return a model's settings with other values. A contract's settings go to its group."""
+    """Return a model's settings with other values. A contract's settings are set in the contract's group."""
     for name, group in GROUPS.items():
         own = {key: values.pop(key) for key in [field.name for field in fields(group)] if key in values}
         config = replace(config, **{name: replace(getattr(config, name), **own)})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Schemas of tools as their generators write them, with instances (`fixtures/tool_schemas`)."""
+"""Tool schemas as their generators write them, with instances (`fixtures/tool_schemas`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_HELD: dict[str, tuple[str, ...]] = {
 
 
 class ToolSchema(msgspec.Struct, frozen=True):
-    """A JSON schema, and some of its instances, whose members have the schema's order."""
+    """A JSON schema, and some instances of it, whose members are in the schema's order."""
 
     schema: dict[str, Any]
     valid: tuple[Any, ...]
@@ -40,7 +40,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def tool_schemas() -> dict[str, ToolSchema]:
-    """Return the schemas, by their generators and names."""
+    """Return the schemas, by generator and name."""
     files = {
         path.stem: msgspec.json.decode(path.read_bytes(), type=_File) for path in sorted(_DIRECTORY.glob("*.json"))
     }

@@ -1,4 +1,4 @@
-"""Waiting for changes that have no event: those of another process, a thread, a file."""
+"""Waits for changes that have no event: changes in another process, in a thread, or in a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 SECONDS = 120.0
-"""A limit that is long enough for a busy machine. A test that passes never waits so long."""
+"""A limit that is long enough even for a busy machine. A test that passes never waits this long."""
 
 
 def wait_until(condition: Callable[[], object], seconds: float = SECONDS, about: Callable[[], object] = str) -> None:
@@ -21,7 +21,7 @@ def wait_until(condition: Callable[[], object], seconds: float = SECONDS, about:
 
 
 def wait_until_still(file: Path) -> None:
-    """Wait until a file is there and has not changed for a while, which means that its writer waits."""
+    """Wait until a file exists and has not changed for a while, which means that its writer is waiting."""
     wait_until(file.exists, about=lambda: f"{file} was never written")
     deadline = time.monotonic() + SECONDS
     seen = None

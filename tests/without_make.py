@@ -1,4 +1,4 @@
-"""The environment for a `make` that a test starts."""
+"""The environment for a `make` command that a test starts."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def without_make() -> dict[str, str]:
-    """This process's environment, without the variables by which a make that runs the tests directs those below it."""
+    """Return this process's environment without the variables that `make` passes to a nested `make`."""
     return {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "MFLAGS"}

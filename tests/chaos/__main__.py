@@ -7,13 +7,13 @@
 The promises:
 
 - Every request gets exactly one complete answer or one well-formed error of its contract.
-- A request gets an error only if something was done to the server.
+- A request gets an error only if the server was disturbed.
 - `/ping` tells the truth at every moment.
-- Nothing runs when nobody waits.
-- The server leaves nothing on the machine.
+- Nothing runs while no client waits.
+- The server leaves nothing behind on the machine.
 
-If a promise is broken, the program prints the seed and the shortest list of actions that still fails. Its exit code
-is 1.
+If a promise is broken, the program prints the seed and the shortest list of actions that still fails. The exit code
+is then 1.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Report:
     violations: list[str]
     requests: int
     answers: int
-    """Whole answers. The number of requests says little, because a dead server refuses fast."""
+    """Complete answers. The number of requests alone says little, because a dead server refuses quickly."""
     refusals: int
-    """Requests that a full queue refused. Their clients came again after the time in `Retry-After`."""
+    """Requests that a full queue refused. Their clients retried after the time in `Retry-After`."""
     lost: int
-    """Requests without a whole answer and without an error that was due."""
+    """Requests that got neither a complete answer nor an expected error."""
     by_outcome: dict[str, int]
     outcomes: dict[str, dict[str, int]]
     """The number of requests by contract and outcome."""
@@ -74,7 +74,7 @@ def subject(
     queue: int = 64,
     engine_restarts: int = 0,
 ) -> Subject:
-    """Start a server of the tiny model with few places."""
+    """Start a server of the tiny model with few places in its queue."""
     model = prepare_tiny_llama()
     (directory / "model").mkdir(parents=True)
     (directory / "model" / "template.jinja").write_text(_TEMPLATE)
@@ -91,7 +91,7 @@ def subject(
     environment = {
         "SERVING_STALL_TIMEOUT": str(stall_timeout),
         "SERVING_JOB_QUEUE_SIZE": str(queue),
-        # One thread: several threads would wait for each other if other programs use the processors.
+        # One thread: if other programs use the processors, several threads would wait for each other.
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
@@ -100,7 +100,7 @@ def subject(
 
 
 def tiny_adapter() -> Path:
-    """Return a LoRA adapter for the tiny model. It is made once."""
+    """Return a LoRA adapter for the tiny model. It is created only once."""
     from tests.live.lora import make_adapter
 
     model = prepare_tiny_llama()
@@ -108,17 +108,17 @@ def tiny_adapter() -> Path:
 
 
 async def run(stage: Stage, actions: Iterable[Action], seconds: float, pause: float, answers: float) -> list[str]:
-    """Do the actions until the time is over, the answers are complete, or something is wrong.
+    """Perform the actions until the time is up, enough answers are complete, or a promise is broken.
 
     Args:
         stage: The server and its load.
-        actions: The actions to do.
-        seconds: The longest time of the run.
-        pause: The longest time between two actions, in seconds.
-        answers: The number of whole answers after which the run ends.
+        actions: The actions to perform.
+        seconds: The maximum duration of the run.
+        pause: The longest pause between two actions, in seconds.
+        answers: The number of complete answers after which the run ends.
 
     Returns:
-        The actions that were done.
+        The actions that were performed.
     """
     load = stage.load
     done: list[str] = []
@@ -160,7 +160,7 @@ def chaos(
     pause: float = 1.0,
     answers: float = math.inf,
 ) -> Report:
-    """Do one run against a new server."""
+    """Perform one run against a new server."""
     with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
         tested = subject(Path(directory), stall_timeout, engine_restarts=engine_restarts)
         try:

@@ -1,4 +1,4 @@
-"""The actions against a server under load: faults, and the worst behaviour of clients."""
+"""The actions against a server under load: faults, and the worst kinds of client behaviour."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.chaos.watch import Subject, clock, stopped
 
 HANDLER = Path(__file__).parent.parent / "fixtures" / "handlers" / "echo"
 _SLACK = 1.0
-"""`/ping` may report a stall this many seconds before the stall time ends. The last step may have been so long ago."""
+"""`/ping` may report a stall this many seconds before the stall time is up, because of the age of the last step."""
 _IDLE_SECONDS = 20.0
-"""The time within which everything has to end after every client has its answer or has left."""
+"""Once every client has its answer or has left, everything must end within this time."""
 _GAUGES = ("slipway_engine_running", "slipway_engine_waiting", "slipway_open_requests")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action, which can be written down and done again."""
+    """One action. It can be written down and repeated."""
 
     name: str
     amount: float
@@ -40,7 +40,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The times of a recovery after a fault, in seconds. None: not seen."""
+    """The times of a recovery after a fault, in seconds. None: not observed."""
 
     fault: str
     truth: float | None
@@ -50,18 +50,18 @@ class Recovery:
 
 
 class Stage:
-    """A server, its load, and the recoveries and violations that were seen."""
+    """A server, its load, and the observed recoveries and violations."""
 
     def __init__(self, subject: Subject, load: Load, random: Random, adapter: Path | None, grace: float) -> None:
         self.subject, self.load, self.random, self.adapter = subject, load, random, adapter
         self.grace = grace
-        """The seconds within which `/ping` has to report a fault."""
+        """The number of seconds within which `/ping` has to report a fault."""
         self.recoveries: list[Recovery] = []
         self.violations: list[str] = []
         self.number = 0
 
     async def seen(self, status: int, since: float, seconds: float = 30.0) -> float | None:
-        """Return the seconds until `/ping` answered with this status. None: not within `seconds`."""
+        """Return the seconds until `/ping` answered with this status. None if it did not within `seconds`."""
         while clock() < since + seconds:
             if (at := self.subject.watch.first(status, since)) is not None:
                 return at - since
@@ -69,8 +69,8 @@ class Stage:
         return None
 
     async def served(self, since: float, seconds: float = 60.0) -> float | None:
-        """Return the seconds until a request that was sent after `since` had a complete answer. None: not within
-        `seconds`.
+        """Return the seconds until a request that was sent after `since` was completely answered. None if none was
+        within `seconds`.
         """
         deadline = clock() + seconds
         while clock() < deadline:
@@ -81,7 +81,7 @@ class Stage:
 
 
 async def _stop(stage: Stage, seconds: float, name: str) -> None:
-    """Stop a process of the engine for a while. `/ping` has to report a stall after the stall time."""
+    """Pause one of the engine's processes for a while. `/ping` has to report a stall after the stall time."""
     truth, stall = stage.subject.truth, stage.subject.stall_timeout
     process = stage.subject.process(name)
     begun = clock()
@@ -106,21 +106,21 @@ async def stop_worker(stage: Stage, seconds: float) -> None:
 
 
 async def stop_server(stage: Stage, seconds: float) -> None:
-    """Stop the server's own process for a while. Nobody gets an answer, and nothing is wrong afterwards."""
+    """Pause the server's own process for a while. Clients get no answers meanwhile, and afterwards nothing is wrong."""
     with stopped([stage.subject.process("slipway")]):
         await asyncio.sleep(seconds)
     stage.recoveries.append(Recovery("server stopped", None, await stage.served(clock())))
 
 
 async def freeze(stage: Stage, seconds: float) -> None:
-    """Stop all processes for a while, as `docker pause` does."""
+    """Pause all processes for a while, as `docker pause` does."""
     with stopped(stage.subject.processes()):
         await asyncio.sleep(seconds)
     stage.recoveries.append(Recovery("all processes stopped", None, await stage.served(clock())))
 
 
 async def _kill(stage: Stage, name: str) -> None:
-    """Kill a process of the engine. The server reports this until it is restarted."""
+    """Kill one of the engine's processes. `/ping` reports the fault until the engine is restarted."""
     truth = stage.subject.truth
     begun = clock()
     truth.is_now(200, 500, errors=True)
@@ -163,7 +163,7 @@ async def kill_server(stage: Stage, _: float) -> None:
 
 
 async def terminate(stage: Stage, _: float) -> None:
-    """Send SIGTERM while requests run. All of them have to get their answers."""
+    """Send SIGTERM while requests run. All of them must still be answered."""
     begun = clock()
     code = await asyncio.to_thread(stage.subject.end, stage.grace)
     if code != 0:
@@ -173,7 +173,7 @@ async def terminate(stage: Stage, _: float) -> None:
 
 
 async def fill(stage: Stage, clients: float) -> None:
-    """Send more requests at a time than the queue has places."""
+    """Send more concurrent requests than the queue has places."""
     for _ in range(int(clients)):
         contract = stage.random.choice(CONTRACTS)
         stage.load.beside(stage.load.send(contract, stage.random.randint(50, 200), "plain", stage.random))
@@ -198,7 +198,7 @@ async def send_slowly(stage: Stage, clients: float) -> None:
 
 
 async def model(stage: Stage, calls: float) -> None:
-    """Register a second model, call it, and unregister it while calls of it run."""
+    """Register a second model, call it, and unregister it while some of these calls run."""
     stage.number += 1
     stage.load.beside(_model(stage, f"extra{stage.number}", int(calls)))
 
@@ -220,7 +220,7 @@ async def _model(stage: Stage, name: str, calls: int) -> None:
         expect.error(f"DELETE /models: {status} {body!r}")
     for status, body in await asyncio.gather(*asked):
         if status in (404, 503) and {"code", "type", "message"} <= set(json.loads(body)):
-            continue  # the call came after the model had gone
+            continue  # The call came after the model was removed.
         if status != 200 or name.encode() not in body:
             expect.error(f"a call of a model of the management API: {status} {body!r}")
     status, body = await load.ask(f"/models/{name}", method="GET")
@@ -229,7 +229,7 @@ async def _model(stage: Stage, name: str, calls: int) -> None:
 
 
 async def adapter(stage: Stage, calls: float) -> None:
-    """Register an adapter, use it, and remove it while requests with it run."""
+    """Register an adapter, use it, and remove it while requests that use it run."""
     if stage.adapter is None:
         return
     stage.number += 1
@@ -259,7 +259,7 @@ async def _adapter(stage: Stage, name: str, calls: int) -> None:
 
 
 class _Expected:
-    """A reporter of errors that are violations only if nothing was done to the server since a time."""
+    """Reports errors, but counts them as violations only if the server was not disturbed since the given time."""
 
     def __init__(self, stage: Stage, since: float) -> None:
         self._stage, self._since = stage, since
@@ -270,7 +270,7 @@ class _Expected:
 
 
 async def bad_requests(stage: Stage, number: float) -> None:
-    """Send bodies that no contract takes, among the good ones."""
+    """Send bodies that no contract accepts, in addition to the valid requests."""
     for _ in range(int(number)):
         contract = stage.random.choice(CONTRACTS)
         body = stage.random.choice(({}, [], None, "text", {"inputs": 1, "prompt": 1, "text_input": 1, "messages": 1}))
@@ -306,7 +306,7 @@ async def rest(stage: Stage, _: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """An action, its weight in the random choice, and the limits of its amount."""
+    """An action, its weight in the random choice, and the limits for its amount."""
 
     do: Callable[[Stage, float], Awaitable[None]]
     weight: int

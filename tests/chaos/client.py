@@ -1,4 +1,4 @@
-"""A client that reads exactly one reply from a connection, and may be slow or leave."""
+"""A client that reads exactly one reply from a connection. It may be slow or leave early."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tests.chaos.contracts import Answer
 
 Manner = Literal["plain", "leaves", "reads slowly", "sends slowly"]
 _PART_BYTES, _PART_SECONDS = 200, 0.01
-"""The bytes that a slow client reads at a time, and the seconds between two reads."""
+"""How many bytes a slow client reads at a time, and the pause between two reads in seconds."""
 _PARTS = 8
-"""The number of parts in which a slow client sends a request."""
+"""The number of parts in which a slow client sends its request."""
 
 
 class Broken(Exception):
-    """The connection ended before a whole reply, or the reply is not a valid one."""
+    """The connection was closed before the reply was complete, or the reply is invalid."""
 
 
 class Hung(Exception):
-    """No whole reply came in time."""
+    """No complete reply arrived in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Left:
 
 
 def request_bytes(path: str, body: bytes, method: str = "POST", content_type: str = "application/json") -> bytes:
-    """Return a request after which the server closes the connection. The client would then see a second reply."""
+    """Return a request that asks the server to close the connection afterwards, so that a second reply is noticed."""
     head = f"{method} {path} HTTP/1.1\r\nHost: chaos\r\nContent-Type: {content_type}\r\nConnection: close\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -40,10 +40,10 @@ def request_bytes(path: str, body: bytes, method: str = "POST", content_type: st
 async def ask(
     port: int, request: bytes, seconds: float, manner: Manner = "plain", random: Random | None = None
 ) -> Answer | Left:
-    """Send a request and read its reply to the end of the connection.
+    """Send a request, and read its reply until the connection is closed.
 
     Raises:
-        Broken: The connection ended early, the bytes are no HTTP, or more than one reply came.
+        Broken: The connection was closed early, the bytes are not HTTP, or more than one reply arrived.
         Hung: The reply was not complete after `seconds`.
     """
     writer: asyncio.StreamWriter | None = None
@@ -72,7 +72,7 @@ async def _talk(
             await asyncio.sleep(random.uniform(0.0, 0.1))
     else:
         head, end, body = request.partition(b"\r\n\r\n")
-        for part in (head + end, body):  # Most HTTP libraries write them one after the other.
+        for part in (head + end, body):  # Most HTTP libraries send the head and the body separately.
             writer.write(part)
     if manner == "leaves":
         if random.random() < 0.5:

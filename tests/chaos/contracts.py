@@ -1,4 +1,4 @@
-"""One request of every contract and format, and the forms of its complete answer and of its errors."""
+"""One request for every contract and format, and the form of its complete answer and of its errors."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class Malformed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole HTTP reply."""
+    """A complete HTTP reply."""
 
     status: int
     content_type: str
     body: bytes
     retry_after: float | None = None
-    """Seconds that `Retry-After` asks the client to wait; None: the reply has no such header."""
+    """The number of seconds in `Retry-After`. None: the reply does not have this header."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorForm:
-    """The errors of a family of clients."""
+    """The form of errors for a family of clients."""
 
     statuses: frozenset[int]
-    """The statuses that the contract's page in docs/ has for requests that generate."""
+    """The statuses that the contract's page in docs/ lists for requests that generate."""
     is_error: Callable[[Json], bool]
-    """Return True if an object is an error of the contract. The object is a body or a record of a stream."""
+    """Returns True if an object is an error of the contract. The object is a body or a record of a stream."""
     text: frozenset[int] = frozenset()
     """Statuses whose body is plain text."""
     empty: frozenset[int] = frozenset()
@@ -46,7 +46,7 @@ def _openai_error(record: Json) -> bool:
 
 
 def _lmi_error(record: Json) -> bool:
-    if _openai_error(record):  # completions have the errors of vLLM
+    if _openai_error(record):  # Completions have vLLM's errors.
         return True
     if "error" in record:
         return isinstance(record["error"], str) and isinstance(record.get("code"), int)
@@ -81,9 +81,9 @@ class Contract:
     family: str
     path: str
     body: Callable[[int], Json]
-    """Return the body that asks for exactly so many tokens."""
+    """Returns the body of a request for exactly this many tokens."""
     complete: Callable[[list[Json], int], bool]
-    """Return True if the records of an answer have everything that was asked for. A plain answer is one record."""
+    """Returns True if an answer's records contain everything that was requested. A plain answer is one record."""
     done: bool = False
     """True if the last event is `[DONE]`."""
     busy: frozenset[int] = field(default=frozenset({503}))
@@ -98,11 +98,10 @@ class Contract:
 
         Args:
             answer: The answer.
-            tokens: The number of tokens that were asked for. None: the number is not known, and any whole answer is
-                complete.
+            tokens: The number of requested tokens. None: the number is unknown, and any complete answer is accepted.
 
         Raises:
-            Malformed: The answer is neither complete nor an error of the contract.
+            Malformed: The answer is neither complete nor an error of its contract.
         """
         if b"Traceback (most recent" in answer.body:
             raise Malformed(f"{self.name}: a traceback: {_shown(answer)}")
@@ -132,7 +131,7 @@ class Contract:
             raise Malformed(f"{self.name}: not the form of its errors: {_shown(answer)}")
 
     def _records(self, answer: Answer) -> list[Json]:
-        """Return the records of a plain answer, of JSON lines or of an event stream."""
+        """Return the records of a plain answer, of JSON lines, or of an event stream."""
         try:
             if answer.content_type.startswith("text/event-stream"):
                 events = [event for event in answer.body.decode().split("\n\n") if event and not event.startswith(":")]
@@ -143,7 +142,7 @@ class Contract:
                     data = [text for text in data if text != "[DONE]"]
                 return [json.loads(text) for text in data]
             if self.name.endswith("stream"):
-                # JSON escapes only those line ends of Python that are ASCII.
+                # Of the line ends that Python knows, JSON escapes only those in ASCII.
                 return [json.loads(line) for line in answer.body.decode().removesuffix("\n").split("\n")]
             return [json.loads(answer.body)]
         except ValueError as error:
@@ -177,7 +176,7 @@ def _lmi_stream(records: list[Json], tokens: int) -> bool:
 
 
 def _tgi_stream(records: list[Json], tokens: int) -> bool:
-    # A model may end a text before its limit: TGI has nothing like `ignore_eos`.
+    # A model may end a text before the limit, because TGI has no parameter such as `ignore_eos`.
     indexes = [record["index"] for record in records]
     last = records[-1].get("generated_text")
     return indexes == list(range(1, len(records) + 1)) and len(records) <= tokens and isinstance(last, str)

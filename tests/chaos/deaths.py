@@ -2,7 +2,7 @@
 
     python -m tests.chaos.deaths --answers 10000 --clients 512 --seed 7
 
-Prints JSON. The exit code is 1 if an answer was wrong or an error.
+The program prints JSON. The exit code is 1 if an answer was wrong or was an error.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from tests.live.server import START_SECONDS, Server, serving
 from tests.live.small_model import prepare_small_model
 
 _DEATHS_OF_A_SERVER = 5
-"""The pause before a restart doubles with each death."""
+"""Each death doubles the pause before the next restart, so a server dies only this often."""
 _TEXTS = ("Once", "Twice", "A lamp", "The sea", "Rain", "Seven boats", "Morning", "Under the bridge")
 _TOKENS = 12
 _TOGETHER = 32
-"""Calls at a time whose engine lives. Those that run at a death are many more, so that batches differ as well."""
+"""The number of concurrent calls to a live engine. Far more calls run at a death, so batches differ, too."""
 
 _BATCH = 384
-"""Sequences in a step: with more, the engine's memory grows beyond 3 GB. Other calls wait in the engine."""
+"""The number of sequences in a step. With more, the engine's memory would exceed 3 GB. Other calls wait."""
 _POLL_SECONDS = 0.02
 
 Call = tuple[str, str]
-"""The name of a case, and its text."""
+"""The name of a case, and the text of its prompt."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A call, as it is sent."""
+    """A call to send."""
 
     call: Call
     case: Case
 
     async def answer(self, port: int) -> str:
-        """Return the answer without the parts that differ between equal calls, or the error."""
+        """Return the answer without the parts that differ between identical calls, or return the error."""
         request = request_bytes(self.case.path, json.dumps(self.case.body).encode())
         try:
             reply = await ask(port, request, START_SECONDS)
@@ -86,11 +86,11 @@ def main() -> int:
 
 
 class Attack:
-    """Kills engines until so many answers have outlived theirs."""
+    """Kills engines until the given number of answers have survived the death of an engine."""
 
     def __init__(self, answers: int, clients: int, random: Random) -> None:
         self._answers, self._clients, self._random = answers, clients, random
-        self._right: dict[Call, str] = {}  # The answers of an engine that lived. They are the same on each server.
+        self._right: dict[Call, str] = {}  # The answers of an engine that lived. They are the same on every server.
         self.outcomes = Counter[str]()
 
     @property
@@ -98,7 +98,7 @@ class Attack:
         return self.outcomes["ran"] >= self._answers
 
     def on_new_server(self, directory: Path) -> None:
-        """Kill the engine of a new server some times."""
+        """Kill the engine of a new server several times."""
         model = prepare_small_model()
         add_adapters(directory / "model", model)
         options = {"dtype": "fp32", "max_model_len": 2048, "kv_cache_memory_bytes": 512 << 20, **OPTIONS}
@@ -113,7 +113,7 @@ class Attack:
                     print(dict(self.outcomes), file=sys.stderr, flush=True)
 
     async def _kill_once(self, server: Server) -> None:
-        """Kill the engine or its worker under calls, and compare their answers."""
+        """Kill the engine or its worker while calls run, and check the answers of these calls."""
         random, outcomes = self._random, self.outcomes
         names = ("generated_tokens", "continued_calls", "engine_restarts")
         generated, continued, restarts = (server.metric(f"slipway_{name}_total") for name in names)
@@ -127,7 +127,7 @@ class Attack:
         outcomes["ran"] += sum(not call.done() for call in running)
         if random.random() < 0.5:
             os.kill(server.worker_process().pid, signal.SIGKILL)
-        else:  # Asked to end, vLLM's process aborts all calls.
+        else:  # On SIGTERM, vLLM's process aborts all calls.
             os.kill(server.engine_process(), random.choice((signal.SIGKILL, signal.SIGTERM)))
         for one, got in zip(asked, await asyncio.gather(*running), strict=True):
             right = self._right[one.call]
@@ -140,10 +140,10 @@ class Attack:
 
 
 async def _ask_all(port: int, calls: Iterable[Asked]) -> dict[Call, str]:
-    """Return the answers of calls whose engine lives.
+    """Return the answers to calls whose engine stays alive.
 
     Raises:
-        AssertionError: One of them is an error.
+        AssertionError: An answer is an error.
     """
     places = asyncio.Semaphore(_TOGETHER)
 

@@ -4,10 +4,10 @@
 
 The promises:
 
-- Every request gets a status that the API description has, in its contract's form.
-- Neither a reply nor the log has a traceback.
-- No request stays.
-- `/ping` is 200 throughout, also after the server has been idle for longer than its stall time.
+- Every request gets a status that is in the API description, in the form of its contract.
+- Neither a reply nor the log contains a traceback.
+- No request is left running.
+- `/ping` always answers 200, even if the server has been idle for longer than its stall time.
 
 If a promise is broken, the exit code is 1.
 """
@@ -42,15 +42,15 @@ STALL_TIMEOUT = 2.0
 _CLIENTS = 16
 _REQUEST_SECONDS = 90.0
 _REST_EVERY = 4000
-"""The number of requests after which the server has to be idle and healthy."""
+"""The number of requests between two checks that the server is idle and healthy."""
 _SHARE_OF_ROUTES = 0.4
-"""The share of the time for the routes of the API description."""
+"""The share of the time that is used for the routes in the API description."""
 _SHOWN = 20
-"""The number of kinds of errors after which the run ends."""
+"""The number of different errors after which the run ends."""
 _SUMMARY = 12000
-"""The number of characters of schemathesis's output that are kept from its first failures, and from its end."""
+"""How many characters of schemathesis's output are kept, from its first failures and from its end."""
 _KIND = 60
-"""The number of characters of an error's text that identify its kind."""
+"""The number of leading characters of an error's text that identify its kind."""
 _HOSTILE: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 0.5, 1e308, -1e-320, float("nan"), float("inf"), 2**31, 2**63, -(2**64), 10**400,
     "", " ", "a", "\x00", "\ud800", "a\udfff", "\u2028", "日本", "\U0001f600", "1", "true", "null", "-1", "a" * 3000,
@@ -60,7 +60,7 @@ _HOSTILE: tuple[Any, ...] = (
 )  # fmt: skip
 _CONTENT_TYPES = ("application/json", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "")
 _EXCLUDED = "/unload|^/models$|^/adapters|/adapters|^/v2/repository/[^/]+/models"
-"""Routes that would remove the model or the adapters that other requests need, or that are 501 as in Triton."""
+"""Routes that would remove models or adapters that other requests need, or that answer 501 as in Triton."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Report:
 
 
 def mutated(body: dict[str, Any], properties: list[str], random: Random) -> bytes:
-    """Return a body with one to four faults. Its bytes may also be damaged."""
+    """Return a body with one to four mistakes. Its bytes may also be damaged."""
     document: Any = copy.deepcopy(body)
     for _ in range(random.randint(1, 4)):
         document = _changed(document, properties, random)
@@ -109,7 +109,7 @@ def _changed(document: Any, properties: list[str], random: Random) -> Any:
 
 
 def _hostile(random: Random) -> Any:
-    return copy.deepcopy(random.choice(_HOSTILE))  # the caller may change the value
+    return copy.deepcopy(random.choice(_HOSTILE))  # The caller may change the value.
 
 
 def _damaged(data: bytes, random: Random) -> bytes:
@@ -128,7 +128,7 @@ def _damaged(data: bytes, random: Random) -> bytes:
 
 
 def properties_of(description: dict[str, Any]) -> list[str]:
-    """Return all names of properties in an API description."""
+    """Return all property names in an API description."""
     found: set[str] = set()
 
     def collect(node: Any) -> None:
@@ -146,14 +146,14 @@ def properties_of(description: dict[str, Any]) -> list[str]:
 
 
 def documented(description: dict[str, Any], path: str) -> set[int]:
-    """Return the statuses that an API description has for POST to a path."""
+    """Return the statuses that an API description lists for POST to a path."""
     pattern = path.replace("/model/", "/{model}/") if path not in description["paths"] else path
     responses = description["paths"][pattern]["post"]["responses"]
     return {int(status) for status in responses if status.isdigit()}
 
 
 class Fuzz:
-    """A sender of wrong bodies, and a judge of their replies."""
+    """Sends invalid bodies, and judges the replies."""
 
     def __init__(self, tested: Subject, description: dict[str, Any], seed: int) -> None:
         self.violations: list[str] = []
@@ -164,7 +164,7 @@ class Fuzz:
         self._documented = {contract.path: documented(description, contract.path) for contract in CONTRACTS}
 
     async def run(self, stage: Stage, seconds: float, requests: float = math.inf) -> None:
-        """Send bodies for this time, or this number of bodies, with rests in which nothing may run."""
+        """Send bodies for the given time, or the given number of bodies. Pause sometimes to check that nothing runs."""
         randoms = [Random(f"{self._seed}/{number}") for number in range(_CLIENTS)]
         deadline = clock() + seconds
         while clock() < deadline and len(self.violations) < _SHOWN and self.statuses.total() < requests:
@@ -193,15 +193,15 @@ class Fuzz:
         except (Broken, Hung, Malformed) as error:
             kind = (contract.path, str(error)[:_KIND])
             self._kinds[kind] += 1
-            if self._kinds[kind] == 1:  # the other errors of this kind are alike
+            if self._kinds[kind] == 1:  # Further errors of this kind are similar.
                 self.violations.append(f"POST {contract.path} {content_type} {body[:500]!r}: {error}")
 
 
 def routes(url: str, seed: int, seconds: float, directory: Path) -> tuple[bool, str]:
-    """Have schemathesis try every route of the API description. Return True if all was well, and its summary."""
+    """Make schemathesis try every route in the API description. Return True if nothing failed, and the summary."""
     program = Path(sys.executable).with_name("st")
     command = [str(program) if program.exists() else shutil.which("st") or "st", "run", f"{url}/openapi.json"]
-    # One worker: Python 3.11's parser fails in threads, and then schemathesis fails.
+    # Only one worker, because schemathesis fails if Python 3.11's parser fails in a thread.
     command += ["--seed", str(seed), "--max-time", str(int(seconds)), "--workers", "1", "--continue-on-failure"]
     command += ["--phases", "examples,coverage,fuzzing", "--no-color"]
     command += ["--exclude-method", "DELETE", "--exclude-method", "PUT", "--exclude-path-regex", _EXCLUDED]
@@ -213,7 +213,7 @@ def routes(url: str, seed: int, seconds: float, directory: Path) -> tuple[bool, 
 
 
 async def fuzz(tested: Subject, description: dict[str, Any], seed: int, seconds: float, requests: float) -> Fuzz:
-    """Send wrong bodies of every contract, with rests between them."""
+    """Send invalid bodies for every contract, with rests between them."""
     fuzzing = Fuzz(tested, description, seed)
     load = Load(tested, 0, seed)
     stage = Stage(tested, load, Random(seed), None, grace=5.0)
@@ -223,7 +223,7 @@ async def fuzz(tested: Subject, description: dict[str, Any], seed: int, seconds:
 
 
 async def idle(tested: Subject) -> list[str]:
-    """Return the violations of a server that gets no requests for longer than its stall time."""
+    """Return the violations of a server that receives no requests for longer than its stall time."""
     load = Load(tested, 0, 0)
     stage = Stage(tested, load, Random(0), None, grace=5.0)
     await rest(stage, 0.0)

@@ -1,4 +1,4 @@
-"""Concurrent requests of all contracts. Each must get exactly one answer that is true of the server."""
+"""Concurrent requests in all contracts. Each must get exactly one answer, which must fit the server's state."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from tests.chaos.contracts import CONTRACTS, Answer, Contract, Malformed
 from tests.chaos.watch import Moment, Subject, clock
 
 REQUEST_SECONDS = 120.0
-"""The time after which a request without a whole reply has hung. No fault lasts as long."""
+"""A request without a complete reply after this time counts as hung. No fault lasts as long."""
 _MANNERS: tuple[Manner, ...] = ("plain", "plain", "plain", "plain", "leaves", "reads slowly", "sends slowly")
 _TOKENS = 24
 _PAUSE = 1.0
-"""The seconds that a client waits if it was refused without `Retry-After`, or if nothing listens."""
+"""The number of seconds for which a client waits if it was refused without `Retry-After`, or if nothing listens."""
 _LATER = (429, 503)
-"""Statuses that need a `Retry-After`."""
+"""Statuses that require a `Retry-After`."""
 _BUSY = (b"queue is full", b"overloaded")
-"""Texts of refusals by a full queue. Every contract's refusal has one of them."""
+"""Texts in refusals by a full queue. Every contract's refusal contains one of them."""
 
 
 class Load:
-    """Clients that repeat requests of random contracts, and the requests that are sent beside them."""
+    """Clients that repeat requests in random contracts, and requests that are sent in addition."""
 
     def __init__(self, subject: Subject, clients: int, seed: int) -> None:
         self.violations: list[str] = []
         self.outcomes: Counter[tuple[str, str]] = Counter()
         """The number of requests by contract and outcome.
 
-        complete: A whole answer.
+        complete: The answer was complete.
         refused: The queue was full.
-        failed: An error of a server that is about to start or stop, or that has a dead engine.
+        failed: The reply was an error, and the server was about to start or stop, or had a dead engine.
         broken: Nothing listened, or the server was killed.
         left: The client left.
-        lost, hung, malformed: Outcomes that are always violations.
+        lost, hung, malformed: These outcomes are always violations.
         """
         self.completed: list[tuple[float, float]] = []
-        """For each complete answer, the time of its request and the time of its end, in the order of the ends."""
+        """For each complete answer: when its request was sent and when the answer ended. Sorted by the end."""
         self._subject = subject
         self._active = asyncio.Event()
         self._active.set()
@@ -50,14 +50,14 @@ class Load:
         self._clients = [asyncio.create_task(self._client(Random(f"{seed}/{n}"))) for n in range(clients)]
 
     async def stop(self) -> None:
-        """Send no more requests, and wait for the open ones."""
+        """Send no more requests, and wait for the open requests."""
         await self.rest()
         for client in self._clients:
             client.cancel()
         await asyncio.gather(*self._clients, return_exceptions=True)
 
     async def rest(self) -> None:
-        """Send no requests until `go_on`, and wait for the open ones."""
+        """Send no requests until `go_on` is called, and wait for the open requests."""
         self._active.clear()
         while self._beside:
             await asyncio.gather(*self._beside)
@@ -68,18 +68,18 @@ class Load:
         self._active.set()
 
     def beside(self, work: Coroutine[None, None, object]) -> None:
-        """Run a coroutine beside the clients."""
+        """Run a coroutine in addition to the clients."""
         task = asyncio.create_task(work)
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
 
     def first_completed(self, since: float) -> float | None:
-        """Return the end of the first complete answer to a request that was sent after `since`."""
+        """Return the time at which the first answer to a request that was sent after `since` was complete."""
         later = self.completed[bisect_left(self.completed, since, key=lambda times: times[1]) :]
         return next((end for begin, end in later if begin >= since), None)
 
     async def send(self, contract: Contract, tokens: int, manner: Manner, random: Random) -> float:
-        """Send one request and judge its reply. Return the seconds that its client has to wait afterwards."""
+        """Send one request and judge its reply. Return how many seconds the client has to wait afterwards."""
         sent = clock()
         request = request_bytes(contract.path, json.dumps(contract.body(tokens)).encode())
         self._open += 1
@@ -108,7 +108,7 @@ class Load:
         return wait
 
     async def ask(self, path: str, body: bytes = b"", method: str = "POST") -> tuple[int, bytes]:
-        """Send a request outside the contracts, such as one of the management API. Status 0: the connection broke."""
+        """Send a request outside the contracts, for example to the management API. Status 0: the connection broke."""
         sent = clock()
         request = request_bytes(path, body, method, "application/json" if body else "text/plain")
         try:
@@ -151,5 +151,5 @@ class Load:
 
 
 def _retry_after(answer: Answer | Left) -> float:
-    """Return the seconds to wait. An error without the header, such as a stream's last record, gives `_PAUSE`."""
+    """Return the seconds to wait. For an error without the header, such as a stream's last record, it is `_PAUSE`."""
     return answer.retry_after or _PAUSE if isinstance(answer, Answer) else 0.0

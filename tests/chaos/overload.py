@@ -2,19 +2,19 @@
 
     python -m tests.chaos.overload --minutes 7
 
-The server has as many places to wait as places in its batch. If the machine has two or more processors, the load
-client and the server use different ones.
+The server has as many waiting places as places in its batch. On a machine with two or more processors, the load client
+and the server use different ones.
 
-Answers have from a half to one and a half times the mean number of tokens. With equal numbers, the requests at capacity
-would run in step, and the engine would read 16 prompts at once, which no other load lets it do. `--alike` measures
-that case.
+The number of tokens in an answer varies between a half and one and a half times the mean. With equal numbers, the
+requests at capacity would run in step, and the engine would process 16 prompts at once, which happens under no other
+load. `--alike` measures that case.
 
 For each contract, the program prints:
 
-- the completed requests a second at capacity and under overload, and their times
+- the completed requests per second at capacity and under overload, and their times
 - the processor time of the server and of its engine
 - the times of `/ping` and `/metrics`
-- the server's processor time for a refusal
+- the processor time that the server needs for a refusal
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ _VARIED = range(_TOKENS // 2, _TOKENS + _TOKENS // 2 + 1)
 _PROCESSES = ("slipway", "VLLM::EngineCore", "VLLM::Worker")
 _MEASURED = ("lmi", "lmi jsonlines stream", "tgi", "triton", "happy_vllm", "openai chat", "openai completions")
 _REFUSALS = 300
-"""The number of refusals that are sent to measure the processor time of one."""
+"""The number of refusals over which the processor time is measured."""
 _LONG = 900
-"""Tokens of the requests that keep the places during the measurement."""
+"""The tokens of the requests that occupy the places during this measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The results of one contract under overload. Times are milliseconds."""
+    """The results of one contract under overload. Times are in milliseconds."""
 
     contract: str
     peak_per_s: float
-    """Completed requests, with as many clients as places."""
+    """Completed requests per second, with as many clients as places."""
     overload_per_s: float
     ratio: float
     peak_p99: float
@@ -77,14 +77,14 @@ class Result:
     metrics_longest: float
     errors: dict[str, int]
     refusal_cpu: float
-    """CPU time of the server's process for one refusal, on a new connection."""
+    """The CPU time of the server's process for one refusal on a new connection."""
     peak_cpu: dict[str, float]
-    """CPU seconds in each second, by process."""
+    """CPU seconds per second, by process."""
     overload_cpu: dict[str, float]
 
 
 def processors() -> tuple[list[int], list[int]]:
-    """Return the processors of the server, and those of the clients."""
+    """Return the processors for the server and those for the clients."""
     cores = sorted(os.sched_getaffinity(0))
     return (cores, cores) if len(cores) < 2 else (cores[:-1], cores[-1:])
 
@@ -92,7 +92,7 @@ def processors() -> tuple[list[int], list[int]]:
 def load(
     tested: Subject, contract: Contract, clients: int, seconds: float, cores: Sequence[int], tokens: Sequence[int]
 ) -> tuple[Figures, dict[str, float]]:
-    """Make the load with the load client of the benchmarks. Return its figures, and the server's CPU seconds."""
+    """Generate the load with the benchmarks' load client. Return its figures and the server's CPU seconds."""
     spec = LoadSpec(
         url=tested.server.url + contract.path,
         body="\n".join(json.dumps(contract.body(count)) for count in tokens),
@@ -114,7 +114,7 @@ def _cpu_seconds(tested: Subject) -> dict[str, float]:
 
 
 async def metrics_times(port: int, stop: asyncio.Event) -> list[float]:
-    """Return the seconds that each of many calls of `/metrics` took."""
+    """Return how many seconds each of many calls to `/metrics` took."""
     times = []
     while not stop.is_set():
         began = clock()
@@ -127,8 +127,8 @@ async def metrics_times(port: int, stop: asyncio.Event) -> list[float]:
 async def measure(
     tested: Subject, contract: Contract, seconds: float, cores: Sequence[int], tokens: Sequence[int]
 ) -> Result:
-    """Measure one contract at capacity and beyond, by turns, because the speed of a shared machine varies."""
-    # `/metrics` takes processor time as well, so both loads are watched alike.
+    """Measure one contract at capacity and beyond, in turn, because the speed of a shared machine varies."""
+    # `/metrics` also takes processor time, so it is called under both loads.
     stop = asyncio.Event()
     watching = asyncio.create_task(metrics_times(tested.server.port, stop))
     began = clock()
@@ -164,7 +164,7 @@ async def measure(
 
 
 def _together(rounds: Sequence[tuple[Figures, dict[str, float]]]) -> tuple[Figures, dict[str, float]]:
-    """Return the sums of counts and seconds, the medians of times, and the processor time in each second."""
+    """Return the sums of counts and seconds, the medians of times, and the processor time per second."""
     figures = [one for one, _ in rounds]
     times = [name for name in Figures.__struct_fields__ if name.endswith("_ms")]
     whole = msgspec.structs.replace(
@@ -179,10 +179,10 @@ def _together(rounds: Sequence[tuple[Figures, dict[str, float]]]) -> tuple[Figur
 
 
 async def refusal_cpu(tested: Subject, contract: Contract) -> float:
-    """Return the milliseconds of the server's CPU for a refusal, without the time for the requests that have the
-    places.
+    """Return how many milliseconds of CPU time the server needs for a refusal. The time for the requests that occupy
+    the places is not included.
 
-    The engine is stopped during the measurement, so that its requests cost nothing.
+    The engine is paused during the measurement, so that these requests cost nothing.
     """
     port, server = tested.server.port, psutil.Process(tested.server.process.pid)
     held = next(contract for contract in CONTRACTS if contract.name == "lmi")

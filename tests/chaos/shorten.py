@@ -1,4 +1,4 @@
-"""Shortens the list of actions of a failed run, by delta debugging."""
+"""Shortens the action list of a failed run by delta debugging."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tests.chaos.actions import Action
 
 
 def shortest(actions: Sequence[Action], fails: Callable[[Sequence[Action]], bool], runs: int) -> Sequence[Action]:
-    """Leave out the actions that a failure does not need.
+    """Remove the actions that are not needed for a failure.
 
     Args:
-        actions: The actions of a run that has failed.
-        fails: Runs actions, and returns True if the run fails as well.
-        runs: The most runs.
+        actions: The actions of a run that failed.
+        fails: Runs a list of actions, and returns True if this run fails, too.
+        runs: The maximum number of runs.
     """
     parts = 2
     while len(actions) > 1:

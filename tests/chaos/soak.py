@@ -3,11 +3,12 @@
     python -m tests.chaos.soak --minutes 20 --out soak
     python -m tests.chaos.soak --minutes 30 --changes 20
 
-With `--changes`, the engine is killed so often under the load, and a model and an adapter are loaded and unloaded.
+With `--changes`, the engine is killed that many times under the load, and a model and an adapter are loaded and
+unloaded as often.
 
-Writes soak.json and soak.png: memory, descriptors and threads of each process, names of shared memory, delays of the
-event loop, times of `/ping` and of requests. The exit code is 1 if a request was lost, if `/ping` did not tell the
-truth, or if a figure grew from the second quarter of the time to the last.
+The program writes soak.json and soak.png: the memory, descriptors and threads of each process, the names of shared
+memory, the delays of the event loop, and the times of `/ping` and of requests. The exit code is 1 if a request was
+lost, if `/ping` did not tell the truth, or if a figure grew from the second quarter of the time to the last.
 """
 
 from __future__ import annotations
@@ -35,28 +36,27 @@ from tests.chaos.watch import Subject, clock
 _LAG = "slipway_event_loop_lag_seconds"
 _RESTARTS = r"^slipway_engine_restarts_total(?:\{[^}]*\})? (\S+)$"
 _GROWTH = 0.05
-"""Share by which the median of a figure may grow from the second quarter of the time to the last."""
+"""The share by which a figure's median may grow from the second quarter of the time to the last."""
 _SLACK = {"rss_mb": 16.0, "descriptors": 16.0, "threads": 2.0}
-"""The growth that is allowed in any case."""
+"""The absolute growth that is always allowed."""
 _NAMES_SLACK = 2
-"""The growth that is allowed for names of shared memory."""
+"""The allowed growth of the number of names of shared memory."""
 _CALLS = 5
-"""Calls of each model and adapter that is loaded for a change."""
+"""The number of calls to each model and adapter that is loaded for a change."""
 _LEAVING = 20
-"""The number of clients that leave at a time, and the number of samples between two such times."""
+"""How many clients leave at once, and how many samples are between two such moments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The resources that one process holds at a moment."""
+    """The resources that one process uses at one moment."""
 
     rss_mb: float
     private_mb: float
     """Memory that no other process shares.
 
-    vLLM's processes are forked, and share the memory that they have not changed. This figure grows if another process
-    ends
-    that had mapped the same files, so no conclusion is drawn from it.
+    vLLM's processes are forked, and share the memory that they have not changed. This figure also grows if another
+    process that mapped the same files ends, so no conclusion is drawn from it.
     """
     descriptors: int
     threads: int
@@ -69,16 +69,16 @@ class Sample:
     second: float
     processes: dict[str, Process]
     names: int
-    """Names of shared memory of the server's processes."""
+    """The number of names of shared memory that the server's processes created."""
     restarts: int
-    """The number of restarts of the engine so far."""
+    """How often the engine was restarted so far."""
     lag: float | None
     """The longest delay of the event loop since the last sample, in seconds."""
     ping: float | None
     """The longest time of `/ping` since the last sample, in seconds."""
     p50: float | None
     p99: float | None
-    """The times of the requests that were completed since the last sample, in seconds."""
+    """Times of the requests that were completed since the last sample, in seconds."""
     requests: int
     """The number of complete answers so far."""
 
@@ -86,7 +86,7 @@ class Sample:
 async def soak(
     tested: Subject, seed: int, clients: int, seconds: float, every: float, changes: int = 0
 ) -> tuple[list[Sample], Load]:
-    """Make the load, and take samples."""
+    """Generate the load, and take samples."""
     load = Load(tested, clients, seed)
     stage = Stage(tested, load, Random(seed), tiny_adapter() if changes else None, grace=5.0)
     samples: list[Sample] = []
@@ -154,21 +154,21 @@ def _name(process: psutil.Process) -> str:
 
 
 def _lags(metrics: str) -> dict[float, float]:
-    """Return the counts of delays by the histogram's limits. The server may have none."""
+    """Return the counts of delays by the histogram's limits. Empty if the server reports none."""
     found = re.findall(rf'^{_LAG}_bucket{{(?:[^}}]*,)?le="([^"]+)"[^}}]*}} (\S+)$', metrics, re.M)
     return {float(limit): float(count) for limit, count in found}
 
 
 def _longest(before: Mapping[float, float], after: Mapping[float, float]) -> float | None:
-    """Return the limit of the highest bucket that has grown between the two readings."""
+    """Return the limit of the highest bucket that grew between the two readings."""
     limits = sorted(after)
     within = {limit: after[limit] - before.get(limit, 0.0) for limit in limits}
     new = [limit for last, limit in zip([None, *limits], limits, strict=False) if within[limit] > within.get(last, 0.0)]
-    return min(max(new), limits[-2]) if new else None  # the last bucket has no limit
+    return min(max(new), limits[-2]) if new else None  # The last bucket has no limit.
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
-    """Return the figures with a median that grew from the second quarter of the time to the last."""
+    """Return the figures whose median grew from the second quarter of the time to the last."""
     quarter = len(samples) // 4
     early, late = samples[quarter : 2 * quarter], samples[3 * quarter :]
     if not quarter:
@@ -189,7 +189,7 @@ def grown(samples: Sequence[Sample]) -> list[str]:
 
 
 def plot(samples: Sequence[Sample], file: Path) -> None:
-    """Draw the samples."""
+    """Plot the samples."""
     import matplotlib
 
     matplotlib.use("Agg")

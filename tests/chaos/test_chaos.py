@@ -1,4 +1,4 @@
-"""A short run of each kind of chaos that needs no second server, in an order from a seed."""
+"""A short run with each kind of chaos that needs no second server. A seed determines the order."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _ACTIONS = ("fill:100", "leave:40", "read_slowly:8", "send_slowly:8", "bad_reque
 def test_a_server_under_random_faults_loses_no_request_and_tells_the_truth() -> None:
     actions = [Action.read(text) for text in _ACTIONS]
     Random(1).shuffle(actions)
-    # A busy machine does not reach this stall time. The end of a run waits for as long. The run is over when all
-    # actions are done, which takes less than a minute if nothing else runs.
+    # A busy machine does not reach this stall time. The end of a run waits as long. The run is over once all actions
+    # are done, which takes less than a minute on an idle machine.
     report = chaos(1, 400.0, 8, actions, None, stall_timeout=20.0)
     print(report)
     assert report.violations == []

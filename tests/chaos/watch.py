@@ -1,4 +1,4 @@
-"""The server under test: the statuses that `/ping` may give and gave, and the remains of a server that has ended."""
+"""The server under test: the statuses that `/ping` may return and did return, and what a server leaves behind."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ clock = time.monotonic
 _PING_SECONDS = 0.05
 _PING_TIMEOUT = 30.0
 _CACHES = "torchinductor_"
-"""The start of the name of the directory where PyTorch keeps compiled code."""
+"""The prefix of the directory in which PyTorch keeps compiled code."""
 _SWEPT = "slipway-sockets-"
-"""The start of the name of the directory that a killed server leaves, and that the next server removes."""
+"""The prefix of the directory that a killed server leaves behind and the next server removes."""
 _TOGETHER = 16
 _END_SECONDS = 60.0
-"""The time within which the processes of a killed server end."""
+"""The time within which the processes of a killed server must end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The observations that are allowed from a time on."""
+    """The observations that are allowed from a certain time on."""
 
     since: float
     statuses: frozenset[int]
-    """Statuses of `/ping`. 0: nothing listens."""
+    """Statuses of `/ping`. 0 means that nothing listens."""
     errors: bool
     """True if requests may fail."""
 
 
 class Truth:
-    """The actions against the server, as the observations that they allow to clients."""
+    """The observations that clients may make, given the actions against the server."""
 
     def __init__(self) -> None:
         self._moments = [Moment(0.0, frozenset({0}), True)]
         self._lock = threading.Lock()
 
     def is_now(self, *statuses: int, errors: bool = False, after: float = 0.0) -> None:
-        """Allow these observations from now on, or in `after` seconds. All entries for later times are forgotten."""
+        """Allow these observations from now on, or in `after` seconds. Entries for later times are removed."""
         with self._lock:
             since = clock() + after
             self._moments = [moment for moment in self._moments if moment.since < since]
             self._moments.append(Moment(since, frozenset(statuses), errors))
 
     def between(self, begin: float, end: float) -> Moment:
-        """Return all observations that were allowed in a stretch of time."""
+        """Return all observations that were allowed at any time in an interval."""
         with self._lock:
             ends = [moment.since for moment in self._moments[1:]] + [float("inf")]
             held = [m for m, until in zip(self._moments, ends, strict=True) if m.since <= end and until > begin]
@@ -79,7 +79,7 @@ class Ping:
 
 
 class PingWatch:
-    """A thread that calls `/ping` all the time, on a new connection each, and compares its answers with the truth."""
+    """A thread that calls `/ping` constantly, each time on a new connection, and compares replies with the truth."""
 
     def __init__(self, port: int, truth: Truth) -> None:
         self.pings: list[Ping] = []
@@ -94,7 +94,7 @@ class PingWatch:
         self._thread.join()
 
     def first(self, status: int, since: float) -> float | None:
-        """Return the time of the first `/ping` with this status after `since`."""
+        """Return when the first `/ping` that was sent after `since` returned this status."""
         later = self.pings[bisect_left(self.pings, since, key=lambda ping: ping.sent) :]
         return next((ping.received for ping in later if ping.status == status), None)
 
@@ -108,7 +108,7 @@ class PingWatch:
             allowed = self._truth.between(ping.sent, ping.received).statuses
             if status in allowed:
                 lie = ""
-            elif not lie:  # one report for each series of wrong answers
+            elif not lie:  # One report for each series of wrong answers.
                 lie = f"/ping said {status} where {sorted(allowed)} would be true: {text}"
                 self.lies.append(lie)
 
@@ -125,21 +125,21 @@ class PingWatch:
 
 
 class Subject:
-    """A server that can be restarted, and the checks of the remains of its processes."""
+    """A server that can be restarted, with checks of what its processes leave behind."""
 
     def __init__(self, directory: Path, environment: dict[str, str], **options: object) -> None:
         self.truth = Truth()
         self.left_behind: list[str] = []
         self.engine_restarts = 0
-        """The number of times that this server will still restart its engine."""
+        """How often this server will still restart its engine."""
         self.stall_timeout = float(environment.get("SERVING_STALL_TIMEOUT", "60"))
         self._directory = directory
         self._model_dir = write_model(directory / "model", **options)
-        # vLLM's sockets are here, and their paths must be short.
+        # vLLM's sockets are in this directory, so its path must be short.
         self._temporary = Path(tempfile.mkdtemp(prefix="chaos-"))
         compiled = cache_dir() / "inductor"
         compiled.mkdir(parents=True, exist_ok=True)
-        (self._temporary / f"{_CACHES}{getpass.getuser()}").symlink_to(compiled)  # once for all runs: it takes 20 s
+        (self._temporary / f"{_CACHES}{getpass.getuser()}").symlink_to(compiled)  # Shared by all runs: it takes 20 s.
         self._environment = environment | {"TMPDIR": str(self._temporary), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
         self._logs: list[Path] = []
         self.server = self._started()
@@ -158,7 +158,7 @@ class Subject:
         self._wait_until_served()
 
     def wait_until_restarted(self) -> None:
-        """Wait for the engine, which the server restarts."""
+        """Wait until the server has restarted its engine."""
         self.truth.is_now(500, 200, errors=True)
         self.engine_restarts -= 1
         self._wait_until_served()
@@ -173,12 +173,12 @@ class Subject:
         self.truth.is_now(200)
 
     def restart(self) -> None:
-        """Start another server on the same port. The one before has ended."""
+        """Start another server on the same port. The previous server has ended."""
         self.server = self._started(self.server.port)
         self.wait_until_ready()
 
     def end(self, grace: float = 5.0) -> int:
-        """Send SIGTERM, and return the exit code. `/ping` may still give its former status for `grace` seconds."""
+        """Send SIGTERM, and return the exit code. `/ping` may return its former status for `grace` seconds."""
         before = self.truth.between(clock(), clock()).statuses
         self.truth.is_now(*before, 503, 0, errors=True)
         self.truth.is_now(503, 0, errors=True, after=grace)
@@ -187,7 +187,7 @@ class Subject:
         return self._ended(processes, clean=True)
 
     def kill(self) -> None:
-        """Send SIGKILL, as the kernel does if memory runs out."""
+        """Send SIGKILL, as the kernel does when memory runs out."""
         before = self.truth.between(clock(), clock()).statuses
         self.truth.is_now(*before, 0, errors=True)
         self.truth.is_now(0, errors=True, after=1.0)
@@ -196,7 +196,7 @@ class Subject:
         self._ended(held, clean=False)
 
     def held(self) -> set[str]:
-        """Return the files of shared memory that the server's processes have mapped."""
+        """Return the shared-memory files that the server's processes have mapped."""
         found = set()
         for process in self.processes():
             with contextlib.suppress(OSError):
@@ -206,12 +206,12 @@ class Subject:
         return found
 
     def shared_names(self) -> list[str]:
-        """Return the names in /dev/shm that the server's processes have made."""
+        """Return the names in /dev/shm that the server's processes created."""
         servers = [path.name for path in self._temporary.iterdir() if path.name.startswith(_SWEPT)]
         return [name for name in os.listdir("/dev/shm") if any(f"{server}-" in name for server in servers)]
 
     def processes(self) -> list[psutil.Process]:
-        """Return all processes of the server's session, the server included."""
+        """Return all processes in the server's session, including the server."""
         session = self.server.process.pid
         return [process for process in psutil.process_iter() if _session(process.pid) == session]
 
@@ -228,7 +228,7 @@ class Subject:
         return "".join(log.read_text(errors="replace") for log in self._logs)
 
     def close(self) -> None:
-        """End the processes that still run, and remove their files."""
+        """Kill the processes that still run, and remove their files."""
         self.watch.stop()
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -247,7 +247,7 @@ class Subject:
         self.left_behind += [path for path in shared_memory if Path(path).exists()]
         files = [path for path in sorted(self._temporary.iterdir()) if not path.name.startswith(_CACHES)]
         self.left_behind += [str(path) for path in files if clean or not path.name.startswith(_SWEPT)]
-        for path in files:  # the next server is not to blame for these files
+        for path in files:  # The next server must not be blamed for these files.
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         return code
 
@@ -272,7 +272,7 @@ def _status(process: psutil.Process) -> str | None:
 
 @contextlib.contextmanager
 def stopped(processes: list[psutil.Process]) -> Iterator[None]:
-    """Stop processes for a while, with SIGSTOP."""
+    """Pause processes with SIGSTOP inside the block."""
     try:
         for process in processes:
             process.suspend()

@@ -1,7 +1,7 @@
-"""`python -m tests.gpu [PART...]`: runs the parts of the proof in order, each within its limit, and sums them up.
+"""`python -m tests.gpu [PART...]`: runs the parts of the proof in order, each with a time limit, and summarizes them.
 
-`proof.sh` starts it, and describes the variables. Parts that follow each other share a process of pytest, so that parts
-with the same server start it once. If a part's limit ends that process, another one runs the parts that are left.
+`proof.sh` starts this program, and describes its variables. Consecutive parts share a pytest process, so that parts
+with the same server start it only once. If a part's limit ends this process, another process runs the remaining parts.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ KERNELS = Path(os.environ.get("GPU_PROOF_KERNELS", "build/gpu-kernels")).absolut
 PART_SECONDS = float(os.environ.get("GPU_PROOF_PART_SECONDS", "420"))
 BENCH = "bench"
 GRACE_SECONDS = 55.0
-"""The time in which a part ends its servers at its limit. Each may take 20 s on a busy machine."""
+"""How long a part may take to stop its servers once its limit is reached. Each may take 20 s on a busy machine."""
 LIMIT_ENDED = 3
-"""The exit status if a limit left something out."""
+"""The exit status if a time limit left something out."""
 _OVER = "not run: the time was over"
 _STOPPED = 2
 """pytest's exit status after `pytest.exit`."""
@@ -45,18 +45,18 @@ _STOPPED = 2
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the proof: the tests of `test_NAME.py`, or the benchmark."""
+    """A part of the proof: either the tests in `test_NAME.py` or the benchmark."""
 
     name: str
     shows: str
     needs: tuple[str, ...] = (VLLM,)
-    """Distributions."""
+    """The required distributions."""
 
     @property
     def files(self) -> list[str]:
         if self.name != "internals":
             return [f"tests/gpu/test_{self.name}.py"]
-        # On a CPU, `make live` runs all of them.
+        # On a CPU, `make live` already runs all of these tests.
         names = ["typical"] if ON_CPU else ["vllm", "typical"]
         return [f"tests/live/test_{name}_internals.py" for name in names]
 
@@ -82,10 +82,10 @@ PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a part."""
+    """The result of a part of the proof."""
 
     result: str
-    """`passed`, `failed: ...`, `not run: ...`, or the reason of its skipped tests."""
+    """`passed`, `failed: ...`, `not run: ...`, or the reason why its tests were skipped."""
     note: str = ""
 
     @property
@@ -94,13 +94,13 @@ class Outcome:
 
 
 class Program:
-    """The program that runs a part. It gets SIGTERM at the end, and SIGKILL later."""
+    """The program that runs a part. It is ended with SIGTERM, and later with SIGKILL."""
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str], output: TextIO | None = None) -> None:
         self._process = subprocess.Popen([sys.executable, "-m", *arguments], cwd=ROOT, env=environment, stdout=output)
 
     def wait(self, seconds: float) -> int | None:
-        """Return the exit status, or None if the time was over."""
+        """Return the exit status. None if the time is up."""
         try:
             return self._process.wait(None if math.isinf(seconds) else max(seconds, 0.0))
         except subprocess.TimeoutExpired:
@@ -124,7 +124,7 @@ class Program:
 
 
 def main(names: Sequence[str]) -> int:
-    """Run parts, all without a name. Return the exit status."""
+    """Run the named parts, or all parts if none is named. Return the exit status."""
     known = [part.name for part in PARTS]
     if unknown := [name for name in names if name not in known]:
         print(f"unknown: {', '.join(unknown)}; the parts are {', '.join(known)}", file=sys.stderr)
@@ -152,7 +152,7 @@ def main(names: Sequence[str]) -> int:
 
 
 def _run(parts: Sequence[Part], deadline: float) -> Iterator[tuple[str, Outcome]]:
-    """Run parts until the time is over. Yield each with its outcome."""
+    """Run parts until the time is up. Yield the name and the outcome of each part."""
     left = list(parts)
     while left and time.monotonic() < deadline:
         if missing := left[0].missing:
@@ -174,7 +174,9 @@ def _run(parts: Sequence[Part], deadline: float) -> Iterator[tuple[str, Outcome]
 
 
 def _test(parts: Sequence[Part], seconds: float) -> dict[str, Outcome]:
-    """Run the tests of parts in one process. Return the outcomes of those that began, or of all if none did."""
+    """Run the tests of several parts in one process. Return the outcomes of the parts that began. If none did, because
+    pytest ended first, return an outcome for all parts.
+    """
     files = [file for part in parts for file in part.files]
     own = {"GPU_PROOF_RESULTS": str(RESULTS), "GPU_PROOF_PART_SECONDS": str(PART_SECONDS)}
     command = ["pytest", "-v", "-n", "0", "-p", "tests.gpu.junit", *files]
@@ -189,7 +191,7 @@ def _test(parts: Sequence[Part], seconds: float) -> dict[str, Outcome]:
 
 
 def outcome_of(file: Path) -> Outcome:
-    """Return the outcome of a part by its JUnit file. Without one, the part has not begun."""
+    """Return the outcome of a part from its JUnit file. Without this file, the part has not begun."""
     if not file.exists():
         return Outcome(_OVER)
     suite = ElementTree.parse(file).getroot()
@@ -210,7 +212,7 @@ def outcome_of(file: Path) -> Outcome:
 
 
 def _bench(seconds: float) -> Outcome:
-    # In the last sixth of the time, the load that runs can end.
+    # The last sixth of the time is for the load that is still running.
     options = ["--peers", "slipway,vllm", "--samples-file", str(RESULTS / "samples.json")]
     options += ["--time-limit", str(seconds * 5 / 6)]
     if ON_CPU:
@@ -236,7 +238,7 @@ def _bench(seconds: float) -> Outcome:
 
 
 def summary(outcomes: dict[str, Outcome]) -> str:
-    """Return the rows of docs/status.md."""
+    """Return the rows for docs/status.md."""
     python = platform.python_version_tuple()
     device = f"{_device()}, without the image, Python {python[0]}.{python[1]}"
     commit, day = _said("git", "-C", str(ROOT), "rev-parse", "--short=7", "HEAD"), datetime.date.today().isoformat()
@@ -253,12 +255,12 @@ def _device() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables of a part. Compiled kernels are kept in one folder, unless the user has named others."""
+    """Return a part's variables. Compiled kernels are kept in one folder, unless the user has named other folders."""
     kept = {
-        "VLLM_CACHE_ROOT": KERNELS / "vllm",  # of torch.compile, by vLLM
+        "VLLM_CACHE_ROOT": KERNELS / "vllm",  # torch.compile's, through vLLM
         "TORCHINDUCTOR_CACHE_DIR": KERNELS / "inductor",
         "TRITON_CACHE_DIR": KERNELS / "triton",
-        "FLASHINFER_WORKSPACE_BASE": KERNELS,  # it adds .cache/flashinfer
+        "FLASHINFER_WORKSPACE_BASE": KERNELS,  # FlashInfer appends .cache/flashinfer.
     }
     return {name: str(directory) for name, directory in kept.items()} | os.environ
 
@@ -271,7 +273,7 @@ def _version(distribution: str) -> str:
 
 
 def _said(*command: str) -> str:
-    """Return a program's output; empty if it is not there or fails."""
+    """Return a program's output. Empty if the program is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

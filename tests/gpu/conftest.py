@@ -1,11 +1,12 @@
-"""The device, the model, the options and the servers of the GPU's tests.
+"""The device, the model, the options and the servers for the GPU tests.
 
-`GPU_MODEL`: a model's directory. The default is the sample model. `GPU_DTYPE`: its data type. Without it, texts are
-compared in fp32, and adapters are served in bf16. `GPU_PROOF_ON_CPU=1` runs the tests on a CPU, to check the tests.
+`GPU_MODEL`: the directory of a model. The default is the sample model. `GPU_DTYPE`: the model's data type. If it is not
+set, texts are compared in fp32, and adapters are served in bf16. `GPU_PROOF_ON_CPU=1` runs the tests on a CPU, to check
+the tests themselves.
 
-Equal texts are asked for in fp32. Its rounding depends on the batch as well, but it is far below the distance between
-the two likeliest tokens. In 16 bits two tokens are often equally likely, and vLLM's batch-invariant mode, which helps
-there, runs other kernels than those that customers use, and no GPU older than the H100 has it.
+Tests that require equal texts use fp32. fp32's rounding also depends on the batch, but the error is far below the
+distance between the two likeliest tokens. In 16 bits, two tokens are often equally likely. vLLM's batch-invariant mode
+would help there, but it runs other kernels than customers use, and needs an H100 or a newer GPU.
 """
 
 from __future__ import annotations
@@ -29,29 +30,29 @@ from tests.live.server import START_SECONDS, Server, serving
 ON_CPU = os.environ.get("GPU_PROOF_ON_CPU") == "1"
 TOKENS = 8 if ON_CPU else 64
 LONG = 32 if ON_CPU else 800
-"""The tokens of an answer that runs when a process is killed: a second and more on any device."""
+"""The number of tokens in an answer that still runs when a process is killed: at least a second on any device."""
 RecordProperty = Callable[[str, object], None]
-"""pytest's fixture `record_property`: a figure for the summary."""
+"""pytest's fixture `record_property`. It records a figure for the summary."""
 needs_gpu = pytest.mark.skipif(ON_CPU, reason="needs a GPU")
 _LORA: dict[str, object] = {"enable_lora": "true", "max_loras": 2, "max_lora_rank": 8}
 _MEMORY: dict[str, object] = {"kv_cache_memory_bytes": (512 << 20 if ON_CPU else 4 << 30)}
-"""By hand, so that nothing depends on the memory that is free, and two engines fit on one GPU."""
+"""Set explicitly, so that nothing depends on the free memory, and two engines fit on one GPU."""
 _SHARE: dict[str, object] = {} if ON_CPU else {"gpu_memory_utilization": 0.3}
-"""An engine does not start if this share of the GPU's memory is not free."""
+"""The share of the GPU's memory that has to be free when an engine starts."""
 
 
 def text_options(model: Path, dtype: str | None) -> dict[str, object]:
-    """Return the few options that an engine needs to compare texts. All other options are as in production."""
+    """Return the few options that an engine needs for comparing texts. All other options are as in production."""
     return {"model_id": model, "dtype": dtype or "fp32", "max_model_len": 1024} | _MEMORY | _SHARE
 
 
 def adapter_options(model: Path, dtype: str | None) -> dict[str, object]:
-    """Return the same options with adapters. vLLM's LoRA kernels for GPUs take only fp16 and bf16."""
+    """Return these options with adapters enabled. vLLM's LoRA kernels for GPUs support only fp16 and bf16."""
     return text_options(model, "bf16" if dtype in (None, "fp32") else dtype) | _LORA
 
 
 class OneServer:
-    """The server that runs. A GPU has room for one at a time, and tests of several files share one."""
+    """The running server. A GPU has room for only one at a time, and tests in several files share it."""
 
     def __init__(self, directories: pytest.TempPathFactory) -> None:
         self._directories = directories
@@ -60,11 +61,11 @@ class OneServer:
         self._name = ""
 
     def of(self, name: str, serve: Callable[[Path], AbstractContextManager[Server]]) -> Server:
-        """Return a server. If it is not the one that runs, that one is stopped and this one is started.
+        """Return a server. If another server is running, it is stopped first, and this one is started.
 
         Args:
             name: The server's name.
-            serve: Starts it, in a directory.
+            serve: Starts the server in a directory.
         """
         if name == self._name:
             if self._server is None:
@@ -87,7 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent not in Path(item.path).parents:
             continue
         item.add_marker(pytest.mark.gpu)
-        # torch, transformers and vLLM warn of each other.
+        # torch, transformers and vLLM cause warnings about each other.
         item.add_marker(pytest.mark.filterwarnings("ignore"))
         if not (ON_CPU or gpu_count()):
             item.add_marker(missing)
@@ -113,7 +114,7 @@ def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneServer]:
 
 @pytest.fixture(scope="session")
 def used_without_server(one_server: OneServer) -> int:
-    """Return the MiB of GPU memory that are used while no server runs."""
+    """Return how many MiB of GPU memory are in use while no server runs."""
     one_server.stop()
     return used_gpu_memory()
 
@@ -122,7 +123,7 @@ def used_without_server(one_server: OneServer) -> int:
 def server(
     one_server: OneServer, used_without_server: int, gpu_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Server:
-    """Return a server as lmi-dist with two adapters, so that everything that changes vLLM's path is on."""
+    """Return a server that runs as lmi-dist with two adapters, so that all of Slipway's changes to vLLM are active."""
 
     @contextlib.contextmanager
     def serve(directory: Path) -> Iterator[Server]:
@@ -137,12 +138,12 @@ def server(
 
 @pytest.fixture
 def host(one_server: OneServer) -> Server:
-    """Return a server without a model, into which tests load models one after the other (`hosted`)."""
+    """Return a server without a model. Tests load models into it one after the other (`hosted`)."""
 
     @contextlib.contextmanager
     def serve(directory: Path) -> Iterator[Server]:
         running = Server(None, directory / "server.log", {"SAGEMAKER_MULTI_MODEL": "true"}, name=None)
-        running.client.timeout = httpx.Timeout(START_SECONDS)  # of a model's load
+        running.client.timeout = httpx.Timeout(START_SECONDS)  # The time limit for loading a model.
         try:
             running.wait_until_ready()
             yield running
@@ -153,7 +154,7 @@ def host(one_server: OneServer) -> Server:
 
 
 def used_gpu_memory() -> int:
-    """Return the MiB of all GPUs' memory that any process uses. In a container, processes are not told apart."""
+    """Return how many MiB of all GPUs' memory any process uses. In a container, processes cannot be told apart."""
     if shutil.which("nvidia-smi") is None:
         return 0
     asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]

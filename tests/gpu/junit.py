@@ -1,9 +1,9 @@
-"""A pytest plugin that writes JUnit's XML for each part of the proof after each test, and keeps to the part's limit.
+"""A pytest plugin that writes JUnit XML for each part of the proof after every test, and enforces each part's limit.
 
     GPU_PROOF_RESULTS=DIR GPU_PROOF_PART_SECONDS=420 python -m pytest -p tests.gpu.junit
 
-So a run that is cut short leaves all it has found. pytest's `--junitxml` writes only at the end. The attribute
-`planned` has the number of the part's tests, and `tests` the number of those that have ended. After SIGTERM, and at the
+So a run that is cut short still leaves its results so far. pytest's `--junitxml` writes only at the end. The attribute
+`planned` is the number of the part's tests, and `tests` is the number of tests that have ended. On SIGTERM and at the
 limit, fixtures stop their servers.
 """
 
@@ -26,7 +26,7 @@ _OF_PART = re.compile(r"(?:.*/)?tests/gpu/test_(\w+)\.py")
 
 
 def part_of(nodeid: str) -> str:
-    """Return the part of a test. The tests outside this folder are of the part `internals`."""
+    """Return the part that a test belongs to. Tests outside this folder belong to the part `internals`."""
     found = _OF_PART.match(nodeid)
     return found[1] if found else "internals"
 
@@ -37,23 +37,23 @@ class Case:
 
     seconds: float = 0.0
     outcome: str = ""
-    """An element of JUnit's; empty: passed."""
+    """The name of a JUnit element. Empty if the test passed."""
     text: str = ""
     figures: dict[str, str] = field(default_factory=dict)
-    """Figures that the test recorded, by `record_property`."""
+    """Figures that the test recorded with `record_property`."""
     output: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Part:
-    """The tests of a part that have ended, by their ids."""
+    """The tests of a part that have ended, by id."""
 
     planned: int = 0
     cases: dict[str, Case] = field(default_factory=dict)
 
 
 class Results:
-    """The results of all parts, each in a file, and the limit of the part that runs."""
+    """The results of all parts, each in its own file, and the limit of the current part."""
 
     def __init__(self, directory: Path, seconds: float) -> None:
         self._directory, self._seconds = directory, seconds
@@ -90,7 +90,7 @@ class Results:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "setup" and report.passed:
-            self._setup_seconds = report.duration  # nothing is known of the test yet
+            self._setup_seconds = report.duration  # Nothing is known about the test yet.
             return
         name = part_of(report.nodeid)
         case = self._parts[name].cases.setdefault(report.nodeid, Case(self._setup_seconds))
@@ -104,7 +104,7 @@ class Results:
         self.write(name)
 
     def write(self, name: str) -> None:
-        """Replace the file of a part as a whole: it is XML at every moment."""
+        """Replace a part's file as a whole, so that it is valid XML at every moment."""
         part = self._parts[name]
         suite = ElementTree.Element("testsuite", name=name, tests=str(len(part.cases)), planned=str(part.planned))
         outcomes = [case.outcome for case in part.cases.values()]

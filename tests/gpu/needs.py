@@ -1,8 +1,8 @@
-"""Prints a sentence for each thing that a machine lacks for `make gpu-proof`; the exit code is 1 if it lacks any.
+"""Prints a sentence for each thing that a machine lacks for `make gpu-proof`. The exit code is 1 if it lacks anything.
 
     python3 tests/gpu/needs.py
 
-It runs on any Python and needs no package, so that it can be asked before anything is installed.
+This script runs on any Python and needs no package, so that it can be run before anything is installed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import tempfile
 from pathlib import Path
 
 DRIVER = 580
-"""The oldest branch of NVIDIA's driver for CUDA 13.0."""
+"""The oldest branch of NVIDIA's driver that supports CUDA 13.0."""
 _SECONDS = 60
 _PROBE = "msgspec"
-"""A small package of the lock."""
+"""A small package in the lock file."""
 
 
 def missing_gpu() -> list[str]:
@@ -66,7 +66,7 @@ def missing_for_install() -> list[str]:
 
 
 def _output(*command: str) -> str:
-    """Return a program's output; empty if it is not there or fails."""
+    """Return a program's output. Empty if the program is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -1,9 +1,9 @@
-"""Runs Slipway with places for two copies on the first GPU, to try copies on a machine that has one.
+"""Runs Slipway with places for two copies on the first GPU, to try copies on a machine with only one GPU.
 
 python -m tests.gpu.places_on_one_gpu MODULE [ARGUMENTS...]
 
-The model's options have to leave memory for both (`gpu_memory_utilization`). Slipway itself never gives a GPU to two
-copies.
+The model's options must leave memory for both copies (`gpu_memory_utilization`). Slipway itself never gives a GPU to
+two copies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engines.vllm.copies.places import Place
 
 
 def two_places(engine_args: AsyncEngineArgs, config: EngineConfig) -> list[Place]:
-    """Return two places on the GPU that vLLM takes first. It takes the place of `gpu_places`."""
+    """Return two places on the GPU that vLLM uses first. This function replaces `gpu_places`."""
     return [Place((0,))] * 2
 
 

@@ -21,11 +21,10 @@ def text(server: Server, prompt: str, adapter: str = "") -> str:
 
 
 def test_in_a_batch_each_adapter_has_its_own_answer_and_the_model_without_one_has_its_own(server: Server) -> None:
-    """Fill every slot, because vLLM on a CPU gives a prompt without an adapter the weights of the last slot.
+    """Fill every slot, because on a CPU vLLM applies the weights of the last slot to a prompt without an adapter.
 
-    In 16 bits, two tokens may be equally likely, so that a text in a batch may end in another way than in a batch of
-    one.
-    Its beginning is still that of the same adapter's text, for longer than that of another adapter's.
+    In 16 bits, two tokens may be equally likely, so a text in a batch may end differently than in a batch of one. Its
+    beginning still matches the text of the same adapter for longer than that of another adapter.
     """
     alone = {name: text(server, PROMPTS[0], name) for name in ("", "red", "blue")}
     assert len(set(alone.values())) == 3
@@ -36,5 +35,5 @@ def test_in_a_batch_each_adapter_has_its_own_answer_and_the_model_without_one_ha
 
 
 def _common(one: str, other: str) -> int:
-    """Return the number of characters with which both texts begin."""
+    """Return the length of the common beginning of two texts."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,4 +1,4 @@
-"""Constraints, and what else Slipway adds to vLLM's sampling, in a server with adapters."""
+"""Constraints, and Slipway's other additions to vLLM's sampling, on a server with adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMS: dict[str, Any] = {
     "choice": ["yes", "no"],
     "grammar": 'root ::= "red" | "blue"',
 }
-"""Constraints by vLLM's names."""
+"""The constraints, by vLLM's names."""
 
 
 @pytest.mark.parametrize("adapter", ["model", "red"])

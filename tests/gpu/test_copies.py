@@ -1,4 +1,4 @@
-"""Copies of the model are one engine for their clients: one on each GPU, or two on a machine's only GPU."""
+"""To clients, copies of the model are one engine: one copy on each GPU, or two on a machine's only GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ON_ONE_GPU = ("tests.gpu.places_on_one_gpu", "slipway", "serve")
 
 @pytest.fixture
 def server(one_server: OneServer, gpu_options: dict[str, object]) -> Server:
-    """Start a server whose copies use all GPUs. On one GPU or a CPU there are two copies."""
+    """Start a server whose copies use all GPUs. On one GPU or on a CPU, there are two copies."""
 
     @contextlib.contextmanager
     def serve(directory: Path) -> Iterator[Server]:

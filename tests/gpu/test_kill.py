@@ -1,4 +1,4 @@
-"""`kill -9` under calls: of the engine, whose calls continue, and last of the server, which leaves nothing."""
+"""`kill -9` while calls run: first of the engine, whose calls continue, then of the server, which leaves nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.waiting import wait_until
 
 CALLS = 12
 FREED_MIB = 1024
-"""The most MiB by which the GPU's used memory may differ before and after a server. Others may use the GPU too."""
+"""The most MiB by which the GPU's used memory may differ before and after a server. Other programs may use the GPU."""
 
 
 def test_a_client_that_leaves_ends_its_generation(server: Server) -> None:
@@ -27,7 +27,7 @@ def test_a_client_that_leaves_ends_its_generation(server: Server) -> None:
 
 
 def test_streams_of_a_killed_engine_get_all_their_tokens(server: Server, record_property: RecordProperty) -> None:
-    """In 16 bits the rest of a text may differ after a restart. The copies' tests compare texts, in fp32."""
+    """After a restart, the rest of a text may differ in 16 bits. The tests of copies compare texts in fp32."""
 
     def stream(number: int) -> list[dict[str, Any]]:
         parameters = {"max_new_tokens": LONG, "ignore_eos_token": True}

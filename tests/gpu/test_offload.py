@@ -1,4 +1,4 @@
-"""KV cache in main memory (`kv_offloading_size`): a prompt that the GPU's cache no longer holds is loaded back."""
+"""KV cache in main memory (`kv_offloading_size`): a prompt that was evicted from the GPU's cache is loaded back."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.live.server import Server, hosted, write_model
 from tests.waiting import wait_until
 
 BLOCKS = 80
-"""Of 16 tokens: one sequence of the longest length, and a little more."""
+"""Blocks of 16 tokens: enough for one sequence of the maximum length, and a little more."""
 LONG = [" ".join(f"{word} {number}" for word in range(130)) for number in range(5)]
-"""Prompts of 400 and more tokens, of which the cache holds three at most."""
+"""Prompts of at least 400 tokens. The cache holds at most three of them."""
 
 
 def loaded_back(server: Server) -> int:
-    """Return the tokens that were found in main memory."""
+    """Return how many tokens were found in main memory."""
     metrics = server.client.get("/metrics").text
     found = re.findall(r"^vllm:external_prefix_cache_hits_total{.*} (\S+)$", metrics, re.M)
     return sum(int(float(value)) for value in found)

@@ -1,4 +1,4 @@
-"""N-gram speculation changes no greedy text, and guesses tokens of a text that repeats itself (fp32: conftest)."""
+"""N-gram speculation changes no greedy text, and guesses tokens of a repetitive text (in fp32, see conftest)."""
 
 from __future__ import annotations
 

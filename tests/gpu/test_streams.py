@@ -1,4 +1,4 @@
-"""LMI and OpenAI give the same answers as vLLM's own server on the same GPU, with 16 calls at once (fp32: conftest)."""
+"""LMI and OpenAI get the same answers as vLLM's own server gives on the same GPU to 16 concurrent calls, in fp32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STREAMS = 8 if ON_CPU else 128
 TEXTS = [*PROMPTS, *(f"{number} is a number, and the next one is" for number in range(11))]
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 Texts = list[tuple[str, str]]
-"""The text of each prompt's answer, and its finish reason."""
+"""The text and the finish reason of each prompt's answer."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def server(one_server: OneServer, gpu_options: dict[str, object]) -> Server:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory, gpu_options: dict[str, object]) -> dict[str, Texts]:
-    """Return the streams of a vLLM server with the same engine arguments. It runs until they are there."""
+    """Return the streams of a vLLM server with the same engine arguments. This server is stopped afterwards."""
     given = dict(gpu_options)
     model, dtype = str(given.pop("model_id")), str(given.pop("dtype"))
     engine: dict[str, Any] = {"model": model, "dtype": _DTYPES.get(dtype, dtype), "enforce_eager": ON_CPU, **given}
@@ -80,7 +80,7 @@ OPENAI = {"/v1/completions": _completion, "/v1/chat/completions": _chat}
 
 
 def openai_streams(client: httpx.Client, path: str) -> Texts:
-    """Return the streams of all prompts, asked for together."""
+    """Return the streams of all prompts, which are requested at the same time."""
 
     def stream(prompt: str) -> tuple[str, str]:
         body = {"model": "model", "max_tokens": TOKENS, "temperature": 0, "stream": True, **OPENAI[path](prompt)}
@@ -95,7 +95,9 @@ def openai_streams(client: httpx.Client, path: str) -> Texts:
 
 
 def lmi_answers(server: Server, stream: bool) -> list[dict[str, Any]]:
-    """Return the answers of all prompts, asked for together: the last record of a stream, with its tokens' text."""
+    """Return the answers to all prompts, which are requested together. Of a stream, return the last record, with
+    the tokens' text.
+    """
 
     def answer(prompt: str) -> dict[str, Any]:
         found = server.invoke(prompt, stream, max_new_tokens=TOKENS, details=True)

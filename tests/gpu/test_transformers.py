@@ -1,4 +1,4 @@
-"""The dynamic batch on a GPU, with only transformers, without vLLM."""
+"""The dynamic batch on a GPU, with transformers and without vLLM."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.live.server import METRIC_SECONDS, Server, hosted, records, serving, 
 
 PROMPTS = prompts.PROMPTS[:2] if ON_CPU else prompts.PROMPTS
 CONTEXT_MIB = 100
-"""The memory of a GPU that each process takes from its first use on."""
+"""The GPU memory that each process takes once it uses the GPU."""
 
 
 @pytest.fixture(scope="module")
 def texts(gpu_model: Path) -> dict[str, str]:
-    """Return the text that transformers generates for each prompt in a batch of one, on the device of the server."""
+    """Return the text that transformers generates for each prompt in a batch of one, on the server's device."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,7 +38,7 @@ def texts(gpu_model: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def used_by_tests(one_server: OneServer, texts: dict[str, str]) -> int:
-    """Return the MiB of GPU memory that are used without a server. This process has its model there."""
+    """Return how many MiB of GPU memory are in use without a server. This process has loaded its model there."""
     one_server.stop()
     return used_gpu_memory()
 
