@@ -113,7 +113,7 @@ async def _serve(arguments: dict[str, Any], answers: IO[bytes]) -> None:
 
 def main() -> None:
     """Serve the loads that arrive on standard input."""
-    # Only answers go to the original standard output. What libraries print goes to standard error.
+    # Only answers go to the original standard output. The output of libraries goes to standard error.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

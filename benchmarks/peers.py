@@ -309,7 +309,7 @@ def chat(load: EngineLoad) -> ContractRequest:
 
 
 def triton(load: EngineLoad) -> ContractRequest:
-    """Return the request for Triton's generate extension, in the format of Triton's vLLM backend."""
+    """Return the request for Triton's generate extension, in the format of its vLLM backend."""
     body: dict[str, object] = {"text_input": load.prompt, "max_tokens": load.tokens, "ignore_eos": True}
     body |= {"temperature": 0, "stream": load.stream, "return_finish_reason": True}
     if load.logprobs:
@@ -499,7 +499,7 @@ class Slipway(HttpPeer):
         model_dir.mkdir()
         (model_dir / "serving.properties").write_text(serving_properties(engine, self.copies))
         if engine.step_ms is not None:
-            # Scripted engines need no processors of their own, and there may be more engines than processors.
+            # Scripted engines need no separate processors, and may be more numerous than the processors.
             self.environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         address = ["--host", "127.0.0.1", "--port", str(self.port), "--model-name", MODEL]
         command = *self.program, "--model-dir", str(model_dir), *address

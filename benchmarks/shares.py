@@ -122,7 +122,7 @@ def _used(peer: Slipway, prompts: Sequence[Prompt], tokens: int, clients: int) -
 
 
 def _stream(port: int, prompt: Prompt, tokens: int) -> str:
-    """Read a stream of completions. Return the problem. Empty if there is none."""
+    """Read a stream of completions. Return the problem, or an empty string."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
     try:

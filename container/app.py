@@ -143,7 +143,7 @@ def create_app(
         registrar: Loads and unloads models for the management API.
         mounts: Further applications that the main listener serves.
         lag: Delays of the event loop in seconds, for `/metrics`.
-        report: Where each of the server's settings came from, for the console. None: the report of the server's one
+        report: The server's settings with their sources, for the console. None: the report of the server's one
             model.
         boxes: Show the current black box to clients that may manage models.
     """

@@ -206,7 +206,7 @@ class _InfoHttpRoute(HttpRoute):
 
 
 async def _rendered(chat: Call, service: Service | None) -> RenderedChat | RequestError:
-    """Return the prompt that is rendered from a chat, or the reason why there is no prompt."""
+    """Return the prompt that is rendered from a chat, or the reason why it cannot be rendered."""
     if service is None or service.openai is None:
         return NotServed(_NO_CHATS)
     try:

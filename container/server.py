@@ -53,7 +53,7 @@ from handlers.lmi.sessions import remove_sessions
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILED_TO_START, EXIT_ENGINE_DIED = 0, 1, 137  # LMI exits with 137 under SERVING_FAIL_FAST.
-# The limit on open files. It exceeds a server's calls and idle connections, and equals what vLLM's own server asks for.
+# The limit on open files. It exceeds a server's calls and idle connections. vLLM's own server uses the same limit.
 ENOUGH = 65536
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's variable for the directory of its sockets.

@@ -31,7 +31,7 @@ _CHAT_PARAMETERS: dict[str, Any] = {
     "seed": None,
     "stop": None,
 }
-# The engine's names for chat parameters, where they differ.
+# The engine's names for chat parameters, if they differ.
 _CHAT_NAMES = {"top_logprobs": "logprobs", "max_tokens": "max_new_tokens"}
 _STREAMING_CALL = "InvokeEndpointWithResponseStream"
 

@@ -112,7 +112,7 @@ class Sequence:
         return tuple(following) if arity == "4" else (following.token, following.is_first, following.is_last)
 
     def get_last_token(self) -> Token | None:
-        """Return the token that was set as the last one, or None if there is none yet."""
+        """Return the token that was set as the last one, or None before that."""
         return None if self._last_token_index is None else self.tokens[self._last_token_index]
 
     def get_next_top_tokens(self) -> list[Token] | None:

@@ -84,7 +84,7 @@ def has_function_in_module(module: Any, function_name: str) -> bool:
 
 
 def find_decorated_function(module: Any, decorator_attribute: str) -> Callable[..., Any] | None:
-    """Return the first callable in a module, in order of names, that a decorator has marked. None if there is none.
+    """Return the first callable in a module, in order of names, that a decorator has marked, or None.
 
     Args:
         module: The imported module.

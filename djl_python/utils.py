@@ -35,7 +35,7 @@ class IdCounter:
 
 
 def find_model_file(model_dir: str, extensions: Iterable[str]) -> str | None:
-    """Return the path of the only file with one of the extensions. None if there is no such file.
+    """Return the path of the only file with one of the extensions, or None.
 
     Args:
         model_dir: The directory to search.

@@ -76,7 +76,7 @@ async def _ask(target: Target, request: RecordedRequest) -> Reply:
 
 
 def _explanation(reply: Reply) -> Mapping[str, Any] | None:
-    """Return the explanation in a reply. None if there is none."""
+    """Return the explanation in a reply, or None."""
     try:
         document = json.loads(reply.body)
     except (ValueError, RecursionError):

@@ -90,7 +90,7 @@ class RecordedRequest:
 
     @property
     def is_management(self) -> bool:
-        """True if the request may change the server: its models, adapters or engine, or what it stores."""
+        """True if the request may change the server: its models, adapters, engine or stored data."""
         paths = (re.sub("//+", "/", unquote(path)) for path in (self.path.partition("?")[0], self.route))
         named = any(_MANAGEMENT.fullmatch(path.rstrip("/")) for path in paths)
         return self.method in _CHANGING_METHODS or (named and self.method == "POST")
@@ -191,5 +191,5 @@ def objects_in(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def with_content_type(headers: Headers) -> Headers:
-    """Return the headers. If there is no content type, add JSON's."""
+    """Return the headers, and add JSON's content type if they have none."""
     return headers if any(name == "content-type" for name, _ in headers) else (("content-type", _JSON), *headers)

@@ -40,7 +40,7 @@ class Side(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes: int = 0
     seconds: float | None = None
     first_byte: float | None = None
-    failure: str = ""  # The reason why there is no reply.
+    failure: str = ""  # The reason for a missing reply.
 
 
 class Result(msgspec.Struct, frozen=True, omit_defaults=True):

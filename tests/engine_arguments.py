@@ -423,7 +423,7 @@ def requests(model: str) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def ask(client: httpx.Client, model: str, names: Sequence[str]) -> str:
-    """Send requests. Return the error of the first wrong answer. Empty if there is none."""
+    """Send requests. Return the error of the first wrong answer, or an empty string."""
     for name in names:
         path, body = requests(model)[name]
         try:
@@ -552,7 +552,7 @@ class Tried:
     """The result of loading a model and sending requests to it."""
 
     problem: str
-    """The first error. Empty if there is none."""
+    """The first error, or an empty string."""
     refusal: str = ""
     """The complete message if the model could not be loaded."""
     log: str = ""

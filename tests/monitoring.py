@@ -39,7 +39,7 @@ def expressions() -> list[str]:
 
 
 def selections(expression: str) -> list[tuple[str, str]]:
-    """Return the metrics in an expression, each with its label matchers. They are "" if there are none."""
+    """Return the metrics in an expression, each with its label matchers, or with ""."""
     bare = re.sub(r"\[[^\]]*\]", "", _GROUPING.sub("", expression))
     return [(name, chosen) for name, chosen in _SELECTION.findall(bare) if name not in _OPERATORS]
 

@@ -1,4 +1,4 @@
-"""Lists what has moved in a vLLM release among the things that Slipway uses. The release is not installed or imported.
+"""Lists the moved parts of a vLLM release that Slipway uses. The release is not installed or imported.
 
     python -m tests.next_vllm build/next-vllm/vllm-0.33.0-*.whl
 
@@ -75,7 +75,7 @@ class Sources:
         return None
 
     def find(self, module: str, name: str) -> tuple[str, ast.AST] | None:
-        """Return what a module defines or imports under a name, and the module that defines it."""
+        """Return the object that a module defines or imports under a name, and the module that defines it."""
         tree = self.module(module)
         if tree is None:
             return None
@@ -119,7 +119,7 @@ class Sources:
                     yield from self.bases(place, node)
 
     def member(self, owner: str, name: str) -> ast.AST | None:
-        """Return the definition of a name in a module or a class. None if there is none."""
+        """Return the definition of a name in a module or a class, or None."""
         module, _, kind = owner.partition(":")
         if not kind:
             found = self.find(module, name)
@@ -305,7 +305,7 @@ def moved(sources: Sources) -> list[str]:
 
 
 def main() -> None:
-    """List what has moved in the wheel that is given as an argument."""
+    """List the moved parts of the wheel that is given as an argument."""
     (wheel,) = sys.argv[1:]
     lines = moved(Sources.of_wheel(Path(wheel)))
     print("\n".join(lines) or "nothing has moved")

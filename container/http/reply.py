@@ -1,4 +1,4 @@
-"""The HTTP reply to one request. Each part is sent as soon as it is written, without a task or a wait."""
+"""The HTTP reply to one request. Each part is sent immediately, without a task or a wait."""
 
 from __future__ import annotations
 

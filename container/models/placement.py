@@ -94,7 +94,7 @@ class GpuPlan:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """A description of the machine and of each model. Empty if there are no GPUs."""
+        """A description of the machine and of each model. Empty without GPUs."""
         if not self.gpus:
             return ()
         least, count = min(self.gpus), len(self.gpus)
@@ -107,7 +107,7 @@ class GpuPlan:
 
     @property
     def warning(self) -> str:
-        """The GPUs and copies that the machine lacks, the idle GPUs, and the remedy. Empty if there is no problem."""
+        """The GPUs and copies that the machine lacks, the idle GPUs, and the remedy. Empty if all is well."""
         warnings = [f"model {use.model}: {use.warning}" for use in self.models if use.warning]
         return "; ".join([*warnings, *([self._of_idle] if self._of_idle else [])])
 

@@ -33,7 +33,7 @@ class StallWatch:
             clock: Returns the time in seconds.
         """
         self._health, self._limit, self._clock = health, limit, clock
-        self._mark: float | None = None  # The engine's progress mark when the stall began. None if there is no stall.
+        self._mark: float | None = None  # The engine's progress mark when the stall began. None without a stall.
         self._since = 0.0
 
     @property

@@ -57,8 +57,7 @@ class BlackBoxes:
         Args:
             models: The server's models.
             server_config: The server's settings.
-            report: Where each of the server's settings came from. None: the settings of the server's one model state
-                this.
+            report: The server's settings with their sources. None: the settings of the server's one model contain them.
             late: Returns the number of seconds by which the event loop is late.
         """
         self._models, self._report, self._late = models, report, late

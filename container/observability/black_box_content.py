@@ -113,7 +113,7 @@ def gathered(cause: str, reason: str, models: Models, report: ServerReport | Non
         cause: The cause of the box.
         reason: A sentence for people.
         models: The server's models.
-        report: Where each of the server's settings came from. None: the settings of the server's one model state this.
+        report: The server's settings with their sources. None: the settings of the server's one model contain them.
         killed: How many processes the kernel has killed for lack of memory since the server started.
         late: The number of seconds by which the event loop is late.
     """
@@ -176,7 +176,7 @@ def _is_stalled(model: Model) -> bool:
 
 
 def _findings(model: Model, cause: str) -> list[str]:
-    """Return why copies of a model died, which processes have no stacks, and where the worker that hung stood."""
+    """Return the ends of a model's copies, their processes without stacks, and the innermost frame of a hung worker."""
     copies = model.lifecycle.copies
     found = [f"copy {copy.number}: {copy.end}" for copy in copies if copy.end]
     found += [f"copy {c.number}: no stacks of {'; '.join(c.elsewhere)}" for c in copies if c.elsewhere]
@@ -188,7 +188,7 @@ def _findings(model: Model, cause: str) -> list[str]:
 
 
 def _places(processes: Iterable[ProcessReport]) -> list[str]:
-    """Return where processes stand. The rarest place comes first, because the other processes may wait for it."""
+    """Describe where processes are in the code. The rarest place comes first: other processes may wait for it."""
     by_place: dict[str, list[str]] = {}
     for process in processes:
         if process.place:
@@ -201,7 +201,7 @@ def _places(processes: Iterable[ProcessReport]) -> list[str]:
 
 
 def _own_frame(frames: Iterable[str], model: Model) -> str:
-    """Return the innermost frame in the model's code. If there is none, return the innermost frame."""
+    """Return the innermost frame in the model's code, or else the innermost frame of all."""
     directory = f'File "{os.path.abspath(model.lifecycle.config.model_dir)}/'
     return next((frame for frame in frames if frame.startswith(directory)), next(iter(frames), "no frame"))
 

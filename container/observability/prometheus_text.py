@@ -1,7 +1,7 @@
 """Prometheus' text format, version 0.0.4.
 
-`prometheus_client.generate_latest` takes three times as long and holds up all streams meanwhile. Routers may ask for
-metrics 20 times a second. It also cannot write counters whose names lack `_total`, such as Triton's.
+`prometheus_client.generate_latest` takes three times as long, and blocks all streams during this time. Routers may ask
+for metrics 20 times a second. The function also cannot write counters whose names lack `_total`, such as Triton's.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def handler_settings(
         handler_config,
         min_workers=least,
         max_workers=max(least, most),
-        # With 0, a worker would end as soon as it is idle. With a short time, a worker that waits for a full batch is
+        # With 0, a worker would end immediately when idle. With a short time, a worker that waits for a full batch is
         # not checked constantly.
         max_idle_time=max(handler_config.max_idle_time, _LEAST_IDLE_TIME),
         python_executable=executable,
@@ -104,7 +104,7 @@ def _show_other_keys(sources: Sources) -> None:
 
 
 def _degrees(sources: Sources, gpus: int, is_hugging_face: bool) -> dict[str, int]:
-    """Return the given parallel degrees. If there are none, LMI uses all GPUs for a Hugging Face model."""
+    """Return the given parallel degrees. Without any, LMI uses all GPUs for a Hugging Face model."""
     given = {name: sources.model.get(PREFIX + name) or sources.variables.get(name.upper()) for name in _PARALLEL}
     degrees = {name: max(int(value.word), 1) for name, value in given.items() if value and _DEGREE(value.word)}
     tensor = given[_TENSOR_PARALLEL]

@@ -64,8 +64,8 @@ def load_settings(
     The files of a model on S3 are fetched, except its weights.
 
     Args:
-        model_dir: A directory or `s3://`. A `Value` states where it was given; otherwise that is --model-dir. None:
-            SERVING_MODEL_STORE, or else /opt/ml/model.
+        model_dir: A directory or `s3://`. A `Value` names its source. The source of any other value is --model-dir.
+            None: SERVING_MODEL_STORE, or else /opt/ml/model.
         environment: The environment variables.
         command_line: Server keys such as "port", "host", "model_name".
         arguments: Keys of the model, such as "batch_size", from the management API. They take precedence over all
@@ -387,7 +387,7 @@ def further_settings(
     """Read the settings of one of several models. They share the environment and the command line.
 
     Args:
-        url: An absolute path, as it is or after `file://`, or an `s3://` URL.
+        url: An absolute path, a `file://` URL with such a path, or an `s3://` URL.
         name: The model's name.
         environment: See `load_settings`.
         command_line: See `load_settings`.

@@ -154,7 +154,7 @@ def _with_adapters_on(sources: Sources, config: ModelConfig) -> ModelConfig:
 
 
 def _adapter_source(adapter: Mapping[str, str], model_dir: Path) -> str:
-    """Return the location of an adapter: a directory, `s3://` or `hf://`. Empty if there is none."""
+    """Return the location of an adapter: a directory, `s3://` or `hf://`. Empty if it does not exist."""
     path = adapter["path"]
     if is_s3(path):
         return path
@@ -193,7 +193,7 @@ def _for_vectors(sources: Sources, config: ModelConfig) -> ModelConfig:
 
 
 def _with_engine_chosen(sources: Sources, config: ModelConfig) -> ModelConfig:
-    """Choose `rolling_batch`. A batch size above 1 means dynamic batching, whatever the option says.
+    """Choose `rolling_batch`. A batch size above 1 means dynamic batching with any value of the option.
 
     In asynchronous mode, LMI's configurations set `rolling_batch=disable`. This only selects the schema there. The
     engine still batches requests.
@@ -389,7 +389,7 @@ def _engine_devices(sources: Sources, config: ModelConfig) -> tuple[int, ...] | 
     try:
         groups = device_groups(sources.gpus, degree * stages, load_on.text)
     except ValueError:
-        return allowed  # The engine reports that there are too few GPUs.
+        return allowed  # The engine reports that the GPUs are too few.
     return tuple(sorted({*allowed, *(int(device) for group in groups for device in group.split(","))}))
 
 

@@ -189,7 +189,7 @@ _NAMES_OF_VARIABLES = frozenset({"entryPoint"})  # Names that a variable spells 
 
 
 def meant_by(key: str, value: Value) -> str:
-    """Return the model setting that is probably meant by an unknown key. Empty if there is none.
+    """Return the model setting that is probably meant by an unknown key. Empty if no setting is.
 
     The setting has an effect. If the value comes from a variable, the name of the setting's variable is returned.
     """

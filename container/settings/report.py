@@ -20,7 +20,7 @@ _HEAD = ("setting", "value", "source")
 def startup_text(startup: Startup, plan: GpuPlan | None = None) -> str:
     """Return a table of all settings, and the GPU plan.
 
-    If the server does not have exactly one model, there is one table for the server and one for each model.
+    If the server does not have exactly one model, the server and each model have their own tables.
     """
     if startup.report is None:
         return "\n".join([render_text(startup.models[0].settings), *_plan_lines(plan)])

@@ -68,7 +68,7 @@ class SecureMode:
     """The active controls, and the model that they check."""
 
     controls: frozenset[str]
-    channels: tuple[Path, ...] = ()  # Untrusted directories. If there are none, `directories` are untrusted.
+    channels: tuple[Path, ...] = ()  # Untrusted directories. If this is empty, `directories` are untrusted.
     # The model's settings as they were written in serving.properties, the environment and the management API.
     keys: Mapping[str, Value] = field(default_factory=dict)
     variables: Mapping[str, Value] = field(default_factory=dict)

@@ -252,7 +252,7 @@ _ALLOW_UNKNOWN = Setting(
     shows_default=False,
     doc="Warn of [unknown names](#errors)",
 )
-# The settings that determine which models there are, where they are, and how their settings are read.
+# The settings that determine the models, their locations, and how their settings are read.
 FOR_MODELS: tuple[Setting[Any], ...] = (
     MODEL_NAME,
     Setting("model_store", TEXT, "/opt/ml/model", doc="Model directory, or `s3://`"),

@@ -39,7 +39,7 @@ _MAX_FILES = 100_000
 WEIGHTS = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx", ".tar", ".gz", ".tgz", ".zip"}
 )
-_MAX_SETTINGS_BYTES = 32 << 20  # A larger file counts as weights, whatever its suffix.
+_MAX_SETTINGS_BYTES = 32 << 20  # A larger file counts as weights, even without such a suffix.
 # Files that engines do not load if there are `*.safetensors` next to them: the weights in other formats, as named by
 # transformers, diffusers, PEFT and Llama's repositories, and training state. Other files may be parts of a model.
 _DUPLICATES = re.compile(

@@ -218,7 +218,7 @@ class Configuration(_Table, frozen=True, kw_only=True):
     download_timeout: Seconds = 1800  # The time limit for SageMaker's download of the model from S3, in seconds.
     # The time limit until the container is healthy, in seconds. It includes the download of a hub model.
     startup_timeout: Seconds = 1800
-    # Seconds after which the container ends an answer or a stream, and sends what it has so far. SageMaker ends them
+    # Seconds after which the container ends an answer or a stream with the text so far. SageMaker ends them
     # after 60 s and 8 minutes, and drops the answer. 0: the container ends none. Asynchronous endpoints have no
     # deadlines.
     answer_deadline: Deadline = 55

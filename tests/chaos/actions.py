@@ -106,7 +106,7 @@ async def stop_worker(stage: Stage, seconds: float) -> None:
 
 
 async def stop_server(stage: Stage, seconds: float) -> None:
-    """Pause the server's own process for a while. Clients get no answers meanwhile, and afterwards nothing is wrong."""
+    """Pause the server's own process for a while. Clients get no answers during the pause, and no errors after it."""
     with stopped([stage.subject.process("slipway")]):
         await asyncio.sleep(seconds)
     stage.recoveries.append(Recovery("server stopped", None, await stage.served(clock())))

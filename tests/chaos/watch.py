@@ -1,4 +1,4 @@
-"""The server under test: the statuses that `/ping` may return and did return, and what a server leaves behind."""
+"""The server under test: the statuses that `/ping` may return and did return, and the remains of a server."""
 
 from __future__ import annotations
 
