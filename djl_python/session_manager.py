@@ -208,7 +208,7 @@ class SessionBackup:
         try:
             for key in self._keys(session_id):
                 self._client.download_file(self._bucket, key, os.path.join(directory, os.path.basename(key)))
-        except Exception as error:  # botocore raises many types.
+        except Exception as error:  # botocore raises many types of exceptions.
             logging.warning("Session %s cannot be restored from S3: %s", session_id, error)
             return False
         return bool(os.listdir(directory))
@@ -233,7 +233,7 @@ class SessionBackup:
 
         Raises:
             OSError: The file cannot be read.
-            Exception: The upload failed. botocore raises many types.
+            Exception: The upload failed. botocore raises many types of exceptions.
         """
         with open(path, "rb") as file:
             # `upload_file` starts threads, but a process that is exiting cannot start threads.
@@ -269,7 +269,7 @@ class SessionBackup:
                 for name in files:
                     if files[name] != saved.get(name):
                         self.save(os.path.join(directory, name))
-            except Exception as error:  # OSError, and many types from botocore.
+            except Exception as error:  # OSError, and many types of exceptions from botocore.
                 logging.warning("Session %s cannot be saved to S3: %s", session_id, error)
             else:
                 self._saved[session_id] = files

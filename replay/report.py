@@ -18,11 +18,11 @@ from replay.request import printable
 from replay.results import Found, Result, Side
 from replay.sources import MalformedLine
 
-MOST_GROUPS = 500  # The most groups with an example. Further differences are only counted.
-KEPT_ANSWER = 8000  # The most characters of each answer in an example.
-_SHOWN_LINES = 20  # The most malformed lines that the report lists.
+MOST_GROUPS = 500  # The maximum number of groups with an example. Further differences are only counted.
+KEPT_ANSWER = 8000  # The maximum length of each answer in an example, in characters.
+_SHOWN_LINES = 20  # The maximum number of malformed lines in the report.
 _SHOWN_HEADERS = 20
-_SHOWN_PLACES = 3  # The most places that a row on the terminal lists.
+_SHOWN_PLACES = 3  # The maximum number of places in a row on the terminal.
 _PERCENTILES = (50, 90, 99)
 
 

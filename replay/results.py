@@ -16,7 +16,7 @@ from replay.comparison import Difference, Kind
 from replay.request import RecordedRequest, Reply
 
 FILE = "results.jsonl"
-_KEPT_BODY = 65536  # The most bytes of a body that a result keeps.
+_KEPT_BODY = 65536  # The maximum number of bytes that a result keeps of a body.
 
 
 class CannotResume(Exception):

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs
 from engines.daemon_thread import in_daemon_thread
 from replay.request import CUSTOM_ATTRIBUTES, ROUTE, RecordedRequest, Reply
 
-MAX_ANSWER = 256 << 20  # The most bytes of an answer that are kept.
+MAX_ANSWER = 256 << 20  # The maximum number of bytes that are kept of an answer.
 _CONNECT_SECONDS = 10.0
 _INVOCATIONS = "/invocations"
 # The headers that are parameters of a SageMaker runtime call.
@@ -77,7 +77,7 @@ class HttpTarget:
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency, keepalive_expiry=4),
             verify=ssl.create_default_context() if url.startswith("https") else False,
             trust_env=False,
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # Keeps none: each request is another client's.
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # Keeps none: each request has another client.
         )
         del self._http.headers["accept-encoding"]
 

@@ -308,7 +308,7 @@ TRIALS: dict[str, Trial | str] = {
     "mamba_cache_philox_rounds": Trial("4", about=f"it {MAMBA}"),
     "use_replayssm": Trial("true", about=f"it {MAMBA}"),
     "replayssm_buffer_len": Trial("8", about=f"it {MAMBA}"),
-    # Images, sound and video.
+    # Images, audio and video.
     "language_model_only": _of_media("true"),
     "limit_mm_per_prompt": _of_media('{"image": 2}'),
     "enable_mm_embeds": _of_media("true"),

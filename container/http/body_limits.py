@@ -84,14 +84,14 @@ class BodyReader:
         """Read the body.
 
         Args:
-            headers: The request's headers, names in lower case.
+            headers: The request's headers, with names in lower case.
             receive: ASGI's callable.
             limit: The largest size, in bytes.
             seconds: The longest time to wait for the next part of the body.
             waits: A set to which the time limit of the current wait is added, so that a drain can end the wait.
 
         Returns:
-            The whole body, or None if the client went away while sending it.
+            The whole body, or None if the client left while sending it.
 
         Raises:
             BodyTooLarge: The body is larger than `limit`.
@@ -145,7 +145,7 @@ class BodyReader:
             self._held = size
 
     def let_go(self) -> None:
-        """Release the memory of the body. Call it when the request has ended."""
+        """Release the memory of the body. Call this method when the request has ended."""
         if self._memory is not None:
             self._memory.give_back(self._held)
             self._held = 0

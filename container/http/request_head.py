@@ -21,7 +21,7 @@ INFERENCE_ID = (
     b"x-amzn-sagemaker-inference-id"  # SageMaker's header for a client's id. The configured header takes precedence.
 )
 KEY_SALT = "slipway.key_salt"  # The ASGI scope's key for the salt of the call's API key.
-LONGEST_PATH = 1024  # The most bytes of a path that the log and errors show.
+LONGEST_PATH = 1024  # The maximum length of a path in the log and in errors, in bytes.
 _ACCEPTABLE = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 
 

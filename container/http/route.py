@@ -212,7 +212,7 @@ class HttpRoute:
                 if self._same_site and (fault := state.hosts.fault(head.headers)):
                     raise CrossSite(fault)
                 found = self.find(head) if refusal is None else refusal
-                service = found.service() if isinstance(found, Model) else None  # refuses before the body is read
+                service = found.service() if isinstance(found, Model) else None  # Refuses before the body is read.
                 if found is None or service is not None:
                     body = received_body(receive, self._short_body)
                     if body is None:
@@ -253,7 +253,7 @@ class HttpRoute:
             else:
                 if reader is not None:
                     reader.let_go()
-                await reply.drain()  # the client may not have taken the reply before this one
+                await reply.drain()  # The client may not have read the previous reply.
         finally:
             if reader is not None:
                 reader.let_go()

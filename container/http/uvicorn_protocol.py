@@ -116,7 +116,7 @@ class CorkedTransport:
             return
         try:
             self._transport.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        except Exception:  # the other connections must be flushed too
+        except Exception:  # The other connections must be flushed, too.
             logger.exception("a connection cannot be written to: it is broken off")
             self._transport.abort()
 
@@ -218,7 +218,7 @@ class HttpProtocol(HttpToolsProtocol):
     # as long, up to a second.
     LOOK_SECONDS = 0.02
     MAX_HEADER_NAME = 256  # `container.http.request_head` keeps every name that it has seen.
-    MAX_PIPELINED = 100  # The most requests of a connection that wait for an earlier request. uvicorn has no limit.
+    MAX_PIPELINED = 100  # The maximum number of requests that wait for an earlier request. uvicorn has no limit.
 
     def __init__(self, *args: Any, cork: Cork | None = None, **keywords: Any) -> None:
         """Create the protocol of a connection. `cork` is shared by all connections of a server."""
@@ -292,7 +292,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection if the client closed its side and the answer to a complete request is unfinished."""
-        if self._connection.pieces:  # a reply may have been written in this turn
+        if self._connection.pieces:  # A reply may have been written in this turn.
             self._connection.flush()
         answering = self._answering
         if answering is None or answering.response_complete:
@@ -372,13 +372,13 @@ class HttpProtocol(HttpToolsProtocol):
         if cycle.scope["http_version"] < "1.1":
             cycle.chunked_encoding = False
             app = _ended_by_close(app, cycle)
-            cycle.waiting_for_100_continue = False  # HTTP/1.0 does not have it (RFC 9110, section 10.1.1)
+            cycle.waiting_for_100_continue = False  # HTTP/1.0 has no interim replies (RFC 9110, section 10.1.1).
         super()._start_asgi_task(cycle, app)
 
     def _closing(self) -> float:
         """Watch the waiting data. Return the number of seconds for which the client may send its unfinished request."""
         self._limit_sending()
-        # A reply may be complete before its request. After unreadable data the end of the request is not known.
+        # A reply may be complete before its request. After unreadable data, the end of the request is unknown.
         answered = self._answering is not None and self._answering.response_complete
         sends = self._unreadable or (answered and self.cycle is not None and self.cycle.more_body)
         return self.LINGER_SECONDS if sends else 0.0

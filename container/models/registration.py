@@ -36,7 +36,7 @@ T = TypeVar("T")
 # Reads a model's settings, given its URL, its name and the registration's parameters. See `further_settings`.
 ReadSettings = Callable[[Value, str, Mapping[str, Value]], Settings]
 
-_MOST_LOADS = 100  # The most models that may wait to be loaded.
+_MOST_LOADS = 100  # The maximum number of models that wait to be loaded.
 _READ_SECONDS = SETTINGS_SECONDS + 60.0  # The time limit for reading a model's settings, which may be on S3.
 _LEAVING_SECONDS = 5.0  # The time for finished calls to drop their references to a model before its memory is released.
 _MOMENT_SECONDS = 0.2  # The time for finished threads to drop their references.

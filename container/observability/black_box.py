@@ -129,7 +129,7 @@ class BlackBoxes:
             cause: The kind of the box, in one word. Within half a minute, only one box is written for a cause, a model
                 and a part.
             reason: A sentence for people.
-            model: The model that is broken. `/ping` names the box with the model's reason.
+            model: The model that is broken. `/ping` names the box next to the model's reason.
             part: The copies that have died and their start times, or the worker.
             seconds: The longest wait. The box is written even if it takes longer.
         """

@@ -26,7 +26,7 @@ _BUILT_IN = frozenset(
 # LMI's own handlers with the newer schema. They imply `option.async_mode=true`.
 _ASYNCHRONOUS = frozenset({SERVICE_FOR_VLLM, "djl_python.lmi_trtllm.trtllm_async_service"})
 OF_ENGINES = _BUILT_IN | _ASYNCHRONOUS
-# LMI's handlers for other models than language models.
+# LMI's handlers for models other than language models.
 _NOT_SERVED = frozenset(
     f"djl_python.{name}" for name in ("sklearn_handler", "xgboost_handler", "stable_diffusion_inf2", "stable-diffusion")
 )

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 MAX_INLINE = 128_000  # The largest body inside a call, in bytes.
 MAX_PAYLOAD = 1 << 30  # The largest input from S3, and the largest answer, in bytes.
-MAX_CALLS = 1000  # The most calls that wait or run.
+MAX_CALLS = 1000  # The maximum number of calls that wait or run.
 _LARGE = 64 << 20  # Inputs with more bytes are held one at a time.
 _MAX_HEADERS = 4096  # The largest size of the headers of the container's answer, in bytes.
 _TTL, _TIMEOUT = "21600", "900"  # SageMaker's defaults, in seconds.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 ACCOUNT, REGION = "000000000000", "us-east-1"  # Placeholders in messages and ARNs. The local endpoint has no account.
 
-_MAX_ORIGINAL_MESSAGE = 2048  # The most characters of a container's error that the API shows.
+_MAX_ORIGINAL_MESSAGE = 2048  # The maximum number of characters that the API shows of a container's error.
 
 
 class RuntimeApiError(Exception):

@@ -119,7 +119,7 @@ def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Paramet
         headers: The headers, with names in lower case.
 
     Raises:
-        RuntimeApiError: A parameter breaks a constraint of the service model.
+        RuntimeApiError: A parameter violates a constraint of the service model.
     """
     given = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
     values: dict[str, str] = {}

@@ -83,7 +83,7 @@ def ray(
     kuberay: Annotated[bool, typer.Option(help="Print the manifest of a KubeRay RayService.")] = False,
     image: Annotated[str | None, typer.Option(help="Image that contains Slipway and Ray, for --kuberay.")] = None,
 ) -> None:
-    """Serve a model by replicas on Ray Serve."""
+    """Serve a model with replicas on Ray Serve."""
     given = {
         "model_dir": model_dir,
         "model_name": model_name,
