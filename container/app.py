@@ -217,7 +217,7 @@ def _not_found(reply: Callable[[Call], Reply], head: RequestHead) -> Reply:
 
 
 class _Description:
-    """The API description. vLLM's own routes are added once a model is loaded. Reading them takes a second.
+    """The API description. vLLM's own routes are added once a model is loaded. Adding them takes a second.
 
     vLLM's routes depend on the kind of the model. If a server's models are of several kinds, all their routes are
     shown.

@@ -1,6 +1,6 @@
 """`/execution-parameters`: SageMaker's batch transform asks this route how to send records. LMI has no such route.
 
-The values of a transform job override this reply. The reply depends only on settings, so no model must be loaded.
+The values of a transform job override this reply. The reply is derived from settings, before a model is loaded.
 """
 
 from __future__ import annotations

@@ -517,7 +517,7 @@ def _kill_children() -> None:
 
 
 def _remove_empty_entries(variable: str) -> None:
-    """Remove the empty entries of a search path. To the loader of later processes, they mean the working directory."""
+    """Remove the empty entries of a search path. The loader of later processes reads them as the working directory."""
     entries = list(filter(None, os.environ.pop(variable, "").split(":")))
     if entries:
         os.environ[variable] = ":".join(entries)

@@ -21,7 +21,7 @@ MAGIC_NUMBER = "NDAR"
 VERSION = 3
 MAX_NPZ_BYTES = 1 << 30  # The maximum size of the decompressed arrays of an npz body.
 _MAX_RANK = 32  # The highest rank that every version of numpy supports.
-_SHOWN_TEXT = 32  # The maximum number of characters that an error quotes from a client's string.
+_SHOWN_TEXT = 32  # The maximum number of characters of a client's string to quote in an error.
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _TYPES = _INTEGERS | {"bool", "float16", "float32", "float64", "complex64", "complex128"}
 

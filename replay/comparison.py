@@ -40,7 +40,7 @@ from replay.shapes import (
 )
 
 _WORD = re.compile(r"\s*\S+|\s+")
-_WORDS = 200  # The maximum number of words compared for the similarity. The time grows with the cube: 0.12 s for repeated words.
+_WORDS = 200  # How many words are compared for the similarity. The time grows with the cube: 0.12 s for repeated words.
 _SHOWN = 200
 _NEAR = 0.99  # The lowest cosine at which vectors count as equal.
 _TOLERANCE = 0.02  # The relative tolerance for scores.

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from replay.report import rows, summary
 
-MOST_LINES = 500  # The maximum number of lines that are shown of an answer.
+MOST_LINES = 500  # The maximum number of lines of an answer to show.
 _TEMPLATE = "page.html"
 _DOCS = Path(__file__).parents[1] / "docs"  # Exists only in a checkout. An installed package does not include it.
 _HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)

@@ -16,7 +16,7 @@ from replay.comparison import Difference, Kind
 from replay.request import RecordedRequest, Reply
 
 FILE = "results.jsonl"
-_KEPT_BODY = 65536  # The maximum number of bytes that a result keeps of a body.
+_KEPT_BODY = 65536  # The maximum number of bytes of a body to keep.
 
 
 class CannotResume(Exception):

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs
 from engines.daemon_thread import in_daemon_thread
 from replay.request import CUSTOM_ATTRIBUTES, ROUTE, RecordedRequest, Reply
 
-MAX_ANSWER = 256 << 20  # The maximum number of bytes that are kept of an answer.
+MAX_ANSWER = 256 << 20  # The maximum number of bytes of an answer to keep.
 _CONNECT_SECONDS = 10.0
 _INVOCATIONS = "/invocations"
 # The headers that are parameters of a SageMaker runtime call.

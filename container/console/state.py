@@ -82,7 +82,7 @@ def _model(model: Model, management: bool) -> dict[str, Any]:
 
 
 def _restarts(model: Model, most: int) -> dict[str, float] | None:
-    """Return the restarts of the copy with the most restarts, and the figures of the engine's interrupted calls.
+    """Return the restarts of the copy with the most restarts, the number of continued calls, and the downtime.
 
     None if the engine would not be restarted after a failure.
 

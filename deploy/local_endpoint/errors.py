@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 ACCOUNT, REGION = "000000000000", "us-east-1"  # Placeholders in messages and ARNs. The local endpoint has no account.
 
-_MAX_ORIGINAL_MESSAGE = 2048  # The maximum number of characters that the API shows of a container's error.
+_MAX_ORIGINAL_MESSAGE = 2048  # The maximum number of characters of a container's error to show.
 
 
 class RuntimeApiError(Exception):

@@ -22,7 +22,7 @@ NO_REPLY = (b"x-slipway-container", b"no reply")
 _UNAVAILABLE = 503
 _LOADING = frozenset({207, _UNAVAILABLE})  # The statuses of /ping while a model loads.
 _PING_SECONDS = 5.0  # The time limit for an answer to /ping.
-_MAX_ERROR = 65536  # The maximum number of bytes that are read of an error.
+_MAX_ERROR = 65536  # The maximum number of bytes of an error to read.
 _LAST_MESSAGE_SECONDS = 5.0  # The time for the client to read the last message of a failed stream.
 
 

@@ -1,4 +1,4 @@
-"""LMI and OpenAI get the same answers as vLLM's own server gives on the same GPU to 16 concurrent calls, in fp32."""
+"""Sixteen concurrent LMI or OpenAI calls get the answers that vLLM's own server gives on the same GPU, in fp32."""
 
 from __future__ import annotations
 
