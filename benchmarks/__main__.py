@@ -196,7 +196,7 @@ def main(
     except ServerError as error:
         _say(str(error))
         raise typer.Exit(1) from None
-    finally:  # Also after a signal.
+    finally:  # This also runs after a signal.
         if samples:
             typer.echo(markdown(samples))
         if shares:

@@ -407,7 +407,7 @@ def take_precedence() -> bool:
     """
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    except (AttributeError, OSError):  # Not Linux, or not allowed.
+    except (AttributeError, OSError):  # The system is not Linux, or does not allow this.
         return False
     return True
 

@@ -178,7 +178,7 @@ class Server:
     def stop(self) -> None:
         """Terminate the process, then kill the rest of its group."""
         self.resume()
-        self._process.terminate()  # Only this process, because Ray needs its children to stop cleanly.
+        self._process.terminate()  # Ends only this process, because Ray needs its children to stop cleanly.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_TIMEOUT_S)
         self.kill()
@@ -278,7 +278,7 @@ def openai(load: EngineLoad) -> ContractRequest:
     body: dict[str, object] = {"model": MODEL, "prompt": load.prompt, "max_tokens": load.tokens, "temperature": 0}
     body |= {"ignore_eos": True, "stream": load.stream}
     if load.logprobs:
-        body["logprobs"] = 0  # As in LMI: for the chosen tokens, without alternatives.
+        body["logprobs"] = 0  # As in LMI, without alternatives to the chosen tokens.
     return ContractRequest(
         path="/v1/completions",
         body=body,
@@ -600,7 +600,7 @@ class Floor(HttpPeer):
         return module(engine, work_dir, "benchmarks.floor", str(work_dir), str(self.port))
 
     def variants(self, stream: bool) -> list[str]:
-        return [self.name, self.name + LOGPROBS] if stream else [self.name]  # Only completions.
+        return [self.name, self.name + LOGPROBS] if stream else [self.name]  # The floor serves only completions.
 
 
 class Triton(HttpPeer):

@@ -17,6 +17,6 @@ def connection_headers(error: RequestError, *, body_read: bool) -> Headers:
         case NotReady():
             return [(b"retry-after", b"5"), (b"connection", b"close")]
         case BodyTooLarge() | BodyTimeout() | Overloaded() if not body_read:
-            return [(b"connection", b"close")]  # nothing reads the rest of the body
+            return [(b"connection", b"close")]  # Nothing reads the rest of the body.
         case _:
             return []

@@ -281,7 +281,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self._overhead > self.MAX_HEAD:
             self.send_400_response("Request header is too large.")
-        elif self.scope is not None and "method" not in self.scope:  # in the middle of a head
+        elif self.scope is not None and "method" not in self.scope:  # The data ends in the middle of a head.
             if self._head_limit is None:
                 self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
         elif self.cycle is None or self.cycle.response_complete:
@@ -331,7 +331,7 @@ class HttpProtocol(HttpToolsProtocol):
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # like uvicorn
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As in uvicorn.
         return b"\r\n".join([*lines, b"", rest])
 
     def on_headers_complete(self) -> None:

@@ -81,7 +81,7 @@ class BlackBoxes:
         """Stop waiting for SIGQUIT."""
         if self._bell is not None:
             faulthandler.unregister(SIGNAL)
-            os.close(self._bell)  # ends the thread
+            os.close(self._bell)  # This ends the thread.
             self._bell = None
 
     def _wait(self, reader: int) -> None:

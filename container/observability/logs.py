@@ -240,7 +240,7 @@ class AccessLog:
         self._formatter: PlainFormatter | JsonFormatter = PlainFormatter()
 
     def write_to(self, writer: Writer | None, formatter: PlainFormatter | JsonFormatter) -> None:
-        """Set the writer. Without a writer nothing is logged."""
+        """Set the writer. Without a writer, nothing is logged."""
         self._writer, self._formatter = writer, formatter
 
     def add(self, message: str, identity: str) -> None:

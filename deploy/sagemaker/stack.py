@@ -161,7 +161,7 @@ class Stack:
             ChangeSetName=f"slipway-{time.time_ns()}",
             TemplateBody=json.dumps(
                 template(configuration), separators=(",", ":"), default=str
-            ),  # At most 51,200 bytes.
+            ),  # CloudFormation accepts at most 51,200 bytes.
             Parameters=[
                 {"ParameterKey": parameter, "ParameterValue": configuration.environment[variable]}
                 for variable, parameter in secrets(configuration).items()
