@@ -139,7 +139,7 @@ def create_app(
 
     Args:
         models: The server's models.
-        models: The models of the server.
+        server_config: The server's settings.
         registrar: Loads and unloads models for the management API.
         mounts: Further applications that the main listener serves.
         lag: Delays of the event loop in seconds, for `/metrics`.

@@ -77,7 +77,7 @@ class HttpTarget:
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency, keepalive_expiry=4),
             verify=ssl.create_default_context() if url.startswith("https") else False,
             trust_env=False,
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # Keeps none: each request has another client.
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # Keeps none: requests have different clients.
         )
         del self._http.headers["accept-encoding"]
 

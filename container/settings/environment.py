@@ -227,7 +227,7 @@ _IGNORED = {
 # container has HOSTNAME, and the hub's library reads HUGGINGFACE_HUB_CACHE.
 IGNORED_VARIABLES: Mapping[str, str] = {name: reason for reason, names in _IGNORED.items() for name in names.split()}
 
-# AWS's vLLM image has a variable for each argument of vLLM. These arguments do not become options of an engine.
+# AWS's vLLM image has a variable for each argument of vLLM. The following ones do not become options of an engine.
 _VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT", "API_KEY": API_KEYS}
 _NEGATION = "NO_"  # `--no-x` negates the flag `--x`. No argument of vLLM has a name that begins with this.
 
