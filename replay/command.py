@@ -265,7 +265,7 @@ def _prepare(directory: Path, resume: bool) -> None:
 
 
 def _on_signals(stop: Callable[[], None]) -> list[str]:
-    """Stop the replay at the first signal, and the process at the second. Return a list that gets the first one."""
+    """Stop the replay at the first signal, and the process at the second. The returned list gets the first one."""
     loop, seen = asyncio.get_running_loop(), []
 
     def on_signal(number: signal.Signals) -> None:

@@ -63,7 +63,7 @@ class Lifecycle:
         self.startup_times = StartupTimes()
         self.stage = State.STARTING  # The last stage that was reached. `state` also asks the engine.
         self._failure = ""
-        self.end_reason = "the server is stopping"  # The error of calls that a drain refuses or ends.
+        self.end_reason = "the server is stopping"  # The error message for calls that a drain refuses or ends.
         self._started_at = time.time()
         self.open_calls = 0  # The number of the model's calls that are not answered yet.
 

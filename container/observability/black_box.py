@@ -36,7 +36,7 @@ from handlers.contract import JSON
 
 logger = logging.getLogger(__name__)
 
-SIGNAL = signal.SIGQUIT  # As in Java, on which DJL Serving runs: this signal makes it print the stacks of its threads.
+SIGNAL = signal.SIGQUIT  # DJL Serving reacts similarly: on this signal, Java prints the stacks of all threads.
 MOST_FILES = 10
 ASKED = "asked"
 _PREFIX = "blackbox-"
