@@ -1,4 +1,4 @@
-"""The contracts that declare routes. A new contract is added here.
+"""The contracts that declare routes. Add new contracts here.
 
 No two contracts may have the same path and method, unless a route has `with_field`, or both have `models`.
 """

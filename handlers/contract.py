@@ -30,8 +30,8 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 LONG_BODY = 256 * 1024  # Bytes. Longer bodies are decoded in a thread, so that no other request waits for them.
 NOT_HELD = "x-slipway-not-held"
 EXPLAIN, _EXPLAIN_HEADER = b"x-slipway-explain", "X-Slipway-Explain"
-# The most characters of the places in the header. SageMaker's custom attributes hold at most 1,024 characters, and also
-# need room for the header's name and the count of omitted places.
+# The maximum number of characters of the header's places. SageMaker's custom attributes hold at most 1,024 characters,
+# and also need room for the header's name and the count of omitted places.
 _MOST_PLACES = 990
 
 
@@ -243,11 +243,11 @@ class Answer(Protocol):
 class Exchange:
     """A parsed call: requests for the engine, and the answer that their deltas make."""
 
-    requests: tuple[GenerationRequest, ...]  # One for each prompt. `Answer.feed` gets their positions.
+    requests: tuple[GenerationRequest, ...]  # One for each prompt. `Answer.feed` gets a request's position.
     answer: Answer
     notes: tuple[str, ...] = ()  # Log lines about ignored parameters.
     images: tuple[str, ...] = ()  # The URLs of the images, in the order of their marks in the prompt.
-    # Maps the engine's parameter names to the client's, where they differ. The client sees its own names in errors.
+    # Maps the engine's parameter names to the client's names, if they differ. The client sees its own names in errors.
     names: Mapping[str, str] = field(default_factory=dict)
     # An idle stream sends this comment. A stream that has such a comment begins before its first token. A cumulative
     # answer has no comment.

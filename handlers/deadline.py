@@ -1,8 +1,8 @@
 """Deadlines: a call ends at its deadline, with its text so far.
 
-SageMaker ends a call after 60 seconds and a stream after 8 minutes, and drops the text so far. A deadline is earlier.
-Each unfinished sequence then ends with the finish reason for length, and its text so far reaches the client. A call
-that has not yet produced a token gets `DeadlineExceeded`.
+SageMaker ends a call after 60 seconds and a stream after 8 minutes, and drops the text so far. A deadline is earlier
+than these limits. At the deadline, each unfinished sequence ends with the finish reason for length, and its text so far
+reaches the client. A call that has not yet produced a token gets `DeadlineExceeded`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DJL Serving's error bodies, byte for byte. LMI and customers' handlers share them.
 
-The front end's errors (unknown model, full queue) have one format. An unreadable payload and a failed handler have a
-format each. Source: LMI schema v0.31, "Error Responses"; DJL Serving, `NettyUtils.java`.
+The front end's errors (unknown model, full queue) have one format. Unreadable payloads have a second format, and failed
+handlers a third. Source: LMI schema v0.31, "Error Responses"; DJL Serving, `NettyUtils.java`.
 """
 
 from __future__ import annotations

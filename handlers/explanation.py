@@ -36,7 +36,7 @@ from handlers.queue import EngineQueue
 
 # The maximum number of prompts, token ids and characters that are shown for a call.
 _MOST_PROMPTS, _MOST_IDS, _MOST_CHARACTERS = 8, 10_000, 100_000
-_MOST_FIELDS = 64  # The effects of at most this many fields of a body are searched for.
+_MOST_FIELDS = 64  # The search for effects tests at most this many fields of a body.
 _MOST_SECONDS = 2.0  # The time limit of that search, including the wait for other searches.
 _SHORT_BODY, _SHORT = 16 * 1024, 1000  # Bytes. The search cuts texts and lists of longer bodies to `_SHORT`.
 _WITH_PARAMETERS = frozenset({"parameters", "sampling_parameters"})  # Objects whose members are parameters.
@@ -134,7 +134,7 @@ async def explain(call: Call, answer: Answer, writer: ReplyWriter, searches: asy
 
     Args:
         call: The call.
-        answer: Answers calls. It is called for variants of the call too.
+        answer: Answers calls. It is also called for variants of the call.
         writer: Takes the reply.
         searches: Held during the search for origins. All models share the event loop, so one call searches at a time.
 

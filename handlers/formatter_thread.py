@@ -113,7 +113,7 @@ class FormatterQueue(Generic[T]):
 
         Args:
             thread: The thread of the model's formatters.
-            format: Formats an item. It runs on the thread.
+            format: Formats an item, on the thread.
             take: Gets the items with their bytes. After an error it gets the items before the error, and the error.
         """
         self._thread, self._format, self._take = thread, format, take

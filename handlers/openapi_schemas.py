@@ -1,7 +1,7 @@
 """JSON schemas for the API description, made from the code that reads requests.
 
 `parameters` runs a parser with a reader that notes each parameter's name, type, range and default; `struct` takes a
-msgspec struct. `MEANINGS` has a sentence on each field.
+msgspec struct. `MEANINGS` has a sentence about each field.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ANYTHING: Schema = {}
 STRING: Schema = {"type": "string"}
 OBJECT: Schema = {"type": "object"}
 
-# Descriptions of the fields of requests; a name means the same in all contracts.
+# Descriptions of the fields of requests. A name means the same in all contracts.
 MEANINGS = {
     "adapter_id": "Name of a LoRA adapter.",
     "adapters": "Name of a LoRA adapter, or an array with one for each prompt.",

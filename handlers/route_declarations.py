@@ -95,7 +95,7 @@ class ModelView:
         raise NotReady(f"the model {self.config.name!r} is not loaded yet")
 
 
-# The query parameter or header that names a model's version, and the path parameter that holds the version then.
+# The name of the query parameter or header with a model's version, and of the path parameter that then holds it.
 MODEL_VERSION = "model_version"
 NO_ADAPTERS = "cannot be used: this server has no adapters"  # The text after the name of a parameter or header.
 
@@ -137,7 +137,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRoute:
-    """A route on which the engine works: it generates text, or makes vectors or scores."""
+    """A route that uses the engine: it generates text, or makes vectors or scores."""
 
     path: str  # `{name}` matches one segment, and `{name:int}` a segment of digits.
     # Creates the contract for a model. If None, the model's OpenAI handler answers (`handlers.openai.handler`).
@@ -149,7 +149,7 @@ class GenerationRoute:
     queued: bool = True
     own_handler: bool = False  # A custom handler answers the route if the model has one.
     by_attribute: bool = True  # `route` in SageMaker's custom attributes may name this route.
-    # Returns the refusal of invalid path parameters, or None. It does not depend on the model's state.
+    # Returns the refusal of invalid path parameters, or None. The refusal does not depend on the model's state.
     refuse_path: Callable[[Mapping[str, str], ModelConfig], Reply | None] | None = None
     about: Operation | None = None
 
@@ -231,7 +231,7 @@ Route = GenerationRoute | InfoRoute | InvocationRoute | ManagementRoute
 
 
 def takes(route: Route, *, pooling: bool) -> bool:
-    """Return True if a route takes calls of models that pool, or of models that generate."""
+    """Return True if a route takes the calls of pooling models, or of generating models if `pooling` is False."""
     kind = "pooling" if pooling else "generating"
     return not isinstance(route, GenerationRoute | InfoRoute) or route.models in ("all", kind)
 
@@ -255,12 +255,12 @@ class ContractRoutes:
     redirects: bool = False  # A path with slashes at its end is redirected to the path without them, as in FastAPI.
 
 
-# The most bytes of UTF-8 text in a call that only tokenizes: about 300,000 tokens of English. A tokenizer takes up to
-# 200 bytes of memory and 2 µs for each byte. On generating routes, the model's context limits the prompt.
+# The maximum number of bytes of UTF-8 text in a call that only tokenizes: about 300,000 tokens of English. A tokenizer
+# takes up to 200 bytes of memory and 2 µs for each byte. On generating routes, the model's context limits the prompt.
 MOST_BYTES = 1 << 20
 # The same limit if the answer has the position of each token, which takes more memory and twice the time.
 PLACED_BYTES = MOST_BYTES // 2
-MOST_IDS = 1 << 19  # The most token ids in a call that only decodes them. One call of the tokenizer decodes all.
+MOST_IDS = 1 << 19  # The maximum number of token ids in a call that only decodes.
 
 
 def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:

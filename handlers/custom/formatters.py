@@ -170,7 +170,7 @@ async def load_adapter_formatters(adapter: Adapter, base: Formatters, *, async_m
 
     Args:
         adapter: The adapter. Its module has a unique name.
-        base: The model's formatters. An adapter with only one kind of formatter uses the other kind from here.
+        base: The model's formatters. An adapter with only one kind of formatter uses the model's other kind.
         async_mode: The value of option.async_mode, which decides the formatters' signatures.
 
     Raises:

@@ -67,7 +67,7 @@ def requirements_dir(model_dir: Path, handler_config: HandlerConfig) -> Path:
     """Return the directory of `requirements.txt`.
 
     Usually this is the model's directory. If only the directory of the handler's file, such as SageMaker's `code/`, has
-    a `requirements.txt`, it is that directory.
+    a `requirements.txt`, that directory is returned.
     """
     own = Path(handler_config.entry_point).parent
     elsewhere = (

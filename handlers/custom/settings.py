@@ -31,7 +31,7 @@ class PackageConfig:
 
     offline: bool = False  # Install without an index (DJL_OFFLINE).
     install_requirements: bool = True  # False installs nothing (STANDARD_AUTO_INSTALL_REQ).
-    pip_arguments: tuple[str, ...] = ()  # Replace `-r requirements.txt` (STANDARD_PIP_ARGS).
+    pip_arguments: tuple[str, ...] = ()  # These replace `-r requirements.txt` (STANDARD_PIP_ARGS).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,8 @@ class HandlerConfig:
     )
     # The properties of the handler's first call: the model's settings without `option.`, all text.
     properties: Mapping[str, str] = field(default_factory=dict)
-    # The GPUs of one worker each, such as "0", or "0,1" for two GPUs. Workers are spread over these entries. If there
-    # are none, workers use the CPU.
+    # Each entry names the GPUs of one worker, such as "0", or "0,1" for two GPUs. Workers are spread over the entries.
+    # Without entries, workers use the CPU.
     devices: tuple[str, ...] = ()
     # Hide other GPUs from a worker with one GPU. They are always hidden from a worker with several GPUs.
     sees_own_gpus: bool = False

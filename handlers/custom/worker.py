@@ -175,7 +175,7 @@ class Worker:
         self._send(Message(kind=MessageKind.CREDIT, call=call))
 
     def cancel(self, call: int) -> None:
-        """Cancel a call. DONE follows when the handler has ended it."""
+        """Cancel a call. DONE follows when the handler has ended the call."""
         self._send(Message(kind=MessageKind.CANCEL, call=call))
 
     def end(self, reason: str) -> None:
@@ -184,7 +184,7 @@ class Worker:
         self._signal_group(signal.SIGKILL)
 
     def end_hung(self, reason: str) -> None:
-        """Have the process write its stacks, for at most `_STACK_SECONDS`, and then end it."""
+        """Let the process write its stacks for at most `_STACK_SECONDS`, then end the process."""
         if self._hanging is None:
             self._hanging = asyncio.create_task(self._end_hung(reason))
 

@@ -68,14 +68,14 @@ class WorkerPool:
         self.metrics = HandlerMetrics()  # Metrics that the handler prints.
         self.last_failed: FailedWorker | None = None
         self.failures = 0  # The number of crashes, hangs and failed restarts since the start.
-        self._recent_failures = 0  # The number of failures since a worker last failed after `_HEALTHY_SECONDS`.
+        self._recent_failures = 0  # The number of failures since a worker last ran for `_HEALTHY_SECONDS`.
         # The reason why the model counts as failed. A failure is final, but running workers still serve requests.
         self.failed = _NOT_LOADED
         self._no_worker_reason = ""  # The reason why the last worker could not be restarted. Empty while a worker runs.
         self._stopping = False
         # Starts a batch that is not full after `max_batch_delay`.
         self._batch_timer: asyncio.TimerHandle | None = None
-        self._idle_timers: dict[Worker, asyncio.TimerHandle] = {}  # Each ends a surplus worker after `max_idle_time`.
+        self._idle_timers: dict[Worker, asyncio.TimerHandle] = {}  # Each timer ends a worker after `max_idle_time`.
         self._starts: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[None]] = set()
 
@@ -258,7 +258,7 @@ class WorkerPool:
             timer.cancel()
 
     def _end_surplus(self, worker: Worker, calls: int) -> None:
-        """End a surplus worker that is still at `calls` calls, and so was idle in the meantime."""
+        """End a surplus worker if it was idle in the meantime, so that its number of calls is still `calls`."""
         self._idle_timers.pop(worker, None)
         if worker.calls != calls or len(self._batchers) <= self.min_workers:
             return

@@ -21,7 +21,7 @@ from handlers.parsing.forms import form_fields, is_form
 from handlers.parsing.json_fields import JsonError, decode_json, json_kind
 from handlers.parsing.json_limits import JsonDecoder
 
-# A line of 64 MiB has 33 million cells. Splitting them takes 2 s, and no other thread runs then. Each row is a prompt.
+# A line of 64 MiB has 33 million cells. Splitting it takes 2 s, in which no other thread runs. Each row is a prompt.
 _MOST_CSV, _MOST_ROWS = 4 * 1024 * 1024, 10_000
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"

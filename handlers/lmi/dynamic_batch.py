@@ -138,7 +138,7 @@ def _rolling_batch_names(values: dict[str, Any], max_new_tokens: int) -> dict[st
 
 
 def _parameters(values: dict[str, Any], given: Mapping[str, Any], rules: ParameterRules) -> LmiParameters:
-    """Read the parameters. Errors have the client's names of parameters."""
+    """Read the parameters. Errors use the client's parameter names."""
     names = {"seed": "manual_seed"} if given.get("manual_seed") is not None and given.get("seed") is None else {}
     try:
         parameters = read_parameters(values, rules)

@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 # The first of these fields that a body has decides its kind. LMI's contract refuses a body without any of them.
 _ROLLING_BATCH = ("messages", "prompt", "inputs", "requestType")
-_ASYNCHRONOUS = ("prompt", "inputs", "messages", "requestType")  # In the order of LMI's asynchronous handler.
+_ASYNCHRONOUS = ("prompt", "inputs", "messages", "requestType")  # LMI's asynchronous handler uses this order.
 _PATHS = {"messages": CHAT, "prompt": COMPLETIONS}
-# What an explanation says about each kind.
+# The sentence of an explanation about each kind.
 _WAYS = {
     "messages": "the body has `messages`: OpenAI's chat",
     "prompt": "the body has `prompt`: OpenAI's completion",

@@ -43,7 +43,7 @@ def named_model(served: Container[str], head: Head) -> tuple[str | None, str | N
         found.setdefault(attribute.decode("latin-1"), value.decode("latin-1"))
     asked = parse_qs(head.query.decode("latin-1")) if head.query else {}
     name = path.get("model") or next(iter(asked.get(_NAME, ())), None) or found.get(_NAME)
-    if not name and _TARGET_MODEL in headers:  # For example `small.tar.gz`. Other endpoints may also get it.
+    if not name and _TARGET_MODEL in headers:  # For example `small.tar.gz`. Other endpoints may get it, too.
         artifact = headers[_TARGET_MODEL].decode("latin-1")
         names = (artifact, artifact.rpartition("/")[2].removesuffix(".tar.gz"))
         name = next((known for known in names if known in served), None)

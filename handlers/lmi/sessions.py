@@ -1,4 +1,4 @@
-"""LMI's stateful sessions for the built-in handlers. They are created, checked and closed in threads.
+"""LMI's stateful sessions for the built-in handlers. Threads create, check and close sessions.
 
 The built-in handlers store no data in a session. Because of the session, SageMaker sends a client's requests to the
 same instance, whose KV cache has their common prefix. Sources: djl_python, `session_manager.py`; Amazon SageMaker,

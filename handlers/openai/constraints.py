@@ -43,7 +43,7 @@ _READ = {
 _ALSO = {CHAT: "", BATCH: "", COMPLETIONS: "", RESPONSES: ", text.format", MESSAGES: ", output_config.format"}
 # Objects from which other servers and clients read fields. vLLM does not read these objects.
 _NESTS = ("extra_body", "parameters")
-# The fields that `enforceable` looks at.
+# The fields that `enforceable` reads.
 FIELDS = CONSTRAINING | {"tools", "use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}
 _NATIVE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 # OpenAI's forms, which apply to a message's text. A tool call has the form of the tool's arguments instead.
@@ -123,7 +123,7 @@ class Tool(NamedTuple):
     """A tool in a body."""
 
     name: str  # The tool's name in vLLM's schema of tool calls.
-    place: str  # Where the body has the schema of the tool's arguments.
+    place: str  # The place of the schema of the tool's arguments in the body.
     strict: bool
 
 
@@ -307,14 +307,14 @@ def _check_tool_choice(body: Mapping[str, Any], path: str, parses_tools: bool) -
     if not _forced(body):
         return
     choice = body["tool_choice"]
-    if path == RESPONSES:  # on other routes, vLLM itself refuses these
+    if path == RESPONSES:  # on other routes, vLLM itself refuses such choices
         if not parses_tools:
             raise InvalidParameter("tool_choice", "needs option.tool_call_parser, unless it is auto or none")
         if isinstance(choice, dict) and choice.get("type") not in ("function", "custom"):
             raise InvalidParameter("tool_choice.type", "must be one of function, custom; others cannot be enforced")
     if forms := [form for form in _forms(body, path) if form not in _OF_MESSAGES]:
         raise InvalidParameter(forms[0], "cannot be combined with a `tool_choice` that makes the model call a tool")
-    if path == MESSAGES and not body.get("tools"):  # on chats, vLLM refuses it
+    if path == MESSAGES and not body.get("tools"):  # vLLM itself refuses such chats
         raise InvalidParameter("tool_choice", "needs `tools`, unless it is auto or none")
 
 

@@ -1,4 +1,4 @@
-"""The resources of one HTTP call while vLLM's serving classes work for it: places in the queue, and adapters.
+"""The resources of one HTTP call that vLLM's serving classes work on: places in the queue, and adapters.
 
 These classes start and drop generators and tasks freely. The resources therefore belong to the call, and are freed when
 the call ends, even if such tasks still run. Only a background response continues, and keeps the resources.
@@ -113,7 +113,7 @@ class OpenAICall:
 
     @property
     def most_sequences(self) -> int:
-        """The most sequences that a call may ever have."""
+        """The maximum number of sequences that a call may have."""
         return self._queue.limit
 
     def take(self, sequences: int) -> None:
@@ -149,7 +149,7 @@ class OpenAICall:
         self._set_deadline(self._queue.deadlines)
 
     def begin_stream(self) -> None:
-        """Record that the answer is a stream, which a form shows only now. The stream deadline then applies."""
+        """Record that the answer is a stream, which for forms is known only now. The stream deadline then applies."""
         self.streams = True
         self._set_deadline(self._queue.deadlines)
 

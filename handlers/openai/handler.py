@@ -79,7 +79,7 @@ async def openai_handler(queue: EngineQueue, config: ModelConfig, aliases: Seque
     Args:
         queue: The queue of the model's engine.
         config: The model's settings.
-        aliases: Further names by which a request may call the model.
+        aliases: Further names that a request may use for the model.
 
     Returns:
         The handler, or None if the engine is not vLLM.

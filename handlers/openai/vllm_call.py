@@ -73,7 +73,7 @@ class VllmCall:
         self._task: asyncio.Task[None] | None = asyncio.create_task(self._run())  # None when it has ended.
 
     def cancel(self) -> None:
-        """Tell the front end that the client has disconnected. It ends its tasks, and further output is dropped."""
+        """Tell the front end that the client has disconnected. Its tasks end, and further output is dropped."""
         self._gone.set()
         if self._status and not self._complete and self._task is not None:
             self._task.cancel()  # A reply that has begun does not listen for a disconnect.
@@ -176,7 +176,7 @@ class VllmCall:
         self._complete = self._complete or last
 
     def _release(self) -> None:
-        """Send what was held back."""
+        """Send the events that were held back."""
         if self._held_back and not self._gone.is_set():
             self._pass_on(b"", last=False)
 
@@ -218,8 +218,8 @@ def scope(call: Call, path: str) -> dict[str, Any]:
     ]
     return {
         "type": "http",
-        # From version 2.4 on, an application does not listen for a disconnect while it streams. `VllmCall` cancels it.
-        # Starlette's listener leaves a reference cycle with the request when the client disconnects.
+        # From version 2.4 on, an application does not listen for a disconnect while it streams, so `VllmCall` cancels
+        # it. Starlette's listener would leave a reference cycle with the request when the client disconnects.
         "asgi": {"version": "3.0", "spec_version": "2.4"},
         "http_version": "1.1",
         "method": call.method,

@@ -1,4 +1,4 @@
-"""Reads JSON bodies and answers with plain-text errors as axum does, the web framework of TGI and TEI."""
+"""Reads JSON bodies and answers with plain-text errors, like axum, the web framework of TGI and TEI."""
 
 from __future__ import annotations
 

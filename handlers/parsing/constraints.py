@@ -51,7 +51,7 @@ _TYPES = {
     "response_format": ("text", "json_object", "json_schema", "json", "regex"),
     "grammar": ("json_object", "json_schema", "json", "regex"),
 }
-# The members that may hold the schema or the expression: TGI's, OpenAI's, and one of servers that follow OpenAI.
+# The members that may hold the schema or the expression: TGI's, OpenAI's, and one that similar servers use.
 _MEMBERS = ("value", "json_schema", "schema")
 _CHOICES = ("tool_choice", "function_call")
 

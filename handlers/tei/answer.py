@@ -104,7 +104,7 @@ class Similarities(TeiAnswer):
 
 
 class Ranks(TeiAnswer):
-    """The texts by their scores, the best first."""
+    """The texts, ordered by score, the best first."""
 
     def __init__(self, texts: Sequence[str], characters: int, *, raw: bool, with_text: bool) -> None:
         """Create the answer.

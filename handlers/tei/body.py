@@ -163,7 +163,7 @@ def check_length(characters: int, model: LoadedModel) -> None:
     """Check the length of a text that is not to be cut.
 
     Raises:
-        InvalidRequest: The text is too long with any tokens.
+        InvalidRequest: The text is too long for any tokenization.
     """
     limit = model.max_model_len * CHARACTERS_PER_TOKEN
     if characters > limit:

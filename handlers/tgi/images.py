@@ -16,7 +16,7 @@ def with_marks(inputs: str, mark: Callable[[int], str]) -> tuple[str, tuple[str,
 
     Args:
         inputs: The prompt with Markdown.
-        mark: Returns the mark for the image with a number, starting at 1.
+        mark: Returns the mark for an image. Its argument is the image's number, starting at 1.
 
     Raises:
         UnusableImage: An image's URL is not http, https or data.

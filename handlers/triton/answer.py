@@ -134,7 +134,7 @@ def _tensor(elements: Iterable[str]) -> str:
 
 
 def _float32(value: float | None) -> str:
-    """Return a float as Triton prints it: the nearest 32-bit value, in the digits of a double."""
+    """Return a float as Triton prints it: the nearest 32-bit value, with the digits of a double."""
     if value is None:
         return "0.0"
     return repr(_FLOAT32.unpack(_FLOAT32.pack(value))[0]) if isfinite(value) else "null"

@@ -106,7 +106,7 @@ _decode = JsonDecoder[Any]().decode
 class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request, validated and translated."""
 
-    id: str = ""  # Empty if the request has no id. The responses then have none either.
+    id: str = ""  # Empty if the request has no id. Its responses then have no id.
     prompt: str = ""
     images: tuple[str, ...] = ()  # The URLs of images. The prompt has the model's mark for each image.
     vllm: VllmParameters
@@ -165,7 +165,7 @@ def read_request(body: bytes, setting: ContractSetting, memo: ParameterMemo[Trit
 def _read(
     body: bytes, setting: ContractSetting, memo: ParameterMemo[TritonRequest], names: dict[str, str]
 ) -> TritonRequest:
-    """Read a request's body. `names` is filled with the client's names, by vLLM's and the engine's, if they differ."""
+    """Read a request's body. Add the client's names that differ to `names`, by vLLM's and the engine's names."""
     request_id, inputs, parameters = read_inputs(body, setting)
     if inputs.pop("embedding_request", None) is not None:
         raise InvalidRequest(f"Model {setting.config.name} does not support 'embed' request")

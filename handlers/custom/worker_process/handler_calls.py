@@ -142,7 +142,7 @@ class _SendWindow(Generic[Credits]):
 
 
 class SyncMode:
-    """Serves calls one after another in the main thread. The thread that reads the connection can cancel them."""
+    """Serves calls one after another in the main thread. The thread that reads the connection can cancel calls."""
 
     def __init__(self, connection: ServerConnection, caller: HandlerCaller) -> None:
         self._connection, self._caller = connection, caller

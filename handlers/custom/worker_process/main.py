@@ -68,8 +68,8 @@ def _run(serving: Coroutine[None, None, None]) -> None:
         try:
             runner.run(serving)
         except (SystemExit, KeyboardInterrupt) as error:
-            # The process must end before the runner cancels the other calls. Otherwise their clients would be told
-            # that their calls ended.
+            # The process must end before the runner cancels the other calls. Otherwise the clients of these calls would
+            # be told that their calls ended.
             handler_calls.end_at_once(error)
 
 

@@ -22,9 +22,10 @@ class RemoteEngine:
     def __init__(self, connection: ServerConnection) -> None:
         self._connection = connection
         self._numbers = itertools.count(1)
-        self._messages: dict[int, asyncio.Queue[Message]] = {}  # By the number of an unfinished call.
-        # The number of the server's call that each task answers. Tasks that the handler starts are not in it, because
-        # they may serve several calls.
+        # The messages for each unfinished call, by the call's number.
+        self._messages: dict[int, asyncio.Queue[Message]] = {}
+        # The number of the server's call that each task answers. Tasks that the handler starts are not included,
+        # because they may serve several calls.
         self.tasks: WeakKeyDictionary[asyncio.Task[None], int] = WeakKeyDictionary()
 
     async def call(self, inputs: Input) -> Output | AsyncGenerator[Output, None]:

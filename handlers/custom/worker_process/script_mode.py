@@ -51,8 +51,8 @@ class SageMakerScript:
     `transform_fn(model, body, content_type, accept)`.
 
     `pre_model_fn(model_dir)` runs before `model_fn`, and `model_warmup_fn(model_dir, model)` after it. Each function
-    may take one more argument, the context. Values that a function sets in the context take precedence over what the
-    functions return.
+    may take one more argument, the context. Values that a function sets in the context take precedence over the values
+    that the functions return.
     """
 
     def __init__(self, module: ModuleType, request: LoadRequest) -> None:
@@ -127,7 +127,7 @@ class SageMakerScript:
         """Return the result of a function of the script.
 
         Raises:
-            TypeError: The function takes another number of arguments, or the script does not have it.
+            TypeError: The function takes a different number of arguments, or the script does not have the function.
         """
         function = self._functions.get(name, default)
         if function is None:
@@ -176,7 +176,7 @@ def _predict(data: Any, model: Any) -> Any:
 
 
 def _encode(prediction: Any, accept: str) -> Any:
-    """Return the body and its type, the first type in `accept` that is known. This is the default `output_fn`."""
+    """Return the body and its type: the first known type in `accept`. This is the default `output_fn`."""
     for each in accept.split(","):
         match _media_type(each):
             case "application/json" | "application/*" | "*/*":

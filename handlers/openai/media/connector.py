@@ -43,8 +43,8 @@ from handlers.openai.current_call import current_call
 from handlers.openai.media.download import FORBIDDEN_HOST, Downloader, DownloadFailed, TooLarge
 from handlers.openai.media.limits import MOST_FRAMES, MediaMemory, RequestMedia
 
-# Formats whose header states the dimensions of the decoded image. An icon's header does not: it may hold a larger
-# image.
+# Formats whose header states the dimensions of the decoded image. Icons are missing, because an icon may hold a larger
+# image than its header states.
 FORMATS = frozenset({"PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF"})  # MPO: a JPEG with further images.
 _SHOWN = 500  # The maximum length of vLLM's message about a URL, which may repeat the URL.
 _SHOWN_FORMATS = "PNG, JPEG, WebP, GIF, BMP, TIFF"

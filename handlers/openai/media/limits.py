@@ -56,7 +56,7 @@ class RequestMedia:
 
     @contextlib.asynccontextmanager
     async def download(self) -> AsyncIterator[None]:
-        """Wait for a free place for a download, and hold it."""
+        """Hold a place for a download, and wait if no place is free."""
         async with self._own_downloads, self._downloads:
             yield
 

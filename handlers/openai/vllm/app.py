@@ -121,7 +121,7 @@ async def build(
     try:
         tasks = tuple(task for task in tasks if task in _TASKS)
         found = routers(tasks)
-        for path, answer in ((TOKENIZE, tokenize), (RENDER, render)):  # Instead of vLLM's: the first route counts.
+        for path, answer in ((TOKENIZE, tokenize), (RENDER, render)):  # Added first, to replace vLLM's routes.
             app.post(path, dependencies=[Depends(validate_json_request)])(answer)
         for router in found:
             app.include_router(router)

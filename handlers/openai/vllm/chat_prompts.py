@@ -107,7 +107,7 @@ def _direct_renderer(renderer: HfRenderer, params: Any) -> Callable[[list[dict[s
 async def of_copies(render: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
     """Make the prompts of a batch from copies of its messages.
 
-    For the template, vLLM decodes the arguments of tool calls in place. It cannot read these messages a second time.
+    For the template, vLLM decodes the arguments of tool calls in place. It cannot read such messages a second time.
     """
     request.messages = _without_iterators(request.messages)
     return await render(request.model_copy(update={"messages": deepcopy(request.messages)}))

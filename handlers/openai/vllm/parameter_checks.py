@@ -19,7 +19,7 @@ TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 _INT64 = 2**63
 _MOST_REPEATED = 2048  # The limit on tokens that the scheduler compares for each pattern length, after each token.
 _MOST_ID = 512  # The maximum number of characters. The engine's messages repeat the id for each token.
-_MOST_PROMPT_LOGPROBS = 1 << 17  # All are sent together. Each one blocks the event loop for 13 µs.
+_MOST_PROMPT_LOGPROBS = 1 << 17  # Log probabilities are sent at once. Each blocks the event loop for 13 µs.
 # Parameters that are sent to the engine process as 64-bit integers.
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
 

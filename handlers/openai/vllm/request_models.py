@@ -45,10 +45,10 @@ def stop_at_first_faults(routers: tuple[str, ...]) -> None:
 def stop_at_first_fault(kind: type[BaseModel]) -> None:
     """Make a Pydantic model refuse a list or an object at its first wrong item.
 
-    Call this before FastAPI uses the model. Otherwise Pydantic reports the errors of every item, which blocks the event
-    loop: 5 ms for each item of a response's `input`, and 0.06 ms for each number in a message's `content`. A body of
-    256 KiB holds 130,000 such numbers. Pydantic's `FailFast` applies only to the list of a field, and not to lists in
-    it.
+    Call this before FastAPI uses the model. Otherwise Pydantic reports the errors of every item. This blocks the event
+    loop for 5 ms for each item of a response's `input`, and for 0.06 ms for each number in a message's `content`. A
+    body of 256 KiB holds 130,000 such numbers. Pydantic's `FailFast` applies only to the list of a field, and not to
+    lists in it.
     """
     waiting: list[Any] = [kind.__pydantic_core_schema__]
     while waiting:
