@@ -40,7 +40,7 @@ class RunningCall:
         self._open_prompts = len(exchange.requests)
         self._places = 0  # The queue's places that the call still holds.
         self._timer: asyncio.Handle | None = None  # Triggers a comment, or a part of a cumulative answer.
-        self._spoken = True  # Something was written since the last tick. Cheaper than reading the clock.
+        self._spoken = True  # Something was written since the last tick. A flag is cheaper than reading the clock.
         self._length = 0  # The length of the last part of a cumulative answer, in bytes.
         self._aborted = False
         self._not_held: tuple[tuple[str, str], ...] = ()  # The header about the JSON schema.

@@ -47,7 +47,7 @@ class _Answer(Answer):
         self._counts = [0] * count
         self._prompt_tokens = 0
         self._changed = False  # The answer has changed since the last part.
-        self._told = ""  # The member for a sequence that ended at the deadline of the call.
+        self._told = ""  # The member `stop_reason`, if the deadline ended a sequence.
         self._end = ""
         if generation.prompt_in_response:
             self._end = f'{self._style.comma}"prompt"{self._style.colon}{self._style.quote(generation.prompt)}'

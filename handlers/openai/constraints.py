@@ -217,7 +217,7 @@ def _forms(body: Mapping[str, Any], path: str) -> list[str]:
     """Return the names of the forms that a body asks for.
 
     Raises:
-        InvalidParameter: The body asks for a form in a way that is invalid on this route.
+        InvalidParameter: A form is invalid on this route.
     """
     given = [name for name in FORMS if asks(name, body.get(name))]
     if path == RESPONSES and (form := _text_format(body)) is not None:
@@ -264,7 +264,7 @@ def _kind_of_choice(body: Mapping[str, Any]) -> Any:
 
 
 def _named_tool(choice: Any) -> dict[str, Any]:
-    """Return the field to replace if `tool_choice` is the name of a tool, as TGI's clients send it."""
+    """Return the field to replace if `tool_choice` is only the name of a tool, as TGI's clients send it."""
     if not isinstance(choice, str) or choice in ("", "auto", "none", "required"):
         return {}
     return {"tool_choice": {"type": "function", "function": {"name": choice}}}

@@ -36,7 +36,7 @@ class RequestMedia:
     The media stay in memory until the engine has the prompt.
 
     The methods that count raise InvalidRequest if this request exceeds a limit, and Overloaded if all requests together
-    do. The message of InvalidRequest is meant to follow the name of the field.
+    do. The message of InvalidRequest is the rest of a sentence that begins with the name of the field.
     """
 
     def __init__(self, memory: MediaMemory) -> None:

@@ -499,7 +499,7 @@ def _cut(call: OpenAICall, output: Any) -> None:
         sequence.text = sequence.text or _NO_TEXT
     if aborted:
         call.reach_deadline()
-    if aborted and output.prompt_logprobs is not None:  # vLLM's front end expects an item for each token of the prompt
+    if aborted and output.prompt_logprobs is not None:  # vLLM's front end expects one item for each prompt token
         output.prompt_logprobs += [None] * (len(output.prompt_token_ids) - len(output.prompt_logprobs))
 
 

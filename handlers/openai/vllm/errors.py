@@ -84,8 +84,8 @@ def _as_option(argument: regex.Match[str]) -> str:
 def answer_stumbling_readers(app: FastAPI) -> None:
     """Answer Python's built-in errors as client errors until the call has submitted a prompt.
 
-    Until then, FastAPI and vLLM read the body. Some of vLLM's checks run before Pydantic's and expect an object, but a
-    client may send something else. Some conversions take the first item of a list that may be empty.
+    Until then, FastAPI and vLLM read the body. Some of vLLM's checks run before Pydantic's checks and expect an object,
+    but a client may send something else. Some conversions read the first item of a list that may be empty.
 
     A RecursionError is also a client error. The arguments of tools are JSON in a string, so the limit on a body's depth
     does not apply to them. A template may call itself for each level of a message.

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def without_calls(args: argparse.Namespace, client: Any) -> Any:
-    """Return the class of the model's parser without a tool-call parser, or None if then no parser remains.
+    """Return the class of the model's parser without the tool-call parser, or None if no parser remains.
 
     The tool-call parser is removed from the arguments if it needs a token or a package that is missing.
     """
