@@ -231,7 +231,7 @@ Route = GenerationRoute | InfoRoute | InvocationRoute | ManagementRoute
 
 
 def takes(route: Route, *, pooling: bool) -> bool:
-    """Return True if a route takes the calls of pooling models, or of generating models if `pooling` is False."""
+    """Return True if a route takes the calls of a kind of models: pooling models or, otherwise, generating models."""
     kind = "pooling" if pooling else "generating"
     return not isinstance(route, GenerationRoute | InfoRoute) or route.models in ("all", kind)
 

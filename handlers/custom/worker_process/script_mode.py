@@ -78,7 +78,7 @@ class SageMakerScript:
         """Load the model, if the input is empty, or answer a request.
 
         Args:
-            inputs: The request's body and id, or the properties of the load.
+            inputs: The request's body and id, or the properties of the initializing call.
             headers: The request's headers. In addition to these, the properties of `inputs` hold the custom attributes.
         """
         if inputs.is_empty():
