@@ -54,7 +54,7 @@ def check_beams(sampling: SamplingParameters) -> None:
 _NOT_WITH_BEAMS = "cannot be used together with beam search"
 # The last tokens of the prompt are decoded with the answer. Decoding all of a long prompt would take milliseconds.
 _PROMPT_CONTEXT = 16
-_CONTEXT = 8  # The number of tokens that a slow tokenizer needs before the next token.
+_CONTEXT = 8  # The number of preceding tokens that a slow tokenizer needs to decode the next token.
 _LONGEST_CHARACTER = 4  # The most tokens of a character, with one byte each.
 _MOST_SILENT = 8  # After more tokens in a row without text, a new stream may begin.
 _MOST_BROKEN = 64  # After more such tokens, a new stream begins even within a character.

@@ -67,7 +67,7 @@ def stat_loggers(llm: AsyncLLM) -> Sequence[Any]:
 
 
 def keep_eos_token_id(llm: AsyncLLM) -> None:
-    """Cache the id of the end token. vLLM asks for it with each request, and the tokenizer searches its vocabulary."""
+    """Cache the id of the end token. For each request vLLM asks the tokenizer, which searches its whole vocabulary."""
     eos_token_id = llm.renderer.get_eos_token_id()
     llm.renderer.get_eos_token_id = lambda: eos_token_id
 

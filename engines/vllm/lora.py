@@ -6,8 +6,8 @@ dies. vLLM also treats all adapters with the same name as one adapter. So:
 - This module decides which adapters are in memory. It never loads more adapters than vLLM's cache holds, so vLLM never
   drops an adapter. No adapter is dropped while a request uses it. So vLLM never reads a file within a step, and a
   failed load is only an error for the request.
-- Each adapter has a name in vLLM that is never used again. If an adapter is registered again, it never shares a batch
-  with requests of the former adapter, and never uses the former adapter's blocks in the prefix cache.
+- Each registration gets a new name in vLLM, which no later registration reuses. So requests of an adapter that is
+  registered again never share a batch with requests of the former adapter, and never use its prefix-cache blocks.
 
 vLLM's own pinning is not used. It makes a pinned adapter occupy one of the slots of a batch, but vLLM's scheduler still
 fills batches with as many adapters as there are slots.

@@ -79,7 +79,7 @@ class TokensApart:
         self._correct = LogprobsProcessor(tokenizer, None, None, None, None, None)._correct_decoded_token
 
     def text(self, token_id: int, before: Sequence[int]) -> str:
-        """Return the text of a token that follows `before`. The last token of a character has the whole character."""
+        """Return the text of a token that follows `before`. If it ends a character, its text is the whole character."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = convert_ids_list_to_tokens(self._tokenizer, [token_id])[0]
@@ -159,8 +159,8 @@ class OwnState(TokenTaker):
         return max(last_token_at, self.submitted_at)
 
     def put(self, output: Any) -> None:
-        """Receive an object that vLLM puts into the state's `queue`. It is an error, because `make_request_output`
-        returns nothing.
+        """Receive an object that vLLM puts into the state's `queue`. vLLM puts only errors there, because
+        `make_request_output` returns no output.
         """
         if isinstance(output, Exception):
             self.fail(_own_error(output))

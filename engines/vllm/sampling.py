@@ -151,7 +151,7 @@ class SamplingTranslator:
 def check_bad_texts(words: Sequence[str]) -> None:
     """Refuse bad words that take a long time to tokenize. Call it before vLLM tokenizes them on the event loop.
 
-    Raises InvalidParameter: there are too many bad words, or they are too long together.
+    Raises InvalidParameter: there are too many bad words, or their total length is too large.
     """
     most = MAX_BAD_WORD_TOKENS * _CHARACTERS_PER_TOKEN
     if len(words) > MAX_BAD_WORD_TOKENS or sum(map(len, words)) > most:

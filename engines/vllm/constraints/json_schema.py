@@ -1033,10 +1033,10 @@ def _others(node: _Node, kind: str) -> list[Schema]:
 
 
 class Keyword(NamedTuple):
-    """The treatment of a keyword."""
+    """How a keyword is rewritten."""
 
     rewrite: Callable[[_Rewriter, _Node, str, Any], bool]  # Returns False if the keyword is not enforced.
-    what: str  # The treatment in words, with the reason for its limits.
+    what: str  # Describes how the keyword is enforced, and why it is limited. docs/constraints.md shows this text.
     types: frozenset[str] = EVERY  # The types of values that the keyword restricts.
 
 

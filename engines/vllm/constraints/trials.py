@@ -30,7 +30,7 @@ from engines.vllm.constraints.trial_process import TOO_MUCH, Trial
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# A request is refused if the trial of its constraint has not ended after this time, which includes earlier trials.
+# A request is refused if the trial of its constraint takes longer than this, including the wait for earlier trials.
 WAIT_SECONDS = 60.0
 # The limits of elapsed time for the start of the process, and for one constraint. The process itself limits processor
 # time. The limits here are longer, because a process gets little processor time on a busy machine.
