@@ -114,7 +114,7 @@ class Management(Protocol):
         """Set the smallest and the largest number of workers. Return the numbers that now apply.
 
         Raises:
-            InvalidRequest: The model cannot have these numbers of workers.
+            InvalidRequest: The model cannot have the requested minimum or maximum number of workers.
         """
 
     async def unregister(self, name: str, version: str | None) -> None:

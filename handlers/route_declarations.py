@@ -264,7 +264,7 @@ MOST_IDS = 1 << 19  # The maximum number of token ids in a call that only decode
 
 
 def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:
-    """Return a text from the parameter `name`.
+    """Return `text`, the value of the parameter that `name` names.
 
     Raises:
         InvalidParameter: The text has more than `most` bytes.

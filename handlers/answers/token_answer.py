@@ -25,7 +25,7 @@ _NO_TOKEN = Token(-1, "")
 
 
 class ShownSequence(GeneratedSequence):
-    """A sequence with the members that the engine does not know."""
+    """A sequence, plus the values that the engine does not supply."""
 
     prompt: str = ""
     seed: int | None = None

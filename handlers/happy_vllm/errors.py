@@ -2,7 +2,7 @@
 
 The original is a FastAPI application. It answers 422 with `{"detail": [...]}` if a field has the wrong type, and 500
 for any other client error. Here all client errors are 4xx in the same format, and are found before any text is
-generated. A 500 is a server error, in the format that happy_vllm uses with EXPLICIT_ERRORS.
+generated. Server errors are 500, with the body that happy_vllm sends if EXPLICIT_ERRORS is set.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _ROLLING_BATCH = ("messages", "prompt", "inputs", "requestType")
 _ASYNCHRONOUS = ("prompt", "inputs", "messages", "requestType")  # LMI's asynchronous handler uses this order.
 _PATHS = {"messages": CHAT, "prompt": COMPLETIONS}
-# The sentence of an explanation about each kind.
+# For each kind, the sentence that an explanation shows.
 _WAYS = {
     "messages": "the body has `messages`: OpenAI's chat",
     "prompt": "the body has `prompt`: OpenAI's completion",

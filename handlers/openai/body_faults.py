@@ -18,7 +18,7 @@ class _Fault(NamedTuple):
     """One of Pydantic's errors."""
 
     path: tuple[str | int, ...]  # The path of the value in the body.
-    branch: tuple[str, ...]  # The types of those values on this path that may have several types.
+    branch: tuple[str, ...]  # For each value on the path that may have several types: the type that was tried.
     message: str
     expected: str  # The allowed values of `type`, if the object's `type` is another one. Empty for other errors.
 

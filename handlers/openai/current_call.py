@@ -140,7 +140,7 @@ class OpenAICall:
         self.not_held = not_held_header(places)
 
     def start_deadline(self, on_missed: Callable[[DeadlineExceeded], object]) -> None:
-        """Start the timer of the call's deadline. A call that is only explained has a deadline, but no timer.
+        """Start the timer of the call's deadline. A call that is explained instead of run has no timer.
 
         Args:
             on_missed: Called at the deadline if no request has a token.

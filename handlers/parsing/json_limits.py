@@ -94,7 +94,7 @@ class JsonDecoder(Generic[T]):
                 text = text.encode("utf-8", "surrogatepass")
             with _turn(text):
                 size = check_limits(text)
-                # msgspec does not check strings that the shape leaves out or keeps encoded, such as strings for vLLM.
+                # msgspec does not check the strings of fields that the shape omits or keeps as raw JSON.
                 _check_utf8(text)
                 return self._decode(text), size
         except msgspec.DecodeError:

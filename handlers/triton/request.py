@@ -469,7 +469,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def _translate_beams(values: dict[str, Any], names: dict[str, str]) -> None:
-    """Set the number of beams. All beams are returned, or only the best `num_return_sequences` beams."""
+    """Set the number of beams. If `num_return_sequences` is absent, the answer has all beams."""
     width = values.pop("beam_width", 1)
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         raise InvalidParameter("beam_width", "must be a whole number, at least 1")
