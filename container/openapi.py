@@ -232,7 +232,7 @@ def _refusals(refuse: Callable[[RequestError], Reply], meanings: Meanings, schem
 
 
 def _body(reply: Reply, schema: Schema) -> Mapping[str, Schema]:
-    """Return an error's schema by its media type. Empty if the error has no body."""
+    """Return a dict from the media type of an error's body to its schema. Empty if the error has no body."""
     kind = reply.content_type.partition(";")[0]
     return {kind: schema if kind == JSON else STRING} if reply.body else {}
 

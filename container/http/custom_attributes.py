@@ -37,13 +37,13 @@ def attributes_of(header: bytes) -> Sequence[tuple[bytes, bytes]]:
 
 
 def named_route(header: bytes) -> bytes | None:
-    """Return the path or URL in the first attribute `route`. None if it is missing, or its value is a word."""
+    """Return the path or URL that the first `route` attribute gives. None if it is missing, or its value is a word."""
     found = _ROUTE.search(header)
     return found[1] if found is not None and (found[1].startswith(b"/") or b"://" in found[1]) else None
 
 
 def with_attributes(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a reply, with attributes added for the headers that describe the answer.
+    """Return a reply's headers, plus an attribute for each header that describes the answer.
 
     SageMaker passes on no other header. Existing attributes are kept. If there is too little room for a new attribute,
     its value is shortened, or the attribute is dropped.

@@ -32,7 +32,7 @@ _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)").fullmatch
 _MULTIPLES = {"": 1, "k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
 _SHARE = re.compile(r"(0?\.\d+|1(\.0+)?)").fullmatch
 _REPLICAS = "option.data_parallel_size"
-_ALIKE = 1 << 30  # GPUs whose free bytes differ by less than this count as equally free.
+_ALIKE = 1 << 30  # If the free memory of two GPUs differs by fewer bytes, they are treated as equally free.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ _MOST_LOADS = 100  # The maximum number of models that wait to be loaded.
 _READ_SECONDS = SETTINGS_SECONDS + 60.0  # The time limit for reading a model's settings, which may be on S3.
 _LEAVING_SECONDS = 5.0  # The time for finished calls to drop their references to a model before its memory is released.
 _MOMENT_SECONDS = 0.2  # The time for finished threads to drop their references.
-# A part of the error that a custom handler raises if memory is short. Engines raise EngineOutOfMemory.
+# Matches in the message of a custom handler's error if memory ran out. Engines raise EngineOutOfMemory instead.
 _NO_MEMORY = re.compile(r"\bran out of memory\b|\b(OutOf)?MemoryError\b")
 
 

@@ -126,8 +126,8 @@ class BlackBoxes:
         """Write a box, and wait for at most `seconds`. Its stacks have been gathered by then.
 
         Args:
-            cause: The kind of the box, in one word. Within half a minute, only one box is written for a cause, a model
-                and a part.
+            cause: The kind of the box, in one word. At most one box is written per half minute for each combination of
+                cause, model and part.
             reason: A sentence for people.
             model: The model that is broken. `/ping` names the box next to the model's reason.
             part: The copies that have died and their start times, or the worker.

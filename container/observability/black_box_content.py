@@ -188,7 +188,7 @@ def _findings(model: Model, cause: str) -> list[str]:
 
 
 def _places(processes: Iterable[ProcessReport]) -> list[str]:
-    """Describe where processes are in the code. The rarest place comes first: other processes may wait for it."""
+    """Describe which place in the code each process is at. The rarest comes first: other processes may wait for it."""
     by_place: dict[str, list[str]] = {}
     for process in processes:
         if process.place:
