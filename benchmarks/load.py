@@ -123,8 +123,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 class Waves:
     """Makes all clients send the same number of requests, as many as the time allows.
 
-    The first client that is ready for its next request opens a wave if there is time left, and all other clients join
-    it. So the number of concurrent requests stays the same until nearly the end of the run.
+    If time is left, the first client that is ready for its next request opens a wave. All other clients join that wave.
+    So the number of concurrent requests stays the same until nearly the end of the run.
     """
 
     def __init__(self, seconds: float, *, together: bool = True) -> None:
@@ -210,7 +210,7 @@ class ResponseReader:
 
 
 class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The requests of a load run, its duration, and how complete answers are recognized."""
+    """The requests of a load run, its duration, and the checks for whether an answer is complete."""
 
     url: str
     body: str  # One body, or several with one per line. Each request uses a random one.
