@@ -118,7 +118,8 @@ class Results:
         suite.set("time", f"{sum(case.seconds for case in part.cases.values()):.3f}")
         for nodeid, case in part.cases.items():
             module, _, test = nodeid.partition("::")
-            element = ElementTree.SubElement(suite, "testcase", classname=module, name=test, time=f"{case.seconds:.3f}")
+            name_of_case = {"classname": module, "name": test or module}
+            element = ElementTree.SubElement(suite, "testcase", name_of_case, time=f"{case.seconds:.3f}")
             for key, value in case.figures.items():
                 ElementTree.SubElement(element, "property", name=key, value=_NOT_XML.sub("?", value))
             if case.outcome:

@@ -139,7 +139,7 @@ def test_the_limit_of_a_part_ends_a_test_that_hangs_and_its_fixtures_end_their_s
 @pytest.mark.slow
 def test_a_file_that_cannot_be_collected_is_an_error(tmp_path: Path) -> None:
     prove(tmp_path, "import no_such_module")
-    assert outcome_of(tmp_path / "it.xml").failed
+    assert outcome_of(tmp_path / "it.xml").result == "failed: tests/gpu/test_it.py"
 
 
 def test_a_part_without_a_test_that_ran_has_not_passed(tmp_path: Path) -> None:
