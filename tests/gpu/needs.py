@@ -22,6 +22,8 @@ DRIVER = 580
 _SECONDS = 60
 _PROBE = "msgspec"
 """A small package in the lock file."""
+_MODULES = ("msgspec", "psutil", "httpx", "pytest", "pytest_asyncio", "pytest_timeout", "xdist", "hypothesis")
+"""The modules that the proof imports before its first part."""
 
 
 def missing_gpu() -> list[str]:
@@ -65,6 +67,15 @@ def missing_for_install() -> list[str]:
     return found
 
 
+def missing_modules() -> list[str]:
+    """Check the modules of requirements/gpu.txt and requirements/dev.txt, if some of them are installed."""
+    return [
+        f"Python has no module `{module}`: install requirements/gpu.txt and requirements/dev.txt."
+        for module in _MODULES
+        if importlib.util.find_spec(module) is None
+    ]
+
+
 def _output(*command: str) -> str:
     """Return a program's output. Empty if the program is missing or fails."""
     try:
@@ -75,8 +86,7 @@ def _output(*command: str) -> str:
 
 def main() -> int:
     missing = [] if os.environ.get("GPU_PROOF_ON_CPU") == "1" else missing_gpu()
-    if importlib.util.find_spec("torch") is None:
-        missing += missing_for_install()
+    missing += missing_modules() if importlib.util.find_spec("torch") else missing_for_install()
     for sentence in missing:
         print(sentence, file=sys.stderr)
     return 1 if missing else 0

@@ -31,6 +31,18 @@ def test_each_thing_that_is_missing_is_one_sentence_and_the_proof_does_not_begin
     assert not (tmp_path / "results").exists()
 
 
+def test_each_module_that_is_missing_beside_torch_is_one_sentence(tmp_path: Path) -> None:
+    """`-S` hides the installed packages."""
+    (tmp_path / "torch.py").touch()
+    own = {"PYTHONPATH": str(tmp_path), "GPU_PROOF_ON_CPU": "1"}
+    command = [sys.executable, "-S", str(ROOT / "tests" / "gpu" / "needs.py")]
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    named = re.findall(r"^Python has no module `(\w+)`: .*\.$", done.stderr, re.M)
+    assert len(named) == len(done.stderr.splitlines())
+    assert {"msgspec", "psutil", "pytest_timeout", "xdist"} < set(named)
+
+
 TESTS = """
 import os, pathlib, signal
 import pytest
