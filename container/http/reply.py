@@ -75,9 +75,9 @@ class HttpReply:
         self._backlog_last = False
         self._latest: Callable[[], bytes] | None = None
         self.status = 0  # 0 until the reply has begun.
-        self.finished = False  # The whole reply has been written.
+        self.finished = False  # Whether the whole reply has been written.
         self.bytes_sent = 0
-        self.ended_at_deadline = False  # The reply, whether an answer or an error, came at the call's deadline.
+        self.ended_at_deadline = False  # Whether the deadline ended the answer or caused the error.
         self.request_id: str | None = None  # The id in the reply's own headers. It overrides the call's id.
 
     def reply(self, reply: Reply) -> None:

@@ -77,7 +77,7 @@ class AppState:
             },
             refusals=frozenset({server_config.throttle_error_http_code, server_config.wlm_error_http_code}),
         )
-        self.searches = asyncio.Lock()  # Searches of origins for explanations: one at a time.
+        self.searches = asyncio.Lock()  # Held while a call searches for the origins of an explanation.
         self.id_header = server_config.request_id_header.lower().encode()
         self.retry_after = RetryAfter()
         cors = {
@@ -197,7 +197,7 @@ class HttpRoute:
         ids: Headers = [(REQUEST_ID, request_id)]
         if self._id_header is not None:
             ids.append((self._id_header, request_id))
-        bare: Headers = [*ids, *self._cors_headers]  # For a reply that the head decides.
+        bare: Headers = [*ids, *self._cors_headers]  # The headers of a reply that needs only the request's head.
         break_off = head.scope.get("extensions", {}).get(BREAK_OFF)
         headers = [*ids, *self._headers] if refusal is None else bare
         reply = HttpReply(send, headers, state.retry_after, break_off)

@@ -40,7 +40,7 @@ class Mount:
 
     prefix: str
     application: Application
-    endpoints: tuple[str, ...] = ()  # Names of the SageMaker endpoints that it serves, for the console.
+    endpoints: tuple[str, ...] = ()  # The SageMaker endpoints that the application serves, for the console.
     # Finishes the application's work in the background. The argument is the time limit for running work, in seconds.
     drain: Callable[[float], Awaitable[None]] | None = None
 
@@ -124,7 +124,7 @@ class Router:
     def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """Serve one ASGI connection."""
         if scope["type"] != "http":
-            return asyncio.sleep(0)  # Nothing else is served.
+            return asyncio.sleep(0)  # Other connections, such as WebSockets, are ignored.
         head = RequestHead(scope, self.id_header)
         route, refusal = self.dispatch(head)
         if isinstance(route, HttpRoute):

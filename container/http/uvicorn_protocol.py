@@ -87,8 +87,8 @@ class CorkedTransport:
         # `HttpProtocol` clears `closing` when the connection is lost, which breaks a reference cycle.
         self.closing = closing
         self.end: asyncio.TimerHandle | None = None
-        self.lingering = False  # The server's side is closed. Further data from the client is dropped.
-        self.paused = False  # The client has to read earlier writes first.
+        self.lingering = False  # Whether the server's side is closed. If so, data from the client is dropped.
+        self.paused = False  # Whether the client must read earlier writes first.
         self.abort, self.get_write_buffer_size = transport.abort, transport.get_write_buffer_size
         self.pause_reading, self.resume_reading = transport.pause_reading, transport.resume_reading
         self.get_extra_info = transport.get_extra_info
@@ -224,7 +224,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Create the protocol of a connection. `cork` is shared by all connections of a server."""
         super().__init__(*args, **keywords)
         self._cork = [] if cork is None else cork
-        self._overhead = 0  # Bytes since the last head, or the last part of a body.
+        self._overhead = 0  # The number of bytes since the last head, or the last part of a body.
         self._head_limit: asyncio.TimerHandle | None = None
         self._send_limit: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
@@ -258,7 +258,7 @@ class HttpProtocol(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
-        self._answering = self.parser = None  # They refer to this object.
+        self._answering = self.parser = None  # Both refer to this object, so this breaks reference cycles.
         self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
