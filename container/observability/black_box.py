@@ -40,10 +40,10 @@ SIGNAL = signal.SIGQUIT  # DJL Serving reacts similarly: on this signal, Java pr
 MOST_FILES = 10
 ASKED = "asked"
 _PREFIX = "blackbox-"
-_PAUSE_SECONDS = 30.0  # Between two boxes with the same cause, unless a person asks for a box.
+_PAUSE_SECONDS = 30.0  # The least time between two boxes of the same kind, unless a person asks for a box.
 _BUSY_SECONDS = 10.0  # The time to wait for another box that is being written.
 _HANDLER_SECONDS = 0.1  # The time for the signal's handler to write everything.
-_LEFT_SECONDS = 60.0  # An incomplete file that is older belongs to a server that was killed.
+_LEFT_SECONDS = 60.0  # An incomplete file that is older than this belongs to a server that was killed.
 
 
 class BlackBoxes:

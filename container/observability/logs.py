@@ -139,7 +139,7 @@ class HeldLines:
         self._lines: deque[str] = deque(maxlen=_HELD_LINES)
         self.latest = ""  # The message of the latest line.
         self.holds_lines = True
-        self.holds_output = False  # Lines that no logger wrote are also held back.
+        self.holds_output = False  # Whether lines that no logger wrote are also held back.
         self._in_error: set[str] = set()  # The streams whose latest record is an error. Its traceback may follow.
 
     def take(self) -> list[str]:

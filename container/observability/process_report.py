@@ -30,7 +30,7 @@ class ProcessReport:
     name: str
     state: str
     threads: int = 0
-    memory_bytes: int = 0  # In main memory.
+    memory_bytes: int = 0  # The size of the process in main memory.
     cpu_seconds: float = 0.0
     stacks: Sequence[Stack] = ()  # The main thread first. Empty if the process has not written its stacks.
     waits_in: str = ""  # The kernel function in which the main thread waits, if the kernel reveals it.

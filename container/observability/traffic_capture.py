@@ -27,7 +27,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 RECORDED = "slipway.recorded"  # A key of ASGI scopes. True: a mounted application records the call.
 LAST_SECONDS = 2.0  # The time limit for writing the last records when the server stops.
-MAX_PENDING = 256 << 20  # The maximum bytes of records that are being collected or wait to be written.
+MAX_PENDING = 256 << 20  # The maximum number of bytes of records that are being collected or wait to be written.
 _REQUEST_ID = b"x-request-id"
 _OF_SAGEMAKER = (
     *(b"accept", b"adapter-alias", b"adapter-identifier", b"closed-session-id", b"content-type", b"custom-attributes"),
