@@ -51,7 +51,7 @@ class Applications:
     management_router: Router | None  # None if the main listener also serves the management API.
     keys: ApiKeys | None
     refusal: HttpRoute  # Refuses calls that have no key and are for the server's pages or for other applications.
-    records: RecordFiles | None = None  # Store the records of inference requests.
+    records: RecordFiles | None = None  # The files for the records of inference requests.
 
     @property
     def main(self) -> Application:
@@ -226,7 +226,7 @@ class _Description:
     def __init__(self, models: Models) -> None:
         self._models = models
         self._document = b""
-        self._of_kinds: dict[str, dict[str, Any]] = {}  # vLLM's documents, by the kind of the model.
+        self._of_kinds: dict[str, dict[str, Any]] = {}  # vLLM's API description for each kind of model.
 
     def __call__(self) -> Response:
         new = not self._document
@@ -239,7 +239,7 @@ class _Description:
                 self._of_kinds[kind], new = service.openai.openapi(), True
         if new:
             paths: dict[str, Any] = {}
-            schemas: dict[str, Any] = {}  # A name has the same meaning for every kind.
+            schemas: dict[str, Any] = {}  # A schema's name means the same for every kind of model.
             for document in self._of_kinds.values():
                 paths |= document.get("paths", {})
                 schemas |= document.get("components", {}).get("schemas", {})

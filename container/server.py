@@ -74,7 +74,7 @@ _LAST_SECONDS = 3.0  # The time for clients to read data that was sent.
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 _ENGINES = {"vllm": "vLLM", "dynamic_batch": "transformers", "python": "Python"}  # Names for people.
 _PROGRESS_SECONDS = 30.0  # The time between two progress lines in the log while a server starts.
-_BOX_SECONDS = 2.5  # The time for a black box, at the end of the drain's time or of the process's.
+_BOX_SECONDS = 2.5  # A black box is written this long before the end of a drain, or of the process.
 _NOT_STOPPED = f"the server has not stopped, and has {_BOX_SECONDS:g} s left"
 _EXIT_SECONDS = 3.0  # How long abandoned threads may delay the end of the process.
 

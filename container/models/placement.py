@@ -27,7 +27,7 @@ from handlers.model_config import ModelConfig
 
 _CONFIG = "config.json"
 _GIB = 1 << 30
-_HUB_SECONDS = 3.0  # The time limit of the one call that checks if the hub answers.
+_HUB_SECONDS = 3.0  # The time limit of the one call that checks whether the hub answers.
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)").fullmatch
 _MULTIPLES = {"": 1, "k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
 _SHARE = re.compile(r"(0?\.\d+|1(\.0+)?)").fullmatch
@@ -83,7 +83,7 @@ class GpuUse:
 class GpuPlan:
     """The GPUs of a machine, and those that the models of a server use."""
 
-    gpus: tuple[int, ...]  # The bytes of each GPU. 0 if unknown.
+    gpus: tuple[int, ...]  # The memory of each GPU in bytes. 0: unknown.
     models: tuple[GpuUse, ...] = ()
 
     @property

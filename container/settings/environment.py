@@ -87,7 +87,7 @@ class Environment:
     warnings: tuple[str, ...] = ()
     downloads: Path = Path("/tmp/slipway")  # The directory for models that are fetched from S3.
     gpus: int = 0  # The number of GPUs to read the settings for: this process's, or those of a planned machine.
-    one_model: bool = False  # These are the settings of the only model that the server starts with.
+    one_model: bool = False  # Whether these are the settings of the only model that the server starts with.
 
 
 def _inverted(text: str) -> str:

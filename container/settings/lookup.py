@@ -39,7 +39,7 @@ class Lookup:
     entries: list[SettingEntry] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    allows_unknown: bool = False  # Unknown names are warnings.
+    allows_unknown: bool = False  # Whether unknown names cause only warnings.
 
     def value(
         self, setting: Setting[T], layer: Mapping[str, Value], variables: Mapping[str, Value] = MappingProxyType({})
