@@ -41,7 +41,7 @@ MAX_CALLS = 1000  # The maximum number of calls that wait or run.
 _LARGE = 64 << 20  # Inputs larger than this number of bytes are kept in memory one at a time.
 _MAX_HEADERS = 4096  # The largest size of the headers of the container's answer, in bytes.
 _TTL, _TIMEOUT = "21600", "900"  # SageMaker's defaults, in seconds.
-_PING_SECONDS = 1.0  # The time between two checks if the container is ready.
+_PING_SECONDS = 1.0  # The time between two checks for whether the container is ready.
 _LAST_SECONDS = 2.0  # The time for writing the failure files of abandoned calls.
 _STORAGE_THREADS = 8
 _NO_INPUT = "Exactly one of InputLocation and Body has to be given."
@@ -130,7 +130,7 @@ class AsyncCalls:
         self._threads = ThreadPoolExecutor(_STORAGE_THREADS, "s3")
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: set[asyncio.Task[None]] = set()  # Tasks of calls that were not sent to the container yet.
-        self._pings: asyncio.Task[None] | None = None  # Checks for all calls if the container is ready.
+        self._pings: asyncio.Task[None] | None = None  # Checks whether the container is ready, on behalf of all calls.
         self._stopping = False
 
     def submit(self, call: AsyncCall) -> None:

@@ -30,8 +30,8 @@ class LocalSettings:
     components: frozenset[str] = frozenset()
     adapters: frozenset[str] = frozenset()  # Inference components that are adapters of the container.
     max_payload: int = 25 * MEBIBYTE  # The largest request, and the largest reply that is not streamed.
-    answer_timeout: float = 60.0  # Seconds until a reply is complete, or until the first byte of a stream.
-    stream_timeout: float = 480.0  # Seconds until a stream is complete.
+    answer_timeout: float = 60.0  # The time limit for a whole reply, or for the first byte of a stream, in seconds.
+    stream_timeout: float = 480.0  # The time limit for a whole stream, in seconds.
     async_output: S3Url = _OUTPUT  # The folder for answers of asynchronous calls.
     async_failures: S3Url | None = None  # The folder for failures of asynchronous calls. None: the folder for answers.
     async_concurrency: int = 16  # The number of concurrent asynchronous calls to the container.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _IMPORT_PATH = "deploy.ray:application"
-HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Makes HAProxy Serve's proxy. All processes of a cluster need this variable.
+HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Makes Ray Serve use HAProxy. All processes of a cluster need this variable.
 # The default environment of a cluster.
 CLUSTER = {
     HAPROXY: "1",

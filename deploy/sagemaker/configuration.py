@@ -106,7 +106,7 @@ class Capacity(_Table, frozen=True):
     scale_in: (
         Annotated[str, _matching("idle-release|consolidation", "idle-release or consolidation", "idle-release")] | None
     ) = None
-    scale_in_step: Annotated[int, Meta(ge=1, le=100)] | None = None  # Instances that a consolidation stops at a time.
+    scale_in_step: Annotated[int, Meta(ge=1, le=100)] | None = None  # How many instances a consolidation stops at once.
     scale_in_cooldown: Annotated[int, Meta(ge=5, le=1440)] | None = None  # Minutes before a consolidation.
 
 
@@ -149,7 +149,7 @@ class Asynchronous(_Table, frozen=True):
     output: S3Prefix
     failure: S3Prefix | None = None
     input: S3Prefix | None = None  # The location of requests. A role that the stack creates may read them.
-    concurrency: Annotated[int, Meta(ge=1, le=1000)] | None = None  # Concurrent requests on each instance.
+    concurrency: Annotated[int, Meta(ge=1, le=1000)] | None = None  # How many requests run at a time on each instance.
     success_topic: Topic | None = None  # The ARN of an SNS topic to which a message is sent for each answer.
     error_topic: Topic | None = None
 

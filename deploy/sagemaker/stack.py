@@ -47,7 +47,7 @@ class ChangeSet:
     id: str
     stack: str  # The id of the stack.
     changes: list[dict[str, Any]]  # CloudFormation's `ResourceChange` for each resource.
-    creates: bool  # The stack is new.
+    creates: bool  # Whether the stack is new.
 
 
 class Stack:
