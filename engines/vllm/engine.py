@@ -445,7 +445,7 @@ class VllmEngine:
             if adapter is None:
                 raise UnknownAdapter(request.adapter)
         prepared = await self._prepared(request, adapter)
-        await self.wait_until_ready()  # As a call. A dead engine refuses it.
+        await self.wait_until_ready()  # Like a call, an explanation is refused by a dead engine.
         if prepared.checked is None:
             assert request.beam_search is not None
             room = self.max_model_len - len(prepared.token_ids)

@@ -19,7 +19,7 @@ from engines.vllm.copies.client import CopiesClient
 # They say how Slipway takes the tokens, or are made of other parameters.
 _OWN = frozenset({"output_kind", "skip_clone", "stream_interval", "output_text_buffer_length"})
 _GENERATION_CONFIG, _OVERRIDE = "generation_config.json", "option.override_generation_config"
-_MOST_CHARACTERS = 100_000  # Of a schema or a grammar.
+_MOST_CHARACTERS = 100_000  # The most characters of a schema or a grammar that are shown.
 
 
 def explained_request(

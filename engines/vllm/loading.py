@@ -81,7 +81,7 @@ class VllmLoader:
         """
         self._config = config
         self._threads = threads
-        self._abandoned = False  # Nothing waits for the copy any longer.
+        self._abandoned = False  # True if nothing waits for the copy any longer.
         self.elsewhere: Sequence[
             str
         ] = ()  # The workers that Ray or another machine runs. Known when the copy is loaded.

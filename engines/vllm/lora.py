@@ -81,7 +81,7 @@ class _Held:
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
-        self.files: AdapterFiles | None = None  # None until it is loaded for the first time.
+        self.files: AdapterFiles | None = None  # None until the adapter is loaded for the first time.
         self.request = LoRARequest(f"{adapter.name}#{adapter.id}", adapter.id, str(adapter.path))
         self.claims = 0
         self.resident = False
@@ -245,7 +245,7 @@ class VllmAdapters:
             try:
                 async with asyncio.timeout(self._patience):
                     await self._llm.add_lora(held.request)
-                if found.states != await asyncio.to_thread(file_states, path):  # The engine may have read others.
+                if found.states != await asyncio.to_thread(file_states, path):  # The engine may have read other files.
                     raise AdapterFailed(CHANGED)
             except AdapterFailed:
                 await self._drop_failed(held)

@@ -66,7 +66,7 @@ class _Waiting:
         self.scheduler: Any = None  # The last report. It includes the prefix-cache look-ups of earlier reports.
         self.generated = 0
         self.steps: list[int] = []  # The number of tokens of each step.
-        self.prompts: list[Any] = []  # The prompt tokens of each step that has some.
+        self.prompts: list[Any] = []  # The counts of prompt tokens, for each step that has any.
         self.values: dict[str, list[float]] = {name: [] for name in _STEP_HISTOGRAMS}
         self.finished: list[Any] = []  # Requests that have ended.
 

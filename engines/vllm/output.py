@@ -380,7 +380,7 @@ class PushedState(OwnState):
                 self.sink.on_delta(
                     TokenDelta(text, tokens, self.sequence, None, self.prompt_len, count, self.cumulative_logprob)
                 )
-        except Exception:  # It would end vLLM's output loop, and with it all other requests.
+        except Exception:  # The error would end vLLM's output loop, and so all other requests.
             self.fail_internally("a token")
 
     def make_request_output(

@@ -45,7 +45,7 @@ class SamplingTranslator:
     vocabulary_size: int
     typical_refusal: str = ""  # Why `typical_p` is refused, as a sentence without its subject. "" if it is allowed.
     prompt_logprobs_refusal: str = ""  # Why log probabilities of the prompt are refused. "" if they are allowed.
-    prefix_cache: bool = True  # The engine has a prefix cache, which beam search needs.
+    prefix_cache: bool = True  # Whether the engine has a prefix cache, which beam search needs.
 
     def sampling_params(
         self, request: GenerationRequest, room: int, structured_outputs: StructuredOutputsParams | None = None

@@ -140,10 +140,10 @@ def _shown(places: Iterable[str]) -> tuple[str, ...]:
 class _Way(NamedTuple):
     """A way to rewrite a schema. If llguidance refuses the result, the next way is tried."""
 
-    careful: bool = True  # Parts are first tested separately.
-    loose: bool = False  # Keywords that only other keywords can express are not enforced.
-    closed: bool = True  # Objects are closed.
-    sealed: bool = True  # The names of unnamed members can be spelled in only one way.
+    careful: bool = True  # Whether parts are first tested separately.
+    loose: bool = False  # If True, keywords that only other keywords can express are not enforced.
+    closed: bool = True  # Whether objects are closed.
+    sealed: bool = True  # Whether the names of unnamed members can be spelled in only one way.
 
 
 _WAYS = (
@@ -166,8 +166,8 @@ class _Node:
     given: dict[str, Any]
     place: str
     types: frozenset[str]
-    closed: bool  # An object has only the members that the schema names.
-    exact: bool  # The schema is a condition. It must not exclude any text that the standard allows.
+    closed: bool  # If True, an object has only the members that the schema names.
+    exact: bool  # If True, the schema is a condition: it must not exclude any text that the standard allows.
     out: dict[str, Any] = field(default_factory=dict)
     # Further schemas that must also hold, each with the keyword from which it comes.
     also: list[tuple[str, Schema]] = field(default_factory=list)

@@ -42,7 +42,7 @@ class Copy:
         self.workers: Mapping[psutil.Process, str] = {}  # The workers and their titles, when the model was loaded.
         # The engines and workers that are not processes of this server, as text for people.
         self.elsewhere: Sequence[str] = ()
-        self.given_up = False  # The copy has died, and will not be restarted.
+        self.given_up = False  # Whether the copy has died and will not be restarted.
         self.end = ""  # How the processes have ended, if the copy has died.
         self.progress = Progress()
         self.messages = 0  # The number of messages from the processes. Steps of a long prompt also send messages.
@@ -92,7 +92,7 @@ class Placed(NamedTuple):
 
     copy: Copy
     work: int
-    comes_in_parts: bool  # The prompt comes in parts. Each part is a request with the same id.
+    comes_in_parts: bool  # Whether the prompt comes in parts. Each part is a request with the same id.
 
 
 class CopiesClient(AsyncMPClient):  # type: ignore[misc]
