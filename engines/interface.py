@@ -37,7 +37,7 @@ class Progress:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._looked_at = clock, clock()
-        self.mark = 0.0  # The `mark` of the last look.
+        self.mark = 0.0  # The `mark` of the last call of `look`.
         # Seconds with work since the last sign of life. Time without work does not count, but it does not reset the
         # seconds: the work may have ended only because clients left or a time limit was reached.
         self.quiet_seconds = 0.0
@@ -157,7 +157,7 @@ class EngineHealth:
     quiet_seconds: float = 0.0
     mark: float = 0.0
     worked_seconds: float = 0.0
-    ready_copies: int = 1  # Copies that accept requests.
+    ready_copies: int = 1  # The number of copies that accept requests.
     missing: str = ""  # The dead copies that `restart` restarts, if other copies still serve.
     lost: str = ""  # Not empty if dead copies will not be restarted and fewer copies than the minimum are left.
 
@@ -175,7 +175,7 @@ class CopyState(Enum):
 class EngineCopy:
     """A copy of the model, with its own processes. LMI calls it a worker."""
 
-    number: int  # Counted from 1.
+    number: int  # The copy's number, counted from 1.
     state: CopyState
     started_at: float  # Seconds since the epoch.
     gpus: tuple[int, ...] = ()  # Empty: the engine chooses the devices itself.
@@ -189,7 +189,7 @@ class ExplainedRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]  # The prompt.
     parameters: Mapping[str, Any]  # JSON values by the engine's names for the parameters.
     not_held: Sequence[str] = ()  # The parts of the JSON schema that the engine does not enforce.
-    media: bool = False  # The prompt has images, audio or videos.
+    media: bool = False  # Whether the prompt has images, audio or videos.
     cache_salt: str | None = None  # The request shares cached prompts only with requests that have the same salt.
     # The number of the copy that would get the request now. None: no copy accepts requests, or the request is a beam
     # search, whose steps go to all copies.

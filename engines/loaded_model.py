@@ -244,7 +244,7 @@ class LoadedModel(Protocol):
     max_top_tokens: int  # The limit on the alternatives of a token.
     eos_token_ids: frozenset[int]
     pooling: PoolingModel | None  # None if the model generates text.
-    takes_images: bool  # Messages may have images.
+    takes_images: bool  # Whether messages may contain images.
 
     @property
     def texts(self) -> ModelTexts: ...

@@ -146,10 +146,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # The number of new tokens for which the context must have room, at least 1. Without this room, the request is
     # refused. A larger `max_tokens` is cut to the free room. 0 for pooling.
     room: int = 1
-    want_tokens: bool = False  # Deltas have `tokens` in addition to their text.
-    want_logprobs: bool = False  # Tokens have their log probability.
-    want_ranks: bool = False  # Tokens also have their rank. Allowed only with `want_logprobs`.
-    want_prompt_tokens: bool = False  # The first delta has the prompt's tokens with their log probabilities.
+    want_tokens: bool = False  # Whether deltas have `tokens` in addition to their text.
+    want_logprobs: bool = False  # Whether tokens have their log probability.
+    want_ranks: bool = False  # Whether tokens also have their rank. Allowed only with `want_logprobs`.
+    want_prompt_tokens: bool = False  # Whether the first delta has the prompt's tokens and their log probabilities.
     top_tokens: int = 0  # The number of most probable alternatives that each token has.
     # A token's text does not depend on its neighbours, and tokens do not wait for text that is held back. So each step
     # has a delta, possibly without text.
@@ -204,11 +204,11 @@ class TokenDelta(msgspec.Struct, gc=False):
     sequence: int = 0
     finish_reason: FinishReason | None = None
     prompt_token_count: int = 0  # Set on every delta.
-    token_count: int = 0  # Tokens generated so far in this sequence.
+    token_count: int = 0  # The number of tokens generated so far in this sequence.
     # Log probability of the sequence so far. Set if log probabilities were computed.
     cumulative_logprob: float | None = None
     prompt_tokens: list[Token] | None = None  # Set on the first delta, if the request wants them.
-    last: bool = False  # No further delta of this request follows.
+    last: bool = False  # Whether this is the last delta of the request.
     # Set with the finish reason: the stop string or the stop token that ended the sequence, or `DEADLINE`. If a model
     # has several end tokens, all but the first count as stop tokens here.
     stop_reason: int | str | None = None

@@ -32,14 +32,14 @@ from typing import Any
 
 SIGNAL = signal.SIGRTMIN + 9  # The processes may run other code, which uses the signals with names.
 
-_BIT = 1 << (SIGNAL - 1)  # Of `SIGNAL`, in the sets of a process's signals.
-_FILE = re.compile(r"slipway-stacks-(\d+)-")  # The name of the file has the descriptor of the bell.
+_BIT = 1 << (SIGNAL - 1)  # The bit of `SIGNAL` in the kernel's masks of a process's signals.
+_FILE = re.compile(r"slipway-stacks-(\d+)-")  # The file's name contains the number of the bell's descriptor.
 _PROCESSES = Path("/proc")
 _POLL_SECONDS = 0.01
 _BELL_SECONDS = 1.0  # A process that has not answered the bell by then hangs, and gets the signal.
-_BYTES_READ = 4096  # More than one process may have rung.
-_LONGEST = 4 << 20  # Bytes that are read.
-_MOST_FRAMES, _MOST_STACKS = 100, 100  # As `faulthandler` writes.
+_BYTES_READ = 4096  # Several processes may have rung, so more than one byte is read.
+_LONGEST = 4 << 20  # The maximum number of bytes that are read.
+_MOST_FRAMES, _MOST_STACKS = 100, 100  # The limits of `faulthandler`.
 _HEAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+).*$", re.MULTILINE)
 _ANSWER = re.compile(r"^\[\[.*\]\]$", re.MULTILINE)  # The line that is written for the bell.
 

@@ -55,7 +55,7 @@ _NOT_WITH_BEAMS = "cannot be used together with beam search"
 # The last tokens of the prompt are decoded with the answer. Decoding all of a long prompt would take milliseconds.
 _PROMPT_CONTEXT = 16
 _CONTEXT = 8  # The number of preceding tokens that a slow tokenizer needs to decode the next token.
-_LONGEST_CHARACTER = 4  # The most tokens of a character, with one byte each.
+_LONGEST_CHARACTER = 4  # A character consists of at most this many tokens, which then have one byte each.
 _MOST_SILENT = 8  # After more tokens in a row without text, a new stream may begin.
 _MOST_BROKEN = 64  # After more such tokens, a new stream begins even within a character.
 # The start of the error message of `tokenizers` for a stream that cannot continue.
@@ -83,7 +83,7 @@ class TokenTexts:
 
     def add(self, token_id: int) -> str:
         if token_id in self._hidden:
-            return ""  # It has no text. Otherwise a row of such tokens would be decoded again at each step.
+            return ""  # The token has no text. Otherwise a row of such tokens would be decoded again at each step.
         if self._fast is None:
             return self._step_slow(token_id)
         text = self._step_fast(token_id)

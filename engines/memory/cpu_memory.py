@@ -28,7 +28,7 @@ _PROCESS_BYTES, _WORKER_BYTES = 500 << 20, 700 << 20
 _LEAST_BYTES = 64 << 20  # The smallest useful KV cache.
 # The share of the free memory that the KV cache gets. Activations, cached files and other programs need the rest.
 _SHARE = 0.5
-_LARGEST_SHARE = 0.9  # The share if one sequence would not fit otherwise.
+_LARGEST_SHARE = 0.9  # The share that is used if one sequence would not fit otherwise.
 # The largest KV cache, as a multiple of the weights. Each step of the engine reads all weights once, and the cache of
 # every sequence. With this cache, the engine has four fifths of the throughput that it has with an unlimited cache. A
 # larger cache would delay the start, because vLLM writes the whole cache.

@@ -48,11 +48,11 @@ _SLIDING_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 class Layout:
     """How an engine uses its GPUs, as in vLLM's ParallelConfig, without tensor parallelism."""
 
-    stages: int = 1  # Pipeline stages.
-    context: int = 1  # GPUs that share the prefill of a prompt. Each has a copy of all weights except the experts.
-    replicas: int = 1  # Data-parallel replicas, including replicas on other machines.
+    stages: int = 1  # The number of pipeline stages.
+    context: int = 1  # How many GPUs share the prefill of a prompt. Each has a copy of all weights except the experts.
+    replicas: int = 1  # The number of data-parallel replicas, including those on other machines.
     replicas_here: int = 1
-    nodes: int = 1  # Machines that share the engine's GPUs evenly.
+    nodes: int = 1  # The number of machines. Each has the same number of the engine's GPUs.
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Layout:

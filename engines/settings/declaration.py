@@ -31,7 +31,7 @@ class Setting(Generic[T]):
     # If the key and its aliases have different values, the first one counts, and a warning names the others.
     first_counts: bool = False
     variables: tuple[str, ...] = ()  # Environment variables that are read if neither the key nor an alias is given.
-    shows_default: bool = True  # Reports show the setting even if it is not given.
+    shows_default: bool = True  # Whether reports show the setting even if it is not given.
     # The values that the server supports. The server does not start with any other value. None: all values.
     serves: frozenset[Scalar] | None = None
     advice: str = ""  # The advice for values that the server does not support.

@@ -147,12 +147,12 @@ class BatchEngine:
         size = max(config.batch_size, STREAMED_TOGETHER) if streams else config.batch_size
         self._waiting = BatchQueue[Job](size, config.max_batch_delay if config.batch_size > 1 else 0.0)
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        self._free = asyncio.Event()  # The engine's thread has ended its batch.
+        self._free = asyncio.Event()  # Set when the engine's thread has ended its batch.
         self._running: Batch | None = None
         self._progress = Progress()
         self._given_up_at: float | None = None
         self._dead: str | None = None
-        self._abandoned = False  # A thread still loads the model, but nothing waits for it.
+        self._abandoned = False  # Whether a thread still loads the model although nothing waits for it.
         self._stopped = False
         self._watchdog = Watchdog(self._look)
         self._dispatcher: asyncio.Task[None] | None = None

@@ -39,7 +39,7 @@ class Row:
     job: Job
     sequence: BatchSequence
     generator: torch.Generator  # The source of the sequence's random numbers.
-    finished: bool = False  # The sequence has failed, or the search has ended.
+    finished: bool = False  # Whether the sequence has failed, or the search has ended.
     last_at: float = 0.0  # The time of the last token. Only the event loop uses it.
 
     @property
@@ -57,10 +57,10 @@ class Job:
     open_sequences: int  # The number of sequences, or beams, that have not finished.
     arrived_at: float = field(default_factory=time.monotonic)
     rows: list[Row] = field(default_factory=list)
-    ended: bool = False  # Nothing more reaches the sink. The engine's thread reads it before each step.
+    ended: bool = False  # If True, nothing more reaches the sink. The engine's thread reads this before each step.
     aborted: bool = False  # The request must end with its text so far. The engine's thread reads it before each step.
-    at_deadline: bool = False  # The request was aborted at the deadline of its call.
-    searched: bool = False  # The beams have a token. The engine's thread sets it.
+    at_deadline: bool = False  # Whether the request was aborted at the deadline of its call.
+    searched: bool = False  # Whether the beams have a token. The engine's thread sets this.
 
 
 # Receives the result of a step: its time, the sequences that got a token, and the deltas.
