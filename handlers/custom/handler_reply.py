@@ -44,7 +44,7 @@ class HandlerReply:
 
     def __init__(self, writer: ReplyWriter) -> None:
         self.writer = writer
-        self.open = True  # The client waits for an answer, or for more of it.
+        self.open = True  # Whether the client still waits for the answer, or for the rest of it.
         self.started = False
         self._head = Message()
 

@@ -34,12 +34,12 @@ class Request:
 class CallLimits:
     """The limits of the queue and of the calls of one model. Durations are in seconds."""
 
-    queue_size: int  # Requests that may wait while all workers are busy.
+    queue_size: int  # The number of requests that may wait while all workers are busy.
     overload_status: int
     unavailable_status: int
     predict_timeout: float
     async_mode: bool
-    concurrency: int  # Calls that one worker runs at the same time.
+    concurrency: int  # The number of calls that one worker runs at the same time.
     batch_size: int
     max_batch_delay: float
     max_rolling_batch_size: int

@@ -39,7 +39,7 @@ _DESCRIBE = (
 _COMPLETE = "complete"  # A file that marks a finished environment.
 # The key of the environment depends on files with these endings, because pip may read them.
 _PIP_FILES = frozenset({".txt", ".whl", ".gz", ".zip", ".toml"})
-_LAST_LINES = 5  # Lines of pip's output that the error message repeats.
+_LAST_LINES = 5  # How many lines of pip's output the error message repeats.
 
 
 def environment_variables(handler_config: HandlerConfig, python: str = "") -> Mapping[str, str]:

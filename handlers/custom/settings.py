@@ -29,7 +29,7 @@ ASYNC_MODE = Setting(
 class PackageConfig:
     """How the packages of `requirements.txt` are installed. Environment variables set these fields."""
 
-    offline: bool = False  # Install without an index (DJL_OFFLINE).
+    offline: bool = False  # Whether packages are installed without an index (DJL_OFFLINE).
     install_requirements: bool = True  # False installs nothing (STANDARD_AUTO_INSTALL_REQ).
     pip_arguments: tuple[str, ...] = ()  # These replace `-r requirements.txt` (STANDARD_PIP_ARGS).
 
@@ -88,7 +88,7 @@ class HandlerConfig:
     devices: tuple[str, ...] = ()
     # Hide other GPUs from a worker with one GPU. They are always hidden from a worker with several GPUs.
     sees_own_gpus: bool = False
-    rolling_batch: bool = False  # The function is called for each step, with all active requests.
+    rolling_batch: bool = False  # If True, the function is called for each step, with all active requests.
     packages: PackageConfig = field(default_factory=PackageConfig)
 
 

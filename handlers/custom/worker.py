@@ -44,7 +44,7 @@ _EXIT_PATIENCE = 1.0  # Seconds between the end of a worker's connection and the
 _TERMINATION_PATIENCE = 2.0  # Seconds between SIGTERM and SIGKILL.
 _PIPE_PATIENCE = 0.5  # Seconds to read the rest of the output after the process has ended.
 _STACK_SECONDS = 1.5  # The time that a hung worker has to write its stacks.
-_TAIL_LINES = 20  # Lines of a worker's output that an error message repeats.
+_TAIL_LINES = 20  # How many lines of a worker's output an error message repeats.
 _MAX_LINE = 32 * 1024  # Bytes. A longer line is logged in pieces.
 
 
@@ -86,7 +86,7 @@ class Worker:
         self.name = f"worker {id_}"
         self.device = device
         self.ready = False  # True from the end of the load until the worker ends or is stopped.
-        self.takes_batches = True  # The handler may get dynamic batches.
+        self.takes_batches = True  # Whether the handler may get dynamic batches.
         self.started = time.time()  # Seconds since the epoch.
         self.pid: int | None = None
         self.stacks: Sequence[Stack] = ()  # The stacks of its threads, if the worker was ended because it hung.
@@ -96,7 +96,7 @@ class Worker:
         self._engine_calls: dict[int, EngineCall] = {}
         # The origins of calls to the engine, by the number of the running call. Origins are never sent to the worker.
         self._origins: dict[int, Origin] = {}
-        self._has_keys = False  # At least one call came with an API key.
+        self._has_keys = False  # Whether at least one call came with an API key.
         self.calls = 0  # The number of calls that were sent to the worker.
         # The reason why the handler could not be loaded. Empty if the handler was loaded.
         self._loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -34,8 +34,8 @@ class _ActiveRequest:
     """A request of the batch, from its first step to its last."""
 
     request: Request
-    seen: bool = False  # The handler has answered the request in a step.
-    last: bool = False  # The handler has sent the last part.
+    seen: bool = False  # Whether the handler has answered the request in a step.
+    last: bool = False  # Whether the handler has sent the last part.
     seed: str = field(default_factory=lambda: str(random.getrandbits(31)))
 
     def entry(self, index: int) -> Message:
@@ -62,8 +62,8 @@ class RollingBatcher:
         self._active: list[_ActiveRequest] = []
         self._step: int | None = None  # The number of the running step's call.
         self._timeout: IdleTimeout | None = None
-        self._answered = False  # The running step has an output.
-        self._reset = False  # The next step tells the handler to drop all requests.
+        self._answered = False  # Whether the running step has an output.
+        self._reset = False  # If True, the next step tells the handler to drop all requests.
 
     @property
     def load(self) -> int:

@@ -65,7 +65,7 @@ class Message:
     properties: Properties = ()
     headers: Properties = ()  # In a CALL, all headers of the request, for a script.
     contents: Contents = ()
-    streams: bool = False  # Chunks follow.
+    streams: bool = False  # Whether chunks follow.
     error: str | None = None  # The text of the exception, or None.
 
     @property
