@@ -45,8 +45,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     sequences: int = 1  # The number of sequences for each prompt.
     logprobs: bool = False
     top: int = 0  # The number of alternatives for each token of a chat.
-    usage: bool = False  # A stream ends with a record of the usage.
-    running_usage: bool = False  # Each record of the stream has the usage so far.
+    usage: bool = False  # Whether a stream ends with a record of the usage.
+    running_usage: bool = False  # Whether each record of the stream has the usage so far.
     stop_token_ids: Sequence[int] = ()  # The body's stop tokens. A text may also end with the model's own stop tokens.
 
 

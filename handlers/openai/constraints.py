@@ -133,7 +133,7 @@ class Form(NamedTuple):
     name: str = "structured_outputs"
     strict: bool | None = None  # See `SchemaPart.strict`.
     tools: tuple[Tool, ...] = ()  # The model has to call one of these tools.
-    is_named: bool = False  # The client has named the tool.
+    is_named: bool = False  # Whether the client has named the tool.
 
     def parts(self, schema: Any) -> list[SchemaPart]:
         """Return the parts of the JSON schema of the text.

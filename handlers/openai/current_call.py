@@ -82,30 +82,30 @@ class OpenAICall:
         self._places = 0  # The queue's places that the call still holds.
         self._closed = False
         self._background: asyncio.Task[None] | None = None
-        self.any_model = any_model  # Every `model` in its body is accepted.
-        self.only_counts = only_counts  # The call's prompt is counted, and nothing is generated.
+        self.any_model = any_model  # Whether any `model` in the body is accepted.
+        self.only_counts = only_counts  # If True, the prompt is counted, and nothing is generated.
         # The salt of prompts if the body has no salt.
         self.cache_salt = call.steering.get("cache_salt", "") if call is not None else ""
-        self.uses_tools = False  # The model may call tools of the call's body.
+        self.uses_tools = False  # Whether the model may call the tools in the body.
         self.form = Form()  # The form of the text that the body asks for.
         self.request_id = ""  # The request's id, for the log.
         self.not_held: tuple[tuple[str, str], ...] = ()  # The header about the JSON schema.
         self.reached: tuple[tuple[str, str], ...] = ()  # The header of an answer that ended at its deadline.
-        self.streams = call is not None and call.from_handler  # The stream deadline applies.
+        self.streams = call is not None and call.from_handler  # Whether the stream deadline applies.
         self.deadline: Deadline | None = None
         self.open: set[OpenRequest] = set()  # The call's requests in the engine.
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._on_missed: Callable[[DeadlineExceeded], object] | None = None
-        self.deadline_passed = False  # The call's requests were ended, or the call has its error.
+        self.deadline_passed = False  # If True, the call's requests were ended, or the call has its error.
         # Adapters that are kept for the call, by name. A beam search asks for its adapter several times.
         self.adapters: dict[str, Claim] = {}
         self.media = RequestMedia(media) if media is not None else None
-        self.generates = False  # The call was admitted to the queue.
+        self.generates = False  # Whether the call was admitted to the queue.
         self.steps: BeamSteps | None = None  # If set, all of the call's requests are beam-search steps.
-        self.begun = False  # The engine has begun an answer, so it no longer refuses any request of the call.
+        self.begun = False  # Whether the engine has begun an answer, and so no longer refuses any request of the call.
         self.on_begin: Callable[[], None] | None = None  # Called when `begun` is set.
-        self.submitted = False  # The body has been read, and a prompt goes to the engine.
-        self.explains_one = False  # Only the call's first prompt is explained.
+        self.submitted = False  # Whether the body has been read and a prompt goes to the engine.
+        self.explains_one = False  # Whether only the first prompt is explained.
         # Gets the prompts at the point where they would go to the engine. None if the call is not to be explained.
         self.explained: asyncio.Future[Sequence[ExplainedPrompt]] | None = None
         self.asked: list[tuple[Any, Any, Any]] = []  # The prompts to explain, with vLLM's parameters and options.

@@ -42,7 +42,7 @@ SHORT_EMBEDDINGS = "/embeddings"  # TEI's other path for /v1/embeddings. It also
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 _TEXT = "text/plain; charset=utf-8"
-_TOO_LARGE = "Request Entity Too Large"  # The phrase of 413. `HTTPStatus` has another phrase from Python 3.13 on.
+_TOO_LARGE = "Request Entity Too Large"  # The reason phrase of 413. From Python 3.13 on, `HTTPStatus` has another one.
 
 T = TypeVar("T")
 

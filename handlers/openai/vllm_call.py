@@ -44,7 +44,7 @@ class VllmApp:
 
     app: Any  # The FastAPI application.
     llm: Any  # vLLM's engine, which identifies requests by the ids of their answers.
-    parses_tools: bool = False  # The model has a tool-call parser.
+    parses_tools: bool = False  # Whether the model has a tool-call parser.
     media: MediaMemory | None = None  # The images, audio and videos of its requests.
     images: ImageLoader | None = None
     most_sound_mib: int = 25  # The size limit of a file to be transcribed.
