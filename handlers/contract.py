@@ -106,7 +106,7 @@ class ExplainAsked:
     because: list[str] = field(default_factory=list)  # The reasons, one sentence for each choice.
     ignored: list[str] = field(default_factory=list)  # Sentences about parameters without effect.
     way: str = ""  # The kind of the body, if it decides which handler answers.
-    once: bool = False  # The call must not be repeated: a customer's code has read it, or it has images.
+    once: bool = False  # If True, the call must not be repeated: a customer's code has read it, or it has images.
     # The call repeats an explained call with a changed body, to compare the engine's requests for the first prompt.
     variant: bool = False
 
@@ -210,8 +210,8 @@ class Answer(Protocol):
     """Turns the deltas of one call into the bytes of its reply."""
 
     content_type: str
-    cumulative: bool = False  # Each part repeats all earlier parts. A slow client needs only the latest part.
-    blocks: bool = False  # A customer's formatter runs in `feed`.
+    cumulative: bool = False  # If True, each part repeats all earlier parts. A slow client needs only the latest part.
+    blocks: bool = False  # Whether a customer's formatter runs in `feed`.
     headers: tuple[tuple[str, str], ...] = ()  # Further headers of the reply. They are read when the reply begins.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:

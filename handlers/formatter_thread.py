@@ -36,7 +36,7 @@ class FormatterThread:
         self._turn = asyncio.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._running: asyncio.Future[Any] | None = None  # The last call, whose client may have disconnected.
-        self._overdue_at = 0.0  # When the running call is overdue, by the event loop's clock.
+        self._overdue_at = 0.0  # The time after which the running call is overdue, by the event loop's clock.
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` after all earlier calls and return its result.

@@ -22,7 +22,7 @@ from handlers.queue import EngineQueue
 class Limits:
     """The server's settings that apply to every model."""
 
-    queue_size: int  # Requests that may wait, in addition to running requests.
+    queue_size: int  # The number of requests that may wait, in addition to running requests.
     overload_status: int  # The status of a reply if the queue is full.
     unavailable_status: int  # The status of a reply if no worker of a custom handler is alive.
     model_aliases: tuple[str, ...] = ()  # Further names of the model on OpenAI's routes.

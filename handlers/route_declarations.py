@@ -247,7 +247,7 @@ class ContractRoutes:
     error: Schema  # The schema of an error's JSON object.
     # Returns the reply if the path has no such method. The server adds the header `allow`.
     wrong_method: Callable[[Call], Reply]
-    body_names_model: bool = False  # Bodies may name the model in `model`.
+    body_names_model: bool = False  # Whether bodies may name the model in `model`.
     id_header: str | None = None  # The contract's own header for the request's id, in addition to the server's header.
     prefixes: tuple[str, ...] = ()  # Unknown paths below these prefixes also belong to the contract.
     not_found: Callable[[Call], Reply] | None = None  # Returns the reply to such a path.

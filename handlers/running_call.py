@@ -40,7 +40,7 @@ class RunningCall:
         self._open_prompts = len(exchange.requests)
         self._places = 0  # The queue's places that the call still holds.
         self._timer: asyncio.Handle | None = None  # Triggers a comment, or a part of a cumulative answer.
-        self._spoken = True  # Something was written since the last tick. A flag is cheaper than reading the clock.
+        self._spoken = True  # Whether data was written since the last tick. A flag is cheaper than reading the clock.
         self._length = 0  # The length of the last part of a cumulative answer, in bytes.
         self._aborted = False
         self._not_held: tuple[tuple[str, str], ...] = ()  # The header about the JSON schema.
@@ -52,8 +52,8 @@ class RunningCall:
         self._formatting: FormatterQueue[tuple[int, TokenDelta]] | None = None  # Deltas for an answer that blocks.
         if thread is not None and exchange.answer.blocks:
             self._formatting = FormatterQueue(thread, lambda item: exchange.answer.feed(*item), self._take)
-        self.begun = False  # The reply has begun as a stream.
-        self.answered = False  # The reply is complete.
+        self.begun = False  # Whether the reply has begun as a stream.
+        self.answered = False  # Whether the reply is complete.
         queue.running[call.request_id] = self
 
     async def submit(self) -> None:

@@ -42,10 +42,10 @@ class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
     special_texts: Mapping[int, str] = {}  # The texts of special tokens that the generated text lacks, by id.
     comma: str = ", "
     colon: str = ": "
-    nulls: bool = False  # Each record of a stream has `generated_text` and `details`, which are null at first.
+    nulls: bool = False  # If True, each record of a stream has `generated_text` and `details`, null at first.
     details: tuple[str, ...] = ()  # The members of `details`. If empty, the answer has no details.
     others: tuple[str, ...] = ()  # The members of each object in `best_of_sequences`.
-    full_text: bool = False  # The text begins with the prompt.
+    full_text: bool = False  # Whether the text begins with the prompt.
 
     def sequence(self, prompt: str, seed: int | None = None) -> ShownSequence:
         return ShownSequence(text=[prompt] if self.full_text else [], prompt=prompt, seed=seed)

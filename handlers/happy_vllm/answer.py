@@ -46,7 +46,7 @@ class _Answer(Answer):
         self._reasons = [_UNFINISHED] * count
         self._counts = [0] * count
         self._prompt_tokens = 0
-        self._changed = False  # The answer has changed since the last part.
+        self._changed = False  # Whether the answer has changed since the last part.
         self._told = ""  # The member `stop_reason`, if the deadline ended a sequence.
         self._end = ""
         if generation.prompt_in_response:

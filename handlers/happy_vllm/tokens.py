@@ -27,7 +27,7 @@ DEFAULT_CHUNK = 200
 _WORD = "thisisareallybigwordisntit"
 _HEAD = 256  # Words are first tried on this many characters of a text. Later characters hardly ever matter.
 _TRIES = 3  # At most this many words are tried on a whole text. The first fails only for texts made to defeat it.
-_BLOCK = 32  # Tokens that are decoded together. A decoder may take quadratic time for bytes that are not text.
+_BLOCK = 32  # The number of tokens decoded together. A decoder may take quadratic time for bytes that are not text.
 _CONTEXT = 16
 # The maximum number of tokens that can make one character: four bytes of UTF-8, and some special tokens in between.
 _LONGEST_CHARACTER = 8

@@ -51,8 +51,8 @@ class JsonTooCostly(msgspec.DecodeError):
 class JsonSize(NamedTuple):
     """The parts of a JSON text."""
 
-    values: int  # Items of arrays and members of objects.
-    structures: int  # Objects and arrays.
+    values: int  # The number of items of arrays and members of objects.
+    structures: int  # The number of objects and arrays.
 
 
 class NotUtf8(msgspec.DecodeError):
