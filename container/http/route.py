@@ -183,7 +183,7 @@ class HttpRoute:
         return None
 
     def unauthorized(self, method: str = "", *, in_browser: bool = False) -> Reply:
-        """Return the refusal of a call without a key. Browsers may ask if they may send a key (CORS's preflight)."""
+        """Return the refusal of a call without a key. CORS's preflights may ask whether a key may be sent."""
         if method == "OPTIONS" and self._cors_headers:
             return Reply(200, "", b"")
         reply = self.refuse(Unauthorized(in_browser=in_browser))

@@ -88,7 +88,7 @@ def _listed(model: Model) -> ListedModel:
 
 
 def described(model: Model) -> DescribedModel:
-    """Describe a model with its workers. Each copy of the model is one worker."""
+    """Describe a model and its workers. Each copy of the model is one worker."""
     lifecycle = model.lifecycle
     config, state, service = lifecycle.config, lifecycle.state, lifecycle.service
     status = _STATUS.get(state, "Unhealthy")

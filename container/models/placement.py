@@ -198,7 +198,7 @@ def _gpu_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
 
 
 def _vllm_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
-    """Decide from the model's files, as the engine does."""
+    """Read the model's files, and return the GPUs that the engine will use."""
     config, smallest = settings.config, min(gpus)
     layout, given = _layout(config), config.tensor_parallel_degree
     memory = model_memory(settings) or ModelMemory({}, Weights(0), layout)
@@ -344,5 +344,5 @@ def _layout(config: ModelConfig) -> Layout:
 
 
 def integer(text: str) -> int:
-    """Return the number in an engine's argument, or 0 if it holds no number."""
+    """Return an engine argument as a number, or 0 if the argument is not a number."""
     return int(text) if text.strip().isdecimal() else 0

@@ -185,7 +185,7 @@ def _vllm(own: Labels, statistics: EngineStatistics, status: EngineStatus) -> It
 
 
 def _of_model(sample: Sample, own: Labels) -> Sample:
-    """Return one of vLLM's samples with Slipway's labels for the model."""
+    """Return a sample of vLLM, with Slipway's labels for the model added."""
     if own.items() <= sample.labels.items() or "model_name" not in sample.labels:
         return sample
     return sample._replace(labels={**sample.labels, **own})

@@ -114,7 +114,7 @@ def json_file_fault(path: Path) -> str:
 
 
 def has_model(model_dir: Path) -> bool:
-    """Return whether the directory itself is a Hugging Face model."""
+    """Return True if the directory itself is a Hugging Face model."""
     return os.path.isfile(model_dir / CONFIG_FILE)
 
 
