@@ -179,7 +179,7 @@ def _descriptors_of(process: int) -> tuple[Path, Path] | None:
 
 
 def _opened(process: int, deadline: float) -> tuple[int, Path] | None:
-    """Return the file of a process, which is emptied, and the path of its bell. None: it cannot be asked now.
+    """Empty and return the file of a process. Also return the bell's path. None: the process cannot be asked now.
 
     The file is locked until it is closed. So nobody else empties it before it is read.
     """
@@ -246,7 +246,7 @@ def _parsed(text: str) -> list[Stack]:
 
 
 def _joined(stacks: list[Stack]) -> list[Stack]:
-    """Join equal stacks, as those of idle threads."""
+    """Join equal stacks, such as the stacks of idle threads."""
     counts: dict[tuple[str, ...], int] = {}
     for stack in stacks:
         counts[stack.frames] = counts.get(stack.frames, 0) + 1

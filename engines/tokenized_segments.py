@@ -84,7 +84,7 @@ class SegmentTokenizer:
 
 
 def longest_of(texts: Iterable[str]) -> str:
-    """Return a regular expression that matches the longest of these texts at a place.
+    """Return a regular expression that matches the longest of these texts at a position.
 
     It shares common beginnings, because a plain list of alternatives would be tried one by one at each place.
     """

@@ -196,7 +196,7 @@ class BatchEngine:
         self.max_model_len, self.eos_token_ids = model.max_model_len, model.eos_token_ids
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        """Queue a request. It is fully checked first, because its batch has other requests."""
+        """Check a request fully, because an error would affect the other requests of its batch. Then queue it."""
         self._check_alive()
         check_request(request, self._model)
         job = self._job(request, await self.prompt_token_ids(request), sink)

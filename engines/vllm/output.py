@@ -231,7 +231,7 @@ class PooledState(OwnState):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Push the numbers to the sink. vLLM calls this when it has them."""
+        """Push the numbers to the sink. vLLM calls this method when the numbers are ready."""
         if self.ended or finish_reason is None:
             return
         if finish_reason in (VllmFinishReason.ABORT, VllmFinishReason.ERROR):

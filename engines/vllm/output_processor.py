@@ -216,5 +216,5 @@ class LeanOutputProcessor(OutputProcessor):
 
 
 def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:
-    """Return the request if it can be kept while it runs; None if it has media, which take too much memory."""
+    """Return the request if it can be kept while it runs. None if it contains media, which take too much memory."""
     return None if request.mm_features else request

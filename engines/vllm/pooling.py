@@ -125,7 +125,7 @@ def _default_prompt(config: EngineConfig, prompts: Mapping[str, str]) -> str | N
 
 
 def _prompts(model_config: ModelConfig) -> dict[str, str]:
-    """Return the prefixes for texts, by their names in sentence-transformers' file."""
+    """Return the prefixes for texts, keyed by their names in sentence-transformers' file."""
     try:
         given = get_hf_file_to_dict(_SENTENCE_TRANSFORMERS, model_config.model, model_config.revision) or {}
     except (OSError, ValueError) as error:

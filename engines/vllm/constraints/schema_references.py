@@ -53,7 +53,7 @@ class References:
         return list(self._anchors_below(self._root, ""))
 
     def _anchors_below(self, part: Any, pointer: str) -> Iterator[tuple[str, str]]:
-        """Yield each anchor with its pointer."""
+        """Yield each anchor, and the pointer to its schema."""
         if isinstance(part, list):
             for i, each in enumerate(part):
                 yield from self._anchors_below(each, f"{pointer}/{i}")

@@ -26,7 +26,7 @@ def named_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def with_integers(types: frozenset[str]) -> frozenset[str]:
-    """Return these types, and `integer` if `number` is one of them."""
+    """Return these types. If `number` is among them, add `integer`."""
     return types | {"integer"} if "number" in types else types
 
 

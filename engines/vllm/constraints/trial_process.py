@@ -85,7 +85,7 @@ def trial(tokenizer: Any, kind: str, text: str, *, compact: bool = True, drafts:
 
 
 def _walk(first: Any, end_token: int, drafts: bool) -> str:
-    """Generate some tokens with the grammar. A grammar that compiles may still match no text, or be slow at a token."""
+    """Generate some tokens with the grammar. A grammar that compiles may match no text, or be slow for one token."""
     chance = random.Random(0)
     matcher = first.deep_copy()  # Some constraints cannot be reset.
     for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""Chooses the copy for a request by the work of the copies, and by the probable content of their prefix caches.
+"""Chooses the copy for a request. It compares the copies' work and the probable content of their prefix caches.
 
 A prompt goes to a copy that has seen the same first blocks of tokens, unless this copy has clearly more work than the
 others. Otherwise it goes to the copy with the least work. Blocks are compared by token ids, so prompts of different
@@ -72,7 +72,7 @@ class CopyChoice:
         return keys, self._with_prefix(copies, keys, work) or min(copies, key=_load)
 
     def _with_prefix(self, copies: Sequence[AnyCopy], keys: Sequence[int], work: int) -> AnyCopy | None:
-        """Return the copy with the least work of those that have most of the prompt. None if it has too much work."""
+        """Of the copies that hold most of the prompt, return the least busy. None if even that copy is too busy."""
         lengths = [self._cached(copy.number, keys) for copy in copies]
         if not (longest := max(lengths)):
             return None

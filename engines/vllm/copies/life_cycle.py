@@ -381,7 +381,7 @@ class Copies:
         self.client.close(copy)
 
     def _remove(self, copy: Copy) -> list[str]:
-        """Begin to end the processes of a copy. Return the ids of its requests."""
+        """Begin to end the processes of a copy. Return the ids of the copy's requests."""
         copy.state = CopyState.DEAD
         lost = self.client.remove(copy)
         self._ends[copy.number] = self._tasks.begin(self._end(copy))

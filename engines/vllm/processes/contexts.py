@@ -1,4 +1,4 @@
-"""vLLM's processes: their start, their end with the server, and their errors at the start.
+"""vLLM's processes: starts them, ends them together with the server, and reports errors of their start.
 
 vLLM starts its processes with the multiprocessing context that `get_mp_context` returns. The server starts the engine
 process, and the coordinator if there are several data-parallel ranks. The engine process starts its workers. Slipway's

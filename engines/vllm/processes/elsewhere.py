@@ -24,7 +24,7 @@ def workers_elsewhere(executor: Executor) -> str:
 
 
 def _by_place(places: Iterable[str]) -> dict[str, list[int]]:
-    """Return the ranks of the workers by their places."""
+    """Return the ranks of the workers in each place."""
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         if place:
