@@ -110,7 +110,7 @@ async def _serving(
     openai = await openai_handler(queue, config, limits.model_aliases)
 
     def formatted(given: Formatters) -> Handler:
-        """Return the handler of `/invocations` with the formatters of the model or of an adapter."""
+        """Return a handler of `/invocations` that uses the formatters of the model or of an adapter."""
         if engine.pooling is not None:
             return pooling_invocations(config, queue, engine.pooling, openai)
         contract = lmi_contract(config, engine)

@@ -159,7 +159,7 @@ async def explain(call: Call, answer: Answer, writer: ReplyWriter, searches: asy
 
 
 class Origins(msgspec.Struct):
-    """The fields of a body, by their effects."""
+    """The fields of a body, grouped by their effect."""
 
     known: bool = False  # The search for the effects is complete.
     fields: dict[str, list[str]] = {}  # The fields that set each parameter, by the parameter's name.

@@ -30,7 +30,7 @@ from handlers.parsing.forms import is_form
 
 
 class CustomHandler:
-    """Implements `Handler` with the workers of one model.
+    """Implements `Handler`: the workers of one model answer the calls.
 
     All methods must run on one event loop.
     """

@@ -119,7 +119,7 @@ def _contents(call: Call) -> tuple[tuple[str | None, bytes], ...]:
 
 
 def _properties(given: Iterable[tuple[str, str]]) -> dict[str, tuple[str, str]]:
-    """Return the properties by their names in lower case. A later value replaces an earlier one."""
+    """Return the properties, keyed by name in lower case. If a name occurs twice, the later value counts."""
     found: dict[str, tuple[str, str]] = {}
     for name, value in given:
         key = name.lower()

@@ -32,7 +32,7 @@ _SPACED = _Style(", ", ": ", encode_basestring_ascii)
 
 
 class _Answer(Answer):
-    """All sequences of one answer, with their texts so far.
+    """All sequences of one answer, and the text of each so far.
 
     The text of a sequence is kept as JSON without the quotes, so that each step encodes only the text that it adds.
     """
