@@ -17,7 +17,7 @@ from handlers.explanation import explaining, prepare
 from handlers.formatter_thread import FormatterThread
 from handlers.parsing.images import ImageLoader
 from handlers.queue import EngineQueue
-from handlers.running_call import RunningCall, deadline_of
+from handlers.running_call import RunningCall
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class EngineHandler:
                 await running.submit()
                 return running
             assert self._images is not None, "no contract has images for a model of text"
-            deadline = deadline_of(queue, exchange, call)
+            deadline = queue.deadline_of(exchange, call)
             async with contextlib.AsyncExitStack() as stack:
                 loading = stack.enter_async_context(self._images.load(exchange.images))
                 images = await (loading if deadline is None else deadline.limit(loading))

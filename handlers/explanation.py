@@ -108,7 +108,7 @@ async def prepare(queue: EngineQueue, exchange: Exchange, call: Call) -> NoRetur
     places = sum(request.sequences_in_engine for request in requests)
     queue.admit(places)
     queue.open_sequences -= places  # The places are not needed, because nothing is sent.
-    deadline = queue.deadlines.of(call.arrived_at, call.time_limit, stream=requests[0].stream or call.from_handler)
+    deadline = queue.deadline_of(exchange, call)
     preparing = _prepared(queue, requests[:1] if call.explanation.variant else requests, deadline)
     try:
         prompts = await (preparing if deadline is None else deadline.limit(preparing))

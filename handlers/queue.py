@@ -7,7 +7,8 @@ from typing import Protocol
 
 from engines.errors import InvalidRequest, Overloaded
 from engines.interface import Engine
-from handlers.deadline import NO_DEADLINES, DeadlineConfig
+from handlers.contract import Call, Exchange
+from handlers.deadline import NO_DEADLINES, Deadline, DeadlineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,11 @@ class EngineQueue:
         """Return the error of a call that gets no place."""
         message = f"the queue is full: {self.open_sequences} of {self.limit} places are taken; try again later"
         return Overloaded(message, self.overload_status)
+
+    def deadline_of(self, exchange: Exchange, call: Call) -> Deadline | None:
+        """Return the deadline of a call, or None."""
+        stream = exchange.requests[0].stream or call.from_handler
+        return self.deadlines.of(call.arrived_at, call.time_limit, stream=stream)
 
     def count_deadline(self, request_id: str, *, begun: bool) -> None:
         """Count and log a call that ends at its deadline. `begun` is True if the call has a part of its answer."""

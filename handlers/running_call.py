@@ -47,7 +47,7 @@ class RunningCall:
         self._reached: tuple[tuple[str, str], ...] = ()  # The header of an answer that ended at its deadline.
         self._deadline: Deadline | None = None
         if call.time_limit is not None or queue.sets_deadlines:
-            self._deadline = deadline_of(queue, exchange, call)
+            self._deadline = queue.deadline_of(exchange, call)
         self._deadline_timer: asyncio.Handle | None = None
         self._formatting: FormatterQueue[tuple[int, TokenDelta]] | None = None  # Deltas for an answer that blocks.
         if thread is not None and exchange.answer.blocks:
@@ -264,12 +264,6 @@ class RunningCall:
         data = self._answer.latest()
         self._length = len(data)
         return data
-
-
-def deadline_of(queue: EngineQueue, exchange: Exchange, call: Call) -> Deadline | None:
-    """Return the deadline of a call, or None."""
-    stream = exchange.requests[0].stream or call.from_handler
-    return queue.deadlines.of(call.arrived_at, call.time_limit, stream=stream)
 
 
 class _FurtherPrompt:

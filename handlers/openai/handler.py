@@ -55,7 +55,7 @@ from handlers.openai.vllm_call import VllmApp, VllmCall
 from handlers.parsing.images import ImageLoader
 from handlers.queue import EngineQueue
 from handlers.route_declarations import RenderedChat, is_address
-from handlers.running_call import RunningCall, deadline_of
+from handlers.running_call import RunningCall
 
 _PROMPTS_PER_TURN = 2  # After this number of tokenized prompts, other work gets a turn on the event loop.
 _LONG_CHAT = 16 * 1024  # Bytes. Longer chats are parsed in a thread, since their templates may be slow.
@@ -258,7 +258,7 @@ class OpenAIHandler:
                     exchange = await asyncio.to_thread(parse)
             explains_one = call.explanation is not None and call.explanation.variant
             if exchange is not None and len(exchange.requests) > 1 and not explains_one:
-                tokenizing, deadline = self._tokenized(exchange), deadline_of(self._queue, exchange, call)
+                tokenizing, deadline = self._tokenized(exchange), queue.deadline_of(exchange, call)
                 with contextlib.suppress(DeadlineExceeded):  # `RunningCall.submit` answers such a call.
                     exchange = await (tokenizing if deadline is None else deadline.limit(tokenizing))
         if exchange is not None:
