@@ -39,6 +39,7 @@ _MOST_PROMPTS, _MOST_IDS, _MOST_CHARACTERS = 8, 10_000, 100_000
 _MOST_FIELDS = 64  # The search for effects tests at most this many fields of a body.
 _MOST_SECONDS = 2.0  # The time limit of that search, including the wait for other searches.
 _SHORT_BODY, _SHORT = 16 * 1024, 1000  # Bytes. The search cuts texts and lists of longer bodies to `_SHORT`.
+_INTEGERS = range(-(1 << 63), 1 << 64)  # The integers that the search tries. Python writes no integer of over 4300 digits.
 _WITH_PARAMETERS = frozenset({"parameters", "sampling_parameters"})  # Objects whose members are parameters.
 _LIMIT, _PRIORITY, _SALT = "max_tokens", "priority", "cache_salt"
 
@@ -279,7 +280,8 @@ def _others(value: Any) -> Sequence[Any]:
     if isinstance(value, bool):
         return (not value,)
     if isinstance(value, int):
-        return value + 1, value - 1, 0.5, 1
+        near = [other for other in (value + 1, value - 1) if other in _INTEGERS]
+        return *near, 0.5, 1
     if isinstance(value, float):
         return value / 2 or 0.5, 0.5
     if isinstance(value, str):

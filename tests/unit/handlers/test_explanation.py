@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from engines.errors import InvalidRequest
@@ -293,7 +293,12 @@ async def test_fields_without_effect_can_be_left_out(parameters: dict[str, Any])
     assert found["prompts"] == less["prompts"]
 
 
+LONGEST = 10**4300 - 1  # Python writes no longer integer.
+
+
 @settings(max_examples=40)
+@example({"unknown": LONGEST})
+@example({"unknown": [LONGEST]})
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
