@@ -47,7 +47,7 @@ class EngineHandler:
         self._images, self._thread = images, thread
 
     async def handle(self, call: Call, writer: ReplyWriter) -> RunningCall:
-        queue = self._queue
+        queue = self._queue if call.explanation is None else explaining(self._queue, call)
         if self._refuse_unread is not None:
             try:
                 queue.refuse_if_full()
@@ -62,7 +62,6 @@ class EngineHandler:
         if call.explanation is not None:
             call.explanation.ignored += exchange.notes
             call.explanation.once |= self._thread is not None or bool(exchange.images)
-            queue = explaining(queue, call)
         else:
             for note in exchange.notes:
                 logger.info("%s", note, extra={"request_id": call.request_id})

@@ -36,7 +36,7 @@ from engines.errors import (
     Unauthorized,
 )
 from engines.statistics import Distribution
-from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
+from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running, asked_explanation
 from handlers.explanation import explain
 from handlers.loaded_service import Service
 from handlers.route_declarations import ContractRoutes
@@ -217,7 +217,9 @@ class HttpRoute:
                     body = received_body(receive, self._short_body)
                     if body is None:
                         if service is not None and self.queued and announced_size(head.headers) > UNCOUNTED:
-                            service.refuse_if_full()
+                            explanation, _ = asked_explanation(head.headers, head.attributes)
+                            if explanation is None:  # The handler refuses an explained call, and does not count it.
+                                service.refuse_if_full()
                         reader, service = BodyReader(state.bodies), None  # The service may have changed afterwards.
                         seconds, waits = state.server_config.request_read_timeout, state.models.reading
                         body = await reader.read(head.headers, receive, self._max_body, seconds, waits)

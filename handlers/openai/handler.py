@@ -185,7 +185,8 @@ class OpenAIHandler:
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
         path = EMBEDDINGS if call.path == SHORT_EMBEDDINGS else call.path.removeprefix(ALIASED)
         if path in QUEUED:
-            self._queue.refuse_if_full()
+            queue = self._queue if call.explanation is None else explaining(self._queue, call)
+            queue.refuse_if_full()
         return await self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
 
     async def render(self, call: Call) -> RenderedChat:

@@ -18,7 +18,7 @@ from engines.errors import InvalidRequest
 from engines.interface import ExplainedRequest
 from engines.request import GenerationRequest
 from handlers import explanation
-from handlers.contract import Call, ContractError, Exchange, ExplainAsked, ReplyWriter, Running, read_steering
+from handlers.contract import Call, ContractError, Exchange, ExplainAsked, Reply, ReplyWriter, Running, read_steering
 from handlers.deadline import DeadlineConfig
 from handlers.engine_handler import EngineHandler
 from handlers.explanation import explain
@@ -152,6 +152,19 @@ async def test_a_refusal_of_the_engine_is_the_contracts() -> None:
     with pytest.raises(ContractError) as always:
         await handler.handle(call({"inputs": "a"}), CollectedReply())
     assert refused.value.reply == always.value.reply
+
+
+async def test_a_full_queue_refuses_an_explanation_and_counts_none() -> None:
+    queue = EngineQueue(ScriptedEngine(), limit=1)
+    queue.admit(1)
+    full = Reply(429, "", b"full")
+    for handler in (
+        EngineHandler(queue, LmiRollingContract(MODEL)),
+        EngineHandler(queue, LmiRollingContract(MODEL), refuse_unread=lambda _: full),
+    ):
+        with pytest.raises(ContractError, match="the queue is full"):
+            await explained(handler, call({"inputs": "a"}))
+    assert queue.statistics.calls.failed == 0
 
 
 @pytest.mark.usefixtures("no_collection_by_itself")

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader, announced_size
+from container.http.custom_attributes import CUSTOM_ATTRIBUTES
 from container.http.route import AppState, HttpCounts
 from container.http.router import Router
 from container.models.registry import Models
@@ -140,7 +141,9 @@ class Service:
         raise Overloaded("the queue is full")
 
 
-async def post(route: Router, sender: Sender, length: int) -> list[dict[str, Any]]:
+async def post(
+    route: Router, sender: Sender, length: int, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> list[dict[str, Any]]:
     sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
@@ -148,7 +151,7 @@ async def post(route: Router, sender: Sender, length: int) -> list[dict[str, Any
 
     scope = {
         "type": "http",
-        "headers": [(b"content-length", str(length).encode())],
+        "headers": [(b"content-length", str(length).encode()), *headers],
         "query_string": b"",
         "method": "POST",
         "path": "/x",
@@ -183,6 +186,21 @@ async def test_a_long_body_is_not_read_while_the_queue_is_full() -> None:
     assert (await post(route, Sender([b"x"]), 1))[0]["status"] == 200
     assert answered == [1]
     assert service.asked == 1
+
+
+@pytest.mark.parametrize("asking", [(b"x-slipway-explain", b"1"), (CUSTOM_ATTRIBUTES, b"explain=1")])
+async def test_a_long_body_that_is_explained_is_the_handlers_to_refuse(asking: tuple[bytes, bytes]) -> None:
+    service = Service()
+    answered: list[int] = []
+
+    async def answer(call: Call, reply: ReplyWriter) -> None:
+        answered.append(len(call.body))
+        reply.reply(Reply(429, "", b""))
+
+    state = AppState(Models(), ServerConfig(), HttpCounts())
+    route = answering_route(state, answer, status=status, model=model_with(service), queued=True)
+    sent = await post(route, Sender([b"x" * PIECE, b"x"]), PIECE + 1, [asking])
+    assert (sent[0]["status"], answered, service.asked) == (429, [PIECE + 1], 0)
 
 
 async def test_a_route_gives_the_memory_back_when_the_reply_is_complete() -> None:

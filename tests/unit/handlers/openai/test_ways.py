@@ -10,7 +10,7 @@ import pytest
 
 from engines.errors import InvalidRequest, Overloaded, UnknownAdapter
 from engines.request import FinishReason, GenerationRequest, TokenDelta
-from handlers.contract import Call
+from handlers.contract import Call, ExplainAsked
 from handlers.openai.body import read_completion, sampling_of
 from handlers.openai.contract import OpenAIContract
 from handlers.openai.handler import OpenAIHandler
@@ -119,6 +119,14 @@ async def test_a_full_queue_is_refused_at_once() -> None:
         await ways.ask(b'{"prompt": "Hi", "stream": true}')
     assert (ways.writer.whole, ways.bodies) == (None, [])
     assert ways.engine.statistics.calls.failed == 1
+
+
+async def test_a_full_queue_refuses_an_explanation_and_counts_none() -> None:
+    ways = Ways(limit=1)
+    ways.queue.admit(1)
+    with pytest.raises(Overloaded):
+        await ways.ask(b'{"prompt": "Hi"}', explanation=ExplainAsked())
+    assert ways.engine.statistics.calls.failed == 0
 
 
 async def test_prompts_without_places_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
