@@ -107,6 +107,7 @@ class ExplainAsked:
     ignored: list[str] = field(default_factory=list)  # Sentences about parameters without effect.
     way: str = ""  # The kind of the body, if it decides which handler answers.
     once: bool = False  # If True, the call must not be repeated: a customer's code has read it, or it has images.
+    failed: bool = False  # The engine has failed, so the call tells nothing about its body.
     # The call repeats an explained call with a changed body, to compare the engine's requests for the first prompt.
     variant: bool = False
 

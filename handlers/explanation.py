@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from engines.errors import InvalidParameter, RequestError
+from engines.errors import EngineDead, GenerationFailed, InvalidParameter, Overloaded, RequestError
 from engines.interface import ExplainedRequest, give_turn
 from engines.request import GenerationRequest
 from engines.statistics import EngineStatistics
@@ -39,7 +39,9 @@ _MOST_PROMPTS, _MOST_IDS, _MOST_CHARACTERS = 8, 10_000, 100_000
 _MOST_FIELDS = 64  # The search for effects tests at most this many fields of a body.
 _MOST_SECONDS = 2.0  # The time limit of that search, including the wait for other searches.
 _SHORT_BODY, _SHORT = 16 * 1024, 1000  # Bytes. The search cuts texts and lists of longer bodies to `_SHORT`.
-_INTEGERS = range(-(1 << 63), 1 << 64)  # The integers that the search tries. Python writes no integer of over 4300 digits.
+_INTEGERS = range(
+    -(1 << 63), 1 << 64
+)  # The integers that the search tries. Python writes no integer of over 4300 digits.
 _WITH_PARAMETERS = frozenset({"parameters", "sampling_parameters"})  # Objects whose members are parameters.
 _LIMIT, _PRIORITY, _SALT = "max_tokens", "priority", "cache_salt"
 
@@ -81,14 +83,16 @@ class Explained(Exception):
 def explaining(queue: EngineQueue, call: Call) -> EngineQueue:
     """Return a queue for one call that is to be explained. It refuses what `queue` would refuse now.
 
+    It refuses no variant for the places of other calls, which tell nothing about its body.
+
     Args:
         queue: The queue of the model's engine. It does not change, and the engine's statistics omit the call.
         call: The call.
     """
     assert call.explanation is not None
-    deadlines = NO_DEADLINES if call.explanation.variant else queue.deadlines
-    own = EngineQueue(queue.engine, queue.limit, queue.overload_status, deadlines)
-    own.open_sequences, own.statistics = queue.open_sequences, EngineStatistics()
+    variant = call.explanation.variant
+    own = EngineQueue(queue.engine, queue.limit, queue.overload_status, NO_DEADLINES if variant else queue.deadlines)
+    own.open_sequences, own.statistics = 0 if variant else queue.open_sequences, EngineStatistics()
     return own
 
 
@@ -115,6 +119,9 @@ async def prepare(queue: EngineQueue, exchange: Exchange, call: Call) -> NoRetur
         prompts = await (preparing if deadline is None else deadline.limit(preparing))
     except InvalidParameter as error:
         raise error.renamed(exchange.names) from None
+    except (EngineDead, GenerationFailed, Overloaded):
+        call.explanation.failed = True
+        raise
     raise Explained(prompts, queue, exchange.model_defaults)
 
 
@@ -170,12 +177,16 @@ class Origins(msgspec.Struct):
     drawn: frozenset[str] = frozenset()  # The parameters that get a different value in each call.
 
 
+class _EngineFailed(Exception):
+    """The engine has failed to prepare a variant."""
+
+
 async def _origins(call: Call, answer: Answer, searches: asyncio.Lock) -> Origins:
     origins = Origins()
     try:
         async with asyncio.timeout(_MOST_SECONDS), searches:
             await _find(origins, call, answer)
-    except TimeoutError:
+    except (TimeoutError, _EngineFailed):
         pass  # The fields found so far are right. `known` stays False, because there may be more.
     return origins
 
@@ -236,7 +247,11 @@ def _differing(asked: _Asked, other: _Asked) -> frozenset[str]:
 
 
 async def _asked(call: Call, answer: Answer, document: Any) -> _Asked | None:
-    """Return the engine's request for a changed body. None if the body is refused, or is of another kind."""
+    """Return the engine's request for a changed body. None if the body is refused, or is of another kind.
+
+    Raises:
+        _EngineFailed: The engine has failed, so the search must end.
+    """
     assert call.explanation is not None
     await asyncio.sleep(0)
     variant = ExplainAsked(variant=True)
@@ -250,6 +265,8 @@ async def _asked(call: Call, answer: Answer, document: Any) -> _Asked | None:
             return _Asked(prompt.request.token_ids, {**prompt.request.parameters, **further})
     except (ContractError, RequestError):
         pass
+    if variant.failed:
+        raise _EngineFailed
     return None
 
 

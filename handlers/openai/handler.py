@@ -59,6 +59,7 @@ from handlers.running_call import RunningCall
 
 _PROMPTS_PER_TURN = 2  # After this number of tokenized prompts, other work gets a turn on the event loop.
 _LONG_CHAT = 16 * 1024  # Bytes. Longer chats are parsed in a thread, since their templates may be slow.
+_FAILED = (500, 503)  # vLLM's front end answers with these statuses if the engine fails. 501 is about the body.
 # An answer's id consists of a prefix and the HTTP request's id, and a number if the answer has several prompts.
 _PREFIXES = ("chatcmpl-", "cmpl-", "transcribe-", "translate-")
 _ONE_OF_MANY = re.compile(r"[-_]\d+$")
@@ -311,7 +312,9 @@ class OpenAIHandler:
             running.cancel()
         if explained.done():
             raise Explained(explained.result(), self._queue)
-        form.of_vllm(writer, call).reply(whole.received.result())
+        reply = whole.received.result()
+        call.explanation.failed = reply.status in _FAILED
+        form.of_vllm(writer, call).reply(reply)
 
     async def _tokenized(self, exchange: Exchange) -> Exchange | None:
         """Replace the prompts with their token ids, unless the queue has no room for them.

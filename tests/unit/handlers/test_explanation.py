@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from engines.errors import InvalidRequest
+from engines.errors import EngineDead, GenerationFailed, InvalidRequest, Overloaded, RequestError
 from engines.interface import ExplainedRequest
 from engines.request import GenerationRequest
 from handlers import explanation
@@ -34,12 +35,18 @@ pytestmark = pytest.mark.asyncio
 
 
 class CountingEngine(ScriptedEngine):
-    """An engine that counts the prompts that it prepares."""
+    """An engine that counts the prompts that it prepares. `events` has what happens at a number of them."""
 
     prepared = 0
 
+    def __init__(self, events: Mapping[int, Callable[[], object]] | None = None) -> None:
+        super().__init__()
+        self.events = events or {}
+
     async def explain(self, request: GenerationRequest) -> ExplainedRequest:
         self.prepared += 1
+        if event := self.events.get(self.prepared):
+            event()
         return await super().explain(request)
 
 
@@ -165,6 +172,31 @@ async def test_a_full_queue_refuses_an_explanation_and_counts_none() -> None:
         with pytest.raises(ContractError, match="the queue is full"):
             await explained(handler, call({"inputs": "a"}))
     assert queue.statistics.calls.failed == 0
+
+
+async def test_a_queue_that_fills_during_the_search_changes_nothing() -> None:
+    engine = CountingEngine()
+    queue = EngineQueue(engine, limit=1)
+    engine.events = {4: lambda: queue.admit(1)}
+    handler = EngineHandler(queue, LmiRollingContract(MODEL), refuse_unread=lambda _: Reply(429, "", b"full"))
+    body = {"inputs": "a", "parameters": {"top_p": 0.5, "max_new_tokens": 7}}
+    found = await explained(handler, call(body))
+    assert found == await explained(handler_of(ScriptedEngine(), LmiRollingContract(MODEL)), call(body)) | {
+        "limits": found["limits"]
+    }
+    assert found["origins_known"] is True
+    assert (queue.open_sequences, queue.statistics.calls.failed) == (1, 0)
+
+
+@pytest.mark.parametrize("failure", [EngineDead(), GenerationFailed("it failed"), Overloaded("it is busy")])
+@pytest.mark.parametrize("at", [2, 3, 6])
+async def test_an_engine_that_fails_during_the_search_ends_it(failure: RequestError, at: int) -> None:
+    engine = CountingEngine()
+    engine.events = {at: lambda: engine.failures.update({0: failure})}
+    body = {"inputs": "a", "parameters": {"top_p": 0.5, "max_new_tokens": 7}}
+    found = await explained(handler_of(engine, LmiRollingContract(MODEL)), call(body))
+    assert (found["origins_known"], found["effect_unknown"], engine.prepared) == (False, [], at)
+    assert found["parameters"]["max_tokens"] == {"value": 7, "from": None}
 
 
 @pytest.mark.usefixtures("no_collection_by_itself")

@@ -11,8 +11,10 @@ import pytest
 from engines.errors import InvalidRequest, Overloaded, UnknownAdapter
 from engines.request import FinishReason, GenerationRequest, TokenDelta
 from handlers.contract import Call, ExplainAsked
+from handlers.explanation import Explained
 from handlers.openai.body import read_completion, sampling_of
 from handlers.openai.contract import OpenAIContract
+from handlers.openai.current_call import current_call
 from handlers.openai.handler import OpenAIHandler
 from handlers.openai.vllm_call import VllmApp
 from handlers.queue import EngineQueue
@@ -40,15 +42,15 @@ class Engine(ScriptedEngine):
 
 
 class Ways:
-    """A handler on a scripted engine, and an application that answers 418 to every request."""
+    """A handler on a scripted engine, and an application. Without another `app` it answers 418 to every request."""
 
-    def __init__(self, limit: int = 4) -> None:
+    def __init__(self, limit: int = 4, app: Any = None) -> None:
         self.engine = Engine()
         self.queue = EngineQueue(self.engine, limit)  # type: ignore[arg-type]
         self.bodies: list[bytes] = []
         self.writer = CollectedReply()
         contract = OpenAIContract(FRONT_END)
-        self.handler = OpenAIHandler(VllmApp(self._app, None), self.queue, contract, "m", FRONT_END.adapters)
+        self.handler = OpenAIHandler(VllmApp(app or self._app, None), self.queue, contract, "m", FRONT_END.adapters)
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         self.bodies.append((await receive())["body"])
@@ -127,6 +129,29 @@ async def test_a_full_queue_refuses_an_explanation_and_counts_none() -> None:
     with pytest.raises(Overloaded):
         await ways.ask(b'{"prompt": "Hi"}', explanation=ExplainAsked())
     assert ways.engine.statistics.calls.failed == 0
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "Hi"}', b'{"prompt": "Hi", "echo": true}'])
+async def test_a_variant_of_an_explained_call_needs_no_place(body: bytes) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        current_call.get().take(1)
+        current_call.get().explain([])
+
+    ways = Ways(limit=1, app=app)
+    ways.queue.admit(1)
+    with pytest.raises(Explained):
+        await ways.ask(body, explanation=ExplainAsked(variant=True))
+
+
+@pytest.mark.parametrize(("status", "failed"), [(400, False), (500, True), (501, False), (503, True)])
+async def test_vllms_status_tells_if_the_engine_has_failed(status: int, failed: bool) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    variant = ExplainAsked(variant=True)
+    await Ways(app=app).ask(b'{"prompt": "Hi", "echo": true}', explanation=variant)
+    assert variant.failed is failed
 
 
 async def test_prompts_without_places_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
