@@ -140,7 +140,7 @@ class OpenAICall:
         self.not_held = not_held_header(places)
 
     def start_deadline(self, on_missed: Callable[[DeadlineExceeded], object]) -> None:
-        """Start the timer of the call's deadline. A call that is explained instead of run has no timer.
+        """Start the timer of the call's deadline.
 
         Args:
             on_missed: Called at the deadline if no request has a token.
@@ -161,7 +161,7 @@ class OpenAICall:
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         self.deadline = deadlines.of(self._arrived_at, self._time_limit, stream=self.streams)
-        if self.deadline is not None and self.explained is None:
+        if self.deadline is not None:
             self._deadline_timer = self.deadline.call(self.end_at_deadline)
 
     def end_at_deadline(self, error: DeadlineExceeded) -> None:

@@ -154,6 +154,21 @@ async def test_vllms_status_tells_if_the_engine_has_failed(status: int, failed: 
     assert variant.failed is failed
 
 
+async def test_an_explanation_of_vllms_front_end_ends_at_the_deadline_and_is_not_counted() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["type"] == "http.request"
+        assert (await receive())["type"] == "http.disconnect"
+        left.set()
+
+    ways, left = Ways(app=app), asyncio.Event()
+    await ways.ask(b'{"prompt": "Hi", "echo": true}', time_limit=0.01, explanation=ExplainAsked())
+    assert ways.writer.whole is not None
+    assert ways.writer.whole.status == 504
+    assert ("x-slipway-deadline", "reached") in ways.writer.whole.headers
+    assert ways.engine.statistics.deadlines == {"partial": 0, "nothing": 0}
+    await left.wait()
+
+
 async def test_prompts_without_places_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     async def tokenize(request: GenerationRequest) -> list[int]:
         raise AssertionError
