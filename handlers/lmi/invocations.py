@@ -101,7 +101,8 @@ class InvocationsHandler:
                 raise Explained
             writer.reply(await self._sessions.answer(call))
             return None
-        if _SESSION_HEADER in call.headers:
+        # A variant has the session of the explained call. Busy sessions tell nothing about its body.
+        if _SESSION_HEADER in call.headers and (call.explanation is None or not call.explanation.variant):
             await self._sessions.check(call)
         if formatters is not None and formatters.output is not None:
             return await self._formatted(formatters, call, field, body, writer)

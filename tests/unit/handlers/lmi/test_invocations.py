@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
+from handlers.contract import Call, ContractError, ExplainAsked, Reply, ReplyWriter, Running
 from handlers.lmi.chat_answers import AsyncForm, LmiChatForm
 from handlers.lmi.invocations import InvocationsHandler
 from handlers.lmi.sessions import Sessions
@@ -213,6 +215,18 @@ async def test_where_sessions_are_off_asking_for_one_is_refused_clearly() -> Non
     reply = await refused({"requestType": "NEW_SESSION"}, OpenAI())
     assert reply.status == 424
     assert b"stateful sessions are not enabled" in reply.body
+
+
+@pytest.mark.parametrize("variant", [False, True])
+async def test_a_session_is_checked_once_for_an_explained_call(variant: bool) -> None:
+    lmi, explanation = Lmi(), ExplainAsked(variant=variant)
+    handler = InvocationsHandler(
+        lmi, None, ModelConfig(name="m", model_dir=Path("."), model_id="m"), Sessions(None, 503)
+    )
+    asked = replace(call({"inputs": "a"}), headers={b"x-amzn-sagemaker-session-id": b"one"}, explanation=explanation)
+    with nullcontext() if variant else pytest.raises(ContractError, match="session"):
+        await handler.handle(asked, CollectedReply())
+    assert len(lmi.calls) == variant
 
 
 async def test_a_long_body_is_read_in_a_thread_and_understood() -> None:
