@@ -19,8 +19,8 @@ OTHER_PYTHONS ?= 3.12 3.13
 ROOMS := djl_python engines handlers container deploy replay slipway benchmarks tests
 UNIT_ONLY := -m "not live and not image and not gpu and not slow"
 UNIT := tests --ignore tests/live $(UNIT_ONLY)
-# Tests of `make unit` that take minutes, and show little of another Python: they start programs, load models, imitate AWS,
-# or look for reference cycles.
+# Files of `make unit` that `make pythons` leaves out. They take minutes together, and show little of another Python: most start
+# programs, load models or imitate AWS.
 LEFT_OUT := container/image container/models container/sources container/test_model_management.py container/test_open_files.py \
 	container/test_server.py deploy/sagemaker engines/memory handlers/parsing/test_json_limits.py replay slipway test_next_vllm.py
 # The duration and the random seed of `chaos`, `fuzz`, `soak`, `overload` and `deaths`.
@@ -89,12 +89,13 @@ coverage: install-dev ## Run the tests of `make unit`, and show the share of the
 	@for room in $(ROOMS); do \
 		printf '%-12s %s %%\n' $$room $$($(BIN)/coverage report --include="$$room/*" --format=total --precision=1); done
 
-pythons: $(OTHER_PYTHONS:%=python-%) ## Compile all code with Python 3.12 and 3.13, and run most unit tests that need no engine
+pythons: $(OTHER_PYTHONS:%=python-%) ## Compile all code with Python 3.12 and 3.13, and run most unit tests
 
 # Python 3.12 warns of escapes that strings do not have. dev.txt has no torch: tests that need it are skipped.
+# Tests that look for reference cycles (`no_cycle`) are left out.
 python-%: build/python%/.installed
 	build/python$*/bin/python -W error::SyntaxWarning -m compileall -q -f $(ROOMS) examples slipway_torchvision.py
-	build/python$*/bin/python -m pytest tests/contracts tests/unit $(LEFT_OUT:%=--ignore tests/unit/%) -k "not cycle" $(UNIT_ONLY) \
+	build/python$*/bin/python -m pytest tests/contracts tests/unit $(LEFT_OUT:%=--ignore tests/unit/%) -k "not no_cycle" $(UNIT_ONLY) \
 		-n $(WORKERS) --hypothesis-profile=few
 
 # CI asks for the Pythons first, because a machine may have none and no way to download one.
