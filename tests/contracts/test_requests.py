@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ import yaml
 
 from engines.interface import Generation, Sink
 from engines.request import FinishReason, GenerationRequest, TokenDelta
+from handlers.all_contracts import CONTRACTS
+from handlers.route_declarations import ContractSetting, GenerationRoute, takes
+from tests.contracts.exchange import MODEL
 from tests.contracts.test_cases import CaseEngine, exchanged
 from tests.contracts.test_messages import write_lines
 from tests.stand_ins.scripted_engine import ScriptedGeneration
@@ -73,3 +77,22 @@ def test_the_engine_gets_the_requests_of_the_row(path: Path, tmp_path: Path) -> 
         return
     for title, rows in given.items():
         assert found[title] == rows, title
+
+
+def test_each_contract_of_a_route_is_steered_by_headers() -> None:
+    """Routes whose contracts read a call with the same method need one row together."""
+    rows = [row for rows in yaml.safe_load((FILES[0].parent / "steering.yaml").read_text()).values() for row in rows]
+    found, expected = set(), set()
+    for kind in ("generating", "embedding"):
+        setting = ContractSetting(config=MODEL, model=RequestEngine({"model": kind}))
+        paths = [row["path"] for row in rows if row.get("model", "generating") == kind]
+        for route in [route for family in CONTRACTS for route in family.routes]:
+            if not isinstance(route, GenerationRoute) or route.contract is None:
+                continue
+            if not takes(route, pooling=kind == "embedding"):
+                continue
+            method = type(route.contract(setting)).parse.__qualname__
+            expected.add(method)
+            if any(re.fullmatch(re.sub("{.*?}", "[^/]+", route.path), path) for path in paths):
+                found.add(method)
+    assert found == expected
