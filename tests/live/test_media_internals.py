@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator
 from functools import partial
 from http import HTTPStatus
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -349,6 +350,31 @@ def test_sounds_of_common_formats_are_decoded(kind: str) -> None:
     ((samples, rate),) = Loading().load("audio", data_url(data, "audio/x"))
     assert rate == 22050
     assert 22050 <= len(samples) <= 25000
+
+
+@pytest.mark.skipif(find_spec("torchcodec") is not None, reason="torchcodec is installed")
+def test_a_missing_torchcodec_is_not_logged_for_each_sound(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import numpy as np
+    import soundfile
+    from vllm.multimodal.media import audio
+    from vllm.multimodal.parse import MultiModalDataParser
+
+    from engines.vllm.patches.media import patch_sounds
+
+    monkeypatch.setattr(MultiModalDataParser.__init__, "__kwdefaults__", {"audio_resample_method": ""})
+    monkeypatch.setattr(audio.logger, "filters", [])
+    with BytesIO() as file:
+        soundfile.write(file, np.zeros(100, np.float32), 22050, format="WAV")
+        url = data_url(file.getvalue(), "audio/wav")
+    Loading().load("audio", url)
+    assert "torchcodec unavailable" in caplog.text
+    caplog.clear()
+    patch_sounds()
+    Loading().load("audio", url)
+    audio.logger.error("an error")
+    assert [record.message for record in caplog.records] == ["an error"]
 
 
 def test_the_prompts_images_are_dropped_when_the_engine_has_it() -> None:
