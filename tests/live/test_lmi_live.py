@@ -179,7 +179,8 @@ def test_typical_sampling_narrows_the_choice(sample_server: Server) -> None:
 
 
 def test_n_gives_sequences_ranked_by_probability(server: Server) -> None:
-    answer = server.invoke("Once", n=3, do_sample=True, seed=5, max_new_tokens=6).json()
+    """Each sequence has the next seed. The seed after the largest is the smallest."""
+    answer = server.invoke("Once", n=3, do_sample=True, seed=2**63 - 1, max_new_tokens=6).json()
     sequences = [answer["details"], *answer["details"]["best_of_sequences"]]
     sums = [sum(token["log_prob"] for token in sequence["tokens"]) for sequence in sequences]
     assert sums == sorted(sums, reverse=True)
