@@ -226,15 +226,21 @@ def _bench(seconds: float) -> Outcome:
     begun = time.monotonic()
     with report.open("w") as output:
         code = Program(["benchmarks", *options], _environment(), output).wait(seconds)
-    text = report.read_text()
-    print(text, flush=True)
-    streams = text.partition("streams")[2].partition("###")[0]
+    print(report.read_text(), flush=True)
+    return outcome_of_bench(report, code, time.monotonic() - begun)
+
+
+def outcome_of_bench(report: Path, code: int | None, seconds: float) -> Outcome:
+    """Return the benchmark's outcome from its report, exit status and duration. It has passed if it has ratios."""
+    streams = report.read_text().partition("streams")[2].partition("###")[0]
     ratios = [line.strip("| ").split(" | ") for line in streams.splitlines() if " / vllm" in line]
     figures = [f"{pair}, {clients} clients: {rate}" for pair, clients, rate, *_ in ratios]
-    note = "; ".join([f"{time.monotonic() - begun:.0f} s", *figures])
+    note = "; ".join([f"{seconds:.0f} s", *figures])
     if code is None:
         return Outcome(_OVER, note)
-    return Outcome("passed" if code == 0 and ratios else f"failed: the benchmark ended with status {code}", note)
+    if code != 0:
+        return Outcome(f"failed: the benchmark ended with status {code}", note)
+    return Outcome("passed" if ratios else "failed: the benchmark has no ratios of streams", note)
 
 
 def summary(outcomes: dict[str, Outcome]) -> str:

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.gpu.__main__ import LIMIT_ENDED, PARTS, Outcome, outcome_of
+from tests.gpu.__main__ import LIMIT_ENDED, PARTS, Outcome, outcome_of, outcome_of_bench
 
 ROOT = Path(__file__).parents[2]
 
@@ -158,6 +158,16 @@ def test_a_part_without_a_test_that_ran_has_not_passed(tmp_path: Path) -> None:
     case = '<testcase name="test_it"><skipped message="Skipped: needs a GPU"/></testcase>'
     (tmp_path / "it.xml").write_text(f'<testsuite tests="1" planned="1" skipped="1" time="0">{case}</testsuite>')
     assert outcome_of(tmp_path / "it.xml") == Outcome("needs a GPU", "0 of 1 tests, 0 s")
+
+
+def test_a_benchmark_has_passed_if_it_ended_well_and_compares_streams(tmp_path: Path) -> None:
+    report = tmp_path / "benchmarks.md"
+    report.write_text("### tiny: streams (median of 1)\n")
+    assert outcome_of_bench(report, 0, 9.0) == Outcome("failed: the benchmark has no ratios of streams", "9 s")
+    report.write_text("### tiny: streams (median of 1)\n| slipway / vllm | 2 | 5.88 | 0.58 |\n")
+    figures = "9 s; slipway / vllm, 2 clients: 5.88"
+    assert outcome_of_bench(report, 0, 9.0) == Outcome("passed", figures)
+    assert outcome_of_bench(report, 1, 9.0) == Outcome("failed: the benchmark ended with status 1", figures)
 
 
 def test_parts_for_which_there_is_no_time_are_named(tmp_path: Path) -> None:
