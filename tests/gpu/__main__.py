@@ -212,12 +212,13 @@ def outcome_of(file: Path) -> Outcome:
 
 
 def _bench(seconds: float) -> Outcome:
-    # The last sixth of the time is for the load that is still running.
     options = ["--peers", "slipway,vllm", "--samples-file", str(RESULTS / "samples.json")]
-    options += ["--time-limit", str(seconds * 5 / 6)]
     if ON_CPU:
-        options += ["--device", "cpu", "--workload", "b", "--concurrency", "2", "--rounds", "2", "--seconds", "0.2"]
+        # Without time, only the first load runs: the streams.
+        options += ["--device", "cpu", "--workload", "b", "--concurrency", "2", "--time-limit", "0", "--seconds", "0.2"]
     else:
+        # The last sixth of the time is for the load that is still running.
+        options += ["--time-limit", str(seconds * 5 / 6)]
         options += ["--device", "gpu", "--workload", "a", "--contracts", "lmi,openai", "--concurrency", "32,256"]
         options += ["--rounds", "5", "--seconds", "2"]
         options += ["--kv-cache-gib", os.environ.get("GPU_KV_CACHE_GIB", "8")]
