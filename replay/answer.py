@@ -35,9 +35,9 @@ class Events:
     """The properties of a stream of server-sent events that are not visible in its data."""
 
     names: list[str] = field(default_factory=list)  # The distinct names of the events, in the order of occurrence.
-    comments: bool = False  # There is a comment with text. Empty comments only keep a connection open.
-    done: bool = False  # The last event is `[DONE]`.
-    spaced: bool = False  # A space follows `data:`.
+    comments: bool = False  # Whether there is a comment with text. Empty comments only keep a connection open.
+    done: bool = False  # Whether the last event is `[DONE]`.
+    spaced: bool = False  # Whether a space follows `data:`.
     fields: set[str] = field(default_factory=set)  # `id` and `retry`, if they occur.
     line_end: str = ""
 

@@ -95,7 +95,7 @@ class Difference:
     where: str  # A JSON path, the name of a header, or a part of the answer.
     old: str
     new: str
-    is_text: bool = False  # `old` and `new` may contain texts of users.
+    is_text: bool = False  # Whether `old` and `new` may contain texts of users.
 
 
 @dataclass(frozen=True, slots=True)

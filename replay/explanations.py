@@ -62,20 +62,20 @@ class Explanation:
     statement: str  # A part of the text under the anchor's heading.
     kinds: tuple[Kind, ...]
     routes: str = _ANY  # Matches the whole path.
-    where: str = ""  # A pattern that is searched in the difference's place.
+    where: str = ""  # A pattern that is searched for in the place of the difference.
     fields: tuple[str, ...] = ()  # The names of the fields, which the page mentions. Empty: `where` is enough.
     old: str = ""
     new: str = ""
-    asked: tuple[str, ...] = ()  # The request uses one of these fields to ask for something.
-    not_asked: tuple[str, ...] = ()  # The request leaves these fields at their defaults.
-    asked_zero: str = ""  # The name of a field that is 0 in the request.
-    has_null: bool = False  # The request has a null field.
+    asked: tuple[str, ...] = ()  # The request must use one of these fields to ask for something.
+    not_asked: tuple[str, ...] = ()  # The request must leave these fields at their defaults.
+    asked_zero: str = ""  # The name of a field that must be 0 in the request.
+    has_null: bool = False  # If True, the request must have a null field.
     framings: tuple[Framing, ...] = ()  # The formats of the old answer.
-    old_has: tuple[str, ...] = ()  # Fields that the old answer has.
-    old_lacks: tuple[str, ...] = ()  # Fields that the old answer does not have.
-    new_has: tuple[str, ...] = ()  # The new answer has one of these fields.
-    new_says: str = ""  # A pattern that is searched in the new answer's error.
-    is_shorter: bool = False  # The new answer's text is the beginning of the old one's.
+    old_has: tuple[str, ...] = ()  # Fields that the old answer must have.
+    old_lacks: tuple[str, ...] = ()  # Fields that the old answer must not have.
+    new_has: tuple[str, ...] = ()  # The new answer must have one of these fields.
+    new_says: str = ""  # A pattern that is searched for in the error of the new answer.
+    is_shorter: bool = False  # If True, the new text must be the beginning of the old text.
     new_lacks: tuple[str, ...] = ()  # Fields that the new answer would have if the setting were already in effect.
     setting: str | None = None  # The setting that restores the old behaviour.
 

@@ -55,7 +55,7 @@ class Result(msgspec.Struct, frozen=True, omit_defaults=True):
     differences: tuple[Found, ...] = ()
     similarity: float | None = None
     greedy: bool = False
-    compared: bool = False  # There were two answers to compare.
+    compared: bool = False  # Whether there were two answers to compare.
     bodies: dict[str, Any] | None = None  # The bodies of the request and of both answers, if the answers differ.
 
     @property

@@ -23,7 +23,7 @@ from replay.targets import NoAnswer, Target, Unreachable
 _AHEAD = 2  # How many requests are read ahead for each running request.
 # The replay stops after this many consecutive requests without an answer. Running requests are not counted.
 MOST_FAILURES = 20
-_READER_SECONDS = 3.0  # The time limit for the thread that reads the source to end.
+_READER_SECONDS = 3.0  # How long the run waits for the thread that reads the source to end.
 _LONG = 1 << 18  # Bytes. Longer answers are compared in a thread, so that they do not delay other requests.
 # The longest pause between two requests with recorded times. A wrong time must not make the replay wait forever.
 _MOST_DAYS = 7
@@ -80,7 +80,7 @@ class Replay:
         self._stopped = asyncio.Event()
         self._pace, self._failures = _Pace(plan), 0
         self._reached: set[Target] = set()  # The targets that have answered so far.
-        self.gave_up = False  # Too many consecutive requests had no answer.
+        self.gave_up = False  # Whether the replay stopped because too many consecutive requests had no answer.
 
     def stop(self) -> None:
         """Send no further requests, and cancel running requests."""

@@ -48,7 +48,7 @@ _OF_TOKENS = frozenset(
 )
 _BY_TEXT = frozenset(("top_logprobs", "logprobs", "logit_bias"))  # Objects whose keys are tokens.
 _NUMBERED = re.compile(r"-?\d+")
-_LONGEST_KEY = 200  # In characters. A path repeats all outer keys, so it would grow with the square of the depth.
+_LONGEST_KEY = 200  # In characters. Each path repeats its outer keys, so all paths together grow quadratically.
 _MANY = 16  # An array of at least this many numbers is a vector.
 
 
@@ -131,7 +131,7 @@ class Field:
     count: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     example: Any = None
-    values: set[Any] = field(default_factory=set)  # Only of fields that are neither texts nor numbers, at most a few.
+    values: set[Any] = field(default_factory=set)  # At most a few. Empty for fields with texts or numbers.
 
 
 @dataclass(slots=True)
