@@ -25,7 +25,7 @@ from djl_python.session import EXPIRATION, PARTIAL, Session
 NEW_SESSION = "NEW_SESSION"  # The session id that a client without a session sends.
 _DEFAULT_EXPIRATION_S = 1200
 _UNFINISHED = ".new-"
-_ABANDONED_S = 3600  # An unfinished directory that is older belongs to a process that was killed.
+_ABANDONED_S = 3600  # An unfinished directory that is older than this belongs to a process that was killed.
 _OTHERS_MAY_WRITE = 0o022
 # A session id comes from the client and becomes the name of a directory.
 _SESSION_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")

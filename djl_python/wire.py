@@ -12,7 +12,7 @@ from typing import Any
 
 MORE_CHUNKS = b"\1"
 LAST_CHUNK = b"\0"
-STREAMED_CONTENT = -1  # Replaces the number of content entries. Chunks follow.
+STREAMED_CONTENT = -1  # Stands in place of the number of content entries if chunks follow.
 
 
 def read_exactly(connection: socket, size: int) -> bytearray:
