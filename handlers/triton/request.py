@@ -110,10 +110,10 @@ class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str = ""
     images: tuple[str, ...] = ()  # The URLs of images. The prompt has the model's mark for each image.
     vllm: VllmParameters
-    stream: bool  # Send a response for each step of the engine, instead of a single response at the end.
+    stream: bool  # Whether each step of the engine gets a response, instead of a single response at the end.
     # The tokenizer adds the special tokens of its template, such as the beginning of the sequence.
     add_special_tokens: bool
-    repeat_prompt: bool  # `text_output` begins with the prompt.
+    repeat_prompt: bool  # Whether `text_output` begins with the prompt.
     outputs: frozenset[str]  # The outputs that the request asks for in addition to `text_output`.
     adapter: str | None  # The value of `lora_name`.
     ignored: tuple[str, ...]  # The given names that have no effect.
