@@ -66,17 +66,18 @@ _LEFT_SECONDS = 60.0
 
 _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
-_FAILED_SECONDS = 3.0  # How long a model that failed to load can be asked for the reason.
-# A process that was told to stop ends within 25 s, because SageMaker kills it after 30 s. If the drain may take longer
-# than 21 s, all other steps together have 4 s after the drain.
-_END_SECONDS, _STOP_SECONDS = 25.0, 4.0
-_LAST_SECONDS = 3.0  # The time for clients to read data that was sent.
+_FAILED_SECONDS = 3.0  # How long a model that failed to load can be asked for its reason.
+# A process that was told to stop ends after 25 s at the latest, because SageMaker kills it after 30 s. If the drain may
+# take longer than 20.5 s, the process ends 4.5 s after it.
+_END_SECONDS, _STOP_SECONDS = 25.0, 4.5
+_STEPS_SECONDS = 3.0  # The time for the other steps after the drain. After that, a black box is written.
+_LAST_SECONDS = 3.0  # The time for clients to read the sent data.
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 _ENGINES = {"vllm": "vLLM", "dynamic_batch": "transformers", "python": "Python"}  # Names for people.
-_PROGRESS_SECONDS = 30.0  # The time between two progress lines in the log while a server starts.
-_BOX_SECONDS = 2.5  # A black box is written this long before the end of a drain, or of the process.
-_NOT_STOPPED = f"the server has not stopped, and has {_BOX_SECONDS:g} s left"
-_EXIT_SECONDS = 3.0  # How long abandoned threads may delay the end of the process.
+_PROGRESS_SECONDS = 30.0  # The time between two lines of the log while a server starts.
+# The longest time for a black box while the process ends: the last of the drain's, or of the process's.
+_BOX_SECONDS = 2.5
+_EXIT_SECONDS = 3.0  # The time for which abandoned threads may delay the end of the process.
 
 
 def ensure_home() -> None:
@@ -281,11 +282,11 @@ class ModelServer:
     async def drain(self) -> None:
         """Refuse new calls, and wait at most `drain_timeout` for running calls.
 
-        If calls still run shortly before this limit, a black box is written, and the calls continue.
+        If calls still run shortly before that, a black box is written, and the calls continue. A drain of 0 s has none.
         """
         self.models.draining = True
         seconds = self.server_config.drain_timeout
-        before_box = max(seconds - _BOX_SECONDS, 0.0)
+        before_box = max(seconds - _BOX_SECONDS, seconds / 2)
         draining = asyncio.gather(
             # Loads are cancelled, and their callers get an error. A restart continues if calls wait for it.
             self.registrar.stop(draining=True),
@@ -293,10 +294,10 @@ class ModelServer:
             self.drain_mounts(seconds),
         )
         await asyncio.wait([draining], timeout=before_box)
-        if running := sum(model.lifecycle.open_calls for model in self.models):
+        if seconds and (running := sum(model.lifecycle.open_calls for model in self.models)):
             requests = "1 request was" if running == 1 else f"{running} requests were"
             reason = f"{requests} still running after {before_box:g} s of a drain of {seconds:g} s"
-            await self.boxes.write("drain", reason, seconds=_BOX_SECONDS)
+            await self.boxes.write("drain", reason, seconds=seconds - before_box)
         await draining
 
     async def drain_mounts(self, seconds: float) -> None:
@@ -420,15 +421,17 @@ class Process:
         # This timer is a thread, so no step that hangs can delay it.
         seconds = max(_END_SECONDS, drain + _STOP_SECONDS)
         self._end_at = asyncio.get_running_loop().time() + seconds - _EXIT_SECONDS
-        deadline = threading.Timer(seconds - _BOX_SECONDS, self._end_late, (number, seconds))
+        left = min(_BOX_SECONDS, seconds - drain - _STEPS_SECONDS)
+        deadline = threading.Timer(seconds - left, self._end_late, (number, seconds, left))
         deadline.daemon = True
         deadline.start()
         self._stopping = asyncio.create_task(self._drain())
 
-    def _end_late(self, number: int, seconds: float) -> None:
-        # Whatever hangs may also block this thread. The server may stop in the meantime.
-        threading.Thread(target=self.server.boxes.write_now, args=("end", _NOT_STOPPED), daemon=True).start()
-        time.sleep(_BOX_SECONDS)
+    def _end_late(self, number: int, seconds: float, left: float) -> None:
+        reason = f"the server has not stopped, and has {left:g} s left"
+        # What hangs may hang this as well. The server may stop meanwhile.
+        threading.Thread(target=self.server.boxes.write_now, args=("end", reason), daemon=True).start()
+        time.sleep(left)
         logger.critical("not stopped within %g s of the signal; ending at once", seconds)
         self._end_now(128 + number)
 

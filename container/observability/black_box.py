@@ -22,6 +22,7 @@ from pathlib import Path
 from starlette.responses import Response
 
 from container.console.page import HEADERS
+from container.models.life_cycle import State
 from container.models.registry import Fault, Model, Models
 from container.observability import logs
 from container.observability.black_box_content import MOST_CHARACTERS, Box, gathered
@@ -106,6 +107,8 @@ class BlackBoxes:
             fault: The reason to restart the model's engine. Empty if no restart is needed.
         """
         lifecycle, service, before = model.lifecycle, model.lifecycle.service, model.fault
+        if lifecycle.stage is State.STOPPED:
+            return  # Its copies and workers are being ended.
         dead = frozenset((c.number, c.started_at) for c in lifecycle.copies if c.state is CopyState.DEAD)
         worker = service.custom.pool.last_failed if service is not None and service.custom is not None else None
         broken = stalled or fault or dead or lifecycle.unhealthy or lifecycle.missing

@@ -12,7 +12,7 @@ import psutil
 
 from engines.stacks import Stack, own_stacks, stacks_of
 
-STACK_SECONDS = 2.0  # The time limit for all processes to write their stacks.
+STACK_SECONDS = 2.0  # The usual time for all processes to write their stacks.
 _MOST_PROCESSES = 256
 _STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})
 _OF_VLLM = "VLLM::"  # The titles of vLLM's processes begin with this.
@@ -59,7 +59,7 @@ class ProcessReport:
         if self.state == psutil.STATUS_DISK_SLEEP:
             return f"{self.title} waits in the kernel" + (f", in {self.waits_in}" if self.waits_in else "")
         if self.is_vllms and not self.stacks:
-            return f"{self.title} has not written its stacks within {STACK_SECONDS:g} s"
+            return f"{self.title} has not written its stacks in time"
         return ""
 
     def shown(self) -> dict[str, Any]:
@@ -79,18 +79,21 @@ class ProcessReport:
         return {name: value for name, value in shown.items() if value is not None}
 
 
-def process_reports(server: psutil.Process, names: Mapping[int, str]) -> list[ProcessReport]:
-    """Return the reports of a server's process and its descendants, within `STACK_SECONDS`.
+def process_reports(
+    server: psutil.Process, names: Mapping[int, str], seconds: float = STACK_SECONDS
+) -> list[ProcessReport]:
+    """Return the reports of a server's process and of the processes below it.
 
     Args:
-        server: The process of the server. It may be this process.
-        names: The names of processes that have no title, by process id.
+        server: The process of the server. It may be this one.
+        names: The names of processes that have no title, by their ids.
+        seconds: The time for all processes to write their stacks.
     """
     names = {server.pid: "the server", **names}
     processes = [server, *server.children(recursive=True)][:_MOST_PROCESSES]
     states = {process.pid: _state(process) for process in processes}
     asked = [pid for pid, state in states.items() if pid != os.getpid() and state not in _STOPPED]
-    stacks = stacks_of(asked, STACK_SECONDS)
+    stacks = stacks_of(asked, seconds)
     if server.pid == os.getpid():
         stacks[server.pid] = own_stacks()
     reports = [_report(process, server.pid, names, stacks.get(process.pid, ())) for process in processes]

@@ -8,10 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -30,7 +32,7 @@ from tests.live.server import free_port
 class Stalled:
     """A life cycle with an engine that stands still."""
 
-    state = State.READY
+    state = stage = State.READY
     reason = ""
     open_calls = 0
     config = ModelConfig(name="m", model_dir=Path("."), model_id="m")
@@ -241,7 +243,8 @@ class Hanging(server.ModelServer):
             sys.stdout.close()
         await asyncio.Event().wait()
 
-server.ModelServer, server._END_SECONDS, server._STOP_SECONDS = Hanging, 1.0, 0.5
+server.ModelServer = Hanging
+server._END_SECONDS, server._STOP_SECONDS, server._STEPS_SECONDS = 1.0, 0.5, 0.25
 logs.configure("plain", "critical", redirect=True)
 settings = ServerConfig(host="127.0.0.1", port=int(sys.argv[1]), drain_timeout=0.5, multi_model=True)
 server.serve(Startup(settings, ()))
@@ -259,6 +262,22 @@ def test_a_step_that_hangs_does_not_put_off_the_end(output: str) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "stopping\n"
         assert process.wait(60) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("drain", "box", "end"), [(0.0, 22.5, 25.0), (19.0, 22.5, 25.0), (20.0, 23.0, 25.0), (25.0, 28.0, 29.5)]
+)
+async def test_the_steps_after_a_drain_have_three_seconds_and_the_process_ends_before_sagemaker_kills_it(
+    monkeypatch: pytest.MonkeyPatch, drain: float, box: float, end: float
+) -> None:
+    timer = Mock()
+    monkeypatch.setattr(threading, "Timer", timer)
+    process = server.Process(Startup(ServerConfig(blackbox_dir="", drain_timeout=drain, multi_model=True), ()))
+    process._on_signal(signal.SIGTERM)
+    due, _, (_, seconds, left) = timer.call_args.args
+    assert (due, due + left, seconds) == (box, end, end)
+    assert process._stopping is not None
+    await process._stopping
 
 
 def test_processes_to_come_load_no_library_from_their_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:

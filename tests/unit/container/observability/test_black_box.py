@@ -155,7 +155,16 @@ def test_a_long_reason_leaves_the_short_form_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["the-id", "the-id-0", "cmpl-the-id-2-1", "chatcmpl-the-id", "1_cmpl-the-id-0", "embd-the-id"]
+    "name",
+    [
+        *("the-id", "the-id-0", "cmpl-the-id-2-1", "chatcmpl-the-id", "1_cmpl-the-id-0", "embd-the-id"),
+        *(
+            "the-id-beam",
+            "the-id-1-beam",
+            "cmpl-the-id-0123456789abcdef-beam-3",
+            "cmpl-the-id-0-0123456789abcdef-beam-11",
+        ),
+    ],
 )
 def test_the_parts_of_a_call_have_its_id(name: str) -> None:
     assert "the-id" in _names_of_call(name)
@@ -323,7 +332,25 @@ def test_an_nvidia_smi_that_hangs_with_its_gpu_does_not_hold_up_the_box(monkeypa
     box = json.loads(bytes(asyncio.run(found.page()).body))
     ended.set()
     assert box["gpus"] == {"error": "nvidia-smi has not answered within 2 s"}
-    assert box["gathered_in_seconds"] < 25
+
+
+def test_nvidia_smi_is_asked_while_the_processes_write_their_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, writing = threading.Event(), threading.Event()
+
+    def figures(_: float) -> list[dict[str, str]]:
+        asked.set()
+        return [{"name": "a GPU"}] if writing.wait(60) else []
+
+    def reports(*_: object) -> list[ProcessReport]:
+        assert asked.wait(60)
+        writing.set()
+        return []
+
+    monkeypatch.setattr(black_box_content, "STACK_SECONDS", 60.0)
+    monkeypatch.setattr(black_box_content, "gpu_figures", figures)
+    monkeypatch.setattr(black_box_content, "process_reports", reports)
+    found = BlackBoxes(Models(), ServerConfig(blackbox_dir=""), None, late=lambda: 0.0)
+    assert json.loads(bytes(asyncio.run(found.page()).body))["gpus"] == [{"name": "a GPU"}]
 
 
 def test_without_a_directory_there_are_no_files_and_a_person_gets_the_box() -> None:
@@ -364,19 +391,64 @@ async def test_each_death_of_a_copy_has_a_box_that_ping_names(tmp_path: Path, mo
         assert len(files(tmp_path)) == 2
 
 
+class SlowToEnd(CopiedEngine):
+    """An engine whose copies count as dead while they end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = asyncio.Event()
+
+    async def stop(self, why: str = "") -> None:
+        self.die(*self.states)
+        await self.may_end.wait()
+        await super().stop(why)
+
+
+@pytest.mark.parametrize("unregisters", [False, True])
+async def test_a_model_that_is_stopped_has_no_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unregisters: bool
+) -> None:
+    engine = SlowToEnd()
+    async with watched(monkeypatch, engine, blackbox_dir=str(tmp_path)) as one:
+        looks, look = Mock(), one.server.boxes.look
+
+        async def counted(*arguments: Any) -> None:
+            await look(*arguments)
+            looks()
+
+        stop = one.server.registrar.unregister(one.model) if unregisters else one.server.stop()
+        stopping = asyncio.create_task(stop)
+        await until(lambda: CopyState.DEAD in engine.states.values())
+        monkeypatch.setattr(one.server.boxes, "look", counted)
+        await until(lambda: looks.call_count > 2)
+        assert not files(tmp_path)
+        engine.may_end.set()
+        await stopping
+
+
 async def test_a_drain_that_runs_out_of_time_has_a_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(monkeypatch, CopiedEngine(), blackbox_dir=str(tmp_path), drain_timeout=0.5) as one:
+        one.life.open_calls = 1
+        await one.server.drain()
+        await until(lambda: [path.suffix for path in files(tmp_path)] == [".json"])
+        (file,) = files(tmp_path)
+        assert json.loads(file.read_text())["reason"] == "1 request was still running after 0.25 s of a drain of 0.5 s"
+        one.life.open_calls = 0
+
+
+async def test_a_drain_of_no_time_has_no_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with watched(monkeypatch, CopiedEngine(), blackbox_dir=str(tmp_path), drain_timeout=0.0) as one:
         one.life.open_calls = 1
         await one.server.drain()
-        (file,) = files(tmp_path)
-        assert json.loads(file.read_text())["reason"] == "1 request was still running after 0 s of a drain of 0 s"
+        assert not files(tmp_path)
         one.life.open_calls = 0
 
 
 async def test_the_box_of_a_drain_is_written_while_its_calls_may_still_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_BOX_SECONDS", 600.0)
+    wait = asyncio.wait
+    monkeypatch.setattr(asyncio, "wait", lambda tasks, timeout: wait(tasks, timeout=0.0 if timeout > 60.0 else timeout))
     async with watched(monkeypatch, CopiedEngine(), blackbox_dir=str(tmp_path), drain_timeout=600.0) as one:
         one.life.open_calls = 1
         draining = asyncio.create_task(one.server.drain())
@@ -399,10 +471,9 @@ async def test_a_drain_whose_calls_end_in_time_has_no_box(tmp_path: Path, monkey
 async def test_a_box_that_hangs_does_not_put_off_the_end_of_a_drain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_BOX_SECONDS", 0.0)
     ended = threading.Event()
     monkeypatch.setattr(black_box, "gathered", lambda *_: ended.wait())
-    async with watched(monkeypatch, CopiedEngine(), blackbox_dir=str(tmp_path), drain_timeout=0.0) as one:
+    async with watched(monkeypatch, CopiedEngine(), blackbox_dir=str(tmp_path), drain_timeout=0.01) as one:
         one.life.open_calls = 1
         await one.server.drain()
         assert not ended.is_set()
@@ -427,7 +498,7 @@ def test_a_server_that_does_not_end_in_time_has_a_box(tmp_path: Path, monkeypatc
     written = lambda _: wait_until(lambda: [path.suffix for path in files(tmp_path)] == [".json"])  # noqa: E731
     monkeypatch.setattr(server, "time", Mock(sleep=written))
     monkeypatch.setattr(process, "_end_now", codes.append)
-    process._end_late(signal.SIGTERM, 25.0)
+    process._end_late(signal.SIGTERM, 25.0, 2.0)
     assert json.loads(files(tmp_path)[0].read_text())["cause"] == "end"
     assert codes == [128 + signal.SIGTERM]
 

@@ -29,7 +29,7 @@ STACKS = (Stack("MainThread", ('File "a.py", line 1 in f',)),)
         (ProcessReport(pid=7, name="n", state="disk-sleep", waits_in="f"), "process 7 (n) waits in the kernel, in f"),
         (
             ProcessReport(pid=7, name="VLLM::Worker", state="running"),
-            "process 7 (VLLM::Worker) has not written its stacks within 2 s",
+            "process 7 (VLLM::Worker) has not written its stacks in time",
         ),
         (ProcessReport(pid=7, name="VLLM::Worker", state="running", stacks=STACKS), ""),
         (ProcessReport(pid=7, name="VLLM::ForkServer", state="sleeping"), ""),
