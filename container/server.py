@@ -66,18 +66,17 @@ _LEFT_SECONDS = 60.0
 
 _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
-_FAILED_SECONDS = 3.0  # How long a model that failed to load can be asked for its reason.
-# A process that was told to stop ends after 25 s at the latest, because SageMaker kills it after 30 s. If the drain may
-# take longer than 20.5 s, the process ends 4.5 s after it.
+_FAILED_SECONDS = 3.0  # How long a model that failed to load can be asked for the reason.
+# A process that was told to stop ends within 25 s, because SageMaker kills it after 30 s. If the drain may take longer
+# than 20.5 s, the process ends at most 4.5 s after the drain.
 _END_SECONDS, _STOP_SECONDS = 25.0, 4.5
 _STEPS_SECONDS = 3.0  # The time for the other steps after the drain. After that, a black box is written.
-_LAST_SECONDS = 3.0  # The time for clients to read the sent data.
+_LAST_SECONDS = 3.0  # The time for clients to read data that was sent.
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 _ENGINES = {"vllm": "vLLM", "dynamic_batch": "transformers", "python": "Python"}  # Names for people.
-_PROGRESS_SECONDS = 30.0  # The time between two lines of the log while a server starts.
-# The longest time for a black box while the process ends: the last of the drain's, or of the process's.
-_BOX_SECONDS = 2.5
-_EXIT_SECONDS = 3.0  # The time for which abandoned threads may delay the end of the process.
+_PROGRESS_SECONDS = 30.0  # The time between two progress lines in the log while a server starts.
+_BOX_SECONDS = 2.5  # The maximum time for a black box at the end of a drain, or of the process.
+_EXIT_SECONDS = 3.0  # How long abandoned threads may delay the end of the process.
 
 
 def ensure_home() -> None:
@@ -282,7 +281,8 @@ class ModelServer:
     async def drain(self) -> None:
         """Refuse new calls, and wait at most `drain_timeout` for running calls.
 
-        If calls still run shortly before that, a black box is written, and the calls continue. A drain of 0 s has none.
+        If calls still run shortly before this limit, a black box is written, and the calls continue. If the limit is 0 s,
+        no box is written.
         """
         self.models.draining = True
         seconds = self.server_config.drain_timeout
@@ -429,7 +429,7 @@ class Process:
 
     def _end_late(self, number: int, seconds: float, left: float) -> None:
         reason = f"the server has not stopped, and has {left:g} s left"
-        # What hangs may hang this as well. The server may stop meanwhile.
+        # Whatever hangs may also block this thread. The server may stop in the meantime.
         threading.Thread(target=self.server.boxes.write_now, args=("end", reason), daemon=True).start()
         time.sleep(left)
         logger.critical("not stopped within %g s of the signal; ending at once", seconds)

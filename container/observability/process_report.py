@@ -12,7 +12,7 @@ import psutil
 
 from engines.stacks import Stack, own_stacks, stacks_of
 
-STACK_SECONDS = 2.0  # The usual time for all processes to write their stacks.
+STACK_SECONDS = 2.0  # The usual time limit for all processes to write their stacks.
 _MOST_PROCESSES = 256
 _STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})
 _OF_VLLM = "VLLM::"  # The titles of vLLM's processes begin with this.
@@ -82,11 +82,11 @@ class ProcessReport:
 def process_reports(
     server: psutil.Process, names: Mapping[int, str], seconds: float = STACK_SECONDS
 ) -> list[ProcessReport]:
-    """Return the reports of a server's process and of the processes below it.
+    """Return the reports of a server's process and its descendants.
 
     Args:
-        server: The process of the server. It may be this one.
-        names: The names of processes that have no title, by their ids.
+        server: The process of the server. It may be this process.
+        names: The names of processes that have no title, by process id.
         seconds: The time for all processes to write their stacks.
     """
     names = {server.pid: "the server", **names}

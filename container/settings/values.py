@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from engines.settings.parsers import TRUE
 
@@ -12,25 +13,32 @@ HIDDEN = "***"
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")  # Characters that no value may contain.
 _LONGEST_QUOTE = 200
 
-# Words at the end of a credential's name. Names such as `max_num_batched_tokens` and `eos_token_id` do not match.
-_WORDS = r"api[_-]?keys?|(access|secret|private)[_-]?key|password|passwd|secret|credentials?|authorization|signature"
-_SECRET_NAME = re.compile(rf"(token|{_WORDS})$", re.IGNORECASE)  # The whole value is a credential.
+# The ends of credential names. Names such as `max_num_batched_tokens`, `eos_token_id` and `image_token` do not match.
+# These words before `token` are not credentials.
+_NO_CREDENTIAL = "audio|bos|cls|end|eos|image|mask|media|pad|sep|start|stop|unk|video|vision"
+_NAMES = (
+    r"((api|access|secret|private)[_-]?keys?|passwords?|passwd|secrets?|credentials?|authorization|signature|"
+    + "".join(rf"(?<!{word}[_-])" for word in _NO_CREDENTIAL.split("|"))
+    + r"token|(?<![\w-])sig)"
+)
+_SECRET_NAME = re.compile(rf"{_NAMES}$", re.IGNORECASE)
 _WHOLLY_HIDDEN = frozenset({"option.env"})
 _SECRET_VALUE = re.compile(
     # user:password in a URL. Passwords may contain slashes and more than one `@`.
-    r"(?<=://)[^\s/@:]{0,200}:[^\s\"']{0,1000}(?=@)|(?<=://)[^\s/]{1,1000}(?=@)"
+    r"(?<=://)[^\s/@:]{0,200}:[^\s\"',]{0,1000}(?=@)|(?<=://)[^\s/]{1,1000}(?=@)"
     r"|hf_[A-Za-z0-9]{12,}"  # a Hugging Face token
     r"|\b(AKIA|ASIA)[A-Z0-9]{16}\b"  # an AWS access key
     r"|\b(sk|glpat|nvapi)-[A-Za-z0-9_-]{16,}|\b(gh[a-z]|github_pat)_[A-Za-z0-9_]{20,}"
     r"|(?<=[Bb]earer )[^\s\"']+"
 )
-# A member of JSON, of a query or of an argument list (`--api-key KEY`) that is named like a credential.
-_TOKEN = r"(access|api|auth|hf|hub|refresh|security|session)[_-]?token|(?<![\w-])token|(?<![\w-])sig"
+# For text that is not JSON: the values of an argument (`--api-key KEY KEY`), or a member of an object or a query. An object
+# or an array is hidden together with all text after it.
 _SECRET_MEMBER = re.compile(
-    rf"(?P<name>(({_WORDS}|{_TOKEN})[\"'\\]{{0,9}}\s{{0,9}}[=:]\s{{0,9}}"
-    rf"|--([a-z]{{1,20}}-){{0,3}}({_WORDS}|token)[\"'\\,\s]{{1,9}})\\{{0,9}}[\"']?)"
-    r"((?<=\")(\\.|[^\"\\])*|(?<=')[^']*|\[[^]]{0,4000}\]|((Basic|Bearer) +)?[^\s,;&}\"'\\]+)",
-    re.IGNORECASE,
+    rf"(?P<argument>--([a-z]{{1,20}}-){{0,3}}{_NAMES}[\"'\\,\s]{{1,9}}).+?(?=[\"'\\,\s]--|\Z)"
+    rf"|(?P<name>{_NAMES}[\"'\\]{{0,9}}\s{{0,9}}[=:]\s{{0,9}}\\{{0,9}}[\"']?)"
+    r"((?<=\")(\\.|[^\"\\])+|(?<=')([^']|'')+|[\[{](?!\s*[\]}]).*"
+    r"|((Basic|Bearer) +)?(?!(null|none|true|false)\b)[^\s,;&{}[\]\"'\\]+)",
+    re.IGNORECASE | re.DOTALL,
 )
 
 
@@ -41,7 +49,32 @@ def masked(name: str, text: str) -> str:
     """
     if text and (name in _WHOLLY_HIDDEN or _SECRET_NAME.search(name)):
         return HIDDEN
-    return _SECRET_MEMBER.sub(rf"\g<name>{HIDDEN}", _SECRET_VALUE.sub(HIDDEN, text))
+    try:
+        value = json.loads(text)
+        if (shown := _masked_json(value)) != value:
+            return json.dumps(shown)
+    except (ValueError, RecursionError):
+        pass
+    text = _SECRET_VALUE.sub(HIDDEN, text)
+    return _SECRET_MEMBER.sub(lambda found: (found["argument"] or found["name"]) + HIDDEN, text)
+
+
+def _masked_json(value: Any, name: str = "") -> Any:
+    """Return a JSON value with credentials replaced. `name` is its name in an object, or that of its argument."""
+    if _SECRET_NAME.search(name) and not isinstance(value, bool | None) and value not in ("", [], {}):
+        return HIDDEN
+    if isinstance(value, str):
+        return masked("", value)
+    if isinstance(value, dict):
+        return {masked("", key): _masked_json(part, key) for key, part in value.items()}
+    if not isinstance(value, list):
+        return value
+    shown, argument = [], ""
+    for part in value:
+        is_argument = isinstance(part, str) and part.startswith("--")
+        shown.append(_masked_json(part, "" if is_argument else argument))
+        argument = part if is_argument else argument
+    return shown
 
 
 def quoted(name: str, text: str) -> str:

@@ -118,6 +118,17 @@ def test_a_credential_is_hidden_by_its_look(text: str, expected: str) -> None:
         '["--served-api-key", "s3cret"]',
         "password=s3cret",
         "ghp_aaaaaaaaaaaaaaaaaaaas3cret",
+        '{"auth": {"credentials": {"user": "u", "pw": "s3cret"}}}',
+        '{"token": {"value": "s3cret"}}',
+        '{"api_keys": [["a", "s3cret"], "s3cret"]}',
+        '{"token": "s3cret", "token": null}',
+        "credentials={'user': 'u', 'pw': 's3cret'}",
+        "--port 8000 --api-key k1 s3cret --seed 1",
+        '["--api-key", "k1", "s3cret"]',
+        "['--api-key', 'k1', 's3cret']",
+        '{"my_token": "s3cret"}',
+        "SERVICE_TOKEN=s3cret",
+        "password: 's3''s3cret'",
     ],
 )
 def test_a_credential_is_hidden_within_a_value(text: str) -> None:
@@ -129,6 +140,9 @@ def test_a_credential_is_hidden_within_a_value(text: str) -> None:
     "text",
     [
         '{"num_speculative_tokens": 5, "eos_token_id": 2, "image_token": "<image>"}',
+        '{"token": null, "password": "", "credentials": {}, "api_keys": []}',
+        "a=http://h1:80/x,b=s3://bucket/adapter@2",
+        '["--port", "8000", "--image-token", "<image>"]',
         '{"tokenizer": "a", "design": "b"}',
         "s3://bucket/adapter@2",
         "--max-num-batched-tokens 4096",
@@ -142,6 +156,22 @@ def test_a_value_without_a_credential_is_shown(text: str) -> None:
 @pytest.mark.parametrize("name", ["option.max_num_batched_tokens", "option.max_rolling_batch_prefill_tokens"])
 def test_counts_of_tokens_are_shown(name: str) -> None:
     assert masked(name, "4096") == "4096"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": 1, "credentials": {"b": "c"}, "d": "é"}', '{"a": 1, "credentials": "***", "d": "\\u00e9"}'),
+        ('["--api-key", "k1", "k2", "--port", "8000"]', '["--api-key", "***", "***", "--port", "8000"]'),
+        ("--api-key k1 k2 --port 8000", "--api-key *** --port 8000"),
+    ],
+)
+def test_what_is_not_hidden_stays(text: str, expected: str) -> None:
+    assert masked("option.other", text) == expected
+
+
+def test_json_that_is_nested_too_deeply_to_be_read_is_text() -> None:
+    assert masked("option.other", "[" * 100_000 + ' {"password": "s3cret"}').endswith('{"password": "***"}')
 
 
 def test_an_empty_credential_is_shown_as_empty() -> None:
