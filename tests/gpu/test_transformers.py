@@ -69,28 +69,20 @@ def test_calls_together_get_what_each_gets_alone(server: Server, texts: dict[str
         assert answer.json()[0]["generated_text"].removeprefix(prompt) == texts[prompt]
 
 
-def test_a_model_that_is_removed_gives_its_memory_back(
-    server: Server, gpu_options: dict[str, object], tmp_path: Path
-) -> None:
-    options = {name: gpu_options[name] for name in ("model_id", "dtype")}
-    before = used_gpu_memory()
-    with hosted(server, write_model(tmp_path / "second", rolling_batch="disable", **options)) as second:
-        assert second.invoke(PROMPTS[0], max_new_tokens=TOKENS).status_code == 200
-        if not ON_CPU:
-            assert used_gpu_memory() > before + CONTEXT_MIB
-    if not ON_CPU:
-        assert used_gpu_memory() < before + CONTEXT_MIB
-
-
-def test_a_stream_has_the_text(
+def test_another_model_streams_and_gives_its_memory_back_when_it_is_removed(
     server: Server, tmp_path: Path, gpu_options: dict[str, object], texts: dict[str, str]
 ) -> None:
     options = {name: gpu_options[name] for name in ("model_id", "dtype")} | {"rolling_batch": "disable"}
     model = write_model(tmp_path / "streaming" / "model", enable_streaming="true", **options)
+    before = used_gpu_memory()
     with hosted(server, model) as streaming:
         streamed = streaming.invoke(PROMPTS[0], max_new_tokens=TOKENS)
+        if not ON_CPU:
+            assert used_gpu_memory() > before + CONTEXT_MIB
     assert streamed.status_code == 200, streamed.text
     assert "".join(record["outputs"][0] for record in records(streamed.text)) == texts[PROMPTS[0]]
+    if not ON_CPU:
+        assert used_gpu_memory() < before + CONTEXT_MIB
 
 
 def test_a_killed_server_leaves_nothing(server: Server) -> None:
