@@ -281,8 +281,8 @@ class ModelServer:
     async def drain(self) -> None:
         """Refuse new calls, and wait at most `drain_timeout` for running calls.
 
-        If calls still run shortly before this limit, a black box is written, and the calls continue. If the limit is 0 s,
-        no box is written.
+        If calls still run shortly before this limit, a black box is written, and the calls continue. No box is written
+        if the limit is 0 s.
         """
         self.models.draining = True
         seconds = self.server_config.drain_timeout

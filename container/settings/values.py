@@ -31,8 +31,8 @@ _SECRET_VALUE = re.compile(
     r"|\b(sk|glpat|nvapi)-[A-Za-z0-9_-]{16,}|\b(gh[a-z]|github_pat)_[A-Za-z0-9_]{20,}"
     r"|(?<=[Bb]earer )[^\s\"']+"
 )
-# For text that is not JSON: the values of an argument (`--api-key KEY KEY`), or a member of an object or a query. An object
-# or an array is hidden together with all text after it.
+# For text that is not JSON: the values of an argument (`--api-key KEY KEY`), or a member of an object or a query. An
+# object or an array is hidden together with all text after it.
 _SECRET_MEMBER = re.compile(
     rf"(?P<argument>--([a-z]{{1,20}}-){{0,3}}{_NAMES}[\"'\\,\s]{{1,9}}).+?(?=[\"'\\,\s]--|\Z)"
     rf"|(?P<name>{_NAMES}[\"'\\]{{0,9}}\s{{0,9}}[=:]\s{{0,9}}\\{{0,9}}[\"']?)"
