@@ -1044,7 +1044,7 @@ _STRING, _ARRAY, _OBJECT = frozenset({"string"}), frozenset({"array"}), frozense
 _NUMBER = frozenset({"number", "integer"})
 _HELD = "held"
 _VALUES = "held, except for integers that no double has"
-_BOUND = "rounded inward to a double within 64 bits, if exclusive by 1e-9"
+_BOUND = "rounded inward to a double within 64 bits; for `number`, an exclusive bound moves inward by at least 1e-9"
 _COUNTED = "the choices of named members, up to 128; not at least two further ones"
 _DEPENDS = "`anyOf` of the member's absence and the rest, up to 7: they multiply"
 # All other keywords are annotations, or belong to a keyword here (`then`, `else`, `minContains`, `$defs`, `$anchor`).
