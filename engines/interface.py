@@ -196,7 +196,7 @@ class ExplainedRequest(msgspec.Struct, frozen=True, kw_only=True):
     copy: int | None = None
     # The number of prompt tokens that this copy's prefix cache probably holds. None: unknown.
     cached_tokens: int | None = None
-    # The parameters for which the model has its own default, by the engine's names: the default and its source.
+    # For each parameter for which the model has its own default: the default and its source, by the engine's name.
     model_defaults: Mapping[str, tuple[Any, str]] = {}
 
 

@@ -47,7 +47,7 @@ class PoolingModel:
     problem_type: str = ""
     lower_case: bool = False  # vLLM's front end takes texts in lower case (sentence-transformers' `do_lower_case`).
     pairs_refusal: str = ""  # Why pairs of texts cannot be scored by tokenizing them together. Empty if they can.
-    # Prefixes for texts, by their names (sentence-transformers' `prompts`).
+    # The prefixes for texts, keyed by name (sentence-transformers' `prompts`).
     prompts: Mapping[str, str] = field(default_factory=dict)
     # The prefix if a request names none. It is used for texts on TEI's routes, and for texts on LMI's routes that
     # become vectors.

@@ -43,7 +43,7 @@ class SegmentTokenizer:
         self._tokenizer = tokenizer
         self._before, self._after = special_tokens_around(tokenizer)
         cut = _cutting_tokens(tokenizer)
-        # The ids of added tokens, by their texts. Segments between two added tokens can be empty.
+        # The ids of added tokens, keyed by text. Segments between two added tokens can be empty.
         self._added = {"": array("I"), **{text: array("I", [token_id]) for text, token_id in cut.items()}}
         # Like the tokenizer, this matches the longest added token at each place.
         self._cut = re.compile(f"({longest_of(cut)})").split

@@ -85,7 +85,7 @@ class VllmEngine:
         self._watchdog = Watchdog(self._look)
         self._stopped = False
         self.adapters: VllmAdapters | None = None
-        # Pooling requests that vLLM has checked, by their parameters. They have no prompts.
+        # Pooling requests that vLLM has checked, without their prompts, keyed by their parameters.
         self._known_pooling: dict[tuple[str, bool | None], EngineCoreRequest] = {}
 
     async def start(self) -> None:

@@ -191,7 +191,7 @@ class _Rewriter:
         # The definitions by name. A definition that is still being rewritten has only its type.
         self._definitions: dict[str, Schema] = {}
         self._open: set[str] = set()  # The names of the definitions that are being rewritten.
-        self._left_of: dict[str, dict[str, None]] = {}  # The places of each definition that are not enforced.
+        self._left_of: dict[str, dict[str, None]] = {}  # For each definition: the places that are not enforced.
         self._foreign = 0  # The number of enclosing schemas whose `$id` changes the meaning of references.
         self._names: dict[tuple[str, bool, bool], str] = {}
         self._left = _MOST_ADDED

@@ -47,7 +47,7 @@ def engine_process_ids(client: EngineCoreClient) -> list[int]:
 
 
 def engines_elsewhere(client: EngineCoreClient) -> tuple[str, ...]:
-    """Return a text that counts the client's engines that are not processes of this server; () if all are."""
+    """Describe how many of the client's engines are not processes of this server. Empty if all of them are."""
     parallel = client.vllm_config.parallel_config
     count = parallel.data_parallel_size - len(engine_process_ids(client))
     if count <= 0 or parallel.local_engines_only:

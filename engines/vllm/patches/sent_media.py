@@ -32,7 +32,7 @@ class SentMedia:
     def __init__(self, llm: AsyncLLM) -> None:
         cache = llm.renderer.mm_processor_cache
         self._cache = cache if isinstance(cache, LruKeyReplicatedSenderCache) else None
-        # Data and their sizes, by their hashes. The renderer's thread adds entries, and the event loop removes them.
+        # Media data and sizes, keyed by hash. The renderer's thread adds entries, and the event loop removes them.
         self._unsent: OrderedDict[str, tuple[Any, int]] = OrderedDict()
         if self._cache is not None:
             self._cache.get_and_update_item = self._item
