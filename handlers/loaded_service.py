@@ -38,7 +38,7 @@ class Service:
     config: ModelConfig
     invocations: Handler  # Answers `/invocations` and `/predictions`.
     runtime: Engine | CustomHandler | EngineBehindHandler  # Runs the model.
-    # The handler of each `GenerationRoute`, by its path. Empty if a custom handler generates.
+    # The handler of each `GenerationRoute`, keyed by the route's path. Empty if a custom handler generates.
     generation: Mapping[str, Handler] = field(default_factory=dict)
     openai: OpenAIHandler | None = None  # Answers OpenAI's routes. None if the engine is not vLLM.
     queue: EngineQueue | None = None

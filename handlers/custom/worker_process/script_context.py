@@ -116,7 +116,7 @@ class Metrics:
         self.add_metric(name, value, idx, "percent", dimensions)
 
     def add_error(self, name: str, value: Any, dimensions: Any = None) -> None:
-        """Log an error. Its value is text, which a metric cannot hold."""
+        """Log an error. An error's value is text, which a metric cannot hold."""
         logger.error("%s: %s", name, value)
 
     def add_metric(

@@ -19,7 +19,7 @@ _LONGEST = 200  # The maximum number of characters of a record about a client er
 
 
 def lower_client_errors() -> None:
-    """Make every handler of the root logger lower the records of client errors. May be called several times."""
+    """Make the root logger's handlers lower the level of records of client errors. May be called several times."""
     for handler in logging.getLogger().handlers:
         handler.addFilter(client_error_filter)
 
