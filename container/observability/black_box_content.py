@@ -339,8 +339,8 @@ def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model
 
 
 # The name of a sequence is based on the id of its call. A contract appends the number of the prompt. vLLM's front end
-# prepends a word and the number of the candidate. A beam search appends the step, and vLLM's beam search also the number
-# of the beam.
+# prepends a word and the number of the candidate. A beam search appends the step. vLLM's beam search also appends the
+# number of the beam.
 _NAME = re.compile(r"(?:\d+_)?(?:(?:chatcmpl|cmpl|embd|pooling|score|classify)-)?(?P<name>.+)")
 _BEAM = re.compile(r"(-[0-9a-f]{16})?-beam(-\d+)?$")
 _NUMBER = re.compile(r"-\d+$")
