@@ -309,10 +309,6 @@ engines/vllm/processes/elsewhere.py
         ray_worker_handles
     vllm.v1.executor.ray_executor_v2:RayWorkerHandle
         node_id
-    vllm.v1.executor.ray_executor:RayDistributedExecutor
-        workers
-    vllm.v1.executor.ray_utils:RayWorkerWrapper
-        get_node_and_physical_gpu_ids(self)
     vllm.config:ParallelConfig
         world_size local_world_size node_rank node_rank_within_dp
 engines/vllm/patches/grammars.py

@@ -35,11 +35,7 @@ def _by_place(places: Iterable[str]) -> dict[str, list[int]]:
 def _places(executor: Executor) -> Iterator[str]:
     """Yield the place of each worker, in the order of ranks. It is "" for a child of the engine process."""
     if executor.uses_ray:
-        import ray
-
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        for node in _ray_nodes(executor):
-            yield f"in Ray on {addresses.get(node, 'an unknown address')} (node {node})"
+        yield from _places_in_ray(executor)
         return
     parallel = executor.parallel_config
     here = parallel.node_rank_within_dp
@@ -48,11 +44,14 @@ def _places(executor: Executor) -> Iterator[str]:
         yield "" if node == here else f"on the machine with node_rank {parallel.node_rank - here + node}"
 
 
-def _ray_nodes(executor: Any) -> list[str]:
-    """Return the node of each Ray worker, in the order of ranks."""
-    if (handles := getattr(executor, "ray_worker_handles", None)) is not None:
-        return [handle.node_id for handle in handles]
+def _places_in_ray(executor: Any) -> Iterator[str]:
+    # The older executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0) does not keep the nodes of its workers.
+    handles = getattr(executor, "ray_worker_handles", None)
+    if handles is None:
+        yield from ["in Ray"] * executor.parallel_config.world_size
+        return
     import ray
 
-    # The older executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0).
-    return [node for node, _ in ray.get([w.get_node_and_physical_gpu_ids.remote() for w in executor.workers])]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    for handle in handles:
+        yield f"in Ray on {addresses.get(handle.node_id, 'an unknown address')} (node {handle.node_id})"
