@@ -39,9 +39,8 @@ _MOST_PROMPTS, _MOST_IDS, _MOST_CHARACTERS = 8, 10_000, 100_000
 _MOST_FIELDS = 64  # The search for effects tests at most this many fields of a body.
 _MOST_SECONDS = 2.0  # The time limit of that search, including the wait for other searches.
 _SHORT_BODY, _SHORT = 16 * 1024, 1000  # Bytes. The search cuts texts and lists of longer bodies to `_SHORT`.
-_INTEGERS = range(
-    -(1 << 63), 1 << 64
-)  # The integers that the search tries. Python writes no integer of over 4300 digits.
+# The integers that the search tries. Python raises an error if it has to write an integer of more than 4300 digits.
+_INTEGERS = range(-(1 << 63), 1 << 64)
 _WITH_PARAMETERS = frozenset({"parameters", "sampling_parameters"})  # Objects whose members are parameters.
 _LIMIT, _PRIORITY, _SALT = "max_tokens", "priority", "cache_salt"
 
