@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server
@@ -136,11 +140,18 @@ def answer(server: Server, case: Case) -> str:
     return essence(response.text)
 
 
-def answers(server: Server, calls: Mapping[str, Case], disturb: Callable[[], object] = bool) -> dict[str, str]:
-    """Return the answers of calls that run together. `disturb` is called meanwhile."""
+def answers(server: Server, calls: Mapping[str, Case], disturb: Callable[[], object] | None = None) -> dict[str, str]:
+    """Return the answers of calls that run together.
+
+    Args:
+        disturb: Is called meanwhile. The engine is stopped then: `kill` or `step_until` lets it go on.
+    """
     with ThreadPoolExecutor(len(calls)) as pool:
+        if disturb is not None:
+            signal_engines(server, signal.SIGSTOP)
         running = {name: pool.submit(answer, server, case) for name, case in calls.items()}
-        disturb()
+        if disturb is not None:
+            disturb()
         return {name: call.result() for name, call in running.items()}
 
 
@@ -158,5 +169,33 @@ def essence(text: str) -> str:
 
 def kill(server: Server, running: float, process: int | None = None, by: int = signal.SIGKILL) -> None:
     """Kill a process of the engine when so many sequences run. None: the engine process."""
-    wait_until(lambda: server.metric("slipway_engine_running") >= running)
+    step_until_running(server, running)
     os.kill(process or server.engine_process(), by)
+    signal_engines(server, signal.SIGCONT)
+
+
+def step_until_running(server: Server, sequences: float) -> None:
+    """Let the engine run until it has so many sequences, as `step_until`."""
+    step_until(server, lambda: server.metric("slipway_engine_running") >= sequences)
+
+
+def step_until(server: Server, condition: Callable[[], object]) -> None:
+    """Let the engine run a moment at a time until the condition holds, and leave it stopped.
+
+    No answer ends meanwhile, however fast the machine is.
+    """
+
+    def holds() -> object:
+        signal_engines(server, signal.SIGCONT)
+        time.sleep(0.002)
+        signal_engines(server, signal.SIGSTOP)
+        return condition()
+
+    wait_until(holds)
+
+
+def signal_engines(server: Server, number: int) -> None:
+    """Send a signal to each engine process that has not ended."""
+    for process in server.engine_processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)

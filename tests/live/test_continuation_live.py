@@ -18,11 +18,24 @@ import psutil
 import pytest
 
 from tests.live.chromium import MISSING, PROGRAM, chromium
-from tests.live.continued_calls import CASES, FEW, OPTIONS, PLAIN, Case, add_adapters, answer, answers, cases, kill
+from tests.live.continued_calls import (
+    CASES,
+    FEW,
+    OPTIONS,
+    PLAIN,
+    Case,
+    add_adapters,
+    answer,
+    answers,
+    cases,
+    kill,
+    signal_engines,
+    step_until_running,
+)
 from tests.live.deadly_prompts import IS_KILLED, RAISES
 from tests.live.lora import make_adapter
 from tests.live.partly_held import NOT_HELD, PLACE, A, assert_judged, tags, verdicts
-from tests.live.server import START_SECONDS, Server, serving, stopped
+from tests.live.server import START_SECONDS, Server, serving
 from tests.live.small_model import ENDLESS, ENDLESS_STREAM
 from tests.live.small_pooling_models import prepare_small_encoder
 from tests.waiting import wait_until
@@ -189,6 +202,7 @@ def test_the_console_shows_the_restart_and_the_calls_that_continued(restarting: 
         calls = f"{continued:.0f} calls continued, {seconds:.1f} s without an engine"
         row = f"{restarts:.0f} of 1000 in 10 minutes; {calls}"
         page.wait_for(SHOWN.format(row))
+        page.wait_for("document.querySelector('#status').dataset.state === 'ready'")
         assert page.text("#status").startswith("model · ready")
         assert not page.complaints
 
@@ -203,14 +217,14 @@ def test_calls_that_kill_each_engine_get_the_error_alone_and_the_others_too_when
     with serving(tmp_path, environment, worker_cls=worker, **small_options) as server, ThreadPoolExecutor(2) as pool:
 
         def disturb() -> None:
-            wait_until(lambda: server.metric("slipway_engine_running") >= len(calls) / 2)
+            step_until_running(server, len(calls) / 2)
             before = server.metric("slipway_generations_total")
             killers = []
-            with stopped(server.worker_process().pid):  # Both come in one step.
-                for prompt in (RAISES, IS_KILLED):
-                    body = {"model": "model", "prompt": prompt, "max_tokens": 5}
-                    killers.append(pool.submit(server.client.post, "/v1/completions", json=body, timeout=START_SECONDS))
-                wait_until(lambda: server.metric("slipway_generations_total") >= before + 2)
+            for prompt in (RAISES, IS_KILLED):  # Both come in one step.
+                body = {"model": "model", "prompt": prompt, "max_tokens": 5}
+                killers.append(pool.submit(server.client.post, "/v1/completions", json=body, timeout=START_SECONDS))
+            wait_until(lambda: server.metric("slipway_generations_total") >= before + 2)
+            signal_engines(server, signal.SIGCONT)
             for killer in killers:
                 response = killer.result()
                 assert (response.status_code, response.json()["error"]["message"]) == (500, DEAD)
@@ -245,7 +259,7 @@ def test_calls_wait_through_several_deaths_and_restarts_leave_nothing(
         process = psutil.Process(server.process.pid)
 
         def disturb() -> None:
-            wait_until(lambda: server.metric("slipway_engine_running") >= len(calls))
+            step_until_running(server, len(calls))
             killed: set[int] = set()
             for _ in range(2):
                 wait_until(lambda: engines(server) - killed)
@@ -325,8 +339,8 @@ def test_a_stalled_engine_is_started_again_once_and_its_calls_are_continued(
     environment["SERVING_ENGINE_RESTART"] = "3"
     with serving(tmp_path, environment, **small_options) as server:
         undisturbed = answer(server, CASES["LMI"])
-        stall = {"disturb": lambda: kill(server, 1, by=signal.SIGSTOP)}
-        assert answers(server, {"LMI": CASES["LMI"]}, **stall) == {"LMI": undisturbed}
+        calls = {"LMI": CASES["LMI"]}
+        assert answers(server, calls, lambda: step_until_running(server, 1)) == {"LMI": undisturbed}
         assert server.log_text().count("the engine is started again in") == 1
 
 
@@ -349,7 +363,7 @@ def test_vectors_of_prompts_that_the_engine_had_come_from_the_next_one(tmp_path:
         def disturb() -> None:
             server.wait_for_metric("slipway_open_requests", len(VECTORS))
             os.kill(worker, signal.SIGKILL)
+            signal_engines(server, signal.SIGCONT)
 
-        os.kill(worker, signal.SIGSTOP)  # It would be done before it is killed.
         assert answers(server, VECTORS, disturb) == undisturbed
         assert server.metric("slipway_continued_calls_total") >= len(VECTORS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,19 @@ from typing import Any
 
 import pytest
 
-from tests.live.continued_calls import CASES, FEW, OPTIONS, Case, add_adapters, answer, answers, cases, kill
+from tests.live.continued_calls import (
+    CASES,
+    FEW,
+    OPTIONS,
+    Case,
+    add_adapters,
+    answer,
+    answers,
+    cases,
+    kill,
+    signal_engines,
+    step_until_running,
+)
 from tests.live.deadly_prompts import IS_KILLED, RAISES
 from tests.live.failing_output_loop import CALLS
 from tests.live.server import START_SECONDS, Server, serving, stopped
@@ -113,9 +126,11 @@ def test_a_call_that_kills_its_copy_gets_the_error_alone_and_one_of_three_copies
         first = {process.pid for process in server.engine_processes()}
 
         def disturb() -> None:
-            wait_until(lambda: server.metric("slipway_engine_running") >= 6)
+            step_until_running(server, 6)
             body = {"model": "model", "prompt": prompt, "max_tokens": 5}
-            killer = pool.submit(server.client.post, "/v1/completions", json=body, timeout=START_SECONDS).result()
+            call = pool.submit(server.client.post, "/v1/completions", json=body, timeout=START_SECONDS)
+            signal_engines(server, signal.SIGCONT)
+            killer = call.result()
             assert (killer.status_code, killer.json()["error"]["message"]) == (500, DEAD)
 
         assert answers(server, calls, disturb) == right

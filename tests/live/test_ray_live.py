@@ -7,6 +7,7 @@ import collections
 import json
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -25,7 +26,7 @@ from huggingface_hub import InferenceClient
 from tests.chaos.client import Manner, ask, request_bytes
 from tests.chaos.contracts import Answer
 from tests.live.bare_transformers import Job, numbers_of_transformers
-from tests.live.continued_calls import PLAIN, answers
+from tests.live.continued_calls import PLAIN, answers, signal_engines, step_until
 from tests.live.lora import make_adapter
 from tests.live.ray_cluster import START, Cluster, ray_cluster
 from tests.live.server import copy_model, records, write_model
@@ -205,10 +206,11 @@ def test_the_calls_of_a_replica_outlive_its_engine(cluster: Cluster) -> None:
             running.update(cluster.each("slipway_engine_running"))
             return max(running.values()) >= 4
 
-        wait_until(enough)
+        step_until(cluster, enough)
         name = max(running, key=running.__getitem__)
         children = psutil.Process(cluster.processes()[name]).children(recursive=True)
         os.kill(next(child.pid for child in children if "EngineCore" in child.name()), 9)
+        signal_engines(cluster, signal.SIGCONT)
         killed.append(name)
 
     assert answers(cluster, calls, disturb) == undisturbed
