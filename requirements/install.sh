@@ -10,8 +10,9 @@ locks=$(dirname "$0")
 
 # --no-deps: the locks leave out packages that are wrong or useless here; see *overrides.in.
 # --require-hashes: pip refuses a file that is not the locked one, from any index.
+# --no-compile: pip compiles 35,000 modules on one core, which takes more than a minute. The last step uses all cores.
 locked() {
-    "$python" -m pip install --quiet --no-deps --require-hashes "$@"
+    "$python" -m pip install --quiet --no-compile --no-deps --require-hashes "$@"
 }
 
 # PyPI does not have torch's CPU build. It is installed first, so that a machine without access to it fails at once.
@@ -89,3 +90,6 @@ gpu)
     locked -r "$locks/$lock.txt"
     ;;
 esac
+
+# It fails for templates that are no Python.
+"$python" -W ignore -m compileall -qq -j 0 "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
