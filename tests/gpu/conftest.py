@@ -16,7 +16,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
@@ -60,7 +59,7 @@ class OneServer:
         self._server: Server | None = None
         self._name = ""
 
-    def of(self, name: str, serve: Callable[[Path], AbstractContextManager[Server]]) -> Server:
+    def of(self, name: str, serve: Callable[[Path], Server]) -> Server:
         """Return a server. If another server is running, it is stopped first, and this one is started.
 
         Args:
@@ -125,13 +124,11 @@ def server(
 ) -> Server:
     """Return a server that runs as lmi-dist with two adapters, so that all of Slipway's changes to vLLM are active."""
 
-    @contextlib.contextmanager
-    def serve(directory: Path) -> Iterator[Server]:
+    def serve(directory: Path) -> Server:
         for seed, name in enumerate(("red", "blue"), start=1):
             make_adapter(directory / "model" / "adapters" / name, gpu_model, seed, scale=0.9)
         options = adapter_options(gpu_model, os.environ.get("GPU_DTYPE")) | {"tool_call_parser": "hermes"}
-        with serving(directory, {"SERVING_ENGINE_RESTART": "3"}, rolling_batch="lmi-dist", **options) as running:
-            yield running
+        return serving(directory, {"SERVING_ENGINE_RESTART": "3"}, rolling_batch="lmi-dist", **options)
 
     return one_server.of("adapters", serve)
 
@@ -140,15 +137,10 @@ def server(
 def host(one_server: OneServer) -> Server:
     """Return a server without a model. Tests load models into it one after the other (`hosted`)."""
 
-    @contextlib.contextmanager
-    def serve(directory: Path) -> Iterator[Server]:
+    def serve(directory: Path) -> Server:
         running = Server(None, directory / "server.log", {"SAGEMAKER_MULTI_MODEL": "true"}, name=None)
         running.client.timeout = httpx.Timeout(START_SECONDS)  # The time limit for loading a model.
-        try:
-            running.wait_until_ready()
-            yield running
-        finally:
-            running.stop()
+        return running
 
     return one_server.of("host", serve)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,17 +22,11 @@ ON_ONE_GPU = ("tests.gpu.places_on_one_gpu", "slipway", "serve")
 def server(one_server: OneServer, gpu_options: dict[str, object]) -> Server:
     """Start a server whose copies use all GPUs. On one GPU or on a CPU, there are two copies."""
 
-    @contextlib.contextmanager
-    def serve(directory: Path) -> Iterator[Server]:
+    def serve(directory: Path) -> Server:
         environment = {"SERVING_ENGINE_RESTART": "3"} | ({"SERVING_MAX_WORKERS": "2"} if gpu_count() < 2 else {})
         program = ON_ONE_GPU if gpu_count() == 1 else ("slipway", "serve")
         model = write_model(directory / "model", rolling_batch="vllm", **gpu_options)
-        running = Server(model, directory / "server.log", environment, program=program)
-        try:
-            running.wait_until_ready()
-            yield running
-        finally:
-            running.stop()
+        return Server(model, directory / "server.log", environment, program=program)
 
     return one_server.of("copies", serve)
 

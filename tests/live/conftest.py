@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -108,20 +107,14 @@ def sample_server(
         yield running
 
 
-@contextlib.contextmanager
-def _local_endpoint(directory: Path, options: dict[str, object]) -> Iterator[Server]:
+def _local_endpoint(directory: Path, options: dict[str, object]) -> Server:
     """Start a server with the default formatter. It also serves SageMaker's runtime API, for `my-endpoint`.
 
     The folder `s3` beside its log stands for S3.
     """
     folders = ("--s3-folder", str(directory / "s3"))
     model = write_model(directory / "model", **options)
-    running = Server(model, directory / "server.log", arguments=("--local-endpoint", "my-endpoint", *folders))
-    try:
-        running.wait_until_ready()
-        yield running
-    finally:
-        running.stop()
+    return Server(model, directory / "server.log", arguments=("--local-endpoint", "my-endpoint", *folders))
 
 
 @pytest.fixture(scope="session", params=["host"])
@@ -131,13 +124,9 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     environment = {"SAGEMAKER_MULTI_MODEL": "true", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     if worker:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = str(max(os.sched_getaffinity(0)))
-    server = Server(None, directory / "server.log", environment, name=None)
-    server.client.timeout = httpx.Timeout(START_SECONDS)  # of a model's load
-    try:
-        server.wait_until_ready()
+    with Server(None, directory / "server.log", environment, name=None) as server:
+        server.client.timeout = httpx.Timeout(START_SECONDS)  # of a model's load
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")

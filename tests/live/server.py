@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, Self
 
 import httpx
 import psutil
@@ -68,7 +68,10 @@ def copy_model(fixture: Path, directory: Path, properties: str = "", **options: 
 
 @dataclass
 class Server:
-    """A `slipway serve` process."""
+    """A `slipway serve` process, which starts at once.
+
+    A `with` block waits until the server is ready, and stops it at the end.
+    """
 
     model_dir: Path | str | None
     """None: as the environment says."""
@@ -122,6 +125,18 @@ class Server:
         given = {"HF_HUB_OFFLINE": "1", "SERVING_ENGINE_RESTART": "0", "SERVING_VERBOSE": "true"}
         given["SERVING_BLACKBOX_DIR"] = str(self.boxes_dir)
         return preloaded.plain_environment() | given | self.environment
+
+    def __enter__(self) -> Self:
+        """Wait until the server is ready. It ends with the block."""
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -275,20 +290,7 @@ def hosted(host: Server, model_dir: Path) -> Iterator[Server]:
         host.client.delete(f"/models/{model.name}")
 
 
-@contextlib.contextmanager
 def serving_copy(
-    fixture: Path, directory: Path, environment: dict[str, str] | None = None, properties: str = "", **options: object
-) -> Iterator[Server]:
-    """Serve a copy of a model directory."""
-    server = start_copy(fixture, directory, environment, properties, **options)
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.stop()
-
-
-def start_copy(
     fixture: Path, directory: Path, environment: dict[str, str] | None = None, properties: str = "", **options: object
 ) -> Server:
     """Start a server for a copy of a model directory."""
@@ -296,18 +298,12 @@ def start_copy(
     return Server(model_dir, directory / "server.log", environment or {})
 
 
-@contextlib.contextmanager
 def serving(
     directory: Path, environment: dict[str, str] | None = None, *, gives_way: bool = True, **options: object
-) -> Iterator[Server]:
-    """Start a server, and wait until it is ready. It ends after the test."""
+) -> Server:
+    """Start a server for a model with these options."""
     model_dir = write_model(directory / "model", **options)
-    server = Server(model_dir, directory / "server.log", environment or {}, gives_way=gives_way)
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.stop()
+    return Server(model_dir, directory / "server.log", environment or {}, gives_way=gives_way)
 
 
 def records(body: str) -> list[dict[str, Any]]:

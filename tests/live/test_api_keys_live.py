@@ -49,12 +49,8 @@ def asking(directory: Path, small_options: dict[str, object]) -> Iterator[Server
     model = write_model(directory / "model", enable_prompt_tokens_details="true", **small_options)
     environment = {"VLLM_API_KEY": KEY, "SERVING_API_KEYS_FILE": str(directory / "keys")}
     arguments = ("--local-endpoint", "my-endpoint")
-    running = Server(model, directory / "server.log", environment, arguments=arguments)
-    try:
-        running.wait_until_ready()
+    with Server(model, directory / "server.log", environment, arguments=arguments) as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.mark.parametrize("key", [KEY, FROM_FILE], ids=["of the variable", "of the file"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.live.server import Server, serving, start_copy, stopped
+from tests.live.server import Server, serving, serving_copy, stopped
 from tests.live.small_model import ENDLESS
 from tests.live.test_custom_handlers_live import HANDLERS
 from tests.waiting import wait_until
@@ -198,10 +197,7 @@ def test_a_signal_has_the_server_write_a_box(running: Server) -> None:
 
 
 def test_a_handler_that_never_returns_is_named_with_its_line(tmp_path: Path) -> None:
-    server = start_copy(HANDLERS / "slow", tmp_path, properties="retry_threshold=5", predict_timeout=3)
-    with contextlib.ExitStack() as stack:
-        stack.callback(server.stop)
-        server.wait_until_ready()
+    with serving_copy(HANDLERS / "slow", tmp_path, properties="retry_threshold=5", predict_timeout=3) as server:
         assert server.client.post("/invocations", content=b"600").status_code == 503
         path, box = new_box(server, "worker", [])
         (finding,) = box["findings"]

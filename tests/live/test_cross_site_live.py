@@ -49,12 +49,8 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("victim")
     shutil.copytree(HANDLERS / "echo", directory / "model")
     arguments = ("--local-endpoint", "my-endpoint")
-    server = Server(directory / "model", directory / "server.log", arguments=arguments)
-    try:
-        server.wait_until_ready()
+    with Server(directory / "model", directory / "server.log", arguments=arguments) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")

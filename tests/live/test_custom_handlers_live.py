@@ -11,7 +11,7 @@ import openai
 import psutil
 import pytest
 
-from tests.live.server import METRIC_SECONDS, START_SECONDS, Server, copy_model, hosted, serving_copy, start_copy
+from tests.live.server import METRIC_SECONDS, START_SECONDS, Server, copy_model, hosted, serving_copy
 from tests.waiting import wait_until
 
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
@@ -129,7 +129,7 @@ def test_a_handler_that_cannot_be_loaded_fails_the_model_and_says_where(
         source = tmp_path / "source"
         source.mkdir()
         (source / "model.py").write_text(code)
-    server = start_copy(source, tmp_path)
+    server = serving_copy(source, tmp_path)
     try:
         wait_until(lambda: server.ping() in (200, 500), START_SECONDS, about=server.log_text)
         assert server.ping() == 500
@@ -154,9 +154,7 @@ def test_a_crash_beyond_the_threshold_fails_the_health_check_and_the_handler_sti
 
 
 def test_a_stop_lets_a_call_finish_and_leaves_no_process(tmp_path: Path) -> None:
-    server = start_copy(HANDLERS / "slow", tmp_path)
-    try:
-        server.wait_until_ready()
+    with serving_copy(HANDLERS / "slow", tmp_path) as server:
         workers = psutil.Process(server.process.pid).children(recursive=True)
         with ThreadPoolExecutor(1) as pool:
             call = pool.submit(server.client.post, "/invocations", content=str(tmp_path / "go"))
@@ -169,18 +167,12 @@ def test_a_stop_lets_a_call_finish_and_leaves_no_process(tmp_path: Path) -> None
         _, alive = psutil.wait_procs(workers, timeout=METRIC_SECONDS)
         assert workers
         assert not alive
-    finally:
-        server.stop()
 
 
 def test_a_killed_server_leaves_no_worker_behind(tmp_path: Path) -> None:
-    server = start_copy(HANDLERS / "success", tmp_path)
-    try:
-        server.wait_until_ready()
+    with serving_copy(HANDLERS / "success", tmp_path) as server:
         workers = psutil.Process(server.process.pid).children(recursive=True)
         server.process.kill()
         _, alive = psutil.wait_procs(workers, timeout=METRIC_SECONDS)
         assert workers
         assert not alive
-    finally:
-        server.stop()

@@ -87,12 +87,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, 
     file = directory / "requests.jsonl"
     model = write_model(directory / "model", **small_options | {"rolling_batch": "lmi-dist"})
     program = ("tests.live.recorded_requests", "serve")
-    server = Server(model, directory / "server.log", {RECORDED: str(file)}, program=program)
-    try:
-        server.wait_until_ready()
+    with Server(model, directory / "server.log", {RECORDED: str(file)}, program=program) as server:
         yield server, file
-    finally:
-        server.stop()
 
 
 @pytest.mark.slow

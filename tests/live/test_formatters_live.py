@@ -13,7 +13,7 @@ import pytest
 
 from tests.live.lora import make_adapter
 from tests.live.partly_held import ATTRIBUTES, FORM, NOT_HELD, PLACE
-from tests.live.server import START_SECONDS, Server, copy_model, hosted, records, start_copy
+from tests.live.server import START_SECONDS, Server, copy_model, hosted, records, serving_copy
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FORMATTERS = FIXTURES / "formatters"
@@ -254,7 +254,7 @@ def test_formatters_that_cannot_be_imported_fail_the_load(tmp_path: Path, small_
     fixture = tmp_path / "broken"
     fixture.mkdir()
     (fixture / "model.py").write_text("import os\nimport no_such_package\n")
-    server = start_copy(fixture, tmp_path, **small_options)
+    server = serving_copy(fixture, tmp_path, **small_options)
     try:
         assert server.process.wait(START_SECONDS) == 1
         server.wait_for_log("model.py cannot be imported: ModuleNotFoundError: No module named 'no_such_package'")

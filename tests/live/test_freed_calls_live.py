@@ -118,17 +118,13 @@ def uncollected(tmp_path_factory: pytest.TempPathFactory, small_options: dict[st
         "vision": write_model(directory / "vision", **VISION, model_id=prepare_small_vision_model()),
     }
     environment = {"SAGEMAKER_MULTI_MODEL": "true", "PYTHONPATH": f"{directory / 'start'}:{Path.cwd()}"}
-    server = Server(None, directory / "server.log", environment, name=None)
-    server.client.timeout = httpx.Timeout(START_SECONDS)
-    try:
-        server.wait_until_ready()
+    with Server(None, directory / "server.log", environment, name=None) as server:
+        server.client.timeout = httpx.Timeout(START_SECONDS)
         for name, model in models.items():
             answer = server.client.post("/models", json={"model_name": name, "url": str(model)})
             assert answer.status_code == 200, answer.text
         server.give_way()
         yield server
-    finally:
-        server.stop()
 
 
 def resident_mib(server: Server) -> int:

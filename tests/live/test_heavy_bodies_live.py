@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.live.heavy_bodies import ALL, PingWatch, Target, forms, send
-from tests.live.server import Server, write_model
+from tests.live.server import Server, serving
 
 pytestmark = pytest.mark.asyncio
 
@@ -20,12 +20,8 @@ LONGEST = 10.0
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("heavy")
-    server = Server(write_model(directory / "model", enable_lora="true", **small_options), directory / "server.log")
-    try:
-        server.wait_until_ready()
+    with serving(directory, enable_lora="true", **small_options) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")

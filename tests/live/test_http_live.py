@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from container.server import ENOUGH
-from tests.live.server import Server, serving_copy, start_copy
+from tests.live.server import Server, serving_copy
 from tests.waiting import wait_until_still
 
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
@@ -90,14 +90,11 @@ def test_a_server_may_have_as_many_files_open_as_its_hard_limit_says(tmp_path: P
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
     try:
-        server = start_copy(ECHO, tmp_path)
+        server = serving_copy(ECHO, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    try:
-        server.wait_until_ready()
+    with server:
         assert psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_NOFILE)[0] == min(hard, ENOUGH)
-    finally:
-        server.stop()
 
 
 def test_a_client_of_http_1_0_gets_whole_answers_with_their_length_and_streams_until_the_connection_ends(

@@ -102,7 +102,7 @@ def start(prefix: Path, tmp_path: Path) -> Start:
         home, port = tmp_path / "home", free_port()
         home.mkdir()
         of_sagemaker = {"SAGEMAKER_BIND_TO_PORT": str(port), "SERVING_MODEL_STORE": str(model_dir)}
-        server = Serve(
+        with Serve(
             None,
             tmp_path / "server.log",
             image_variables(prefix, home) | of_sagemaker | environment,
@@ -110,12 +110,8 @@ def start(prefix: Path, tmp_path: Path) -> Start:
             arguments=arguments,
             working_directory=model_dir,
             prefix=prefix,
-        )
-        try:
-            server.wait_until_ready()
+        ) as server:
             yield server
-        finally:
-            server.stop()
 
     return started
 

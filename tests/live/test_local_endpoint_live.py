@@ -56,19 +56,9 @@ def container(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str,
     model = write_model(directory / "model", enable_lora="true", max_loras=2, **small_options)
     for seed, name in enumerate(("red", "blue"), start=1):
         make_adapter(model / "adapters" / name, Path(str(small_options["model_id"])), seed, scale=3.0)
-    server = Server(
-        model,
-        directory / "server.log",
-        arguments=(
-            *("--local-endpoint", NAME),
-            *("--adapter", "red", "--adapter", "blue"),
-        ),
-    )
-    try:
-        server.wait_until_ready()
+    arguments = ("--local-endpoint", NAME, "--adapter", "red", "--adapter", "blue")
+    with Server(model, directory / "server.log", arguments=arguments) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module", params=["serve", "local"])

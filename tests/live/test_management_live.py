@@ -83,18 +83,14 @@ def test_a_load_prints_nothing_of_libraries_unless_the_log_is_verbose_and_all_of
     place.mkdir()
     (place / "model.py").write_text(f"print({printed!r}, flush=True)\ndef handle(inputs): ...\n")
     environment = {"SAGEMAKER_MULTI_MODEL": "true", "SERVING_VERBOSE": "false"}
-    quiet = Server(None, tmp_path / "server.log", environment, name=None)
-    quiet.client.timeout = httpx.Timeout(START_SECONDS)
-    try:
-        quiet.wait_until_ready()
+    with Server(None, tmp_path / "server.log", environment, name=None) as quiet:
+        quiet.client.timeout = httpx.Timeout(START_SECONDS)
         for name in ("first", "second"):
             load(quiet, name, directories["vllm"])
             quiet.wait_for_log(f"model {name} is ready")
         assert [text for text in of_libraries if text in quiet.log_text()] == []
         load(quiet, "own", place)
         quiet.wait_for_log(printed)
-    finally:
-        quiet.stop()
 
 
 def test_a_model_for_which_the_engine_has_no_memory_is_507_with_what_was_wrong(
@@ -146,10 +142,8 @@ def test_models_in_the_servers_process_come_and_go_and_leave_nothing_behind(
 ) -> None:
     """Each model has formatters and a module beside them. Some requests outlive the drain."""
     environment = {"SAGEMAKER_MULTI_MODEL": "true", "SERVING_DRAIN_TIMEOUT": "0.5"}
-    server = Server(None, tmp_path / "server.log", environment, name=None)
     told, held = [], []
-    try:
-        server.wait_until_ready()
+    with Server(None, tmp_path / "server.log", environment, name=None) as server:
         process = psutil.Process(server.process.pid)
         for name in ("one", "two", "three", "four"):
             directory = write_model(tmp_path / name, **engine_options | {"rolling_batch": "disable"})
@@ -167,8 +161,6 @@ def test_models_in_the_servers_process_come_and_go_and_leave_nothing_behind(
                 assert server.client.delete("/models/s").status_code == 200
                 assert [call.result().status_code for call in running] == [500] * count
             held.append((loaded, process.memory_info().rss >> 20, process.num_fds()))
-    finally:
-        server.stop()
 
     # The weights take 540 MB. The memory that stays in use varies by 50 MB from run to run.
     assert min(before - after for before, after, _ in held) > 400, f"MiB loaded, unloaded, open files: {held}"
@@ -221,9 +213,7 @@ def test_a_store_of_several_models_has_a_management_port(tmp_path: Path, directo
         shutil.copytree(directories["echo"], tmp_path / "store" / name)
     port = free_port()
     environment = {"SERVING_MANAGEMENT_ADDRESS": f"http://127.0.0.1:{port}"}
-    server = Server(tmp_path / "store", tmp_path / "server.log", environment, name=None)
-    try:
-        server.wait_until_ready()
+    with Server(tmp_path / "store", tmp_path / "server.log", environment, name=None) as server:
         assert server.client.get("/ping").json() == {"a": {"status": "Healthy"}, "b": {"status": "Healthy"}}
         assert server.client.post("/predictions/b", content=b"x").content == b"x"
         assert server.client.get("/models").status_code == 404
@@ -233,5 +223,4 @@ def test_a_store_of_several_models_has_a_management_port(tmp_path: Path, directo
             assert management.post("/invocations").status_code == 404
             assert management.delete("/models/b").status_code == 200
         assert server.client.post("/invocations", content=b"x").content == b"x"
-    finally:
         assert server.stop() == 0

@@ -432,12 +432,8 @@ def endpoint(directory: Path) -> Iterator[Server]:
     options = {"task": "text-embedding", "max_model_len": 512, "enable_lora": "true", "max_loras": 2}
     model = write_model(directory / "endpoint" / "model", model_id=prepare_small_model(), **ENGINE, **options)
     make_adapter(model / "adapters" / "other", prepare_small_model(), seed=7)
-    server = Server(model, directory / "endpoint" / "server.log", arguments=("--local-endpoint", "my-endpoint"))
-    try:
-        server.wait_until_ready()
+    with Server(model, directory / "endpoint" / "server.log", arguments=("--local-endpoint", "my-endpoint")) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def test_boto3_gets_the_vectors_of_every_contract(endpoint: Server) -> None:

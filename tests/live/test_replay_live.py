@@ -88,12 +88,9 @@ def recording(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str,
     directory = tmp_path_factory.mktemp("recording")
     model = write_model(directory / "model", **small_options)
     captured = directory / "captured"
-    server = Server(model, directory / "server.log", arguments=("--capture", str(captured), "--local-endpoint", NAME))
-    try:
-        server.wait_until_ready()
+    arguments = ("--capture", str(captured), "--local-endpoint", NAME)
+    with Server(model, directory / "server.log", arguments=arguments) as server:
         yield Recording(server, captured)
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")

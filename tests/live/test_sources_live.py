@@ -175,22 +175,18 @@ def test_sigterm_ends_the_process_whatever_the_management_api_waits_for(tmp_path
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         environment = CREDENTIALS | {"SAGEMAKER_MULTI_MODEL": "true", "AWS_ENDPOINT_URL_S3": address}
         server = Server(None, tmp_path / "server.log", environment, name=None)
-        try:
-            server.wait_until_ready()
-            with ThreadPoolExecutor() as threads:
-                calls = [
-                    threads.submit(server.client.post, "/models", params={"url": url, "model_name": name})
-                    for name, url in (("s3", f"s3://{BUCKET}/m"), ("hangs", str(tmp_path)))
-                ]
-                wait_until(lambda: '"hangs"' in server.client.get("/models").text, about=server.log_text)
-                assert server.ping() == 200
-                started = time.monotonic()
-                server.process.send_signal(signal.SIGTERM)
-                assert [call.result().status_code for call in calls] == [503, 503]
-                assert server.process.wait(60) == 0
-                assert time.monotonic() - started < 50, "S3 may take a minute, and the module ten"
-        finally:
-            server.stop()
+        with server, ThreadPoolExecutor() as threads:
+            calls = [
+                threads.submit(server.client.post, "/models", params={"url": url, "model_name": name})
+                for name, url in (("s3", f"s3://{BUCKET}/m"), ("hangs", str(tmp_path)))
+            ]
+            wait_until(lambda: '"hangs"' in server.client.get("/models").text, about=server.log_text)
+            assert server.ping() == 200
+            started = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            assert [call.result().status_code for call in calls] == [503, 503]
+            assert server.process.wait(60) == 0
+            assert time.monotonic() - started < 50, "S3 may take a minute, and the module ten"
 
 
 @pytest.mark.slow
@@ -210,13 +206,11 @@ def test_a_read_only_model_directory_without_a_home_is_served(small_options: dic
     before = listing(model)
     for directory, _, _ in os.walk(model):
         os.chmod(directory, 0o555)
-    server = Server(model, tmp_path / "server.log", {"HOME": "/proc/nonexistent", "DJL_OFFLINE": "true"})
     try:
-        server.wait_until_ready()
-        answer: httpx.Response = server.invoke("The capital of France is", max_new_tokens=2)
-        assert (answer.status_code, answer.text) == (200, "from a package" * 2)
+        with Server(model, tmp_path / "server.log", {"HOME": "/proc/nonexistent", "DJL_OFFLINE": "true"}) as server:
+            answer: httpx.Response = server.invoke("The capital of France is", max_new_tokens=2)
+            assert (answer.status_code, answer.text) == (200, "from a package" * 2)
     finally:
-        server.stop()
         os.chmod(model, 0o755)
     assert listing(model) == before
 

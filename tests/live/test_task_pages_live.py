@@ -85,12 +85,8 @@ def test_the_commands_of_a_page_print_what_it_shows(sample_server: Server, tmp_p
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem in SERVERS], ids=lambda page: page.stem)
 def test_the_commands_of_a_page_with_its_own_server_print_what_it_shows(tmp_path: Path, page: Path) -> None:
-    server = SERVERS[page.stem](tmp_path)
-    try:
-        server.wait_until_ready()
+    with SERVERS[page.stem](tmp_path) as server:
         assert_commands(page, server, tmp_path)
-    finally:
-        server.stop()
 
 
 def assert_commands(page: Path, server: Server, tmp_path: Path) -> None:

@@ -34,13 +34,9 @@ def tei(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     encoder = shutil.copytree(prepare_small_encoder(), directory / "weights")
     (encoder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS}))
     model = write_model(directory / "encoder", model_id=encoder, max_rolling_batch_size=AT_A_TIME, **OPTIONS)
-    server = Server(model, directory / "server.log", {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, name="encoder")
-    server.client.timeout = httpx.Timeout(START_SECONDS)
-    try:
-        server.wait_until_ready()
+    with Server(model, directory / "server.log", {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, name="encoder") as server:
+        server.client.timeout = httpx.Timeout(START_SECONDS)
         yield server
-    finally:
-        server.stop()
 
 
 @contextlib.contextmanager
