@@ -315,6 +315,13 @@ class Handler(Protocol):
 class Running(Protocol):
     """A call whose reply is not complete."""
 
+    @property
+    def request_id(self) -> str:
+        """The call's id in the reply and in the log: the id of its head, or the `request_id` of an OpenAI body.
+
+        It may be empty if the call is already complete.
+        """
+
     def cancel(self) -> None:
         """Stop, because the client has disconnected. Do nothing if the reply is complete."""
 

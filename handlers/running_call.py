@@ -33,7 +33,7 @@ class RunningCall:
         call: Call,
         thread: FormatterThread | None = None,
     ) -> None:
-        self._queue, self._exchange, self._writer, self._request_id = queue, exchange, writer, call.request_id
+        self._queue, self._exchange, self._writer, self.request_id = queue, exchange, writer, call.request_id
         self._answer = exchange.answer
         self._begun_at = time.monotonic()
         self._generations: list[Generation] = []
@@ -109,7 +109,7 @@ class RunningCall:
     def on_not_held(self, places: Sequence[str]) -> None:
         if self._not_held:  # The prompts of a call have the same schema.
             return
-        logger.info("%d parts of the JSON schema are not held", len(places), extra={"request_id": self._request_id})
+        logger.info("%d parts of the JSON schema are not held", len(places), extra={"request_id": self.request_id})
         self._not_held = not_held_header(places)
 
     def on_delta(self, delta: TokenDelta, prompt: int = 0) -> None:
@@ -136,7 +136,7 @@ class RunningCall:
         self._queue.statistics.calls.count(time.monotonic() - self._begun_at, failed=True)
         reached = isinstance(error, DeadlineExceeded)
         if reached:
-            self._queue.count_deadline(self._request_id, begun=False)
+            self._queue.count_deadline(self.request_id, begun=False)
         if self.begun:
             self._writer.end(self._answer.fail_midway(error))
         else:
@@ -180,7 +180,7 @@ class RunningCall:
 
     def _write(self, prompt: int, delta: TokenDelta, data: bytes) -> None:
         if delta.stop_reason == DEADLINE and delta.finish_reason is FinishReason.LENGTH and not self._reached:
-            self._queue.count_deadline(self._request_id, begun=True)
+            self._queue.count_deadline(self.request_id, begun=True)
             self._reached = REACHED
         if delta.last:
             self._open_prompts -= 1
@@ -219,8 +219,8 @@ class RunningCall:
         self.answered = True
         self._queue.open_sequences -= self._places
         self._places = 0
-        if self._queue.running.get(self._request_id) is self:  # a client may use one id twice
-            del self._queue.running[self._request_id]
+        if self._queue.running.get(self.request_id) is self:  # a client may use one id twice
+            del self._queue.running[self.request_id]
         if self._timer is not None:
             self._timer.cancel()
         if self._deadline_timer is not None:
@@ -257,7 +257,7 @@ class RunningCall:
         try:
             self._writer.write_latest(self._latest)
         except Exception:
-            logger.exception("request %s: a part of the answer cannot be made", self._request_id)
+            logger.exception("request %s: a part of the answer cannot be made", self.request_id)
             self.on_error(InternalError())
 
     def _latest(self) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from container.http.custom_attributes import CUSTOM_ATTRIBUTES, attributes_of
-from handlers.contract import EXPLAIN, Call, asked_explanation, read_steering
+from handlers.contract import EXPLAIN, Call, Running, asked_explanation, read_steering
 from handlers.deadline import HEADER as DEADLINE_HEADER
 from handlers.deadline import read_time_limit
 
@@ -38,6 +38,7 @@ class RequestHead:
         "query",
         "raw_path",
         "request_id",
+        "running",
         "scope",
     )
 
@@ -58,6 +59,7 @@ class RequestHead:
         given = self.headers.get(CUSTOM_ATTRIBUTES)
         self.attributes = attributes_of(given) if given else ()
         self.request_id = request_id(self.headers.get(id_header) or self.headers.get(INFERENCE_ID))
+        self.running: Running | None = None  # The call, when its handler has begun it.
 
     def call(self, body: bytes) -> Call:
         """Return the whole request as contracts see it."""

@@ -248,6 +248,7 @@ class HttpRoute:
             except Exception as error:
                 route._refuse(error, head, reply, body_read=body is not None)
             if running is not None:
+                head.running = running
                 try:
                     await watch.closed_or_complete()
                 finally:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from container.models.life_cycle import Lifecycle, State, until_none
 from engines.errors import SHOWN, ModelNotNamed, NotReady, NoWorkers, UnknownModel
+from handlers.contract import Running
 from handlers.custom.worker_pool import FailedWorker
 from handlers.loaded_service import Service
 from handlers.route_declarations import MODEL_VERSION
@@ -26,6 +27,7 @@ class OpenCall(Protocol):
     """A call that is not answered yet, identified by the head of its request."""
 
     request_id: str
+    running: Running | None  # None until the handler has begun the call.
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,13 +301,13 @@ def _rounded(value: float | None) -> float | None:
 def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model]) -> dict[str, Any]:
     """Return the calls in flight, the oldest first, with their sequences in the engines.
 
-    Each call has the id of its head. The log and the reply have this id too, unless the body has a `request_id`.
+    Each call has the id that the log and the reply have.
     """
     now = time.perf_counter()
     calls = sorted(open_calls.copy().items(), key=lambda item: item[1][1])
     by_id: dict[str, list[OpenCall]] = {}
     for head, _ in calls:
-        by_id.setdefault(head.request_id, []).append(head)
+        by_id.setdefault(_id_of(head), []).append(head)
     of_calls: dict[OpenCall, list[RunningSequence]] = {}
     others = []
     for model in models:
@@ -322,7 +322,7 @@ def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model
     rows = [
         {
             "route": route,
-            "id": head.request_id,
+            "id": _id_of(head),
             "seconds": round(now - began, 3),
             "sequences": [_sequence(sequence) for sequence in of_calls.get(head, ())],
         }
@@ -336,6 +336,10 @@ def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model
         "other_sequences": len(others),
         "other_sequences_listed": [{"id": one.request_id, **_sequence(one)} for one in others[:_MOST_CALLS]],
     }
+
+
+def _id_of(head: OpenCall) -> str:
+    return (head.running is not None and head.running.request_id) or head.request_id
 
 
 # The name of a sequence is based on the id of its call. A contract appends the number of the prompt. vLLM's front end

@@ -125,6 +125,7 @@ class CustomHandler:
         request = Request(
             Message(properties=given.properties, headers=given.headers, contents=given.contents),
             HandlerReply(writer),
+            call.request_id,
             priority_of(given),
             Origin(call.key_salt, call.arrived_at, call.time_limit),
         )

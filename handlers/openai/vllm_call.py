@@ -72,6 +72,10 @@ class VllmCall:
             openai_call.on_begin = self._release
         self._task: asyncio.Task[None] | None = asyncio.create_task(self._run())  # None when it has ended.
 
+    @property
+    def request_id(self) -> str:
+        return self._call.request_id
+
     def cancel(self) -> None:
         """Tell the front end that the client has disconnected. Its tasks end, and further output is dropped."""
         self._gone.set()

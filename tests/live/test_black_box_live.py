@@ -39,6 +39,7 @@ CHAT_OF_VLLM = {  # The last field leaves it to vLLM's front end.
     "ignore_eos": True,
     "return_token_ids": True,
 }
+BODY_ID = "the-id-of-the-body"
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +63,12 @@ def open_stream(server: Server, path: str = "/invocations", document: dict[str, 
     body = json.dumps(document).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        f"x-request-id: {request_id(path)}\r\nx-trace: {HEADER}\r\nauthorization: Bearer {KEY}\r\n\r\n"
+        f"x-trace: {HEADER}\r\nauthorization: Bearer {KEY}\r\n"
     )
+    if "request_id" not in document:
+        head += f"x-request-id: {request_id(path)}\r\n"
     client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-    client.sendall(head.encode() + body)
+    client.sendall(f"{head}\r\n".encode() + body)
     assert client.recv(1)
     return client
 
@@ -103,6 +106,7 @@ def test_a_person_gets_the_box_of_a_server_that_works(running: Server) -> None:
         open_stream(running),
         open_stream(running, "/v1/completions", OPENAI_STREAM),
         open_stream(running, "/v1/chat/completions", CHAT_OF_VLLM),
+        open_stream(running, "/v1/chat/completions", {**CHAT_OF_VLLM, "request_id": BODY_ID}),
     ):
         wait_until(lambda: running.metric("slipway_generated_tokens_total") > 30)
         answer = running.client.get("/server/blackbox")
@@ -110,9 +114,10 @@ def test_a_person_gets_the_box_of_a_server_that_works(running: Server) -> None:
     assert not any(secret in answer.text for secret in (PROMPT, KEY, HEADER))
     box = answer.json()
     calls = box["calls"]["listed"]
-    assert [call["route"] for call in calls] == ["/invocations", "/v1/completions", "/v1/chat/completions"]
-    for call, constraint in zip(calls, (None, "regex", None), strict=True):
-        assert call["id"] == request_id(call["route"])
+    routes = ["/invocations", "/v1/completions", "/v1/chat/completions"]
+    ids = [*map(request_id, routes), BODY_ID]
+    assert [(call["route"], call["id"]) for call in calls] == list(zip([*routes, routes[-1]], ids, strict=True))
+    for call, constraint in zip(calls, (None, "regex", None, None), strict=True):
         running.wait_for_log(call["id"])
         (sequence,) = call["sequences"]
         assert sequence["prompt_tokens"] > 3
@@ -124,7 +129,7 @@ def test_a_person_gets_the_box_of_a_server_that_works(running: Server) -> None:
         assert process["memory_bytes"] > 1 << 20
         assert any("vllm" in frame for frame in process["stacks"][0]["frames"])
     steps = box["models"][0]["engine"]["steps"]["1"]
-    assert steps["last"][-1][1] == 3, "three requests run"
+    assert steps["last"][-1][1] == 4, "four requests run"
     assert sum(second[1] for second in steps["by_second"]) > 3
     assert {"slipway", "torch", "python"} <= box["versions"].keys()
     assert any(setting["name"] == "stall_timeout" for setting in box["models"][0]["settings"]["settings"])

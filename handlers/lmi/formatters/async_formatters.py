@@ -91,6 +91,10 @@ class FormattedReply(ShapedReply):
         if self._ended:
             self.cancel()
 
+    @property
+    def request_id(self) -> str:
+        return self._running.request_id if self._running is not None else ""
+
     def cancel(self) -> None:
         """Stop the call, because the client has disconnected or the formatter has failed."""
         if (running := self._close()) is not None:

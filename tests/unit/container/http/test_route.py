@@ -61,6 +61,8 @@ class Client:
 
 
 class Generating:
+    request_id = "r"
+
     def __init__(self) -> None:
         self.cancelled = 0
 

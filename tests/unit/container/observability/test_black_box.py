@@ -75,7 +75,7 @@ def test_thousands_of_calls_are_counted_and_some_are_listed(tmp_path: Path) -> N
     watched_server = Watched(Engine(5000, 9000), blackbox_dir=str(tmp_path))
     models = watched_server.server.models
     for number in range(5000):
-        head = Mock(request_id=f"id{number}")
+        head = Mock(request_id=f"id{number}", running=None)
         models.open_calls[head] = "/invocations", float(number)
     watched_server.server.boxes.write_now("stall", "it hangs", watched_server.model)
     (file,) = files(tmp_path)
@@ -179,13 +179,26 @@ def test_a_sequence_is_shown_with_its_own_call_and_with_none_in_doubt(tmp_path: 
     ]
     watched_server = Watched(engine, blackbox_dir=str(tmp_path))
     for number, name in enumerate(["e", "one", "three", "twice", "twice"]):
-        head = Mock(request_id=name)
+        head = Mock(request_id=name, running=None)
         watched_server.server.models.open_calls[head] = "/", float(number)
     watched_server.server.boxes.write_now("stall", "it hangs")
     calls = json.loads(files(tmp_path)[0].read_text())["calls"]
     assert [len(call["sequences"]) for call in calls["listed"]] == [0, 1, 2, 0, 0]
     assert [call["id"] for call in calls["listed"]] == ["e", "one", "three", "twice", "twice"]
     assert [sequence["id"] for sequence in calls["other_sequences_listed"]] == ["twice"]
+
+
+def test_a_call_whose_body_has_an_id_is_listed_with_it(tmp_path: Path) -> None:
+    engine = Engine(1, 0)
+    watched_server = Watched(engine, blackbox_dir=str(tmp_path))
+    heads = [
+        Mock(request_id="of-the-server", running=Mock(request_id="id0")),
+        Mock(request_id="of-the-header", running=Mock(request_id="")),
+    ]
+    watched_server.server.models.open_calls.update(dict.fromkeys(heads, ("/", 0.0)))
+    watched_server.server.boxes.write_now("stall", "it hangs")
+    calls = json.loads(files(tmp_path)[0].read_text())["calls"]
+    assert [(call["id"], len(call["sequences"])) for call in calls["listed"]] == [("id0", 1), ("of-the-header", 0)]
 
 
 def test_the_place_of_the_worker_that_differs_is_the_first() -> None:

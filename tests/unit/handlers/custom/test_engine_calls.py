@@ -25,6 +25,8 @@ LINES = "application/jsonlines"
 class Engine:
     """Implements `Handler`: answers with the request."""
 
+    request_id = "r"
+
     def __init__(self) -> None:
         self.loads = 0
         self.failure = ""

@@ -33,6 +33,8 @@ def call(document: Any, content_type: str = "application/json") -> Call:
 class Lmi:
     """A handler that records that it was called."""
 
+    request_id = "r"
+
     def __init__(self) -> None:
         self.calls: list[Call] = []
 

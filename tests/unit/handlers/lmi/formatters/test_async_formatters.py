@@ -55,6 +55,8 @@ def formatters(write: Write | None, read: Write | None = None, time_limit: float
 class Cancelled:
     """Implements `Running`."""
 
+    request_id = "r"
+
     def __init__(self) -> None:
         self.times = 0
 
