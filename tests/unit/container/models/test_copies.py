@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,7 +17,8 @@ import pytest
 from container import server
 from container.models import engine_restart, life_cycle
 from container.models.life_cycle import Lifecycle, State
-from container.models.registry import Model
+from container.models.registry import EngineRestart, Model
+from container.observability import logs
 from container.observability.error_rates import ErrorRates
 from container.ping import ping
 from container.settings.server import ServerConfig
@@ -117,12 +119,14 @@ async def test_a_request_that_kills_copy_after_copy_does_not_use_up_the_restarts
 async def test_a_copy_that_cannot_be_started_is_given_up_and_the_others_serve(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = CopiedEngine(3)
+    engine, shown = CopiedEngine(3), Mock()
     engine.broken = {2}
+    monkeypatch.setattr(logs, "show_held", shown)
     async with watched(monkeypatch, engine) as one:
         engine.die(2)
         await until(lambda: engine.given_up)
         assert engine.attempts == [{2}] * RESTARTS
+        assert shown.call_count > 2 * RESTARTS, "the log has what was held at each death and each restart that fails"
         assert one.ping() == (
             500,
             b'{\n  "m": {\n    "status": "Unhealthy",\n    "reason": "2 of 3 copies serve"\n  }\n}\n',
@@ -136,6 +140,19 @@ async def test_a_copy_that_cannot_be_started_is_given_up_and_the_others_serve(
     assert "copies [2] have no memory" in caplog.text
     assert re.search(r"model m: copies \[2\] .*3 times", caplog.text)
     assert caplog.text.count("/ping now answers 500") == 1
+
+
+async def test_restarts_of_long_ago_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = CopiedEngine()
+    async with watched(monkeypatch, engine, engine_restart=1) as one:
+        long_ago = time.monotonic() - engine_restart.WINDOW_SECONDS - 1
+        one.model.restarts += [EngineRestart(long_ago, frozenset({1}))] * 3
+        engine.die(1)
+        await until(lambda: one.idle)
+        assert engine.attempts == [{1}]
+    assert "(1 of 1 within 10 minutes)" in caplog.text
 
 
 async def test_with_enough_copies_left_the_model_stays_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +171,17 @@ async def test_a_server_that_fails_fast_ends_if_it_has_lost_a_copy(monkeypatch: 
     await asyncio.wait_for(one.server.watch(), 60)
 
 
-async def test_if_all_copies_die_calls_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = CopiedEngine(3)
+@pytest.mark.parametrize("waits", [True, False])
+async def test_if_all_copies_die_calls_wait_for_them_or_get_an_error(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    engine = CopiedEngine(3, waits=waits)
     async with watched(monkeypatch, engine, may_start=False) as one:
         engine.die(1, 2, 3)
+        if not waits:
+            await until(lambda: one.life.reason == "the engine has died; it is started again")
+            assert one.ping()[0] == 500
+            return
         await engine.restarting.wait()
         assert one.life.state is State.RESTARTING
         engine.may_start.set()

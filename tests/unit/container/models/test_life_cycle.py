@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -19,8 +21,23 @@ from container.settings.settings import Settings
 from engines.adapters import Adapter, AdapterOrder
 from engines.errors import EngineDead
 from engines.interface import EngineHealth, EngineStartError
-from handlers.loaded_service import Service
 from handlers.model_config import ModelConfig
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lifecycle]:
+    """Return a function that makes a life cycle whose loads give these services, one after the other."""
+
+    def make(*services: Any, **config: Any) -> Lifecycle:
+        monkeypatch.setattr(life_cycle, "load_service", AsyncMock(side_effect=services))
+        model = ModelConfig(name="m", model_dir=Path(), model_id="m", **config)
+        return Lifecycle(Settings(server_config=ServerConfig(), config=model))
+
+    return make
+
+
+def ping_of(model: Model) -> int:
+    return ping(Models([model]), ServerConfig(), ErrorRates({}, frozenset())).status
 
 
 class SlowToEnd:
@@ -59,23 +76,15 @@ class DyingEngine:
         return EngineHealth(self.alive, "" if self.alive else "the engine has died")
 
 
-@pytest.mark.parametrize("kind", [DeadEngine, DyingEngine])
+@pytest.mark.parametrize("engine", [DeadEngine(), DyingEngine()])
 async def test_an_engine_that_dies_of_its_first_request_names_the_options_that_were_given(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Any]
+    loaded: Callable[..., Lifecycle], engine: Any
 ) -> None:
     service = SlowToEnd()
-    service.engine = kind()
+    service.engine = engine
     service.may_end.set()
-
-    async def loaded(*_: object) -> Service:
-        found: Any = service
-        return found
-
-    monkeypatch.setattr(life_cycle, "load_service", loaded)
-    config = ModelConfig(name="m", model_dir=Path(), model_id="m", engine_arguments={"mamba_cache_mode": "align"})
-    life = Lifecycle(Settings(server_config=ServerConfig(), config=config))
     with pytest.raises(EngineStartError) as failure:
-        await life.start()
+        await loaded(service, engine_arguments={"mamba_cache_mode": "align"}).start()
     assert str(failure.value) == (
         "the engine started with option.mamba_cache_mode but failed at its first request; the log has its error: "
         "the engine has died; the request was not completed"
@@ -83,28 +92,15 @@ async def test_an_engine_that_dies_of_its_first_request_names_the_options_that_w
 
 
 async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure_of_the_server(
-    monkeypatch: pytest.MonkeyPatch,
+    loaded: Callable[..., Lifecycle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = SlowToEnd()
-
-    async def loaded(*_: object) -> Service:
-        found: Any = service
-        return found
-
-    async def nothing(*_: object) -> None:
-        raise EngineStartError("the engine started but generated nothing")
-
-    monkeypatch.setattr(life_cycle, "load_service", loaded)
+    nothing = AsyncMock(side_effect=EngineStartError("the engine started but generated nothing"))
     monkeypatch.setattr(life_cycle, "_warm_up", nothing)
-    server_config = ServerConfig()
-    life = Lifecycle(
-        Settings(server_config=server_config, config=ModelConfig(name="m", model_dir=Path(), model_id="m"))
-    )
-    models = Models([Model(life, "m", at_startup=False)])
+    service = SlowToEnd()
+    life = loaded(service)
     start = asyncio.create_task(life.start())
     await service.ending.wait()
-    reply = ping(models, server_config, ErrorRates({}, frozenset()))
-    assert (reply.status, life.state) == (200, State.STARTING)
+    assert (ping_of(Model(life, "m", at_startup=False)), life.state) == (200, State.STARTING)
     service.may_end.set()
     with pytest.raises(EngineStartError):
         await start
@@ -125,21 +121,12 @@ class Unknowable:
 
 
 async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    loaded: Callable[..., Lifecycle], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def loaded(*_: object) -> Service:
-        service: Any = Unknowable()
-        return service
-
-    monkeypatch.setattr(life_cycle, "load_service", loaded)
-    server_config = ServerConfig()
-    life = Lifecycle(
-        Settings(server_config=server_config, config=ModelConfig(name="m", model_dir=Path(), model_id="m"))
-    )
+    life = loaded(Unknowable())
     await life.start()
     assert life.stalled == ""
-    reply = ping(Models([Model(life, str(life.config.model_dir))]), server_config, ErrorRates({}, frozenset()))
-    assert (reply.status, life.state) == (500, State.FAILED)
+    assert (ping_of(Model(life, "m")), life.state) == (500, State.FAILED)
     assert life.reason == "the engine's health cannot be read: RuntimeError('no such process')"
     await life.drain(0.0)
     assert life.died_while_draining
@@ -188,24 +175,17 @@ class WithAdapters:
 
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_a_model_that_is_loaded_again_serves_when_its_adapters_are_registered(
-    monkeypatch: pytest.MonkeyPatch, cancelled: bool
+    loaded: Callable[..., Lifecycle], cancelled: bool
 ) -> None:
     old, new = WithAdapters(), WithAdapters()
-    services: list[Any] = [old, new]
-
-    async def loaded(*_: object) -> Service:
-        found: Service = services.pop(0)
-        return found
-
-    monkeypatch.setattr(life_cycle, "load_service", loaded)
-    config = ModelConfig(name="m", model_dir=Path(), model_id="m")
-    life = Lifecycle(Settings(server_config=ServerConfig(), config=config))
+    life = loaded(old, new)
     await life.start()
     old.adapters.names.append("a")
     life.fail("the engine has died; it is started again")
     restart = asyncio.create_task(life.restart(lambda given: given))
     await new.adapters.registering.wait()
-    assert Model(life, "m").service() is as_service(old), "calls get the error of the stopped service"
+    serving: Any = Model(life, "m").service()
+    assert serving is old, "calls get the error of the stopped service"
     if cancelled:
         restart.cancel()
         await asyncio.wait([restart])
@@ -213,48 +193,5 @@ async def test_a_model_that_is_loaded_again_serves_when_its_adapters_are_registe
         return
     new.adapters.may_register.set()
     await restart
-    assert (Model(life, "m").service(), life.state) == (as_service(new), State.READY)
+    assert (Model(life, "m").service(), life.state) == (new, State.READY)
     assert new.adapters.names == ["a"]
-
-
-class WaitingEngine:
-    """An engine that has died, whose calls wait. It starts again at the third attempt."""
-
-    waits = True
-    attempts = 0
-    gave_up = False
-
-    def health(self) -> EngineHealth:
-        return EngineHealth(False, "the engine has died")
-
-    async def restart(self) -> None:
-        self.attempts += 1
-        if self.attempts < 3:
-            raise EngineStartError("it died again")
-
-    def give_up(self) -> None:
-        self.gave_up, self.waits = True, False
-
-
-@pytest.mark.parametrize("draining", [False, True])
-async def test_calls_wait_through_several_deaths_while_restarts_are_left(
-    monkeypatch: pytest.MonkeyPatch, draining: bool
-) -> None:
-    service, engine = WithAdapters(), WaitingEngine()
-    given: Any = engine
-    monkeypatch.setattr(service, "running_engine", given, raising=False)
-    life = Lifecycle(
-        Settings(server_config=ServerConfig(), config=ModelConfig(name="m", model_dir=Path(), model_id="m"))
-    )
-    life.service, life.stage = as_service(service), State.DRAINING if draining else State.READY
-    for _ in range(2):
-        with pytest.raises(EngineStartError):
-            await life.restart(lambda config: config, last=lambda: False)
-        assert (engine.gave_up, service.stopped, life.calls_can_wait()) == (False, False, True)
-    await life.restart(lambda config: config, last=lambda: True)
-    assert (engine.attempts, engine.gave_up, service.stopped) == (3, False, False)
-
-
-def as_service(fake: Any) -> Service:
-    found: Service = fake
-    return found
