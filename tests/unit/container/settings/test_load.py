@@ -52,18 +52,14 @@ def test_nothing_given_means_defaults(model_dir: Path) -> None:
     assert {one.source for one in settings.entries} == {"default", "command line: --model-dir"}
 
 
-def test_on_sagemaker_the_request_id_comes_in_its_header(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "SAGEMAKER_METADATA", model_dir / "config.json")
-    assert load(model_dir).server_config.request_id_header == "X-Amzn-SageMaker-Inference-Id"
-    given_header = load(model_dir, environ={"SERVING_REQUEST_ID_HEADER_KEY": "x-id"}).server_config.request_id_header
-    assert given_header == "x-id"
-
-
-def test_on_sagemaker_the_short_form_of_a_black_box_is_logged(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sagemaker_has_defaults_of_its_own(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not load(model_dir).server_config.blackbox_log
     monkeypatch.setattr(server_module, "SAGEMAKER_METADATA", model_dir / "config.json")
-    assert load(model_dir).server_config.blackbox_log
-    assert not load(model_dir, environ={"SERVING_BLACKBOX_LOG": "false"}).server_config.blackbox_log
+    there = load(model_dir).server_config
+    assert (there.request_id_header, there.blackbox_log) == ("X-Amzn-SageMaker-Inference-Id", True)
+    environ = {"SERVING_REQUEST_ID_HEADER_KEY": "x-id", "SERVING_BLACKBOX_LOG": "false"}
+    chosen = load(model_dir, environ=environ).server_config
+    assert (chosen.request_id_header, chosen.blackbox_log) == ("x-id", False)
 
 
 MODEL_LAYERS = [
@@ -100,11 +96,6 @@ def test_precedence_of_server_settings_holds_for_any_layers(model_dir: Path, cho
     settings = load(model_dir, environ=variables, command_line={"port": port} if port else {})
     source, value = layers[0] if layers else ("default", 8080)
     assert entry(settings, "port") == (value, source)
-
-
-def test_without_served_names_a_model_has_its_own(model_dir: Path) -> None:
-    config = load(model_dir, "").config
-    assert config.public_names == (config.name,)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -43,25 +42,6 @@ def handler(
 def test_the_file_may_have_the_name_of_its_directory(model_dir: Path) -> None:
     (model_dir / "my_llm.py").write_text(HANDLER)
     assert handler(model_dir, None).entry_point == str(model_dir / "my_llm.py")
-
-
-def test_a_handler_needs_no_model(model_dir: Path) -> None:
-    config = load(model_dir, HANDLER).config
-    assert (config.name, config.model_id) == ("my_llm", str(model_dir))
-
-
-def test_settings_of_the_workers_reach_their_fields(model_dir: Path) -> None:
-    found = handler(
-        model_dir,
-        HANDLER,
-        "minWorkers=2\nmaxWorkers=3\nmax_idle_time=5\nretry_threshold=4\noption.async_mode=true\n"
-        f"option.pythonExecutable={sys.executable}\noption.env=A=1,B=x,y=2,z\noption.enable_venv=true",
-        {"DJL_OFFLINE": "true"},
-    )
-    assert (found.min_workers, found.max_workers, found.max_idle_time, found.retry_threshold) == (2, 3, 5.0, 4)
-    assert (found.async_mode, found.enable_venv, found.packages.offline) == (True, True, True)
-    assert found.python_executable == sys.executable
-    assert found.environment == {"A": "1", "B": "x", "y": "2,z"}
 
 
 def test_secrets_in_the_workers_environment_are_not_shown(model_dir: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from container.models.life_cycle import Lifecycle, fetch_weights
-from container.settings.settings import Settings, SettingsError
+from container.settings.settings import SettingsError
 from container.sources.download import RemoteModel
 from engines.interface import EngineStartError
 from tests.settings import load_settings
@@ -34,27 +34,16 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {"SERVING_DOWNLOAD_DIR": str(tmp_path / "downloads"), "SERVING_MODEL_STORE": str(tmp_path / "empty")}
 
 
-def check(settings: Settings) -> None:
-    assert settings.config.name == "tiny_model"
-    assert settings.config.model_id == str(settings.config.model_dir)
-    assert settings.config.max_prompt_tokens == 7
+@pytest.mark.parametrize("name", ["HF_MODEL_ID", "SERVING_MODEL_STORE", "--model-dir"])
+def test_a_folder_is_a_model_directory_of_its_own(model: Gate, url: str, environ: dict[str, str], name: str) -> None:
+    settings = load_settings(url, environ) if name == "--model-dir" else load_settings(None, environ | {name: url})
+    config = settings.config
+    assert (config.name, config.model_id, config.max_prompt_tokens) == ("tiny_model", str(config.model_dir), 7)
     (remote,) = settings.remote_models
-    assert not (settings.config.model_dir / "model.safetensors").exists()
+    assert not (config.model_dir / "model.safetensors").exists()
     asyncio.run(fetch_weights(settings.remote_models, 60))
-    assert (settings.config.model_dir / "model.safetensors").read_bytes() == b"weights"
+    assert (config.model_dir / "model.safetensors").read_bytes() == b"weights"
     assert remote.bytes_here == 7
-
-
-def test_hf_model_id_is_a_model_directory_of_its_own(model: Gate, url: str, environ: dict[str, str]) -> None:
-    check(load_settings(None, environ | {"HF_MODEL_ID": url}))
-
-
-def test_so_is_the_model_store(model: Gate, url: str, environ: dict[str, str]) -> None:
-    check(load_settings(None, environ | {"SERVING_MODEL_STORE": url}))
-
-
-def test_so_is_model_dir(model: Gate, url: str, environ: dict[str, str]) -> None:
-    check(load_settings(url, environ))
 
 
 def test_option_model_id_is_the_model_of_the_directory_that_is_here(
@@ -70,21 +59,21 @@ def test_option_model_id_is_the_model_of_the_directory_that_is_here(
     assert settings.config.model_id == str(remote.directory)
 
 
-def test_a_draft_model_may_be_on_s3(model: Gate, url: str, environ: dict[str, str]) -> None:
-    environ = environ | {"OPTION_SPECULATIVE_CONFIG": json.dumps({"model": url, "num_speculative_tokens": 3})}
-    settings = load_settings(url, environ)
+@pytest.mark.parametrize(
+    ("name", "value", "tokens"),
+    [
+        ("OPTION_SPECULATIVE_CONFIG", '{"model": "<url>", "num_speculative_tokens": 3}', 3),
+        ("OPTION_SPECULATIVE_DRAFT_MODEL", "<url>", 5),
+    ],
+)
+def test_a_draft_model_may_be_on_s3(
+    model: Gate, url: str, environ: dict[str, str], name: str, value: str, tokens: int
+) -> None:
+    settings = load_settings(url, environ | {name: value.replace("<url>", url)})
     written = json.loads(settings.config.engine_arguments["speculative_config"])
     (remote,) = settings.remote_models
     assert isinstance(remote, RemoteModel)
-    assert written == {"model": str(remote.directory), "num_speculative_tokens": 3}
-
-
-def test_so_may_that_of_lmis_option(model: Gate, url: str, environ: dict[str, str]) -> None:
-    settings = load_settings(url, environ | {"OPTION_SPECULATIVE_DRAFT_MODEL": url})
-    written = json.loads(settings.config.engine_arguments["speculative_config"])
-    (remote,) = settings.remote_models
-    assert isinstance(remote, RemoteModel)
-    assert written == {"model": str(remote.directory), "num_speculative_tokens": 5}
+    assert written == {"model": str(remote.directory), "num_speculative_tokens": tokens}
 
 
 @pytest.mark.parametrize("name", ["HF_MODEL_ID", "SERVING_MODEL_STORE", "OPTION_MODEL_ID"])
@@ -96,18 +85,17 @@ def test_what_cannot_be_had_is_named_with_its_source(gate: Gate, environ: dict[s
     assert "The specified bucket does not exist" in problem
 
 
-def test_a_download_that_fails_is_a_load_that_fails(model: Gate, url: str, environ: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("status", "code", "seconds", "words"),
+    [(403, "AccessDenied", 60, "AccessDenied"), (503, "SlowDown", 0.5, r"option\.model_loading_timeout .*0\.5 s")],
+)
+def test_a_download_that_fails_or_takes_too_long_is_a_load_that_fails(
+    model: Gate, url: str, environ: dict[str, str], status: int, code: str, seconds: float, words: str
+) -> None:
     settings = load_settings(url, environ)
-    model.fault = refuse(403, "AccessDenied")
-    with pytest.raises(EngineStartError, match="AccessDenied"):
-        asyncio.run(fetch_weights(settings.remote_models, 60))
-
-
-def test_the_time_for_loading_counts(model: Gate, url: str, environ: dict[str, str]) -> None:
-    settings = load_settings(url, environ)
-    model.fault = refuse(503, "SlowDown")
-    with pytest.raises(EngineStartError, match=r"option\.model_loading_timeout .*0\.5 s"):
-        asyncio.run(fetch_weights(settings.remote_models, 0.5))
+    model.fault = refuse(status, code)
+    with pytest.raises(EngineStartError, match=words):
+        asyncio.run(fetch_weights(settings.remote_models, seconds))
 
 
 @pytest.mark.parametrize(("name", "weights"), [("pickled.bin", True), ("chat_template.jinja", False)])
