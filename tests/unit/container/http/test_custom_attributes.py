@@ -115,22 +115,7 @@ def test_paths_of_visible_characters_are_plain(path: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "//host",
-        "/a//b",
-        "/a/",
-        "/..",
-        "/.",
-        "/a/../b",
-        "/a/..",
-        "/%2e%2e",
-        "/a?b",
-        "/a#b",
-        "/a\\b",
-        "/a\x00",
-        "/\xff",
-        "",
-    ],
+    ["//host", "/a//b", "/a/", "/..", "/.", "/a/../b", "/a/..", "/%2e%2e", "/a?b", "/a#b", "/a\\b", "/a\0", "/ÿ", ""],
 )
 def test_other_paths_are_not(path: str) -> None:
     assert not is_plain_path(path.encode("latin-1"))
@@ -156,7 +141,8 @@ async def test_the_attribute_reaches_the_routes_that_infer_or_tokenize_and_no_ot
 
 
 @pytest.mark.parametrize(
-    "path", [*sorted(OTHERS), "//host", "/v1/../metrics", "/tokenize?a=b", "/%67enerate", "/generate/"]
+    "path",
+    [*sorted(OTHERS), "http://host/generate", "//host", "/v1/../metrics", "/tokenize?a=b", "/%67enerate", "/generate/"],
 )
 async def test_routes_of_the_server_and_other_paths_are_refused(path: str) -> None:
     status, seen = await call(f"route={path}")
@@ -180,29 +166,23 @@ async def test_a_long_route_is_shown_in_part() -> None:
     assert len(seen["body"]) < 500
 
 
-async def test_a_url_is_refused_and_a_word_leaves_the_call_where_it_is() -> None:
-    assert (await call("route=http://host/generate"))[0] == 400
+async def test_a_word_leaves_the_call_where_it_is() -> None:
     assert (await call("route=blue"))[1]["routes"] == {"/invocations"}
 
 
-async def test_a_refusal_by_state_has_the_form_of_the_named_route() -> None:
-    lifecycle, client = make(State.STARTING)
+@pytest.mark.parametrize(
+    ("state", "settings"), [(State.STARTING, {}), (State.READY, {"api_keys": ApiKeys.of(["secret"])})]
+)
+async def test_a_refusal_by_state_or_without_a_key_has_the_form_of_the_named_route(
+    state: State, settings: dict[str, Any]
+) -> None:
+    _, client = make(state, **settings)
     async with client:
         for path in ("/generate", "/v1/chat/completions", "/v2/models/model/generate", "/v1/generate"):
             direct = await client.post(path, content=b"{}")
             routed = await client.post("/invocations", content=b"{}", headers={ATTRIBUTES: f"route={path}"})
             assert (routed.status_code, routed.content) == (direct.status_code, direct.content)
-    assert lifecycle.service is None
-
-
-async def test_a_call_without_a_key_gets_the_refusal_of_the_named_route() -> None:
-    lifecycle, client = make(api_keys=ApiKeys.of(["secret"]))
-    with_engine(lifecycle)
-    async with client:
-        for path in ("/generate", "/v1/chat/completions", "/v2/models/model/generate"):
-            direct = await client.post(path, content=b"{}")
-            routed = await client.post("/invocations", content=b"{}", headers={ATTRIBUTES: f"route={path}"})
-            assert (routed.status_code, routed.content) == (401, direct.content)
+            assert routed.status_code == (401 if settings else 503)
         key = {ATTRIBUTES: "route=/tokenize", "authorization": "Bearer secret"}
         assert (await client.post("/invocations", content=b"{}", headers=key)).status_code != 401
 
@@ -228,9 +208,8 @@ async def test_the_attribute_gives_no_call_to_another_model_than_its_path(path: 
 )
 def test_a_call_keeps_the_model_that_it_names(path: str, headers: dict[str, str], named: dict[str, str]) -> None:
     server_config = ServerConfig()
-    models = Models(
-        [Model(Lifecycle(Settings(server_config=server_config, config=config)), "m") for config in two_models()]
-    )
+    configs = [ModelConfig(name=name, model_dir=Path(), model_id=name) for name in "ab"]
+    models = Models(Model(Lifecycle(Settings(server_config=server_config, config=config)), "m") for config in configs)
     router = create_app(models, server_config, Registrar(models, server_config, Mock())).router
     sent = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     scope = {"method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": sent}
@@ -239,7 +218,3 @@ def test_a_call_keeps_the_model_that_it_names(path: str, headers: dict[str, str]
     assert isinstance(route, HttpRoute)
     assert route.path == head.path.replace("/models/a/", "/models/{model}/")
     assert head.path_parameters == named
-
-
-def two_models() -> list[ModelConfig]:
-    return [ModelConfig(name=name, model_dir=Path(), model_id=name) for name in ("a", "b")]

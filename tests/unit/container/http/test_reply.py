@@ -32,6 +32,14 @@ class Server:
         return b"".join(m["body"] for m in self.messages if m["type"] == "http.response.body")
 
 
+def started(*broken_off: Callable[[], None]) -> tuple[Server, HttpReply]:
+    """Return a reply that has begun, and the server that sends it."""
+    server = Server()
+    reply = HttpReply(server.send, [], RetryAfter(), *broken_off)
+    reply.start(200, "text/plain")
+    return server, reply
+
+
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
@@ -72,21 +80,17 @@ async def test_a_call_that_had_nothing_at_its_deadline_is_not_told_to_come_again
 
 
 async def test_pieces_go_out_one_by_one_without_waiting_for_the_event_loop() -> None:
-    server = Server()
-    reply = HttpReply(server.send, [], RetryAfter())
-    reply.start(200, "text/event-stream")
-    reply.write(b"a")
-    reply.write(b"b")
+    server, reply = started()
+    for piece in (b"a", b"b"):
+        reply.write(piece)
     reply.end(b"c")
-    assert [m.get("body") for m in server.messages] == [None, b"a", b"b", b"c"]
-    assert [m.get("more_body") for m in server.messages[1:]] == [True, True, False]
+    sent = [(message["body"], message["more_body"]) for message in server.messages[1:]]
+    assert sent == [(b"a", True), (b"b", True), (b"c", False)]
     assert (reply.status, reply.finished, reply.bytes_sent) == (200, True, 3)
 
 
 async def test_what_is_written_while_the_client_lags_is_merged_into_one_message() -> None:
-    server = Server()
-    reply = HttpReply(server.send, [], RetryAfter())
-    reply.start(200, "text/plain")
+    server, reply = started()
     reply.write(b"a")
     server.writable.clear()
     for piece in (b"b", b"c", b"d"):
@@ -100,9 +104,7 @@ async def test_what_is_written_while_the_client_lags_is_merged_into_one_message(
 
 
 async def test_a_client_that_lags_again_and_again_still_gets_everything_in_order() -> None:
-    server = Server()
-    reply = HttpReply(server.send, [], RetryAfter())
-    reply.start(200, "text/plain")
+    server, reply = started()
     expected = b""
     for number in range(50):
         if number % 3 == 0:
@@ -120,9 +122,7 @@ async def test_a_client_that_lags_again_and_again_still_gets_everything_in_order
 
 
 async def test_whoever_drains_waits_for_what_was_just_written() -> None:
-    server = Server()
-    reply = HttpReply(server.send, [], RetryAfter())
-    reply.start(200, "text/plain")
+    server, reply = started()
     server.writable.clear()
     reply.write(b"a")
     drained = asyncio.create_task(reply.drain())
@@ -145,9 +145,7 @@ async def test_of_parts_that_repeat_each_other_a_client_that_lags_gets_the_lates
 
         return make
 
-    server = Server()
-    reply = HttpReply(server.send, [], RetryAfter())
-    reply.start(200, "text/plain")
+    server, reply = started()
     reply.write_latest(part(0))
     server.writable.clear()
     for number in range(1, 1000):
@@ -170,9 +168,8 @@ async def test_a_client_that_reads_nothing_is_given_up_once_too_much_waits_for_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(push, "MAX_UNSENT", 1000)
-    server, broken = Server(), []
-    reply = HttpReply(server.send, [], RetryAfter(), lambda: broken.append(True))
-    reply.start(200, "text/plain")
+    broken: list[bool] = []
+    server, reply = started(lambda: broken.append(True))
     server.writable.clear()
     for _ in range(1000):
         reply.write(b"x" * 100)
@@ -194,9 +191,8 @@ async def test_a_part_that_cannot_be_made_while_the_client_lags_ends_the_reply_a
     def broken() -> bytes:
         raise ZeroDivisionError("a bug")
 
-    server, broken_off = Server(), []
-    reply = HttpReply(server.send, [], RetryAfter(), lambda: broken_off.append(True))
-    reply.start(200, "text/plain")
+    broken_off: list[bool] = []
+    server, reply = started(lambda: broken_off.append(True))
     if lagging:
         server.writable.clear()
         reply.write(b"first,")
@@ -243,12 +239,13 @@ PLACES = ",".join(f"#/{name}/uniqueItems" for name in "abcd")
     ("own", "attributes"),
     [
         ([], f"X-Slipway-Not-Held={PLACES}"),
+        ([("x-slipway-deadline", "reached")], f"X-Slipway-Deadline=reached; X-Slipway-Not-Held={PLACES}"),
         ([("X-Amzn-SageMaker-Custom-Attributes", "a=b")], f"a=b; X-Slipway-Not-Held={PLACES}"),
         ([("X-Amzn-SageMaker-Custom-Attributes", "a" * 990)], "a" * 990 + "; X-Slipway-Not-Held=#"),
         ([("X-Amzn-SageMaker-Custom-Attributes", "a" * 1010)], "a" * 1010),
     ],
 )
-async def test_sagemaker_gets_the_parts_that_are_not_held_as_an_attribute(
+async def test_sagemaker_gets_the_deadline_and_the_parts_that_are_not_held_as_attributes(
     own: list[tuple[str, str]], attributes: str
 ) -> None:
     server = Server()
@@ -260,17 +257,6 @@ async def test_sagemaker_gets_the_parts_that_are_not_held_as_an_attribute(
     assert len(headers[ATTRIBUTES]) <= 1024
 
 
-async def test_sagemaker_gets_the_deadline_and_the_parts_that_are_not_held_as_attributes() -> None:
-    server = Server()
-    reply = HttpReply(server.send, [], RetryAfter())
-    reply.reply(Reply(200, "", b"", (("x-slipway-not-held", PLACES), ("x-slipway-deadline", "reached"))))
-    headers = dict(server.messages[0]["headers"])
-    assert headers[ATTRIBUTES] == f"X-Slipway-Deadline=reached; X-Slipway-Not-Held={PLACES}".encode()
-
-
 async def test_other_replies_have_no_such_attribute() -> None:
-    server = Server()
-    reply = HttpReply(server.send, [], RetryAfter())
-    reply.start(200, "text/plain", (("x", "y"),))
-    reply.end(b"")
+    server, _ = started()
     assert ATTRIBUTES not in dict(server.messages[0]["headers"])

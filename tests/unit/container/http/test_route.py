@@ -19,15 +19,7 @@ from handlers.contract import Call, Reply, ReplyWriter, Running
 from tests.freed import when_freed
 from tests.stand_ins.answering_route import Answering, answering_route, contract_with
 
-SCOPE = {
-    "type": "http",
-    "headers": [],
-    "query_string": b"",
-    "method": "POST",
-    "path": "/x",
-    "raw_path": b"/x",
-    "client": None,
-}
+SCOPE = {"type": "http", "headers": [], "query_string": b"", "method": "POST", "path": "/x", "raw_path": b"/x"}
 
 
 class Counts(HttpCounts):
@@ -75,6 +67,10 @@ def route(answer: Answering) -> tuple[Router, Counts]:
     return answering_route(AppState(Models(), ServerConfig(), counts), answer), counts
 
 
+async def asked(served: Router, client: Client) -> None:
+    await asyncio.wait_for(served(SCOPE, client.receive, client.send), 60)
+
+
 async def test_a_call_whose_client_leaves_while_it_waits_is_cancelled() -> None:
     begun, cancelled = asyncio.Event(), asyncio.Event()
 
@@ -87,11 +83,11 @@ async def test_a_call_whose_client_leaves_while_it_waits_is_cancelled() -> None:
         return None
 
     client, (served, counts) = Client(), route(answer)
-    serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
+    serving = asyncio.create_task(asked(served, client))
     await asyncio.wait_for(begun.wait(), 60)
     assert not cancelled.is_set()
     client.left.set()
-    await asyncio.wait_for(serving, 60)
+    await serving
     assert cancelled.is_set()
     assert (counts.statuses, client.sent) == ([499], [])
 
@@ -107,49 +103,32 @@ async def test_a_call_that_waited_and_then_runs_is_cancelled_when_its_client_lea
         return running
 
     client, (served, _) = Client(), route(answer)
-    serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
+    serving = asyncio.create_task(asked(served, client))
     await asyncio.wait_for(started.wait(), 60)
     assert running.cancelled == 0
     client.left.set()
-    await asyncio.wait_for(serving, 60)
+    await serving
     assert running.cancelled == 1
 
 
 @pytest.mark.parametrize("waits", [False, True])
-async def test_replies_and_refusals_are_the_same_whether_or_not_a_call_waits(waits: bool) -> None:
-    async def replying(call: Call, writer: ReplyWriter) -> Running | None:
+@pytest.mark.parametrize(("refuses", "status", "body"), [(False, 200, b"whole"), (True, 424, b"no")])
+async def test_replies_and_refusals_are_the_same_whether_or_not_a_call_waits(
+    waits: bool, refuses: bool, status: int, body: bytes
+) -> None:
+    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
         if waits:
             await asyncio.sleep(0.01)
+        if refuses:
+            raise GenerationFailed("no")
         writer.reply(Reply(200, "text/plain", b"whole"))
         return None
 
-    async def refusing(call: Call, writer: ReplyWriter) -> Running | None:
-        if waits:
-            await asyncio.sleep(0.01)
-        raise GenerationFailed("no")
-
-    for answer, status, body in ((replying, 200, b"whole"), (refusing, 424, b"no")):
-        client, (served, counts) = Client(), route(answer)
-        await asyncio.wait_for(served(SCOPE, client.receive, client.send), 60)
-        assert (counts.statuses, client.sent[-1]["body"]) == ([status], body)
+    client, (served, counts) = Client(), route(answer)
+    await asked(served, client)
+    assert (counts.statuses, client.sent[-1]["body"]) == ([status], body)
     await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == 1
-
-
-async def test_a_call_that_the_server_cancels_stays_cancelled() -> None:
-    begun = asyncio.Event()
-
-    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
-        begun.set()
-        await asyncio.sleep(60)
-        return None
-
-    client, (served, _) = Client(), route(answer)
-    serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
-    await asyncio.wait_for(begun.wait(), 60)
-    serving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await serving
 
 
 async def test_a_fault_while_the_model_is_looked_up_is_an_internal_error_in_the_form_of_the_route() -> None:
@@ -163,7 +142,7 @@ async def test_a_fault_while_the_model_is_looked_up_is_an_internal_error_in_the_
     counts = Counts()
     route = Route(AppState(Models(), ServerConfig(), counts), contract_with(refuse), "/x")
     client = Client()
-    await asyncio.wait_for(Router(route)(SCOPE, client.receive, client.send), 60)
+    await asked(Router(route), client)
     assert (counts.statuses, client.sent[-1]["body"]) == ([500], b"InternalError")
 
 
@@ -183,7 +162,7 @@ async def test_an_error_of_the_look_up_of_a_model_is_freed_with_the_request() ->
     route, client = Route(AppState(Models(), ServerConfig(), Counts()), contract, "/x"), Client()
     gc.disable()
     try:
-        await asyncio.wait_for(Router(route)(SCOPE, client.receive, client.send), 60)
+        await asked(Router(route), client)
         assert client.sent[0]["status"] == 404
         assert freed[0].is_set()
     finally:

@@ -7,11 +7,13 @@ import contextlib
 import http.client
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import uvicorn
+import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from container.http.body_limits import BodyMemory, BodyReader
@@ -26,7 +28,7 @@ from container.http.uvicorn_protocol import (
     received_body,
 )
 from container.models.registry import Models
-from container.server import http_server
+from container.server import http_server, listen
 from container.settings.server import ServerConfig
 from engines.errors import BodyTooLarge, GenerationFailed, Overloaded
 from handlers.contract import Reply
@@ -34,25 +36,10 @@ from tests.stand_ins.answering_route import answering_route
 from tests.waiting import until
 
 PIECE = b"x" * 65536
-PIECES = 200
-
-
-class Application:
-    """Pushes 13 MB at once, as an engine that does not wait for the client would."""
-
-    def __init__(self) -> None:
-        self.paused = False
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        reply = HttpReply(send, [], RetryAfter())
-        reply.start(200, "application/octet-stream")
-        for number in range(PIECES):
-            reply.write(PIECE)
-            if number % 50 == 0:
-                await asyncio.sleep(0.01)
-        self.paused = reply._resuming is not None
-        reply.end(b"end")
-        await _until_left(receive)
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+LAST_GET = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+BAD_CHUNK = CHUNKED + b"no size\r\n"
 
 
 @contextlib.asynccontextmanager
@@ -73,9 +60,7 @@ async def connected(
 @contextlib.asynccontextmanager
 async def served(application: Any, keep_alive: int = 5) -> AsyncIterator[tuple[uvicorn.Server, tuple[str, int]]]:
     """Run that server, and return it with its address."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen()
+    listener = listen("127.0.0.1", 0)
     config = uvicorn.Config(
         application,
         http=HttpProtocol,
@@ -94,36 +79,35 @@ async def served(application: Any, keep_alive: int = 5) -> AsyncIterator[tuple[u
         listener.close()
 
 
-async def test_a_slow_client_gets_everything_in_order() -> None:
-    application = Application()
-    async with connected(application) as (reader, writer):
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        await until(lambda: application.paused)
-        received = bytearray()
-        while piece := await reader.read(1 << 20):
-            received += piece
-    assert received.count(b"x") == PIECES * len(PIECE)
-    assert received.endswith(b"end\r\n0\r\n\r\n")
+async def received(application: Any, sent: bytes, *, keep_alive: int = 5) -> bytes:
+    """Return all that a client gets for these bytes, until the server closes the connection."""
+    async with connected(application, keep_alive) as (reader, writer):
+        writer.write(sent)
+        return await asyncio.wait_for(reader.read(), 60)
+
+
+async def reply_with(send: Any, body: bytes = b"", status: int = 200, *headers: tuple[bytes, bytes]) -> None:
+    length = (b"content-length", b"%d" % len(body))
+    await send({"type": "http.response.start", "status": status, "headers": [length, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the path, the names of the headers and the body."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    names = b" ".join(name for name, _ in scope["headers"])
+    await reply_with(send, b"<%s|%s|%s>" % (scope["raw_path"], names, body))
 
 
 async def test_a_head_without_end_is_cut_off_and_bodies_do_not_count() -> None:
-    async def echo_size(scope: Any, receive: Any, send: Any) -> None:
-        size, more = 0, True
-        while more:
-            message = await receive()
-            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"%d" % size})
-
-    size = 4 * HttpProtocol.MAX_HEAD
-    async with connected(echo_size) as (reader, writer):
-        writer.write(
-            b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size
-        )
-        assert (b"%d" % size) in await reader.read()
-    async with connected(echo_size) as (reader, writer):
-        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * HttpProtocol.MAX_HEAD)
-        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+    body = b"x" * 4 * HttpProtocol.MAX_HEAD
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    assert (await received(echo, head + body)).endswith(b"|%b>" % body)
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * HttpProtocol.MAX_HEAD
+    assert (await received(echo, head)).startswith(b"HTTP/1.1 400 ")
 
 
 class Transport:
@@ -204,8 +188,7 @@ async def test_bodies_that_come_with_their_heads_have_the_limits_of_others(frami
             found.append(type(error))
         else:
             found.append(None if body is None else len(body))
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body"})
+        await reply_with(send)
 
     sizes = (0, 5, 65_536, 69_500, 70_001)
     async with connected(application) as (reader, writer):
@@ -225,20 +208,6 @@ async def test_bodies_that_come_with_their_heads_have_the_limits_of_others(frami
                 head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200")
     assert found == [0, 5, 65_536, Overloaded, BodyTooLarge]
-
-
-async def test_head_and_body_of_a_reply_leave_in_one_write() -> None:
-    inner = Transport()
-    transport = corked(inner, [])
-    transport.write(b"head")
-    transport.write(b"body")
-    assert inner.writes == []
-    await asyncio.sleep(0)
-    assert inner.writes == [b"headbody"]
-    transport.write(b"last")
-    transport.close()
-    await asyncio.sleep(0)
-    assert (inner.writes, inner.closed) == ([b"headbody", b"last"], True)
 
 
 async def test_a_connection_that_cannot_be_written_to_is_broken_off_and_no_other(
@@ -278,7 +247,7 @@ async def test_the_parts_that_a_turn_writes_to_a_stream_leave_in_one_write(wrapp
     server.config.load()
     connection = server.config.http_protocol_class(server.config, server.server_state, {})  # type: ignore[call-arg]
     connection.connection_made(inner)  # type: ignore[arg-type]
-    connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")  # type: ignore[attr-defined]
+    connection.data_received(GET)  # type: ignore[attr-defined]
     await until(lambda: len(inner.writes) == 3)
     connection.connection_lost(None)
     head, *parts = inner.writes
@@ -287,43 +256,12 @@ async def test_the_parts_that_a_turn_writes_to_a_stream_leave_in_one_write(wrapp
     assert len(seen) == (7 if wrapped else 0)
 
 
-def serve_once(answers: bool) -> bytes:
-    """Return the bytes that a client gets from a server in a new event loop. The loop may stop before an answer is
-    sent.
-    """
-    loop = asyncio.new_event_loop()
-
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-        if not answers:
-            loop.stop()
-        await send({"type": "http.response.body", "body": b""})
-
-    server = http_server(answer)
-    server.config.load()
-    inner = Transport()
-    connection = server.config.http_protocol_class(server.config, server.server_state, {}, _loop=loop)  # type: ignore[call-arg]
-    connection.connection_made(inner)  # type: ignore[arg-type]
-    loop.call_soon(connection.data_received, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")  # type: ignore[attr-defined]
-    loop.call_later(0.05, loop.stop)
-    loop.run_forever()
-    loop.close()
-    return b"".join(inner.writes)
-
-
-async def test_an_event_loop_that_stops_with_something_unsent_is_nothing_to_the_next() -> None:
-    assert await asyncio.to_thread(serve_once, False) == b""
-    assert b"200 OK" in await asyncio.to_thread(serve_once, True)
-
-
-async def test_another_release_of_uvicorn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_uvicorn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_uvicorn()
-    monkeypatch.setattr(uvicorn, "__version__", "0.55.0")
-    with pytest.raises(RuntimeError, match=r"0\.54\.x.*0\.55\.0"):
-        check_uvicorn()
-
-
-async def test_a_uvicorn_without_a_method_that_is_overridden_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as changed:
+        changed.setattr(uvicorn, "__version__", "0.55.0")
+        with pytest.raises(RuntimeError, match=r"0\.54\.x.*0\.55\.0"):
+            check_uvicorn()
     monkeypatch.delattr(HttpToolsProtocol, "_unset_keepalive_if_required")
     with pytest.raises(RuntimeError, match="_unset_keepalive_if_required"):
         check_uvicorn()
@@ -343,21 +281,8 @@ async def test_a_client_that_never_reads_loses_its_connection_and_its_call_hears
         left.set()
 
     async with connected(flooding) as (_, writer):
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(GET)
         await asyncio.wait_for(left.wait(), 60)
-
-
-async def _echo(scope: Any, receive: Any, send: Any) -> None:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-    names = b" ".join(name for name, _ in scope["headers"])
-    answer = b"<%s|%s|%s>" % (scope["raw_path"], names, body)
-    await send(
-        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(answer))]},
-    )
-    await send({"type": "http.response.body", "body": answer})
 
 
 OFFER = (
@@ -371,7 +296,7 @@ OFFER = (
 async def test_a_request_that_offers_another_protocol_is_answered_with_its_body_and_so_is_the_next(
     pieces: list[bytes],
 ) -> None:
-    async with connected(_echo) as (reader, writer):
+    async with connected(echo) as (reader, writer):
         for piece in pieces:
             writer.write(piece)
             await asyncio.sleep(0.02)
@@ -381,7 +306,7 @@ async def test_a_request_that_offers_another_protocol_is_answered_with_its_body_
 
 
 async def test_pipelined_offers_of_another_protocol_are_answered_in_turn() -> None:
-    async with connected(_echo) as (reader, writer):
+    async with connected(echo) as (reader, writer):
         writer.write(3 * (OFFER + b"body"))
         for _ in range(3):
             assert b"|body>" in await _read_until(reader, b">")
@@ -389,23 +314,20 @@ async def test_pipelined_offers_of_another_protocol_are_answered_in_turn() -> No
 
 @pytest.mark.parametrize("target", [b"example.org:443", b"/", b"http://x/y", b"*"])
 async def test_connect_is_refused_and_no_application_is_called(target: bytes) -> None:
-    called = False
+    called = Mock()
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
-        nonlocal called
-        called = True
+        called()
 
-    async with connected(application) as (reader, writer):
-        writer.write(b"CONNECT %b HTTP/1.1\r\nHost: x\r\nX: %b\r\n\r\n" % (target, 5000 * b"x"))
-        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
-    assert not called
+    request = b"CONNECT %b HTTP/1.1\r\nHost: x\r\nX: %b\r\n\r\n" % (target, 5000 * b"x")
+    assert (await received(application, request)).startswith(b"HTTP/1.1 400 ")
+    called.assert_not_called()
 
 
 async def test_a_headers_name_has_a_limit() -> None:
     for length, status in ((256, 200), (257, 400)):
-        async with connected(_echo) as (reader, writer):
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n%b: 1\r\nConnection: close\r\n\r\n" % (length * b"x"))
-            assert (await reader.read()).startswith(b"HTTP/1.1 %d " % status)
+        request = b"GET / HTTP/1.1\r\nHost: x\r\n%b: 1\r\nConnection: close\r\n\r\n" % (length * b"x")
+        assert (await received(echo, request)).startswith(b"HTTP/1.1 %d " % status)
 
 
 async def test_a_client_that_leaves_ends_its_running_call_though_it_has_sent_another() -> None:
@@ -436,7 +358,7 @@ async def test_a_client_that_sends_ever_more_before_it_is_answered_loses_its_con
         await _until_left(receive)
 
     async with connected(waiting) as (reader, writer):
-        writer.write((HttpProtocol.MAX_PIPELINED + 2) * b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write((HttpProtocol.MAX_PIPELINED + 2) * GET)
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 60) == b""
     assert begun == 1
@@ -453,7 +375,7 @@ async def test_a_head_that_never_ends_ends_its_connection_also_if_it_grows(
             await asyncio.sleep(0.05)
             writer.write(b"x")
 
-    async with connected(_echo, keep_alive=1) as (reader, writer):
+    async with connected(echo, keep_alive=1) as (reader, writer):
         writer.write(begun)
         dripping = asyncio.create_task(growing(writer))
         with contextlib.suppress(ConnectionError):
@@ -473,17 +395,14 @@ async def test_a_head_that_never_ends_does_not_cut_off_the_reply_to_the_request_
             await asyncio.sleep(0.1)
         await send({"type": "http.response.body", "body": b"end"})
 
-    async with connected(slow) as (reader, writer):
-        writer.write(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\nGET /second HTTP/1.1\r\nHo")
-        received = await asyncio.wait_for(reader.read(), 60)
-    assert received.count(b"part") == 5
-    assert received.endswith(b"end\r\n0\r\n\r\n")
+    reply = await received(slow, b"GET /first HTTP/1.1\r\nHost: x\r\n\r\nGET /second HTTP/1.1\r\nHo")
+    assert reply.count(b"part") == 5
+    assert reply.endswith(b"end\r\n0\r\n\r\n")
 
 
 async def test_a_client_that_goes_on_sending_a_body_that_nobody_reads_and_stops_loses_its_connection() -> None:
     async def hasty(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"1")]})
-        await send({"type": "http.response.body", "body": b"!"})
+        await reply_with(send, b"!", 404)
 
     async with connected(hasty, keep_alive=1) as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
@@ -500,9 +419,7 @@ async def test_only_a_client_that_knows_chunks_gets_them(version: bytes) -> None
         reply.write(b"one")
         reply.end(b"two")
 
-    async with connected(streaming) as (reader, writer):
-        writer.write(b"GET / HTTP/%s\r\nHost: x\r\nConnection: close\r\n\r\n" % version)
-        head, _, body = (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n\r\n")
+    head, _, body = (await received(streaming, LAST_GET.replace(b"1.1", version))).partition(b"\r\n\r\n")
     chunked = version == b"1.1"
     assert (b"transfer-encoding: chunked" in head) is chunked
     assert b"connection: close" in head
@@ -510,9 +427,8 @@ async def test_only_a_client_that_knows_chunks_gets_them(version: bytes) -> None
 
 
 async def test_a_client_of_http_1_0_is_not_told_to_continue() -> None:
-    async with connected(_echo) as (reader, writer):
-        writer.write(b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\nhi")
-        assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 200 ")
+    request = b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\nhi"
+    assert (await received(echo, request)).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_a_server_that_ends_does_not_wait_for_a_request_that_is_not_there_yet() -> None:
@@ -537,11 +453,11 @@ async def test_trailers_are_no_headers_of_the_request() -> None:
 
     async def looking(scope: Any, receive: Any, send: Any) -> None:
         begun.set()
-        await _echo(scope, receive, send)
+        await echo(scope, receive, send)
         seen.append([name for name, _ in scope["headers"]])
 
     async with connected(looking) as (reader, writer):
-        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n")
+        writer.write(CHUNKED + b"2\r\nhi\r\n")
         await asyncio.wait_for(begun.wait(), 60)
         writer.write(b"0\r\nX-Amzn-SageMaker-Adapter-Identifier: other\r\n\r\n")
         assert await _read_until(reader, b">")
@@ -552,8 +468,8 @@ async def test_trailers_are_no_headers_of_the_request() -> None:
 
 @pytest.mark.parametrize("piece", [b"X-Trailer: x\r\n", b"x"])
 async def test_trailers_without_end_end_the_connection(piece: bytes) -> None:
-    async with connected(_echo) as (reader, writer):
-        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\nX-Long: x")
+    async with connected(echo) as (reader, writer):
+        writer.write(CHUNKED + b"2\r\nhi\r\n0\r\nX-Long: x")
         writer.write(piece * (2 * HttpProtocol.MAX_HEAD // len(piece)))
         with contextlib.suppress(ConnectionError):
             assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 400 ")
@@ -572,9 +488,7 @@ async def push_much(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextlib.contextmanager
-def client_with_little_room(
-    address: tuple[str, int], request: bytes = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-) -> Iterator[socket.socket]:
+def client_with_little_room(address: tuple[str, int], request: bytes = LAST_GET) -> Iterator[socket.socket]:
     """Return a client with a small receive buffer in its system."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -625,17 +539,17 @@ async def test_a_client_that_takes_a_little_from_time_to_time_gets_everything(mo
     monkeypatch.setattr(HttpProtocol, "SEND_SECONDS", 2.0)
 
     def read_slowly(client: socket.socket) -> bytes:
-        received = bytearray()
+        read = bytearray()
         while piece := client.recv(1 << 19, socket.MSG_WAITALL):
-            received += piece
+            read += piece
             time.sleep(0.3)
-        return bytes(received)
+        return bytes(read)
 
     async with served(push_much) as (_, address):
         with client_with_little_room(address) as client:
-            received = await asyncio.to_thread(read_slowly, client)
-    assert received.count(b"x") == 100 * len(PIECE)
-    assert received.endswith(b"end\r\n0\r\n\r\n")
+            read = await asyncio.to_thread(read_slowly, client)
+    assert read.count(b"x") == 100 * len(PIECE)
+    assert read.endswith(b"end\r\n0\r\n\r\n")
 
 
 async def _send_first(receive: Any, send: Any) -> None:
@@ -662,11 +576,11 @@ async def test_what_cannot_be_read_is_answered_after_the_reply_that_has_begun() 
 
     finish = asyncio.Event()
     async with connected(streaming) as (reader, writer):
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(GET)
         await _read_until(reader, b"first\r\n")
         writer.write(b"\x00 this is no HTTP\r\n\r\n")
         await asyncio.sleep(0.05)
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(GET)
         finish.set()
         reply, _, refusal = (await asyncio.wait_for(reader.read(), 60)).partition(b"HTTP/1.1 400 ")
     assert reply == b"4\r\nlast\r\n0\r\n\r\n"
@@ -677,38 +591,31 @@ async def test_what_cannot_be_read_is_answered_after_the_reply_that_has_begun() 
     "bad",
     [
         b"BAD\r\n\r\n",
-        b"POST /bad HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n",
+        BAD_CHUNK,
         b"POST /bad HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 2 * HttpProtocol.MAX_HEAD,
     ],
     ids=["line", "body", "length"],
 )
 async def test_requests_before_one_that_cannot_be_read_are_answered_in_order(bad: bytes) -> None:
     good = [b"POST /%d HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi" % number for number in range(10)]
-    async with connected(_echo) as (reader, writer):
+    async with connected(echo) as (reader, writer):
         writer.write(b"".join(good) + bad)
         for number in range(10):
             assert b"</%d|" % number in await _read_until(reader, b">")
         assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 400 ")
 
 
-async def test_a_body_that_cannot_be_read_is_answered_at_once() -> None:
-    async with connected(_echo) as (reader, writer):
-        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n")
-        assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 400 ")
-
-
-async def test_a_reply_that_comes_after_a_refusal_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_body_that_cannot_be_read_is_answered_at_once_and_a_later_reply_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     replied = asyncio.Event()
 
     async def at_once(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body", "body": b""})
+        await reply_with(send, b"", 404)
         replied.set()
 
-    async with connected(at_once) as (reader, writer):
-        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n")
-        reply = await asyncio.wait_for(reader.read(), 60)
-        await replied.wait()
+    reply = await received(at_once, BAD_CHUNK)
+    await asyncio.wait_for(replied.wait(), 60)
     assert reply.startswith(b"HTTP/1.1 400 ")
     assert b"404" not in reply
     assert "broken off" not in caplog.text
@@ -726,9 +633,7 @@ async def test_a_reply_that_comes_after_a_refusal_is_dropped(caplog: pytest.LogC
     ],
 )
 async def test_a_head_that_cannot_be_served_is_refused_with_its_reason(head: bytes, reason: bytes) -> None:
-    async with connected(_echo) as (reader, writer):
-        writer.write(head + b"\r\n0\r\n\r\n")
-        answer = await asyncio.wait_for(reader.read(), 60)
+    answer = await received(echo, head + b"\r\n0\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.endswith(b"\r\n\r\n" + reason)
 
@@ -739,12 +644,12 @@ HALF_CLOSED = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi"
 
 
 async def test_a_client_that_ends_its_own_side_gets_all_its_replies_and_then_the_end() -> None:
-    async with connected(_echo) as (reader, writer):
-        writer.write(3 * HALF_CLOSED)
-        writer.write_eof()
-        received = await asyncio.wait_for(reader.read(), 60)
-    assert received.count(b"</a|host content-length|hi>") == 3
-    assert b"100 Continue" not in received
+    for requests, replies in ((3 * HALF_CLOSED, 3), (HALF_CLOSED + HALF_CLOSED[:-1], 1)):
+        async with connected(echo) as (reader, writer):
+            writer.write(requests)
+            writer.write_eof()
+            read = await asyncio.wait_for(reader.read(), 60)
+        assert read.count(b"</a|host content-length|hi>") == read.count(b"HTTP/1.1 ") == replies
 
 
 async def test_a_client_that_ends_its_own_side_gets_replies_that_take_long() -> None:
@@ -764,6 +669,26 @@ async def test_a_client_that_ends_its_own_side_gets_replies_that_take_long() -> 
             client.sendall(HALF_CLOSED)
             client.shutdown(socket.SHUT_WR)
             assert await read() == (200, b"firstlast")
+
+
+async def half_closing(version: bytes, pauses: Sequence[float]) -> list[bytes]:
+    """Return the replies to clients that end their own side after these pauses."""
+
+    def ask(pause: float) -> bytes:
+        with socket.create_connection(address, timeout=60) as client:
+            client.sendall(HALF_CLOSED.replace(b"1.1", version))
+            time.sleep(pause)
+            client.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: client.recv(4096), b""))
+
+    async with served(echo) as (_, address):
+        return [await asyncio.to_thread(ask, pause) for pause in pauses]
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_each_client_that_ends_its_own_side_at_once_gets_its_answer_on_the_servers_event_loop(version: bytes) -> None:
+    replies = uvloop.run(half_closing(version, [number * 0.00002 for number in range(100)]))
+    assert [reply[-4:] for reply in replies] == [b"|hi>"] * 100
 
 
 async def _slow_start(receive: Any, send: Any) -> None:
@@ -790,14 +715,6 @@ async def test_a_client_that_closes_its_connection_ends_its_call_at_once(version
         await asyncio.wait_for(left.wait(), 10)
 
 
-async def test_half_a_request_is_not_waited_for_once_its_client_has_ended_its_side() -> None:
-    async with connected(_echo) as (reader, writer):
-        writer.write(HALF_CLOSED + HALF_CLOSED[:-1])
-        writer.write_eof()
-        received = await asyncio.wait_for(reader.read(), 60)
-    assert received.count(b"HTTP/1.1 ") == 1
-
-
 # Clients that are refused while they still send.
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
@@ -805,9 +722,7 @@ HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
 
 async def refuse(scope: Any, receive: Any, send: Any) -> None:
     """Answer without reading the body."""
-    headers = [(b"content-length", b"3"), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": 413, "headers": headers})
-    await send({"type": "http.response.body", "body": b"big"})
+    await reply_with(send, b"big", 413, (b"connection", b"close"))
 
 
 def ask(address: tuple[str, int], size: int) -> tuple[int, bytes]:
@@ -886,17 +801,17 @@ async def test_a_refusal_waits_for_a_client_that_has_not_taken_the_reply_before_
         requests = b"".join(b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path for path in (b"/big", b"/refused"))
         with client_with_little_room(address, requests) as client:
             await asyncio.wait_for(refusing.wait(), 60)
-            received = await asyncio.to_thread(_receive_until, client, b"\r\n\r\nno")
-    assert received.count(b"x") > 8_000_000
-    assert b"HTTP/1.1 424 " in received
+            read = await asyncio.to_thread(_receive_until, client, b"\r\n\r\nno")
+    assert read.count(b"x") > 8_000_000
+    assert b"HTTP/1.1 424 " in read
     assert "without starting response" not in caplog.text
 
 
 def _receive_until(client: socket.socket, end: bytes) -> bytes:
     client.settimeout(60)
-    received = bytearray()
-    while not received.endswith(end):
+    read = bytearray()
+    while not read.endswith(end):
         piece = client.recv(1 << 19)
         assert piece, "the connection was closed"
-        received += piece
-    return bytes(received)
+        read += piece
+    return bytes(read)
