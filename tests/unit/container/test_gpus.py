@@ -12,7 +12,6 @@ from container import gpus as container_devices
 from container.gpus import (
     GpusUnknown,
     SliceNotChosen,
-    allowed_devices,
     described_gpus,
     device_groups,
     gpu_count,
@@ -33,7 +32,7 @@ from handlers.custom.worker_process.socket_protocol import LoadRequest
         (4, 1, "*", ("0", "1", "2", "3")),
         (4, 2, "*", ("0,1", "2,3")),
         (3, 2, "*", ("0,1",)),
-        (4, 1, "1;gpu3", ("1", "3")),
+        (4, 1, "1;gpu3;1", ("1", "3")),
         (4, 2, "0", ("0,1",)),
         (4, 2, "2;0", ("2,3", "0,1")),
         (4, 2, "0;1", ("0,1",)),
@@ -49,34 +48,27 @@ def test_workers_get_the_devices_that_the_settings_name(
     assert device_groups(gpus, each, load_on) == groups
 
 
-def test_a_device_that_is_named_twice_is_one() -> None:
-    assert allowed_devices(4, "2;gpu2;0") == (2, 0)
-    assert allowed_devices(4, "*") == (0, 1, 2, 3)
-
-
 @pytest.mark.parametrize(("each", "load_on"), [(3, "*"), (1, "2"), (1, "x"), (2, "1")])
 def test_devices_that_are_not_there_are_an_error(each: int, load_on: str) -> None:
     with pytest.raises(ValueError):
         device_groups(2, each, load_on)
 
 
-def test_gpus_are_counted_by_their_files_and_by_what_is_visible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(container_devices, "_DEVICE_FILES", tmp_path)
+@pytest.fixture
+def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that adds device files to an empty /dev."""
+    directory = tmp_path / "dev"
+    directory.mkdir()
+    monkeypatch.setattr(container_devices, "_DEVICE_FILES", directory)
+    return lambda *names: [(directory / name).touch() for name in names] and None
+
+
+def test_gpus_are_counted_by_their_files_and_by_what_is_visible(dev: Callable[..., None]) -> None:
+    dev("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null")
     assert gpu_count({}) == 2
-    assert gpu_count({"CUDA_VISIBLE_DEVICES": "1"}) == 1
-    assert gpu_count({"CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert gpu_count({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
-
-
-def test_a_mig_slice_counts_as_the_one_gpu_that_cuda_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("nvidia0", "nvidia1"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(container_devices, "_DEVICE_FILES", tmp_path)
-    assert gpu_count({"CUDA_VISIBLE_DEVICES": f"{SLICES[0]},{SLICES[1]}"}) == 1
+    # A MIG slice counts as the one GPU that CUDA shows.
+    for visible, count in (("1", 1), ("", 0), ("-1", 0), (",".join(SLICES), 1)):
+        assert gpu_count({"CUDA_VISIBLE_DEVICES": visible}) == count
 
 
 @pytest.fixture
@@ -94,14 +86,9 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 
 
 def test_under_wsl2_the_drivers_tool_counts_the_gpus(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    nvidia_smi: Callable[[str], None],
-    caplog: pytest.LogCaptureFixture,
+    dev: Callable[..., None], nvidia_smi: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "dxg").touch()
-    monkeypatch.setattr(container_devices, "_DEVICE_FILES", tmp_path / "dev")
+    dev("dxg")
     nvidia_smi("echo 'GPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-a)'; echo 'GPU 1: NVIDIA T400 (UUID: GPU-b)'")
     assert gpu_count({}) == 2
     assert gpu_count({"CUDA_VISIBLE_DEVICES": "1"}) == 1
@@ -166,10 +153,6 @@ def test_the_memory_of_what_is_visible_is_read_in_the_order_of_cuda(
     assert tuple(one // MEBIBYTE for one in found) == free
 
 
-def test_a_slice_has_the_memory_of_the_slice_alone() -> None:
-    assert visible_memory(report(DIVIDED), None) == (19000 * MEBIBYTE,)
-
-
 @pytest.mark.parametrize("visible", [None, "0,1", "GPU-abbb,GPU-aaaa"])
 def test_a_divided_gpu_beside_others_has_to_be_chosen(visible: str | None) -> None:
     with pytest.raises(SliceNotChosen, match=r"2 GPUs .*1 .*CUDA_VISIBLE_DEVICES"):
@@ -203,13 +186,11 @@ def test_the_drivers_tool_is_asked_and_its_failures_are_said(tmp_path: Path, nvi
 
 
 def test_a_machine_is_known_by_all_of_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvidia_smi: Callable[[str], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dev: Callable[..., None], nvidia_smi: Callable[[str], None]
 ) -> None:
-    monkeypatch.setattr(container_devices, "_DEVICE_FILES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert machine_gpus() == ()
-    for name in ("nvidia0", "nvidia1"):
-        (tmp_path / name).touch()
+    dev("nvidia0", "nvidia1")
     assert machine_gpus() == (0, 0), "there is no nvidia-smi"
     (tmp_path / "report").write_text(report(WHOLE, OLDER))
     nvidia_smi(f"cat {tmp_path}/report")
@@ -275,11 +256,10 @@ def test_a_worker_is_told_its_device_and_sees_only_its_own_of_several() -> None:
 
 
 def test_the_figures_of_gpus_have_the_names_of_the_drivers_tool(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvidia_smi: Callable[[str], None]
+    dev: Callable[..., None], nvidia_smi: Callable[[str], None]
 ) -> None:
-    monkeypatch.setattr(container_devices, "_DEVICE_FILES", tmp_path)
     assert gpu_figures(60.0) == []
-    (tmp_path / "nvidia0").touch()
+    dev("nvidia0")
     nvidia_smi("echo '0, NVIDIA H200, 570.1, 9000 MiB, 143771 MiB, 97 %, 61'")
     (gpu,) = gpu_figures(60.0)
     assert (gpu["name"], gpu["memory.used"], gpu["utilization.gpu"]) == ("NVIDIA H200", "9000 MiB", "97 %")

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -67,19 +68,30 @@ def needed(settings: Settings, gpus: int = 0) -> tuple[int, int]:
     return int(found[3] or (1 if found[2] else 0)), int(found[1])
 
 
-def test_without_a_declaration_it_is_the_files_and_a_fifth_more(model_dir: Path) -> None:
-    assert needed(load(model_dir)) == (0, 11)
+@pytest.mark.parametrize(
+    ("properties", "gpus", "expected"),
+    [
+        ("", 0, (0, 11)),  # The files, and a fifth more.
+        ("required_memory_mb=3", 0, (0, 3)),
+        ("required_memory_mb=3\noption.tensor_parallel_degree=2", 2, (2, 3)),
+        (f"option.kv_cache_memory_bytes={MEBIBYTE}", 0, (0, 12)),
+        (f"option.kv_cache_memory_bytes={MEBIBYTE}\noption.data_parallel_size=2", 0, (0, 25)),
+        ("maxWorkers=3", 0, (0, 35)),
+        ("maxWorkers=3\nrequired_memory_mb=4", 0, (0, 12)),
+        ("maxWorkers=3\noption.rolling_batch=disable", 0, (0, 11)),
+    ],
+)
+def test_a_model_needs_its_files_and_its_cache_unless_it_declares_more_or_less(
+    model_dir: Path, properties: str, gpus: int, expected: tuple[int, int]
+) -> None:
+    assert needed(load(model_dir, properties), gpus) == expected
 
 
-def test_a_declaration_goes_before_the_estimate_and_that_of_the_device_before_the_general(model_dir: Path) -> None:
-    assert needed(load(model_dir, "required_memory_mb=3")) == (0, 3)
+def test_the_declaration_for_the_device_goes_before_the_general_one(model_dir: Path) -> None:
     device = "gpu" if gpu_count() else "cpu"
     properties = f"required_memory_mb=3\n{device}.required_memory_mb=4\n{device}.reserved_memory_mb=0"
     settings = load(model_dir, properties)
-    assert needed(settings) == (0, 4)
-    assert settings.reserved_memory == 0
-    assert settings.warnings == ()
-    assert needed(load(model_dir, "required_memory_mb=3\noption.tensor_parallel_degree=2"), 2) == (2, 3)
+    assert (needed(settings), settings.reserved_memory, settings.warnings) == ((0, 4), 0, ())
 
 
 def test_weights_in_a_second_format_and_other_files_are_not_counted(model_dir: Path) -> None:
@@ -95,12 +107,6 @@ def test_a_custom_handlers_model_counts_all_its_files_where_none_is_known_to_hol
     sparse(tmp_path / "model.onnx", 10 * MEBIBYTE)
     sparse(tmp_path / ".git" / "pack", 50 * MEBIBYTE)
     assert needed(load(tmp_path)) == (0, 12)
-
-
-def test_the_kv_cache_is_added_where_its_size_is_known(model_dir: Path) -> None:
-    assert needed(load(model_dir, f"option.kv_cache_memory_bytes={MEBIBYTE}")) == (0, 12)
-    two = load(model_dir, f"option.kv_cache_memory_bytes={MEBIBYTE}\noption.data_parallel_size=2")
-    assert needed(two) == (0, 25)
 
 
 @pytest.mark.parametrize(
@@ -201,12 +207,6 @@ def test_each_copy_needs_its_gpus(large_model: Path) -> None:
         check_room(without_degree, (*[EMPTY] * 3, *[FULL] * 5, MAIN))
 
 
-def test_each_copy_needs_main_memory_without_gpus(model_dir: Path) -> None:
-    assert needed(load(model_dir, "maxWorkers=3")) == (0, 35)
-    assert needed(load(model_dir, "maxWorkers=3\nrequired_memory_mb=4")) == (0, 12)
-    assert needed(load(model_dir, "maxWorkers=3\noption.rolling_batch=disable")) == (0, 11)
-
-
 def test_a_model_on_the_cpu_needs_main_memory(large_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "gpu_count", lambda: 2)
     settings = load(large_model, "load_on_devices=cpu\noption.rolling_batch=disable")
@@ -217,16 +217,10 @@ def test_a_model_on_the_cpu_needs_main_memory(large_model: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "properties",
-    [
-        "option.distributed_executor_backend=ray",
-        "option.data_parallel_backend=ray",
-        "option.nnodes=2",
-        "option.device_ids=1",
-    ],
+    "option", ["distributed_executor_backend=ray", "data_parallel_backend=ray", "nnodes=2", "device_ids=1"]
 )
-def test_where_vllm_or_ray_choose_the_gpus_they_go_on_to(model_dir: Path, properties: str) -> None:
-    config = load(model_dir, properties).config
+def test_where_vllm_or_ray_choose_the_gpus_they_go_on_to(model_dir: Path, option: str) -> None:
+    config = load(model_dir, f"option.{option}").config
     assert placed(config, (FULL, EMPTY, MAIN)) is config
 
 
@@ -310,9 +304,6 @@ def test_the_memory_of_each_gpu_comes_before_main_memory(
     assert main > 9
     assert caplog.text == ""
 
-    def unknown() -> tuple[int, ...]:
-        raise GpusUnknown("there is no program nvidia-smi")
-
-    monkeypatch.setattr(memory, "gpu_memory", unknown)
+    monkeypatch.setattr(memory, "gpu_memory", Mock(side_effect=GpusUnknown("there is no program nvidia-smi")))
     assert len(free_memory()) == 1
     assert "nvidia-smi" in caplog.text
