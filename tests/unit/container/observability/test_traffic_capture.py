@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from container.http.router import Mount
+from container.http.router import Application, Mount
 from container.observability import traffic_capture
 from container.observability.traffic_capture import RecordFiles, RequestCapture, recorded_headers, recorded_query
 from engines.interface import Generation, Sink
@@ -53,6 +53,26 @@ def server(directory: Path, mounts: Sequence[Mount] = ()) -> httpx.AsyncClient:
 
     engine.submit = submit
     return client
+
+
+def captured(directory: Path, application: Application, **files: int) -> RequestCapture:
+    """Return an application whose calls are recorded."""
+    return RequestCapture(application, lambda _: True, RecordFiles(directory, **files))
+
+
+def answering(body: bytes, *headers: tuple[bytes, bytes]) -> Application:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": list(headers)})
+        await send({"type": "http.response.body", "body": body})
+
+    return application
+
+
+SCOPE = {"type": "http", "method": "POST", "path": "/a", "raw_path": b"/a", "query_string": b"", "headers": []}
+
+
+async def nowhere(_: Any) -> None: ...
 
 
 async def test_a_record_has_the_request_and_the_whole_answer(tmp_path: Path) -> None:
@@ -127,12 +147,7 @@ async def test_a_record_that_memory_has_no_room_for_is_left_out(
     assert not files.take(1)
     files.give_back(10)
 
-    async def application(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"more than ten bytes"})
-
-    capture = RequestCapture(application, lambda _: True, files)
+    capture = RequestCapture(answering(b"more than ten bytes"), lambda _: True, files)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(capture), base_url="http://x") as client:
         assert (await client.post("/a", content=b"123")).text == "more than ten bytes"
         assert "is not captured: too many bytes wait to be written" in caplog.text
@@ -177,10 +192,7 @@ async def test_what_is_sent_after_a_client_has_left_takes_no_room(tmp_path: Path
         senders.append(send)
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    async def nowhere(_: Any) -> None: ...
-
-    scope = {"type": "http", "method": "POST", "path": "/a", "raw_path": b"/a", "query_string": b"", "headers": []}
-    await RequestCapture(application, lambda _: True, files)(scope, nowhere, nowhere)
+    await RequestCapture(application, lambda _: True, files)({**SCOPE}, nowhere, nowhere)
     await senders[0]({"type": "http.response.body", "body": b"late", "more_body": True})
     assert files.take(10)
 
@@ -191,17 +203,8 @@ async def test_a_reply_that_breaks_off_is_recorded_as_incomplete(tmp_path: Path)
         await send({"type": "http.response.body", "body": b"part", "more_body": True})
         raise ConnectionError
 
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def receive() -> Any:
-        return {"type": "http.disconnect"}
-
-    scope = {"type": "http", "method": "POST", "path": "/a", "raw_path": b"/a", "query_string": b"", "headers": []}
     with pytest.raises(ConnectionError):
-        await RequestCapture(application, lambda _: True, RecordFiles(tmp_path))(scope, receive, send)
+        await captured(tmp_path, application)({**SCOPE}, nowhere, nowhere)
     (record,) = await records(tmp_path)
     assert (record["answer"]["complete"], record["answer"]["body"]) == (False, "part")
 
@@ -221,12 +224,8 @@ async def test_no_file_gets_credentials_and_unknown_headers(name: str) -> None:
 
 
 async def test_no_file_gets_an_unknown_header_of_a_reply(tmp_path: Path) -> None:
-    async def application(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-type", b"text/plain"), (b"set-cookie", b"k"), (b"X-Auth-Token", b"k")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-
-    capture = RequestCapture(application, lambda _: True, RecordFiles(tmp_path))
+    headers = [(b"content-type", b"text/plain"), (b"set-cookie", b"k"), (b"X-Auth-Token", b"k")]
+    capture = captured(tmp_path, answering(b"", *headers))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(capture), base_url="http://x") as client:
         await client.post("/a")
     (record,) = await records(tmp_path)
@@ -276,16 +275,13 @@ async def test_a_captured_call_leaves_no_cycle_with_its_body(tmp_path: Path, fai
     async def receive() -> Any:
         return {"type": "http.request", "body": b"x" * size}
 
-    async def send(_: Any) -> None: ...
-
     def written() -> int:
         return sum(file.read_bytes().count(b"\n") for file in tmp_path.rglob("*.jsonl"))
 
-    capture = RequestCapture(application, lambda _: True, RecordFiles(tmp_path))
+    capture = captured(tmp_path, application)
     bytes_in_cycles()
     for number in range(1, 5):
-        scope = {"type": "http", "method": "POST", "raw_path": b"/", "query_string": b"", "headers": []}
         with contextlib.suppress(ValueError):
-            await capture(scope, receive, send)
+            await capture({**SCOPE}, receive, nowhere)
         await until(lambda expected=number: written() == expected)
         assert bytes_in_cycles() < size
