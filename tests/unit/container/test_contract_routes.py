@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from container.contract_routes import add_contracts
 from container.http.route import AppState, HttpCounts, HttpRoute
@@ -18,21 +19,9 @@ from container.settings.server import ServerConfig
 from container.settings.settings import Settings
 from handlers.contract import Call, Reply
 from handlers.model_config import ModelConfig
-from handlers.route_declarations import ContractRoutes, InfoRoute, ModelView
-
-
-async def ask(router: Router, body: bytes) -> None:
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        if not messages:
-            await asyncio.Event().wait()
-        return messages.pop()
-
-    async def send(message: Any) -> None: ...
-
-    scope = {"type": "http", "headers": [], "query_string": b"", "method": "POST", "path": "/t", "raw_path": b"/t"}
-    await router(scope, receive, send)
+from handlers.route_declarations import InfoRoute, ModelView
+from tests.stand_ins.answering_route import contract_with
+from tests.unit.container.one_model import client_of
 
 
 class Text:
@@ -54,19 +43,15 @@ class Text:
         return Reply(200, "", b"")
 
     async def ask(self, *lengths: int) -> None:
-        contract = ContractRoutes(
-            name="f",
-            routes=(InfoRoute(path="/t", answer=self.answer, methods=("POST",)),),
-            refuse=lambda error: Reply(500, "", b""),
-            error={},
-            wrong_method=lambda call: Reply(405, "", b""),
-        )
+        route = InfoRoute(path="/t", answer=self.answer, methods=("POST",))
+        contract = replace(contract_with(lambda _: Reply(500, "", b"")), routes=(route,))
         model = SimpleNamespace(lifecycle=SimpleNamespace(view=lambda: None))
-        models = SimpleNamespace(single=True, called=lambda *_: model, open_calls={}, reading=set())
-        state = AppState(cast(Models, models), ServerConfig(), HttpCounts())
+        models: Any = SimpleNamespace(single=True, called=lambda *_: model, open_calls={}, reading=set())
+        state = AppState(models, ServerConfig(), HttpCounts())
         router = Router(HttpRoute(state, contract, "unknown"))
         add_contracts(router, state, [contract])
-        await asyncio.gather(*(ask(router, b"x" * length) for length in lengths))
+        async with client_of(router) as client:
+            await asyncio.gather(*(client.post("/t", content=b"x" * length) for length in lengths))
 
 
 async def test_however_many_long_bodies_come_two_are_answered_at_a_time() -> None:

@@ -11,7 +11,7 @@ import pytest
 from container.http.request_head import RequestHead
 from handlers.custom.handler_reply import response_headers
 from handlers.lmi.routes import named_model
-from tests.unit.container.one_model import make, with_engine
+from tests.unit.container.one_model import make, ready, with_engine
 
 SERVED = frozenset({"small", "big.tar.gz"})
 ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
@@ -59,9 +59,7 @@ def test_custom_attributes_that_sagemaker_would_refuse_the_reply_for_are_left_ou
 
 
 async def identity(headers: dict[str, str], **settings: Any) -> str:
-    lifecycle, client = make(**settings)
-    with_engine(lifecycle)
-    async with client:
+    async with ready(**settings) as client:
         answer: httpx.Response = await client.post("/invocations", content=b"{", headers=headers)
     assert answer.status_code == 424
     return answer.headers["x-request-id"]

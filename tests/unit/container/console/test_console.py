@@ -15,12 +15,12 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from container.app import Applications, create_app
+from container.app import create_app
 from container.console.page import DIRECTORY
 from container.http.router import Mount
-from container.models.life_cycle import Lifecycle, State
+from container.models.life_cycle import Lifecycle
 from container.models.registration import Registrar
-from container.models.registry import EngineRestart, Model, Models
+from container.models.registry import EngineRestart, Models
 from container.settings import server as server_module
 from container.settings.load import load_startup
 from container.settings.settings import Settings
@@ -30,6 +30,7 @@ from engines.pooling import PoolingModel
 from engines.statistics import EngineStatistics
 from handlers.loaded_service import Service
 from tests.settings import load_settings
+from tests.unit.container.one_model import client_of, served
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 SECRETS = {
@@ -56,19 +57,12 @@ def settings_of(model_dir: Path, environ: dict[str, str]) -> Settings:
     return load_settings(model_dir, environ, {"model_name": "model"})
 
 
-def applications(settings: Settings, *mounts: Mount) -> Applications:
-    lifecycle = Lifecycle(settings)
-    lifecycle.stage = State.READY
-    models = Models([Model(lifecycle, str(lifecycle.config.model_dir))])
-    return create_app(models, settings.server_config, Registrar(models, settings.server_config, Mock()), mounts)
-
-
-def client_of(application: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://server")
-
-
 def console(model_dir: Path, *mounts: Mount, **environ: str) -> httpx.AsyncClient:
-    return client_of(applications(settings_of(model_dir, environ), *mounts).main)
+    return client_of(served(settings=settings_of(model_dir, environ), mounts=mounts)[1].main)
+
+
+async def state_of(client: httpx.AsyncClient) -> Any:
+    return (await client.get("/console/state")).json()
 
 
 async def test_the_page_and_all_that_it_refers_to_are_served(model_dir: Path) -> None:
@@ -195,13 +189,9 @@ async def test_the_state_is_that_of_ping_and_of_slipway_config(model_dir: Path) 
 
 
 async def test_a_model_that_has_failed_shows_why(model_dir: Path) -> None:
-    settings = settings_of(model_dir, {})
-    lifecycle = Lifecycle(settings)
-    lifecycle.stage = State.READY
+    lifecycle, applications = served(settings=settings_of(model_dir, {}))
     lifecycle.fail("the engine is gone")
-    models = Models([Model(lifecycle, str(lifecycle.config.model_dir))])
-    app = create_app(models, settings.server_config, Registrar(models, settings.server_config, Mock())).main
-    state = (await client_of(app).get("/console/state")).json()
+    state = await state_of(client_of(applications.main))
     assert state["health"]["status"] == 500
     assert (state["models"][0]["state"], state["models"][0]["reason"]) == ("failed", "the engine is gone")
 
@@ -216,14 +206,14 @@ async def test_secrets_are_masked(model_dir: Path) -> None:
 
 async def test_what_belongs_to_the_management_api_is_on_its_address_alone(model_dir: Path) -> None:
     environ = {"SERVING_MANAGEMENT_ADDRESS": "http://127.0.0.1:9999"}
-    both = applications(settings_of(model_dir, environ))
-    state = (await client_of(both.main).get("/console/state")).json()
+    _, both = served(settings=settings_of(model_dir, environ))
+    state = await state_of(client_of(both.main))
     assert (state["management"], state["models"][0]["settings"]) == (False, None)
     assert str(model_dir) not in str({**state, "models": [state["models"][0] | {"model_id": None}]})
-    state = (await client_of(both.management).get("/console/state")).json()
+    state = await state_of(client_of(both.management))
     assert state["management"]
     assert state["models"][0]["settings"]["settings"]
-    off = applications(settings_of(model_dir, environ | {"SERVING_CONSOLE": "false"}))
+    _, off = served(settings=settings_of(model_dir, environ | {"SERVING_CONSOLE": "false"}))
     assert (await client_of(off.management).get("/console/state")).status_code == 404
 
 
@@ -231,10 +221,10 @@ async def test_adapters_are_shown_without_credentials(model_dir: Path, monkeypat
     adapter = Adapter(name="red", src="https://me:swordfish@host/red", path=model_dir, id=1, pin=True)
     view = Lifecycle.view
     monkeypatch.setattr(Lifecycle, "view", lambda lifecycle: replace(view(lifecycle), adapters=(adapter,)))
-    (model,) = (await console(model_dir).get("/console/state")).json()["models"]
+    (model,) = (await state_of(console(model_dir)))["models"]
     assert model["adapters"] == [{"name": "red", "src": "https://***@host/red", "pinned": True}]
     apart = console(model_dir, SERVING_MANAGEMENT_ADDRESS="http://127.0.0.1:9999")
-    (model,) = (await apart.get("/console/state")).json()["models"]
+    (model,) = (await state_of(apart))["models"]
     assert model["adapters"] == [{"name": "red", "src": None, "pinned": True}]
 
 
@@ -266,7 +256,7 @@ async def test_the_kind_of_a_model_is_shown(
 ) -> None:
     view = Lifecycle.view
     monkeypatch.setattr(Lifecycle, "view", lambda lifecycle: replace(view(lifecycle), loaded=loaded))
-    (model,) = (await console(model_dir).get("/console/state")).json()["models"]
+    (model,) = (await state_of(console(model_dir)))["models"]
     assert (model["kind"], model["images"], model["labels"]) == (kind, images, labels)
 
 
@@ -275,7 +265,7 @@ async def test_a_server_without_a_model_shows_its_own_settings() -> None:
     models = Models()
     registrar = Registrar(models, startup.server_config, Mock())
     app = create_app(models, startup.server_config, registrar, report=startup.report).main
-    state = (await client_of(app).get("/console/state")).json()
+    state = await state_of(client_of(app))
     assert (state["models"], state["single"]) == ([], False)
     assert {"name": "multi_model", "value": True, "source": "environment: SAGEMAKER_MULTI_MODEL"} in state["settings"][
         "settings"
@@ -286,7 +276,7 @@ async def test_the_local_endpoints_names_are_shown(model_dir: Path) -> None:
     async def nothing(*_: Any) -> None: ...
 
     client = console(model_dir, Mount("/endpoints/", nothing, ("my-endpoint",)))
-    assert (await client.get("/console/state")).json()["endpoints"] == ["my-endpoint"]
+    assert (await state_of(client))["endpoints"] == ["my-endpoint"]
 
 
 COPIES = [EngineCopy(1, CopyState.DEAD, 0.0, (0, 1)), EngineCopy(2, CopyState.DEAD, 0.0, (2, 3))]
@@ -295,8 +285,7 @@ COPIES = [EngineCopy(1, CopyState.DEAD, 0.0, (0, 1)), EngineCopy(2, CopyState.DE
 def console_of(model_dir: Path, restarts: str, restarted: Sequence[EngineRestart] = ()) -> httpx.AsyncClient:
     """Return a client of a server whose engine has died and whose calls wait for it."""
     settings = settings_of(model_dir, {"SERVING_ENGINE_RESTART": restarts})
-    lifecycle = Lifecycle(settings)
-    lifecycle.stage = State.READY
+    lifecycle, applications = served(settings=settings, restarts=restarted)
     engine: Any = SimpleNamespace(
         **vars(loaded_as(None)),
         statistics=EngineStatistics(continued_requests=24, down_seconds=3.5),
@@ -305,15 +294,14 @@ def console_of(model_dir: Path, restarts: str, restarted: Sequence[EngineRestart
         copies=COPIES,
     )
     lifecycle.service = Service(lifecycle.config, Mock(), engine, engine=engine)
-    models = Models([Model(lifecycle, str(lifecycle.config.model_dir), restarts=list(restarted))])
-    return client_of(create_app(models, settings.server_config, Registrar(models, settings.server_config, Mock())).main)
+    return client_of(applications.main)
 
 
 async def test_an_engine_that_is_started_again_is_shown_with_its_restarts_and_calls(model_dir: Path) -> None:
     now = time.monotonic()
     restarted = [(now - 601, {1}), (now - 60, {1}), (now - 50, {2}), (now - 40, {1, 2}), (now, {1})]
     restarts = [EngineRestart(at, frozenset(copies)) for at, copies in restarted]
-    state = (await console_of(model_dir, "3", restarts).get("/console/state")).json()
+    state = await state_of(console_of(model_dir, "3", restarts))
     (model,) = state["models"]
     assert (state["health"]["status"], model["state"], model["reason"]) == (200, "restarting", "the engine has died")
     assert model["restarts"] == {
@@ -330,6 +318,6 @@ async def test_an_engine_that_is_started_again_is_shown_with_its_restarts_and_ca
 
 
 async def test_an_engine_that_is_not_started_again_is_shown_as_failed_and_without_restarts(model_dir: Path) -> None:
-    state = (await console_of(model_dir, "0").get("/console/state")).json()
+    state = await state_of(console_of(model_dir, "0"))
     assert (state["health"]["status"], state["models"][0]["state"]) == (500, "failed")
     assert state["models"][0]["restarts"] is None
