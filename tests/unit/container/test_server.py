@@ -6,11 +6,16 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,58 +25,30 @@ import pytest
 
 from container import server
 from container.http.router import Mount
-from container.models.life_cycle import State
+from container.models.life_cycle import Lifecycle, State
 from container.models.registry import Model, Models
-from container.observability import logs
 from container.settings.server import ServerConfig
 from container.settings.settings import Startup
-from handlers.model_config import ModelConfig
 from tests.live.server import free_port
+from tests.unit.container.one_model import make
 
 
-class Stalled:
-    """A life cycle with an engine that stands still."""
-
-    state = stage = State.READY
-    reason = ""
-    open_calls = 0
-    config = ModelConfig(name="m", model_dir=Path("."), model_id="m")
-    stalled = "the engine is stalled"
-    missing = lost = ""
-    died_while_draining = False
-    copies, service = (), None
-    drained = False
-
-    def fail(self, reason: str) -> None:
-        self.state, self.reason = State.FAILED, reason
-
-    async def drain(self, limit: float) -> None:
-        self.drained = True
-
-
-class Unwatchable(Stalled):
-    """A life cycle with a state that cannot be read."""
-
-    @property
-    def stalled(self) -> str:  # type: ignore[override]
-        raise ZeroDivisionError("a bug")
-
-
-async def watched(monkeypatch: pytest.MonkeyPatch, lifecycle: Any = None, **settings: Any) -> int | None:
-    """Return the exit code. None: the process still runs."""
+async def watched(monkeypatch: pytest.MonkeyPatch, stalled: property, **settings: Any) -> tuple[int | None, Lifecycle]:
+    """Return the exit code, and the model's life cycle. None: the process still runs."""
     monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
-    lifecycle = lifecycle or Stalled()
+    monkeypatch.setattr(Lifecycle, "stalled", stalled)
+    lifecycle, _ = make()
     process = server.Process(Startup(ServerConfig(blackbox_dir="", **settings), ()))
-    process.server.models = Models([Model(lifecycle, str(lifecycle.config.model_dir))])
+    process.server.models = Models([Model(lifecycle, "m")])
     try:
         await asyncio.wait_for(process.watch(), 1.0)
     except TimeoutError:
-        return None
+        return None, lifecycle
     if not settings.get("fail_fast"):
-        return None
-    assert lifecycle.drained
+        return None, lifecycle
+    assert lifecycle.stage is State.DRAINING
     assert all(server.should_exit for server, _, _ in process.listeners)
-    return process.exit_code
+    return process.exit_code, lifecycle
 
 
 @pytest.mark.parametrize(
@@ -86,20 +63,36 @@ async def watched(monkeypatch: pytest.MonkeyPatch, lifecycle: Any = None, **sett
 async def test_a_stalled_engine_ends_the_process_only_if_both_settings_say_so(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool], code: int | None
 ) -> None:
-    assert await watched(monkeypatch, **settings) == code
+    stalled = property(lambda _: "the engine is stalled")
+    assert (await watched(monkeypatch, stalled, **settings))[0] == code
 
 
 @pytest.mark.parametrize(("fail_fast", "code"), [(False, None), (True, 137)])
 async def test_engines_that_cannot_be_watched_any_more_count_as_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fail_fast: bool, code: int | None
 ) -> None:
-    lifecycle = Unwatchable()
-    assert await watched(monkeypatch, lifecycle, fail_fast=fail_fast) == code
-    assert (lifecycle.state, lifecycle.reason) == (
-        State.FAILED,
-        "the engine is no longer watched: internal error",
-    )
-    assert "ZeroDivisionError: a bug" in caplog.text
+    exit_code, lifecycle = await watched(monkeypatch, property(lambda _: 1 // 0), fail_fast=fail_fast)
+    assert exit_code == code
+    if not fail_fast:
+        assert (lifecycle.state, lifecycle.reason) == (State.FAILED, "the engine is no longer watched: internal error")
+    assert "ZeroDivisionError" in caplog.text
+
+
+@asynccontextmanager
+async def connected(
+    application: Any, last_seconds: float = 5.0
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Run an HTTP server, and connect a client to it. At the end, stop the server."""
+    listener = server.listen("127.0.0.1", 0)
+    http = server.http_server(application, last_seconds)
+    serving = asyncio.create_task(http.serve([listener]))
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        http.should_exit = True
+        await asyncio.wait_for(serving, 60)
 
 
 async def test_a_stop_that_waits_for_calls_alone_does_not_say_that_connections_are_broken_off(
@@ -114,16 +107,11 @@ async def test_a_stop_that_waits_for_calls_alone_does_not_say_that_connections_a
         left.set()
         await asyncio.sleep(0.5)
 
-    listener = server.listen("127.0.0.1", 0)
-    http = server.http_server(slow_to_end, 0.05)
-    serving = asyncio.create_task(http.serve([listener]))
-    _, writer = await asyncio.open_connection(*listener.getsockname())
-    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-    await asyncio.wait_for(begun.wait(), 60)
-    writer.close()
-    await asyncio.wait_for(left.wait(), 60)
-    http.should_exit = True
-    await asyncio.wait_for(serving, 60)
+    async with connected(slow_to_end, 0.05) as (_, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.wait_for(begun.wait(), 60)
+        writer.close()
+        await asyncio.wait_for(left.wait(), 60)
     assert "still open" not in caplog.text
 
 
@@ -134,15 +122,9 @@ async def test_every_reply_has_one_date(head: bytes) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
 
-    listener = server.listen("127.0.0.1", 0)
-    http = server.http_server(answer)
-    serving = asyncio.create_task(http.serve([listener]))
-    reader, writer = await asyncio.open_connection(*listener.getsockname())
-    writer.write(head)
-    reply = await asyncio.wait_for(reader.read(), 60)
-    writer.close()
-    http.should_exit = True
-    await asyncio.wait_for(serving, 60)
+    async with connected(answer) as (reader, writer):
+        writer.write(head)
+        reply = await asyncio.wait_for(reader.read(), 60)
     (date,) = re.findall(rb"(?i)\r\ndate: ([^\r]+)\r\n", reply)
     assert abs(parsedate_to_datetime(date.decode()).timestamp() - time.time()) < 60
 
@@ -160,17 +142,6 @@ async def test_further_applications_end_their_work_with_the_drain() -> None:
     draining = server.ModelServer(Startup(ServerConfig(drain_timeout=3.0), ()), mounts)
     await draining.drain()
     assert drained == [3.0]
-
-
-async def test_the_death_of_an_engine_shows_what_was_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[None] = []
-    monkeypatch.setattr(logs, "show_held", lambda: shown.append(None))
-    lifecycle: Any = Stalled()
-    lifecycle.fail("the engine has died")
-    lifecycle.give_up = lambda: None
-    lifecycle.copies, lifecycle.calls_can_wait = (), lambda: False
-    assert await watched(monkeypatch, lifecycle, engine_restart=0) is None
-    assert len(shown) == 1
 
 
 FAILING = """
@@ -288,3 +259,80 @@ def test_processes_to_come_load_no_library_from_their_working_directory(monkeypa
             monkeypatch.setenv("LD_LIBRARY_PATH", given)
         with server.prepared(startup):
             assert os.environ.get("LD_LIBRARY_PATH") == left
+
+
+OPEN_FILES = """
+import resource, sys
+from container.server import allow_open_files
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
+allow_open_files()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(("limits", "raised"), [("256 4096", "4096 4096"), ("1024 1024", "1024 1024")])
+def test_as_many_files_may_be_open_as_the_hard_limit_says(limits: str, raised: str) -> None:
+    command = [sys.executable, "-c", OPEN_FILES, *limits.split()]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == raised
+
+
+# The directory of vLLM's sockets.
+
+VARIABLE = "VLLM_RPC_BASE_PATH"
+
+
+@pytest.fixture
+def no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.mark.usefixtures("no_directory")
+def test_what_vllm_leaves_in_its_directory_goes_with_it() -> None:
+    with server.socket_directory():
+        directory = Path(os.environ[VARIABLE])
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(directory / "3b155a26-d96f-4f6a-8192-9f0803f196d9"))
+    assert not directory.exists()
+    assert VARIABLE not in os.environ
+
+
+@pytest.mark.usefixtures("no_directory")
+def test_multiprocessings_sockets_are_there_as_well() -> None:
+    with server.socket_directory():
+        assert get_temp_dir() == os.environ[VARIABLE]
+    assert get_temp_dir() != os.environ.get(VARIABLE)
+
+
+@pytest.mark.usefixtures("no_directory")
+def test_what_a_killed_server_has_left_goes_with_the_next_start_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, young, other = (tmp_path / name for name in ("slipway-sockets-a", "slipway-sockets-b", "slipway-other"))
+    for directory in (left, young, other):
+        directory.mkdir()
+        (directory / "socket").touch()
+    with server.socket_directory():
+        own = next(path for path in tmp_path.iterdir() if path not in (left, young, other))
+        for directory in (left, other, own):
+            os.utime(directory, (0, 0))
+        with server.socket_directory():  # of another server
+            assert (left.exists(), young.exists(), other.exists(), own.exists()) == (False, True, True, True)
+
+
+def test_a_directory_that_somebody_has_named_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    with server.socket_directory():
+        assert os.environ[VARIABLE] == str(tmp_path)
+    assert os.environ[VARIABLE] == str(tmp_path)
+    assert tmp_path.exists()
+
+
+@pytest.mark.usefixtures("no_directory")
+def test_a_path_that_is_too_long_for_sockets_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 60)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with server.socket_directory():
+        assert VARIABLE not in os.environ
+    assert not list(deep.iterdir())
