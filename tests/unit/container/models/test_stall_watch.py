@@ -36,110 +36,68 @@ class Bench:
         return bool(self.watch.reason)
 
 
-def test_an_idle_engine_is_well_however_long_it_says_nothing() -> None:
-    bench = Bench()
-    bench.run(100 * LIMIT, busy=False)
-    assert not bench.stalled
+IDLE, HANGS, MOVES, ENDS = (False, False), (True, False), (True, True), (False, True)
+"""What an engine does for a while: has it work, and does something come of it."""
+NEW, HALF = NEW_ENGINE_STALL_SECONDS, NEW_ENGINE_SECONDS / 2
+# Limit, and steps: seconds, what the engine does, and whether it is stalled after them.
+SCENARIOS: dict[str, tuple[float | None, list[tuple[float, tuple[bool, bool], bool]]]] = {
+    "an idle engine is well however long it says nothing": (LIMIT, [(100 * LIMIT, IDLE, False)]),
+    "a busy engine is well as long as it moves": (LIMIT, [(100 * LIMIT, MOVES, False)]),
+    "the time counts from when the work came and not from the last sign of life": (
+        LIMIT,
+        [(1, MOVES, False), (10 * LIMIT, IDLE, False), (LIMIT - 1, HANGS, False), (2, HANGS, True)],
+    ),
+    "an engine whose requests are given up one by one, before the limit, is stalled nevertheless": (
+        LIMIT,
+        [(LIMIT / 2, HANGS, False), (LIMIT, IDLE, False), (LIMIT / 2 + 1, HANGS, True)],
+    ),
+    "work that was given up counts no more once the engine has moved": (
+        LIMIT,
+        [(LIMIT - 1, HANGS, False), (1, ENDS, False), (LIMIT - 1, HANGS, False)],
+    ),
+    "it is well again with the next sign of life and not before": (
+        LIMIT,
+        [(LIMIT + 1, HANGS, True), (10, IDLE, True), (0.25, ENDS, False)],
+    ),
+    "without a limit a new engine may compile for longer": (
+        None,
+        [(NEW - 1, HANGS, False), (2, HANGS, True), (1, MOVES, False)],
+    ),
+    "an engine is new until it has worked for ten minutes however long it was idle": (
+        None,
+        [
+            *((20 * HALF, IDLE, False), (HALF, MOVES, False), (20 * HALF, IDLE, False)),
+            *((STALL_SECONDS + 1, HANGS, False), (HALF, MOVES, False)),
+            *((STALL_SECONDS - 1, HANGS, False), (2, HANGS, True)),
+        ],
+    ),
+    "a limit that is set holds for a new engine": (4.0, [(5, HANGS, True)]),
+    "a limit of 0 is none": (0.0, [(1000 * LIMIT, HANGS, False)]),
+}
 
 
-def test_a_busy_engine_is_well_as_long_as_it_moves() -> None:
-    bench = Bench()
-    bench.run(100 * LIMIT, busy=True, moving=True)
-    assert not bench.stalled
-
-
-def test_the_time_counts_from_when_the_work_came_and_not_from_the_last_sign_of_life() -> None:
-    bench = Bench()
-    bench.run(1, busy=True, moving=True)
-    bench.run(10 * LIMIT, busy=False)
-    bench.run(LIMIT - 1, busy=True)
-    assert not bench.stalled
-    bench.run(2, busy=True)
-    assert bench.stalled
-
-
-def test_an_engine_whose_requests_are_given_up_one_by_one_is_stalled_nevertheless() -> None:
-    bench = Bench()
-    for _ in range(3):  # `predict_timeout` is shorter than the limit, and there is little to do
-        bench.run(LIMIT / 2, busy=True)
-        bench.run(LIMIT, busy=False)
-    assert bench.stalled
-
-
-def test_work_that_was_given_up_counts_no_more_once_the_engine_has_moved() -> None:
-    bench = Bench()
-    bench.run(LIMIT - 1, busy=True)
-    bench.run(1, busy=False, moving=True)
-    bench.run(LIMIT - 1, busy=True)
-    assert not bench.stalled
-
-
-def test_it_is_well_again_with_the_next_sign_of_life_and_not_before() -> None:
-    bench = Bench()
-    bench.run(LIMIT + 1, busy=True)
-    assert bench.stalled
-    bench.run(10, busy=False)  # its requests were given up
-    assert bench.stalled
-    bench.run(0.25, busy=False, moving=True)
-    assert not bench.stalled
+@pytest.mark.parametrize(("limit", "steps"), SCENARIOS.values(), ids=SCENARIOS)
+def test_an_engine_is_stalled_or_well(limit: float | None, steps: list[tuple[float, tuple[bool, bool], bool]]) -> None:
+    bench = Bench(limit)
+    for seconds, (busy, moving), stalled in steps:
+        bench.run(seconds, busy=busy, moving=moving)
+        assert bench.stalled is stalled, f"after {seconds} s"
 
 
 def test_it_can_stall_again_and_each_time_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            bench.run(LIMIT + 1, busy=True)
-            assert all(bench.stalled for _ in range(5))
+            bench.run(75, busy=True)
+            assert all("75 s" in bench.watch.reason for _ in range(5))
             bench.run(1, busy=True, moving=True)
             assert not any(bench.stalled for _ in range(5))
     words = [record.message.partition(" ")[2].split()[1] for record in caplog.records]
     assert words == ["is", "goes", "is", "goes"]
 
 
-def test_the_reason_says_for_how_long() -> None:
-    bench = Bench()
-    bench.run(75, busy=True)
-    assert "75 s" in bench.watch.reason
-
-
 def test_time_in_which_the_server_itself_stood_still_does_not_count() -> None:
     bench = Bench()
     bench.run(1, busy=True, moving=True)
     bench.run(3600, busy=True, tick=3600)  # the whole container was paused
-    assert not bench.stalled
-
-
-def test_without_a_limit_a_new_engine_may_compile_for_longer() -> None:
-    bench = Bench(limit=None)
-    bench.run(NEW_ENGINE_STALL_SECONDS - 1, busy=True)
-    assert not bench.stalled
-    bench.run(2, busy=True)
-    assert bench.stalled
-    bench.run(1, busy=True, moving=True)
-    assert not bench.stalled
-
-
-def test_an_engine_is_new_until_it_has_worked_for_ten_minutes_however_long_it_was_idle() -> None:
-    bench = Bench(limit=None)
-    bench.run(10 * NEW_ENGINE_SECONDS, busy=False)
-    bench.run(NEW_ENGINE_SECONDS / 2, busy=True, moving=True)
-    bench.run(10 * NEW_ENGINE_SECONDS, busy=False)
-    bench.run(STALL_SECONDS + 1, busy=True)
-    assert not bench.stalled
-    bench.run(NEW_ENGINE_SECONDS / 2, busy=True, moving=True)
-    bench.run(STALL_SECONDS - 1, busy=True)
-    assert not bench.stalled
-    bench.run(2, busy=True)
-    assert bench.stalled
-
-
-def test_a_limit_that_is_set_holds_for_a_new_engine() -> None:
-    bench = Bench(limit=4.0)
-    bench.run(5, busy=True)
-    assert bench.stalled
-
-
-def test_a_limit_of_0_is_none() -> None:
-    bench = Bench(limit=0.0)
-    bench.run(1000 * LIMIT, busy=True)
     assert not bench.stalled
