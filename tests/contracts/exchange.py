@@ -13,7 +13,7 @@ from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from handlers.contract import Call, ContractError, Exchange, Reply
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.model_config import ModelConfig
-from handlers.route_declarations import InfoRoute, ModelView, RenderedChat
+from handlers.route_declarations import InfoRoute, ModelView, RenderedChat, State
 from tests.settings import configured
 
 MODEL = ModelConfig(name="model", model_dir=Path("."), model_id="model")
@@ -49,6 +49,22 @@ def refusal(document: Any, content_type: str = "application/json", **settings: A
 def answer(document: Any, *deltas: TokenDelta, **settings: Any) -> bytes:
     exchange = parse(document, **settings)
     return b"".join(exchange.answer.feed(0, delta) for delta in deltas)
+
+
+def view(state: State = "ready", reason: str = "", loaded: Any = None, **settings: Any) -> ModelView:
+    """Return what the routes that generate nothing know of the model."""
+    return ModelView(
+        config=configured(MODEL, **settings),
+        state=state,
+        reason=reason,
+        started_at=0.0,
+        loaded=loaded,
+        engine="vllm",
+        engine_version="1",
+        max_requests=8,
+        model_aliases=("", "dummy", "tgi"),
+        abort=lambda request_id: None,
+    )
 
 
 def told(route: InfoRoute, call: Call, view: ModelView, rendered: RenderedChat | RequestError | None = None) -> Reply:

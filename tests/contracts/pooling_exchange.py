@@ -1,4 +1,4 @@
-"""A scripted engine of a pooling model behind the real application: bytes in, bytes out."""
+"""A scripted engine of a pooling model."""
 
 from __future__ import annotations
 
@@ -7,31 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
-from unittest.mock import Mock
 
-import httpx
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from container.app import create_app
-from container.models.life_cycle import Lifecycle, State
-from container.models.registration import Registrar
-from container.models.registry import Model, Models
-from container.settings.server import ServerConfig
-from container.settings.settings import Settings
 from engines.errors import ContextExceeded, InvalidRequest
 from engines.interface import ExplainedRequest, Generation, Sink
 from engines.loaded_model import ModelTexts
 from engines.pooling import Pooling, PoolingModel
 from engines.request import GenerationRequest, TokenDelta
 from engines.tokenization import PromptTokenizer
-from handlers.engine_handler import EngineHandler
-from handlers.entry_point import generation_handlers, pooling_invocations
-from handlers.lmi.rolling_batch import LmiRollingContract
-from handlers.loaded_service import Service
-from handlers.queue import EngineQueue
-from tests.contracts.exchange import MODEL
-from tests.settings import configured
 from tests.stand_ins.scripted_engine import ScriptedEngine, ScriptedGeneration
 
 Kind = Literal["embedding", "sparse", "reranker", "classifier", "generating"]
@@ -143,74 +128,3 @@ class PoolingEngine(ScriptedEngine):
         if len(ids) > CONTEXT:
             raise ContextExceeded(len(ids), 0, CONTEXT)
         return ids
-
-
-@dataclass
-class Exchange:
-    """A reply, and the requests that the engine got."""
-
-    status: int
-    body: bytes
-    headers: httpx.Headers
-    seen: list[GenerationRequest]
-
-    @property
-    def prompts(self) -> list[Any]:
-        return [request.prompt for request in self.seen]
-
-
-def service_of(engine: PoolingEngine, **settings: Any) -> Service:
-    """Return a loaded model on the engine, with the handlers that the entry point makes."""
-    config = configured(MODEL, model_id="org/model", revision="abc", **settings)
-    if engine.pooling is not None:
-        engine.pooling = replace(engine.pooling, default_prompt=config.default_prompt)
-    queue = EngineQueue(engine, 100)
-    handlers = generation_handlers(config, queue)
-    if engine.pooling is None:
-        return Service(
-            config, EngineHandler(queue, LmiRollingContract(config)), engine, handlers, queue=queue, engine=engine
-        )
-    invocations = pooling_invocations(config, queue, engine.pooling, None)
-    return Service(config, invocations, engine, handlers, queue=queue, engine=engine)
-
-
-async def ask(
-    path: str,
-    document: Any = None,
-    kind: Kind = "embedding",
-    numbers: Sequence[Any] = ((0.5, 0.5, 0.5, 0.5),),
-    *,
-    content: bytes | None = None,
-    headers: dict[str, str] | None = None,
-    state: State = State.READY,
-    server: dict[str, Any] | None = None,
-    **settings: Any,
-) -> Exchange:
-    """Call a route: GET without a body, otherwise POST.
-
-    Args:
-        path: The route.
-        document: The body.
-        kind: The kind of the model.
-        numbers: The engine's numbers for each request.
-        content: The body's bytes, in place of `document`.
-        headers: Headers of the call.
-        state: The state of the model.
-        server: Settings of the server.
-        settings: Settings of the model.
-    """
-    engine = PoolingEngine(kind, numbers)
-    service = service_of(engine, **settings)
-    server_config = ServerConfig(**(server or {}))
-    lifecycle = Lifecycle(Settings(server_config=server_config, config=service.config))
-    lifecycle.stage, lifecycle.service = state, service if state is not State.STARTING else None
-    models = Models([Model(lifecycle, "model")])
-    app = create_app(models, server_config, Registrar(models, server_config, Mock())).main
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
-        if document is None and content is None:
-            answer = await client.get(path, headers=headers)
-        elif content is not None:
-            answer = await client.post(path, content=content, headers=headers)
-        else:
-            answer = await client.post(path, json=document, headers=headers)
-    return Exchange(answer.status_code, answer.content, answer.headers, engine.seen)

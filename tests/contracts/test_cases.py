@@ -63,7 +63,7 @@ class CaseEngine(pooling_exchange.PoolingEngine):
         self.tokenizer: Any = SimpleNamespace(pad_token="")
         self._script: Sequence[dict[str, Any]] | None = case.get("deltas")
         error = case.get("error")  # The name of the engine's error, and its arguments. Without deltas, it is a refusal.
-        self._error: errors.RequestError | None = getattr(errors, error[0])(*error[1:]) if error else None
+        self.error: errors.RequestError | None = getattr(errors, error[0])(*error[1:]) if error else None
         self._playing: asyncio.Task[None] | None = None
 
     @cached_property
@@ -71,8 +71,8 @@ class CaseEngine(pooling_exchange.PoolingEngine):
         return ModelTexts(tgi_exchange.FakeTokenizer()) if self.pooling is None else super().texts
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        if self._error is not None and self._script is None:
-            raise self._error
+        if self.error is not None and self._script is None:
+            raise self.error
         if request.pooling is not None or self._script is None:
             return await super().submit(request, sink)
         self.sinks.append(sink)
@@ -89,8 +89,8 @@ class CaseEngine(pooling_exchange.PoolingEngine):
             if reason := fields.get("finish_reason"):
                 fields = {"last": True} | fields | {"finish_reason": FinishReason(reason)}
             sink.on_delta(TokenDelta(**fields))
-        if self._error is not None:
-            self.sinks[0].on_error(self._error)
+        if self.error is not None:
+            self.sinks[0].on_error(self.error)
 
 
 def token(number: int, text: str, logprob: float | None = None, fields: dict[str, Any] | None = None) -> Token:
@@ -123,10 +123,11 @@ async def exchanged(case: dict[str, Any], directory: Path, engine: CaseEngine | 
         invocations = pooling_invocations(settings.config, queue, engine.pooling, openai)
     handlers = generation_handlers(settings.config, queue)
     lifecycle = Lifecycle(settings)
-    lifecycle.stage = State.READY
-    lifecycle.service = Service(
-        settings.config, invocations, engine, handlers, openai=openai, queue=queue, engine=engine
-    )
+    lifecycle.stage = State(case.get("state", "ready"))
+    if lifecycle.stage is not State.STARTING:
+        lifecycle.service = Service(
+            settings.config, invocations, engine, handlers, openai=openai, queue=queue, engine=engine
+        )
     models = Models([Model(lifecycle, "model")])
     app = create_app(models, settings.server_config, Registrar(models, settings.server_config, Mock())).main
     request = case["request"]

@@ -171,10 +171,14 @@ def _json_schema(**strict: Any) -> Fields:
 
 
 _WITH_STRICT = [(_json_schema(), False), (_json_schema(strict=False), False), (_json_schema(strict=True), True)]
-_WITHOUT_STRICT = [({"guided_json": CLOSED}, None), ({"grammar": typed("json", value=CLOSED)}, None)]
+_WITHOUT_STRICT = [
+    ({"guided_json": CLOSED}, None),
+    ({"grammar": typed("json", value=CLOSED)}, None),
+    ({"grammar": typed("json_schema", json_schema={"schema": CLOSED})}, None),
+]
 STRICTNESS: dict[str, list[tuple[Fields, bool | None]]] = {
     **for_each(OPENAI, _WITH_STRICT),
-    **for_each((*LMI, *ASYNCHRONOUS, *VLLM_NAMES), [*_WITH_STRICT, *_WITHOUT_STRICT]),
+    **for_each((*LMI, *ASYNCHRONOUS, *DYNAMIC, *VLLM_NAMES), [*_WITH_STRICT, *_WITHOUT_STRICT]),
     **for_each(TGI, _WITHOUT_STRICT[1:]),
 }
 """Schemas, and if the engine must hold them whole. tests/contracts/test_openai_constraints.py has those for vLLM."""
@@ -321,13 +325,13 @@ async def test_every_way_of_naming_an_adapter_names_it(client: Client, name: str
 async def test_the_strictness_of_a_schema_reaches_the_engine(client: Client, name: str) -> None:
     """The head of the reply names the parts of the schema that the engine does not hold."""
     http, seen = client
-    seen.engine.not_held = ("#/contains",)
+    seen.engine.not_held = ("#/a/contains", "#/b/uniqueItems")
     for fields, strict in STRICTNESS[name]:
         response = await post(http, TARGETS[name], Request(ALL_ROUTES[name].body(fields)))
         requests = seen.engine.requests[:]
         seen.take()
         assert {request.sampling.constraint and request.sampling.constraint.strict for request in requests} == {strict}
-        assert response.headers["x-slipway-not-held"] == "#/contains"
+        assert response.headers["x-slipway-not-held"] == "#/a/contains,#/b/uniqueItems"
 
 
 @pytest.mark.parametrize("name", ["chat", "LMI", "happy_vllm", "Triton"])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from engines.errors import InvalidChat, NotReady, NotServed, RequestError
+from engines.errors import InvalidChat, NotServed, RequestError
 from engines.loaded_model import ModelTexts
 from engines.request import Token
 from engines.tokenization import split_text as text_of_tokens
@@ -23,6 +23,7 @@ from handlers.custom.settings import HandlerConfig
 from handlers.happy_vllm.routes import HAPPY_VLLM
 from handlers.happy_vllm.tokens import ids_inside
 from handlers.route_declarations import InfoRoute, ModelView, RenderedChat
+from tests.contracts import exchange
 from tests.contracts.exchange import MODEL, call, told
 
 SENTENCE = "Hey, how are you ?"
@@ -116,18 +117,7 @@ class Model:
 
 
 LIKE_GPT, LIKE_LLAMA = Model(_like_gpt()), Model(_like_llama())
-VIEW = ModelView(
-    config=MODEL,
-    state="ready",
-    reason="",
-    started_at=0.0,
-    loaded=LIKE_GPT,
-    engine="vllm",
-    engine_version="0.99.0",
-    max_requests=8,
-    model_aliases=("", "dummy", "tgi"),
-    abort=lambda request_id: None,
-)
+VIEW = exchange.view(loaded=LIKE_GPT)
 both = pytest.mark.parametrize("model", [LIKE_GPT, LIKE_LLAMA], ids=["like_gpt", "like_llama"])
 TELLS = {route.path: route for route in HAPPY_VLLM.routes if isinstance(route, InfoRoute)}
 
@@ -436,31 +426,19 @@ def test_any_json_has_an_answer_in_json(path: str, document: Any) -> None:
 # Technical routes
 
 
-def test_liveness_and_readiness_are_always_200() -> None:
-    assert reply("/liveness") == Reply(200, "application/json", b'{"alive":"ok"}')
-    assert reply("/readiness") == Reply(200, "application/json", b'{"ready":"ok"}')
-    loading = replace(VIEW, state="starting", loaded=None)
-    assert reply("/liveness", view=loading).body == b'{"alive":"ok"}'
-    assert reply("/readiness", view=loading) == Reply(200, "application/json", b'{"ready":"ko"}')
-
-
 def test_info_names_the_application_and_the_model() -> None:
     info = json.loads(reply("/v1/info").body)
     assert list(info) == [
         *("application", "version", "vllm_version", "model_name", "truncation_side", "max_length", "extra_information")
     ]
     assert info["application"] == "happy_vllm"
-    assert (info["vllm_version"], info["model_name"]) == ("0.99.0", "model")
+    assert (info["vllm_version"], info["model_name"]) == ("1", "model")
     assert (info["truncation_side"], info["max_length"], info["extra_information"]) == ("left", 64, {})
 
 
 def test_another_engines_version_is_not_given_as_vllms() -> None:
     info = json.loads(reply("/v1/info", view=replace(VIEW, engine="dynamic_batch", engine_version="5.1")).body)
     assert info["vllm_version"] == "dynamic_batch 5.1"
-
-
-def test_launch_arguments_are_empty() -> None:
-    assert reply("/v1/launch_arguments").body == b"{}"
 
 
 def test_live_metrics_are_the_schedulers() -> None:
@@ -476,19 +454,12 @@ def test_an_abort_answers_null_and_reaches_the_engine() -> None:
     assert aborted == ["cmpl-1"]
 
 
-def test_routes_on_tokens_need_a_loaded_model() -> None:
-    loading = replace(VIEW, state="starting", loaded=None)
-    handler = replace(loading, config=replace(MODEL, handler=HandlerConfig(entry_point="model.py")))
+def test_a_model_with_a_handler_of_its_own_has_no_routes_on_tokens() -> None:
+    config = replace(MODEL, handler=HandlerConfig(entry_point="model.py"))
+    view = replace(VIEW, config=config, state="starting", loaded=None)
     for path, document in (("/v1/tokenizer", {"text": "a"}), ("/v1/info", b""), ("/live_metrics", b"")):
-        with pytest.raises(NotReady):
-            TELLS[path].answer(call(document), loading)
         with pytest.raises(NotServed):
-            TELLS[path].answer(call(document), handler)
-    assert refused("/v2/decode", {"tokens": [1]}, loading)[1]["error"]["code"] == 503
-
-
-def test_every_route_is_described() -> None:
-    assert all(not isinstance(route, InfoRoute) or route.about is not None for route in HAPPY_VLLM.routes)
+            TELLS[path].answer(call(document), view)
 
 
 @pytest.mark.parametrize("name", ["model", "tgi", "dummy", ""])

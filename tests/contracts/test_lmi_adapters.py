@@ -35,7 +35,7 @@ from handlers.lmi.adapter_choice import adapters_in, adapters_of, named_adapter
 from handlers.lmi.management import adapters as adapter_management
 from handlers.openai import routes as vllm
 from tests.contracts import exchange
-from tests.contracts.exchange import a_joke, answer, parse
+from tests.contracts.exchange import parse
 from tests.stand_ins.request_headers import request_headers
 
 HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
@@ -229,20 +229,6 @@ def test_adapters_are_ignored_with_a_note_where_they_are_off() -> None:
         exchange = parse({"inputs": "x", "adapters": value})
         assert exchange.requests[0].adapter is None
         assert exchange.notes == ("fields without effect: adapters",)
-
-
-@pytest.mark.parametrize("fields", [{}, {"stream": True}])
-@pytest.mark.parametrize("tgi_compat", [False, True])
-def test_an_unknown_adapter_is_lmis_payload_error(fields: dict[str, Any], tgi_compat: bool) -> None:
-    exchange = parse({"inputs": "x", "adapters": "a", **fields}, enable_lora=True, tgi_compat=tgi_compat)
-    reply = exchange.answer.fail(UnknownAdapter("a"))
-    assert (reply.status, reply.content_type) == (424, "application/json")
-    assert reply.body == b'{"error":"the adapter \\u0027a\\u0027 is not registered","code":424}'
-
-
-def test_answers_are_the_same_with_adapters_on() -> None:
-    document = {"inputs": "Tell me", "stream": True}
-    assert answer(document, *a_joke(), enable_lora=True) == answer(document, *a_joke())
 
 
 def test_vllms_routes_answer_as_vllm_does() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,20 +76,19 @@ def test_a_stream_of_null_is_no_stream(null: dict[str, Any]) -> None:
     assert answer == '{"text": " a joke", "reason": "length", "prompt": "Tell me"}'
 
 
-def test_an_output_formatter_is_called_for_each_token_of_a_stream() -> None:
+BOTH = TokenDelta("ab", [Token(1, "a"), Token(2, "b")], finish_reason=FinishReason.EOS, token_count=2, last=True)
+NO_TOKEN = TokenDelta("", finish_reason=FinishReason.EOS, last=True)
+
+
+@pytest.mark.parametrize(
+    ("deltas", "parts"),
+    [(a_joke(), [b"0 a!\n", b"1 joke.\n"]), ([BOTH], [b"0a!\n1b.\n"]), ([NO_TOKEN], [b"0!.\n"])],
+)
+def test_an_output_formatter_is_called_for_each_token_of_a_stream_or_for_its_end(
+    deltas: Sequence[TokenDelta], parts: list[bytes]
+) -> None:
     exchange = contract(write=one_line_each).parse(call({**PROMPT, "stream": True}))
-    assert [exchange.answer.feed(0, delta) for delta in a_joke()] == [b"0 a!\n", b"1 joke.\n"]
-
-
-def test_tokens_of_one_step_are_all_given_to_a_streaming_formatter() -> None:
-    exchange = contract(write=one_line_each).parse(call({**PROMPT, "stream": True}))
-    both = TokenDelta("ab", [Token(1, "a"), Token(2, "b")], finish_reason=FinishReason.EOS, token_count=2, last=True)
-    assert body(exchange, both) == "0a!\n1b.\n"
-
-
-def test_an_output_without_any_token_still_reaches_the_formatter() -> None:
-    exchange = contract(write=one_line_each).parse(call({**PROMPT, "stream": True}))
-    assert body(exchange, TokenDelta("", finish_reason=FinishReason.EOS, last=True)) == "0!.\n"
+    assert [exchange.answer.feed(0, delta) for delta in deltas] == parts
 
 
 def test_a_streaming_formatter_that_reads_nothing_is_an_error_and_no_endless_loop() -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -21,9 +19,9 @@ from engines.errors import (
     UnknownModel,
 )
 from handlers.contract import Call
-from handlers.model_config import ModelConfig
 from handlers.openai.routes import OPENAI, models
-from handlers.route_declarations import GenerationRoute, InfoRoute, ModelView
+from handlers.route_declarations import GenerationRoute, InfoRoute
+from tests.contracts.exchange import view
 
 CALL = Call(body=b"", request_id="r", path="/v1/models", method="GET")
 
@@ -86,23 +84,8 @@ def test_models_can_be_listed_whatever_runs_them() -> None:
     assert any(isinstance(route, GenerationRoute) for route in OPENAI.routes)
 
 
-def view(**settings: object) -> ModelView:
-    return ModelView(
-        config=ModelConfig(name="model", model_dir=Path("."), model_id="m", **settings),  # type: ignore[arg-type]
-        state="starting",
-        reason="",
-        started_at=0.0,
-        loaded=None,
-        engine="python",
-        engine_version="",
-        max_requests=1,
-        model_aliases=("", "dummy", "tgi"),
-        abort=lambda request_id: None,
-    )
-
-
 def test_a_model_that_is_still_loading_is_listed_under_all_its_names() -> None:
-    reply = models(CALL, (view(served_model_names=("a", "b")),))
+    reply = models(CALL, (view("starting", served_model_names=("a", "b")),))
     document = msgspec.json.decode(reply.body)
     assert document["object"] == "list"
     assert [card["id"] for card in document["data"]] == ["a", "b"]

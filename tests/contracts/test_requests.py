@@ -1,7 +1,8 @@
 """Bodies by contract in `requests/*.yaml`, and the requests that the engine gets. UPDATE_CASES=1 writes the requests.
 
-A row without a request for the engine has the reply. Fields that have their defaults are left out, and so is the id of
-a request that is alone.
+A row has the reply if there is no request for the engine, or if it has the `numbers` of the engine's answer. Of the
+headers, it has those that most replies do not have. Fields that have their defaults are left out, and so is the id of a
+request that is alone.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from tests.stand_ins.scripted_engine import ScriptedGeneration
 FILES = sorted((Path(__file__).parent / "requests").glob("*.yaml"))
 assert FILES
 NUMBERS = {"reranker": [[1.0]], "classifier": [[1.0, 2.0, 3.0]]}
-GIVEN = ("path", "options", "environment", "model", "headers", "body")
+GIVEN = ("method", "path", "options", "environment", "model", "state", "places", "error", "numbers")
+GIVEN += ("headers", "body")
+COMMON = (("content-type", "application/json"), ("cache-control", "no-cache; no-store, must-revalidate, private"))
+COMMON += (("x-compute-type", "gpu+optimized"),)
 
 
 class RequestEngine(CaseEngine):
     """Answers each request with one token, and keeps the requests."""
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        if request.pooling is not None:
+        if self.pooling is not None or self.error is not None:
             return await super().submit(request, sink)
         self.seen.append(request)
         for sequence in range(request.sequences):
@@ -59,10 +63,11 @@ def effect(row: dict[str, Any], directory: Path) -> dict[str, Any]:
     case = {"model": model, "numbers": NUMBERS.get(model, [[0.5] * 4]), "request": row, **row}
     engine = RequestEngine(case)
     reply = asyncio.run(exchanged(case, directory, engine))
-    if engine.seen:
+    if engine.seen and reply["status"] < 400 and "numbers" not in row:
         alone = engine.seen if len(engine.seen) > 1 else [msgspec.structs.replace(engine.seen[0], request_id="")]
         return {"engine": [without_defaults(request) for request in alone]}
-    return {"status": reply["status"], "reply": reply["body"]}
+    body = reply.pop("body")
+    return {name: value for name, value in reply.items() if (name, value) not in COMMON} | {"reply": body}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -45,6 +45,12 @@ def test_best_of_is_as_many_requests_with_a_seed_each() -> None:
     assert all(request.want_logprobs for request in requests)
 
 
+def test_all_candidates_have_the_adapter() -> None:
+    parameters = {"adapter_id": "a", "best_of": 2, "do_sample": True}
+    parsed = parse("/generate", {"inputs": "x", "parameters": parameters}, enable_lora=True)
+    assert [request.adapter for request in parsed.requests] == ["a", "a"]
+
+
 SCHEMA = {"properties": {"a": {"type": "string"}}}
 
 

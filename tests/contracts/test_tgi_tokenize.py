@@ -1,4 +1,4 @@
-"""Limits of TGI's routes /tokenize and /chat_tokenize. `cases/tgi` has their bytes."""
+"""Limits of TGI's routes /tokenize and /chat_tokenize. `requests/tgi.yaml` and `cases/tgi` have their bytes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ import json
 
 import pytest
 
-from engines.errors import InvalidChat, InvalidRequest, NotReady
+from engines.errors import InvalidChat, InvalidRequest
 from handlers.route_declarations import RenderedChat
-from tests.contracts.tgi_exchange import info_reply, view
+from tests.contracts.exchange import view
+from tests.contracts.tgi_exchange import FakeModel, info_reply
 from tests.freed import when_freed
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/chat_tokenize"])
-def test_routes_that_need_the_model_are_refused_while_it_loads(path: str) -> None:
-    with pytest.raises(NotReady):
-        info_reply("POST", path, {"inputs": "x", "messages": []}, view("starting", loaded=False))
-
-
 def test_tokenize_shows_no_places_where_the_tokenizer_knows_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = view()
+    model = view(loaded=FakeModel())
     texts = model.text().texts
     monkeypatch.setattr(texts, "places", lambda text, special: ([4, 5], None))
     assert info_reply("POST", "/tokenize", {"inputs": "Tell me"}, model).body == (

@@ -1,6 +1,6 @@
 """Triton's routes for health, metadata, statistics and the repository, by the state of the model.
 
-`cases/triton` has the bytes of a model that is ready.
+`requests/triton.yaml` and `cases/triton` have the bytes of a model that is ready.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from handlers.contract import Call, Reply
 from handlers.custom.settings import HandlerConfig
 from handlers.route_declarations import GenerationRoute, InfoRoute, State
 from handlers.triton.routes import TRITON
-from tests.contracts.triton_exchange import NAMED, LoadedText, told, view
+from tests.contracts.exchange import view
+from tests.contracts.triton_exchange import NAMED, LoadedText, told
 
 MODEL = "/v2/models/{model}"
 VERSION = MODEL + "/versions/{version:int}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,24 +25,10 @@ def test_adapters_that_cannot_be_used_have_the_backends_words() -> None:
     assert message == "LoRA x is not supported, we currently support ['doll', 'sheep']"
 
 
-@pytest.mark.parametrize(
-    ("names", "status", "message"),
-    [
-        ({"model": "nope"}, 404, "Request for unknown model: 'nope' is not found"),
-        ({"model": "nope", "version": "1"}, 404, "Request for unknown model: 'nope' is not found"),
-        ({"model": "model", "version": "2"}, 404, "Request for unknown model: 'model' version 2 is not found"),
-        ({"model": "model", "version": "0"}, 404, "Request for unknown model: 'model' version 0 is not found"),
-        (
-            {"model": "model", "version": "9" * 5000},
-            400,
-            "failed to get model version from specified version string",
-        ),
-    ],
-)
-def test_another_model_or_version_is_not_found(names: dict[str, str], status: int, message: str) -> None:
-    reply = refused(PROMPT, "generate_stream", names=names)
-    assert (reply.status, reply.content_type) == (status, "application/json")
-    assert json.loads(reply.body) == {"error": message}
+def test_a_version_beyond_all_integers_is_refused() -> None:
+    reply = refused(PROMPT, "generate_stream", names={"model": "model", "version": "9" * 5000})
+    assert (reply.status, reply.content_type) == (400, "application/json")
+    assert reply.body == b'{"error":"failed to get model version from specified version string"}'
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from engines.errors import RequestError
 from engines.loaded_model import ModelTexts
 from engines.request import GenerationRequest, Token
 from engines.statistics import EngineStatistics
-from handlers.contract import Call, Contract, ContractError, Exchange, Reply
-from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, ModelView, RenderedChat, State
+from handlers.contract import Contract, ContractError, Exchange, Reply
+from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, ModelView, RenderedChat
 from handlers.tgi.routes import TGI
-from tests.contracts.exchange import MODEL, told
+from tests.contracts.exchange import MODEL, call, told, view
 from tests.settings import configured
 
 CONTEXT = 2048
@@ -70,11 +68,6 @@ class FakeModel:
         return SimpleNamespace(running_requests=0, waiting_requests=0, kv_cache_usage=0.0)
 
 
-def call(document: Any, content_type: str = "application/json") -> Call:
-    body = document if isinstance(document, bytes) else msgspec.json.encode(document)
-    return Call(body=body, content_type=content_type, request_id="r")
-
-
 def contract(path: str, image_mark: Callable[[int], str] | None = None, **settings: Any) -> Contract:
     """Return the contract of a route. `image_mark`: that of a model that takes images."""
     route = next(route for route in TGI.routes if isinstance(route, GenerationRoute) and route.path == path)
@@ -109,21 +102,6 @@ def refusal(path: str, document: Any, content_type: str = "application/json", **
     return reply
 
 
-def view(state: State = "ready", loaded: bool = True) -> ModelView:
-    return ModelView(
-        config=replace(MODEL, model_id="org/model", revision="abc"),
-        state=state,
-        reason="",
-        started_at=0.0,
-        loaded=FakeModel() if loaded else None,
-        engine="vllm",
-        engine_version="0",
-        max_requests=256,
-        model_aliases=("", "dummy", "tgi"),
-        abort=lambda _: None,
-    )
-
-
 def info_reply(
     method: str,
     path: str,
@@ -134,6 +112,6 @@ def info_reply(
     """Return the reply of a route that generates nothing. `rendered`: the prompt of the call's chat."""
     route = next(r for r in TGI.routes if isinstance(r, InfoRoute) and r.path == path and method in r.methods)
     try:
-        return told(route, call(document), model or view(), rendered)
+        return told(route, call(document), model or view(loaded=FakeModel()), rendered)
     except ContractError as error:  # The server sends this reply.
         return error.reply

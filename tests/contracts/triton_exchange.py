@@ -12,9 +12,9 @@ from engines.pooling import PoolingModel
 from engines.request import Token
 from engines.statistics import EngineStatistics
 from handlers.contract import Call, ContractError, Exchange, Reply
-from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, ModelView, State
+from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, ModelView
 from handlers.triton.routes import TRITON
-from tests.contracts.exchange import MODEL
+from tests.contracts.exchange import MODEL, view
 from tests.settings import configured
 
 PROMPT = {"text_input": "hello"}
@@ -77,21 +77,6 @@ def refused(document: Any, route: str = "generate", **more: Any) -> Reply:
     reply = attempt(document, route, **more)
     assert isinstance(reply, Reply), "the call was not refused"
     return reply
-
-
-def view(state: State = "ready", reason: str = "", loaded: Any = None, **settings: Any) -> ModelView:
-    return ModelView(
-        config=configured(MODEL, **settings),
-        state=state,
-        reason=reason,
-        started_at=0.0,
-        loaded=loaded,
-        engine="vllm",
-        engine_version="1",
-        max_requests=8,
-        model_aliases=("", "dummy", "tgi"),
-        abort=lambda request_id: None,
-    )
 
 
 def told(

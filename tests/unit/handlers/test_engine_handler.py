@@ -11,26 +11,22 @@ from dataclasses import replace
 
 import pytest
 
-from engines.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest, RequestError
+from engines.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
 from engines.interface import Generation, Sink
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
-from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply, not_held_header, read_steering
+from handlers.contract import LONG_BODY, Call, ContractError, Exchange, Reply, not_held_header, read_steering
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
 from handlers.formatter_thread import FormatterThread
 from handlers.happy_vllm.answer import StreamAnswer
 from handlers.happy_vllm.routes import HappyVllmContract
-from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.queue import EngineQueue
 from handlers.route_declarations import ContractSetting
-from handlers.tgi.routes import TgiContract
 from handlers.triton.routes import TritonContract
 from tests.contracts.exchange import MODEL, call
-from tests.contracts.tgi_exchange import FakeModel
 from tests.freed import bytes_in_cycles
-from tests.settings import configured
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.request_headers import request_headers
 from tests.stand_ins.scripted_engine import ScriptedEngine
@@ -88,45 +84,6 @@ async def test_sequences_count_and_what_does_not_fit_is_refused(queue: EngineQue
     assert never.value.reply.status == 424
     assert "at most 4 can be served" in never.value.reason
     assert queue.open_sequences == 3
-
-
-SETTING = ContractSetting(config=MODEL, model=FakeModel())
-TRITON = TritonContract(SETTING, events=False)
-HAPPY = HappyVllmContract(SETTING, stream=False)
-TGI = TgiContract(SETTING, streams=False)
-LMI_ASYNC = LmiAsyncContract(configured(MODEL, async_mode=True))
-
-
-@pytest.mark.parametrize(
-    ("contract", "document", "name", "shown"),
-    [
-        (TRITON, {"text_input": "x", "end_id": 10**9}, "stop_token_ids", "end_id"),
-        (TRITON, {"text_input": "x", "end_id": 9, "stop_token_ids": "[8]"}, "stop_token_ids", "stop_token_ids"),
-        (TRITON, {"text_input": "x", "end_id": -1}, "ignore_eos", "end_id"),
-        (TRITON, {"text_input": "x", "beam_width": 2}, "num_beams", "beam_width"),
-        (TRITON, {"text_input": "x", "use_beam_search": True, "n": 2}, "num_beams", "n"),
-        (TRITON, {"text_input": "x", "logprobs": 9}, "top_n_tokens", "logprobs"),
-        (TRITON, {"text_input": "x", "sampling_param_bad": ["a"]}, "bad_words", "sampling_param_bad"),
-        (HAPPY, {"prompt": "x", "use_beam_search": True, "n": 2, "best_of": 3}, "num_beams", "best_of"),
-        (TGI, {"inputs": "x", "parameters": {"stop": ["<|turn|>"]}}, "stop_token_ids", "stop"),
-        (TGI, {"inputs": "x", "parameters": {}}, "typical_p", "typical_p"),
-        (CONTRACT, {"inputs": "x", "parameters": {"ignore_eos_token": True}}, "ignore_eos", "ignore_eos_token"),
-        (CONTRACT, {"inputs": "x", "parameters": {"ignore_eos": True}}, "ignore_eos", "ignore_eos"),
-        (LmiDynamicContract(MODEL), {"inputs": "x", "parameters": {"manual_seed": 1}}, "seed", "manual_seed"),
-        (LMI_ASYNC, {"inputs": "x", "parameters": {"max_new_tokens": 9}}, "max_tokens", "max_new_tokens"),
-    ],
-)
-async def test_what_the_engine_refuses_has_the_clients_name(
-    queue: EngineQueue, engine: ScriptedEngine, contract: Contract, document: object, name: str, shown: str
-) -> None:
-    async def refuse(request: GenerationRequest, sink: Sink) -> Generation:
-        raise InvalidParameter(name, f"must be less than `{name}`")
-
-    engine.submit = refuse  # type: ignore[method-assign]
-    with pytest.raises(ContractError) as refused:
-        await EngineHandler(queue, contract).handle(call(document), CollectedReply())
-    assert refused.value.reason == f"`{shown}` must be less than `{shown}`"
-    assert f"`{shown}`" in refused.value.reply.body.decode()
 
 
 def steered(given: Call, *headers: tuple[str, str]) -> Call:
@@ -299,20 +256,6 @@ async def test_one_failed_prompt_fails_its_call_and_cancels_its_mates(
     assert json.loads(writer.whole.body)["error"] == "it broke"
     assert all(running.cancelled for running in engine.running)
     assert queue.open_sequences == 0
-
-
-async def test_a_stream_that_fails_midway_ends_with_the_error_record(
-    queue: EngineQueue, engine: ScriptedEngine
-) -> None:
-    writer = CollectedReply()
-    await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x", "stream": True}), writer)
-    engine.sinks[0].on_delta(TokenDelta(" a", [Token(7, " a", -0.5)], token_count=1))
-    engine.sinks[0].on_error(GenerationFailed("it broke"))
-    assert (writer.status, writer.content_type) == (200, "application/jsonlines")
-    token, end = writer.parts
-    assert token == b'{"token": {"id": 7, "text": " a", "log_prob": -0.5}}\n'
-    assert writer.ended
-    assert json.loads(end)["details"]["finish_reason"] == "error"
 
 
 class Shouting:
@@ -542,34 +485,6 @@ async def test_a_part_that_cannot_be_made_between_two_steps_ends_the_reply_and_i
     assert engine.running[0].cancelled
     assert queue.open_sequences == 0
     assert "ZeroDivisionError: a bug" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("contract", "document"),
-    [
-        (CONTRACT, {"inputs": ["x", "y"]}),
-        (CONTRACT, {"inputs": "x", "stream": True}),
-        (LMI_ASYNC, {"inputs": "x"}),
-        (LMI_ASYNC, {"inputs": "x", "stream": True}),
-        (LmiDynamicContract(MODEL), {"inputs": "x"}),
-        (HAPPY, {"prompt": "x"}),
-        (HappyVllmContract(SETTING, stream=True), {"prompt": "x"}),
-        (TGI, {"inputs": "x"}),
-        (TgiContract(SETTING, streams=True), {"inputs": "x"}),
-        (TRITON, {"text_input": "x"}),
-        (TritonContract(SETTING, events=True), {"text_input": "x"}),
-    ],
-)
-async def test_the_head_of_a_reply_names_the_parts_of_a_schema_that_are_not_held(
-    queue: EngineQueue, engine: ScriptedEngine, contract: Contract, document: dict[str, object]
-) -> None:
-    writer = CollectedReply()
-    engine.not_held = ("#/a/contains", "#/b/uniqueItems")
-    await EngineHandler(queue, contract).handle(call(document), writer)
-    for sink in engine.sinks:
-        sink.on_delta(last("y"))
-    headers = writer.whole.headers if writer.whole is not None else writer.headers
-    assert dict(headers)["x-slipway-not-held"] == "#/a/contains,#/b/uniqueItems"
 
 
 async def test_an_error_names_no_such_parts(queue: EngineQueue, engine: ScriptedEngine) -> None:
