@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +65,33 @@ def start(status: int = 200) -> dict[str, Any]:
 
 def part(data: bytes, more: bool = False) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+EVENT_STREAM = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+Step = dict[str, Any] | Exception | Callable[[OpenAICall], None]
+
+
+def sending(*steps: Step) -> Any:
+    """Return an application that sends messages, raises an exception, or does something with its call."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for step in steps:
+            if isinstance(step, Exception):
+                raise step
+            if callable(step):
+                step(current_call.get())
+            else:
+                await send(step)
+
+    return app
+
+
+def engine_dies(call: OpenAICall) -> None:
+    call.failed = "the engine has died"
+
+
+begin = OpenAICall.begin
+WHOLE = sending(start(), part(b"{}"))
 
 
 async def test_the_application_sees_the_call_with_our_request_id() -> None:
@@ -128,21 +156,13 @@ async def test_a_chat_whose_client_leaves_is_not_rendered_further() -> None:
 
 
 async def test_a_stream_is_passed_on_part_by_part_at_the_clients_pace() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send(start())
-        for data in (b"a", b"b"):
-            await send(part(data, more=True))
-        await send(part(b""))
-
-    writer, _ = await served(app)
+    writer, _ = await served(sending(start(), part(b"a", more=True), part(b"b", more=True), part(b"")))
     assert (writer.status, writer.parts, writer.ended) == (200, [b"a", b"b", b""], True)
     assert writer.drained == 3
 
 
-async def test_a_fault_before_the_reply_is_an_error_object() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise RuntimeError("secret")
-
+@pytest.mark.parametrize("app", [sending(RuntimeError("secret")), sending()])
+async def test_a_fault_before_the_reply_is_an_error_object(app: Any) -> None:
     writer, _ = await served(app)
     assert writer.whole is not None
     assert writer.whole.status == 500
@@ -156,82 +176,90 @@ async def test_a_fault_before_the_reply_is_an_error_object() -> None:
     [("/v1/chat/completions", "BadRequestError"), ("/openai/v1/messages", "invalid_request_error")],
 )
 async def test_a_body_of_more_messages_than_are_read_at_once_is_refused_unread(path: str, kind: str) -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send(start())
-        await send(part(b"{}"))
-
     def body(messages: int, name: bytes = b"messages") -> bytes:
         return b'{"%b": [%b]}' % (name, b",".join([b'{"role": "user", "content": "x"}'] * messages))
 
-    writer, _ = await served(app, replace(CALL, path=path, body=body(13_000)))
+    writer, _ = await served(WHOLE, replace(CALL, path=path, body=body(13_000)))
     assert writer.whole is not None
     assert writer.whole.status == 200
-    writer, _ = await served(app, replace(CALL, path=path, body=body(14_000)))
+    writer, _ = await served(WHOLE, replace(CALL, path=path, body=body(14_000)))
     assert writer.whole is not None
     error = json.loads(writer.whole.body)["error"]
     assert (writer.whole.status, error["type"]) == (400, kind)
-    writer, _ = await served(app, replace(CALL, path="/v1/completions", body=body(14_000, b"prompt")))
+    writer, _ = await served(WHOLE, replace(CALL, path="/v1/completions", body=body(14_000, b"prompt")))
     assert writer.whole is not None
     assert writer.whole.status == 200
 
 
 async def test_text_without_bytes_is_the_clients_fault() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        "\ud800".encode()
-
-    writer, _ = await served(app)
+    writer, _ = await served(sending(UnicodeEncodeError("utf-8", "\ud800", 0, 1, "a surrogate")))
     assert writer.whole is not None
     assert writer.whole.status == 400
 
 
-async def test_a_fault_in_a_stream_ends_it() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send(start())
-        await send(part(b"a", more=True))
-        raise RuntimeError
-
-    writer, _ = await served(app)
-    assert (writer.parts, writer.ended) == ([b"a", b""], True)
+CREATED = b'event: response.created\ndata: {"response":{"id":"r"},"sequence_number":0}\n\n'
+DELTA = b'event: response.output_text.delta\ndata: {"delta":"\\ndata: x","sequence_number":7}\n\n'
+DATA = b"data: a\n\n"
+OPENAIS_ERROR = (
+    b'data: {"error":{"message":"%b","type":"InternalServerError","param":null,"code":500}}\n\ndata: [DONE]\n\n'
+)
+ANTHROPICS_ERROR = b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"%b"}}\n\n'
+FAULT, DEATH = b"Internal server error", b"the engine has died"
 
 
 @pytest.mark.parametrize(
-    ("path", "event"),
+    ("path", "steps", "sent", "end", "logged"),
     [
+        ("/v1/x", (start(), part(b"a", more=True), RuntimeError()), b"a", b"", True),
         (
             "/v1/chat/completions",
-            b'data: {"error":{"message":"Internal server error","type":"InternalServerError","param":null,"code":500}}'
-            b"\n\ndata: [DONE]\n\n",
+            (begin, EVENT_STREAM, part(DATA, more=True), RuntimeError()),
+            DATA,
+            OPENAIS_ERROR % FAULT,
+            True,
         ),
         (
             "/openai/v1/messages",
-            b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"Internal server error"}}\n\n',
+            (begin, EVENT_STREAM, part(DATA, more=True), RuntimeError()),
+            DATA,
+            ANTHROPICS_ERROR % FAULT,
+            True,
+        ),
+        ("/v1/x", (EVENT_STREAM, part(DATA, more=True), engine_dies, ValueError()), DATA, OPENAIS_ERROR % DEATH, False),
+        (
+            "/v1/messages",
+            (EVENT_STREAM, begin, part(DATA, more=True), engine_dies, ValueError()),
+            DATA,
+            ANTHROPICS_ERROR % DEATH,
+            False,
+        ),
+        (
+            "/openai/v1/responses",
+            (EVENT_STREAM, part(CREATED, more=True), begin, part(DELTA, more=True), KeyError()),
+            CREATED + DELTA,
+            b'event: error\ndata: {"type":"error","code":"server_error","message":"Internal server error","param":null,'
+            b'"sequence_number":8}\n\n'
+            b'event: response.failed\ndata: {"type":"response.failed","response":{"id":"r","status":"failed","error":'
+            b'{"code":"server_error","message":"Internal server error"}},"sequence_number":9}\n\n',
+            True,
         ),
     ],
 )
-async def test_a_fault_in_a_stream_of_events_is_an_event(path: str, event: bytes) -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-        current_call.get().begin()
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send(part(b"data: a\n\n", more=True))
-        raise RuntimeError
-
-    writer, _ = await served(app, replace(CALL, path=path))
-    assert (writer.parts, writer.ended) == ([b"data: a\n\n", event], True)
+async def test_a_fault_in_a_stream_ends_it_in_the_form_of_the_route(
+    caplog: pytest.LogCaptureFixture, path: str, steps: tuple[Step, ...], sent: bytes, end: bytes, logged: bool
+) -> None:
+    writer, _ = await served(sending(*steps), replace(CALL, path=path))
+    assert (b"".join(writer.parts), writer.parts[-1], writer.ended) == (sent + end, end, True)
+    assert bool(caplog.records) is logged
 
 
 async def test_a_refusal_in_a_stream_of_events_is_an_event_and_nothing_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-        await send(part(b"event: response.created\ndata: {}\n\n", more=True))
-        raise KeyError("text.format")
-
     def refusal(error: BaseException) -> Reply | None:
         return error_reply("cannot be followed", "BadRequestError", 400, error.args[0])
 
-    writer = CollectedReply()
+    app, writer = sending(EVENT_STREAM, part(CREATED, more=True), KeyError("text.format")), CollectedReply()
     running = await OpenAIHandler(VllmApp(app, None, refusal=refusal), queue_of()).handle(CALL, writer)
     await until(lambda: writer.ended)
     running.cancel()
@@ -240,15 +268,6 @@ async def test_a_refusal_in_a_stream_of_events_is_an_event_and_nothing_in_the_lo
         b"\n\ndata: [DONE]\n\n"
     )
     assert not caplog.records
-
-
-async def test_an_application_that_says_nothing_is_a_fault() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        return
-
-    writer, _ = await served(app)
-    assert writer.whole is not None
-    assert writer.whole.status == 500
 
 
 async def test_a_client_that_goes_away_is_told_to_the_application_and_gets_nothing_more() -> None:
@@ -303,57 +322,12 @@ async def test_a_stream_whose_client_goes_away_is_cancelled_and_leaves_no_cycle_
     assert bytes_in_cycles() < 2 << 20
 
 
-@pytest.mark.parametrize("failed", ["", "the engine has died"])
-async def test_calls_that_generate_are_counted_and_give_their_places_back(failed: str) -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        current_call.get().take(3)
-        current_call.get().failed = failed
-        await send(start())
-        await send(part(b"{}"))
-
-    _, handler = await served(app)
-    assert handler.open_sequences == 0
-    assert (handler.engine.statistics.calls.succeeded, handler.engine.statistics.calls.failed) == (
-        not failed,
-        bool(failed),
-    )
-
-
-async def test_a_stream_whose_engine_fails_ends_with_the_reason_and_says_nothing_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-type", b"text/event-stream")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send(part(b"data: {}\n\n", more=True))
-        current_call.get().failed = "the engine has died"
-        raise ValueError("vLLM cannot make an event of that")
-
-    writer, _ = await served(app)
-    error = {"message": "the engine has died", "type": "InternalServerError", "param": None, "code": 500}
-    *_, last, done = b"".join(writer.parts).decode().strip().split("\n\n")
-    assert (json.loads(last.removeprefix("data: ")), done) == ({"error": error}, "data: [DONE]")
-    assert not caplog.records
-
-
-EVENT_STREAM = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
-
-
-async def test_a_message_stream_says_why_the_engine_failed() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send(EVENT_STREAM)
-        current_call.get().begin()
-        await send(part(b"event: message_start\ndata: {}\n\n", more=True))
-        current_call.get().failed = "the engine has died"
-        raise ValueError("1 validation error for ChatCompletion")
-
-    writer, _ = await served(app, replace(CALL, path="/v1/messages"))
-    error = b'{"type":"error","error":{"type":"api_error","message":"the engine has died"}}'
-    assert b"".join(writer.parts) == b"event: message_start\ndata: {}\n\nevent: error\ndata: " + error + b"\n\n"
-
-
-CREATED = b'event: response.created\ndata: {"response":{"id":"r"},"sequence_number":0}\n\n'
-DELTA = b'event: response.output_text.delta\ndata: {"delta":"\\ndata: x","sequence_number":7}\n\n'
+@pytest.mark.parametrize("dies", [False, True])
+async def test_calls_that_generate_are_counted_and_give_their_places_back(dies: bool) -> None:
+    steps = (lambda call: call.take(3), *([engine_dies] if dies else []), start(), part(b"{}"))
+    _, handler = await served(sending(*steps))
+    calls = handler.engine.statistics.calls
+    assert (handler.open_sequences, calls.succeeded, calls.failed) == (0, not dies, dies)
 
 
 async def test_a_response_begins_when_the_engine_has_begun_it() -> None:
@@ -380,11 +354,7 @@ async def test_a_response_begins_when_the_engine_has_begun_it() -> None:
 
 
 async def test_a_response_that_the_engine_refuses_is_refused_with_its_status() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send(EVENT_STREAM)
-        await send(part(CREATED, more=True))
-        raise KeyError
-
+    app = sending(EVENT_STREAM, part(CREATED, more=True), KeyError())
     writer, _ = await served(app, replace(CALL, path="/v1/responses"))
     assert writer.whole is not None
     assert (writer.whole.status, json.loads(writer.whole.body)["error"]["code"]) == (500, 500)
@@ -393,56 +363,26 @@ async def test_a_response_that_the_engine_refuses_is_refused_with_its_status() -
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_a_stream_that_the_engine_refuses_is_refused_with_its_status(path: str) -> None:
     error = {"message": "no", "type": "BadRequestError", "param": "guided_regex", "code": 422}
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send(EVENT_STREAM)
-        for event in (f"data: {json.dumps({'error': error})}", "data: [DONE]"):
-            await send(part(f"{event}\n\n".encode(), more=True))
-        await send(part(b""))
-
+    event = f"data: {json.dumps({'error': error})}\n\n".encode()
+    app = sending(EVENT_STREAM, part(event, more=True), part(b"data: [DONE]\n\n", more=True), part(b""))
     writer, _ = await served(app, replace(CALL, path=path))
     assert writer.whole is not None
     assert (writer.whole.status, writer.whole.content_type) == (422, "application/json")
     assert json.loads(writer.whole.body) == {"error": error}
 
 
-async def test_a_comment_that_keeps_the_connection_open_begins_the_stream() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send(EVENT_STREAM)
-        await send(part(b": keep-alive\n\n", more=True))
-        await send(part(b'data: {"error":{"code":400}}\n\n', more=True))
-        await send(part(b"data: [DONE]\n\n"))
-
+@pytest.mark.parametrize(
+    ("first", "sent"),
+    [
+        (part(b": keep-alive\n\n", more=True), b": keep-alive\n\n"),  # The comment begins the stream.
+        (begin, b""),
+    ],
+)
+async def test_an_error_of_a_stream_that_has_begun_stays_in_it(first: Step, sent: bytes) -> None:
+    error, done = b'data: {"error":{"code":400}}\n\n', b"data: [DONE]\n\n"
+    app = sending(EVENT_STREAM, first, part(error, more=True), part(done))
     writer, _ = await served(app, replace(CALL, path="/v1/completions"))
-    assert writer.parts == [b": keep-alive\n\n", b'data: {"error":{"code":400}}\n\ndata: [DONE]\n\n']
-
-
-async def test_an_error_of_a_stream_that_the_engine_has_begun_stays_in_it() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        current_call.get().begin()
-        await send(EVENT_STREAM)
-        await send(part(b'data: {"error":{"code":400}}\n\n', more=True))
-        await send(part(b"data: [DONE]\n\n"))
-
-    writer, _ = await served(app, replace(CALL, path="/v1/completions"))
-    assert b"".join(writer.parts) == b'data: {"error":{"code":400}}\n\ndata: [DONE]\n\n'
-
-
-async def test_a_response_that_fails_ends_with_typed_events() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send(EVENT_STREAM)
-        await send(part(CREATED, more=True))
-        current_call.get().begin()
-        await send(part(DELTA, more=True))
-        raise KeyError
-
-    writer, _ = await served(app, replace(CALL, path="/openai/v1/responses"))
-    assert writer.parts[-1] == (
-        b'event: error\ndata: {"type":"error","code":"server_error","message":"Internal server error","param":null,'
-        b'"sequence_number":8}\n\n'
-        b'event: response.failed\ndata: {"type":"response.failed","response":{"id":"r","status":"failed","error":'
-        b'{"code":"server_error","message":"Internal server error"}},"sequence_number":9}\n\n'
-    )
+    assert b"".join(writer.parts) == sent + error + done
 
 
 @pytest.mark.parametrize(
