@@ -12,12 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contract import Call, ContractError, ExplainAsked, Reply, ReplyWriter, Running
-from handlers.lmi.chat_answers import AsyncForm, LmiChatForm
 from handlers.lmi.invocations import InvocationsHandler
 from handlers.lmi.sessions import Sessions
 from handlers.model_config import ModelConfig
-from handlers.openai.answer import VLLM_FORM, AnswerForm
-from handlers.openai.body import Body, read_chat, read_completion
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from tests.settings import configured
 from tests.stand_ins.collected_reply import CollectedReply
@@ -53,24 +50,12 @@ class OpenAI(Lmi):
         self.path = ""
         self.any_model = False
         self.adapter: str | None = None
-        self.form: AnswerForm | None = None
-        self.body: Body | None = None
 
     async def begin(
-        self,
-        call: Call,
-        writer: ReplyWriter,
-        path: str,
-        *,
-        any_model: bool,
-        adapter: str | None = None,
-        form: AnswerForm = VLLM_FORM,
-        body: Body | None = None,
+        self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None, **_: object
     ) -> Running:
         self.calls.append(call)
-        self.form, self.body = form, body
-        self.adapter = adapter
-        self.writer, self.path, self.any_model = writer, path, any_model
+        self.writer, self.path, self.any_model, self.adapter = writer, path, any_model, adapter
         return self
 
 
@@ -140,28 +125,6 @@ def test_any_bytes_are_some_kind_of_body(data: bytes, before: bytes, async_mode:
     assert asyncio.run(kind_of(before + data, async_mode=async_mode))
 
 
-@pytest.mark.parametrize(
-    ("document", "common"),
-    [
-        ({"messages": MESSAGES}, True),
-        ({"prompt": "messages"}, False),  # It was tried as a chat.
-        ({"prompt": "x", "max_tokens": 2}, True),
-        ({"messages": MESSAGES, "tools": []}, False),
-        ({"messages": MESSAGES, "inputs": None}, False),
-    ],
-)
-async def test_a_common_body_is_decoded_once_and_any_other_is_split(document: Any, common: bool) -> None:
-    openai = OpenAI()
-    await handled(document, openai)
-    assert openai.body == (read(document) if common else None)
-    assert (openai.calls[0].fields is None) is common
-
-
-def read(document: Any) -> Body:
-    data = json.dumps(document).encode()
-    return read_chat(data) if "messages" in document else read_completion(data)
-
-
 async def test_chat_goes_to_vllm_as_json_whatever_model_it_names() -> None:
     openai = OpenAI()
     lmi = await handled({"messages": MESSAGES, "model": "x", "stop_token_ids": [7]}, openai, "")
@@ -170,29 +133,6 @@ async def test_chat_goes_to_vllm_as_json_whatever_model_it_names() -> None:
     (sent,) = openai.calls
     assert (sent.content_type, sent.method, sent.query) == ("application/json", "POST", ())
     assert isinstance(openai.writer, CollectedReply)
-
-
-@pytest.mark.parametrize(
-    ("document", "options", "form"),
-    [
-        ({"messages": MESSAGES}, {}, LmiChatForm),
-        ({"messages": MESSAGES}, {"chat_format": "openai"}, AnswerForm),
-        ({"messages": MESSAGES}, {"async_mode": True}, AsyncForm),
-        ({"prompt": "x"}, {}, AnswerForm),
-        ({"prompt": "x"}, {"async_mode": True}, AsyncForm),
-    ],
-)
-async def test_the_settings_say_in_what_form_an_answer_comes(document: Any, options: Any, form: type) -> None:
-    openai = OpenAI()
-    await handled(document, openai, **options)
-    assert type(openai.form) is form
-
-
-async def test_the_sse_formatter_holds_for_chat_too() -> None:
-    openai = OpenAI()
-    await handled({"messages": MESSAGES}, openai, output_formatter="sse")
-    assert openai.form is not None
-    assert openai.form.stream_type == "text/event-stream"
 
 
 async def refused(document: Any, openai: OpenAI | None) -> Reply:
@@ -211,12 +151,6 @@ async def test_an_engine_without_chat_says_what_is_needed(field: str) -> None:
         "code": 424,
     }
     assert (await handled({field: "x", "inputs": "y"}, None)).calls
-
-
-async def test_where_sessions_are_off_asking_for_one_is_refused_clearly() -> None:
-    reply = await refused({"requestType": "NEW_SESSION"}, OpenAI())
-    assert reply.status == 424
-    assert b"stateful sessions are not enabled" in reply.body
 
 
 @pytest.mark.parametrize("variant", [False, True])

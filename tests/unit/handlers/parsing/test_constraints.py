@@ -121,17 +121,6 @@ def strict_of(**fields: Any) -> bool | None:
     return constraint.strict
 
 
-def test_only_openais_form_of_a_schema_is_not_strict_by_itself() -> None:
-    openais = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    strict = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-    assert strict_of(response_format=openais) is False
-    assert strict_of(response_format=strict) is True
-    assert strict_of(guided_json=SCHEMA) is None
-    assert strict_of(response_format={"type": "json_object", "value": SCHEMA}) is None
-    assert strict_of(grammar={"type": "json_object", "value": SCHEMA}) is None
-    assert strict_of(grammar={"type": "json_schema", "json_schema": {"schema": SCHEMA}}) is None
-
-
 @pytest.mark.parametrize("name", ["response_format", "grammar"])
 @pytest.mark.parametrize(
     "form",
