@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from hypothesis import strategies as st
 
 from engines.errors import RequestError
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
@@ -16,6 +17,17 @@ from handlers.model_config import ModelConfig
 from handlers.route_declarations import InfoRoute, ModelView, RenderedChat, State
 from tests.settings import configured
 
+
+def json_values(integers: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        st.none() | st.booleans() | integers | st.floats() | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=8,
+    )
+
+
+JSON = json_values(st.integers())
+ENCODABLE = json_values(st.integers(-(2**62), 2**62))  # msgspec writes no longer integers.
 MODEL = ModelConfig(name="model", model_dir=Path("."), model_id="model")
 
 

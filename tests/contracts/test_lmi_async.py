@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engines.request import GenerationRequest
 from handlers.contract import ContractError, Exchange, Reply
 from handlers.lmi.asynchronous import LmiAsyncContract
-from tests.contracts.exchange import MODEL, call
+from tests.contracts.exchange import JSON, MODEL, call
 from tests.settings import configured
 
 
@@ -51,11 +51,6 @@ def test_parameters_without_effect_are_noted_and_refused_when_strict() -> None:
     assert refusal(document, strict_parameters=True).status == 424
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
 NAMES = st.sampled_from(["max_new_tokens", "do_sample", "stop_sequences", "stop", "seed", "truncate", "details", "n"])
 
 

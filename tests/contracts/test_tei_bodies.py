@@ -9,15 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.contracts.exchange import JSON
 from tests.contracts.test_cases import exchanged
 
 PATHS = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode", "/", "/tokenize", "/rerank")
 NUMBERS: dict[str, Any] = {"reranker": [(1,)], "classifier": [(1, 2, 3)]}
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
 FIELDS = (
     *("inputs", "query", "texts", "truncate", "truncation_direction", "prompt_name", "normalize", "dimensions", "ids"),
     *("raw_scores", "return_text", "parameters", "add_special_tokens"),

@@ -11,6 +11,7 @@ from engines.errors import InvalidParameter
 from engines.request import SamplingParameters
 from handlers.parsing.json_fields import ParameterReader, Reader
 from handlers.parsing.vllm_parameters import TextReader, read_vllm_parameters
+from tests.contracts.exchange import JSON
 
 NAMES = (
     *("n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k"),
@@ -62,13 +63,6 @@ def test_text_values_stand_for_numbers_booleans_and_documents() -> None:
         "stop": "12",
     }
     assert read_vllm_parameters(as_text, TextReader) == read_vllm_parameters(typed)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
 
 
 @settings(deadline=None)
