@@ -139,7 +139,7 @@ async def exchanged(case: dict[str, Any], directory: Path, engine: CaseEngine | 
         reply = await client.request(request.get("method", "POST"), request["path"], **sent)
     headers = {name: reply.headers[name] for name in HEADERS if name in reply.headers}
     body = re.sub(r'("created": ?)\d{10}', r"\g<1>1", reply.content.decode())  # the time of the call
-    return {"status": reply.status_code, **headers, "body": body}
+    return {"status": int(reply.status_code), **headers, "body": body}
 
 
 class ReplyDumper(yaml.SafeDumper):

@@ -52,29 +52,6 @@ def test_the_two_request_types_are_known(asked: str) -> None:
     assert action_of(json.dumps({"requestType": asked}).encode()) == asked
 
 
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        (
-            b'{"requestType": "OPEN"}',
-            'Input Parsing failed. `requestType` must be NEW_SESSION or CLOSE, got \\u0027\\"OPEN\\"\\u0027.',
-        ),
-        (
-            b'{"requestType": 7}',
-            "Input Parsing failed. `requestType` must be NEW_SESSION or CLOSE, got \\u00277\\u0027.",
-        ),
-        (
-            b'{"requestType": "CLOSE", "id": 7}',
-            "Input Parsing failed. `requestType` goes without other fields, got \\u0027id\\u0027 beside it.",
-        ),
-    ],
-)
-def test_other_request_types_and_further_fields_are_424_in_lmis_error_body(body: bytes, error: str) -> None:
-    reply = refusal(action_of, body)
-    assert (reply.status, reply.content_type) == (424, "application/json")
-    assert reply.body.decode() == f'{{"error":"{error}","code":424}}'
-
-
 def with_session(value: str) -> Any:
     return replace(call({"inputs": "x"}), headers=request_headers(("Accept", "*/*"), (SESSION_ID, value)))
 

@@ -61,16 +61,6 @@ def test_lone_surrogates_of_a_client_do_not_break_an_error() -> None:
     )
 
 
-def test_wrong_methods_and_unknown_paths_are_those_of_vllm() -> None:
-    assert OPENAI.wrong_method(CALL).body == (
-        b'{"error":{"message":"Method Not Allowed","type":"Method Not Allowed","param":null,"code":405}}'
-    )
-    assert OPENAI.not_found is not None
-    reply = OPENAI.not_found(CALL)
-    assert reply.status == 404
-    assert reply.body == b'{"error":{"message":"Not Found","type":"Not Found","param":null,"code":404}}'
-
-
 def test_every_versioned_route_is_there_under_openai_too() -> None:
     paths = {(route.path, route.methods) for route in OPENAI.routes}
     versioned = {(path, methods) for path, methods in paths if path.startswith("/v1/") and "adapter" not in path}

@@ -5,24 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.errors import (
-    NotReady,
-    NotServed,
-    Overloaded,
-    RequestError,
-)
 from engines.request import SamplingParameters
 from handlers.contract import Exchange
-from handlers.route_declarations import GenerationRoute
 from handlers.tgi.request import RequestParameters
-from handlers.tgi.routes import TGI
 from tests.contracts.exchange import JSON
-from tests.contracts.exchange import call as posted
-from tests.contracts.tgi_exchange import attempt, contract, parse, requests_of
+from tests.contracts.tgi_exchange import attempt, parse, requests_of
 
 ROUTES = ("/", "/generate", "/generate_stream")
 
@@ -52,27 +42,13 @@ def test_all_candidates_have_the_adapter() -> None:
     assert [request.adapter for request in parsed.requests] == ["a", "a"]
 
 
-SCHEMA = {"properties": {"a": {"type": "string"}}}
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "kind"),
-    [(NotReady("loading"), 503, "healthcheck"), (NotServed("no text here"), 404, "not_found")],
-)
-def test_errors_of_the_server_have_tgis_status_and_kind(error: RequestError, status: int, kind: str) -> None:
-    reply = TGI.refuse(error)
-    assert (reply.status, json.loads(reply.body)["error_type"]) == (status, kind)
-
-
 def test_unknown_fields_have_no_effect_but_a_note() -> None:
     document = {"inputs": "x", "parameters": {"n": 2}, "model": "tgi"}
     assert parse("/generate", document).notes == ("fields without effect: n, model",)
 
 
 _NUMBERS = st.integers(-3, 10) | st.floats(-3, 3) | st.sampled_from([2**31, 2**32, 2**63, 2**64, 10**30])
-PARAMETER_VALUES = st.dictionaries(
-    st.sampled_from(RequestParameters.__struct_fields__), JSON | _NUMBERS | st.just(SCHEMA), max_size=5
-)
+PARAMETER_VALUES = st.dictionaries(st.sampled_from(RequestParameters.__struct_fields__), JSON | _NUMBERS, max_size=5)
 BODIES = st.binary(max_size=40) | st.one_of(
     JSON,
     st.fixed_dictionaries({"inputs": st.text()}, optional={"parameters": PARAMETER_VALUES, "stream": st.booleans()}),
@@ -114,13 +90,3 @@ def _check(s: SamplingParameters) -> None:
     assert -2.0 <= s.frequency_penalty <= 2.0
     assert s.seed is None or -(2**63) <= s.seed < 2**63
     assert all(s.stop)
-
-
-def test_a_full_queue_is_refused_in_tgis_form_if_no_stream_was_asked_for() -> None:
-    full = Overloaded("the queue is full")
-    bodies: dict[str, Any] = {"/": {"inputs": "x"}, "/generate": {"inputs": "x"}, "/generate_stream": {"inputs": "x"}}
-    for route in TGI.routes:
-        if isinstance(route, GenerationRoute):
-            answer = contract(route.path).parse(posted(bodies[route.path])).answer
-            assert route.queued == (route.path not in ("/", "/generate_stream"))
-            assert route.path == "/generate_stream" or answer.fail(full) == TGI.refuse(full)

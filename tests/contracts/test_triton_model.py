@@ -37,26 +37,6 @@ def document(reply: Reply) -> Any:
     return json.loads(reply.body)
 
 
-@pytest.mark.parametrize(
-    ("state", "live", "ready"),
-    [
-        ("starting", 200, 400),
-        ("ready", 200, 200),
-        ("draining", 200, 400),
-        ("failed", 400, 400),
-        ("stopped", 400, 400),
-    ],
-)
-def test_the_server_lives_while_its_process_can_work_and_is_ready_when_it_generates(
-    state: State, live: int, ready: int
-) -> None:
-    assert parts(told("/v2/health/live", of=view(state))) == (live, "", b"")
-    assert parts(told("/v2/health/ready", of=view(state))) == (ready, "", b"")
-    expected = EMPTY if ready == 200 else NOT_READY
-    assert parts(told(MODEL + "/ready", NAMED, of=view(state))) == expected
-    assert parts(told(VERSION + "/ready", NAMED | {"version": "1"}, of=view(state))) == expected
-
-
 def test_statistics_count_calls_and_their_times() -> None:
     loaded = LoadedText()
     loaded.statistics.calls.count(0.5, failed=False)
@@ -93,24 +73,9 @@ def test_a_call_of_many_sequences_waits_once_and_no_longer_than_it_takes() -> No
 UNKNOWN = b'{"error":"Request for unknown model: \'nope\' is not found"}'
 
 
-@pytest.mark.parametrize(
-    ("state", "body", "expected"),
-    [
-        ("starting", b"", b'[{"name":"model","version":"1","state":"LOADING"}]'),
-        ("starting", b'{"ready":true}', b"[]"),
-        ("draining", b'{"ready":false}', b'[{"name":"model","version":"1","state":"UNLOADING"}]'),
-        ("failed", b"", b'[{"name":"model","version":"1","state":"UNAVAILABLE","reason":"it broke"}]'),
-    ],
-)
-def test_the_repository_has_the_state_of_the_model(state: State, body: bytes, expected: bytes) -> None:
-    reason = "it broke" if state == "failed" else ""
-    reply = told("/v2/repository/index", method="POST", body=body, of=view(state, reason))
-    assert parts(reply) == (200, "application/json", expected)
-
-
-def test_a_model_that_starts_is_not_loaded_again() -> None:
-    reply = told("/v2/repository/models/{model}/load", {"model": "model"}, method="POST", of=view("starting"))
-    assert reply.status == 503
+def test_the_repository_says_why_a_model_has_failed() -> None:
+    reply = told("/v2/repository/index", method="POST", of=view("failed", "it broke"))
+    assert reply.body == b'[{"name":"model","version":"1","state":"UNAVAILABLE","reason":"it broke"}]'
 
 
 @given(st.binary(max_size=40))
@@ -120,25 +85,12 @@ def test_any_body_is_an_index_or_an_error(body: bytes) -> None:
     json.loads(reply.body)
 
 
-def test_tensors_are_refused_with_the_routes_to_use() -> None:
+def test_a_model_with_a_handler_of_its_own_takes_no_tensors() -> None:
     infer = next(route for route in TRITON.routes if isinstance(route, InfoRoute) and route.path == MODEL + "/infer")
     call = Call(body=b"{}", request_id="r", method="POST", path="/v2/models/model/infer", path_parameters=NAMED)
-    assert parts(infer.answer(call, view())) == (
-        501,
-        "application/json",
-        b'{"error":"/infer is not served; use POST /v2/models/model/generate or '
-        b'POST /v2/models/model/generate_stream"}',
-    )
     own = infer.answer(call, view(handler=HandlerConfig(entry_point="model.py")))
     assert own.status == 501
     assert b"/infer is not served: this model has a handler of its own; /invocations" in own.body
-
-
-def test_another_method_and_another_path_are_refused_as_by_triton() -> None:
-    call = Call(body=b"", request_id="r", method="HEAD", path="/v2/health/live")
-    assert parts(TRITON.wrong_method(call)) == (405, "application/json", b'{"error":"Method Not Allowed"}')
-    assert TRITON.not_found is not None
-    assert parts(TRITON.not_found(call)) == (404, "text/plain", b'{"error":"Not Found"}')
 
 
 @pytest.mark.parametrize(

@@ -28,24 +28,11 @@ COMPLETION, CHAT = "/v1/completions", "/openai/v1/chat/completions"
 TURNS = b'"messages": [{"role": "user", "content": "Hi"}]'
 
 
-class Engine(ScriptedEngine):
-    """An engine that also keeps its requests."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requests: list[GenerationRequest] = []
-
-    async def submit(self, request: GenerationRequest, sink: Any) -> Any:
-        generation = await super().submit(request, sink)
-        self.requests.append(request)
-        return generation
-
-
 class Ways:
     """A handler on a scripted engine, and an application. Without another `app` it answers 418 to every request."""
 
     def __init__(self, limit: int = 4, app: Any = None) -> None:
-        self.engine = Engine()
+        self.engine = ScriptedEngine()
         self.queue = EngineQueue(self.engine, limit)  # type: ignore[arg-type]
         self.bodies: list[bytes] = []
         self.writer = CollectedReply()
@@ -63,7 +50,7 @@ class Ways:
 
     @property
     def requests(self) -> list[GenerationRequest]:
-        return self.engine.requests
+        return [running.request for running in self.engine.running]
 
     async def asked_vllm(self) -> bool:
         await until(lambda: self.writer.whole is not None)
