@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import msgspec
 from hypothesis import strategies as st
 
 from engines.errors import RequestError
-from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
-from handlers.contract import Call, ContractError, Exchange, Reply
+from engines.request import FinishReason, Token, TokenDelta
+from handlers.contract import Call, Contract, ContractError, Exchange, Reply
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.model_config import ModelConfig
 from handlers.route_declarations import InfoRoute, ModelView, RenderedChat, State
@@ -36,31 +37,30 @@ def call(document: Any, content_type: str = "application/json") -> Call:
     return Call(body=body, content_type=content_type, request_id="r")
 
 
-def parse(document: Any, content_type: str = "application/json", **settings: Any) -> Exchange:
-    return LmiRollingContract(configured(MODEL, **settings)).parse(call(document, content_type))
-
-
-def request_of(document: Any, **settings: Any) -> GenerationRequest:
-    return parse(document, **settings).requests[0]
-
-
-def attempt(document: Any, content_type: str = "application/json", **settings: Any) -> Exchange | Reply:
-    """Parse a call. If the contract refuses the call, return its reply."""
+def outcome(contract: Contract, asked: Call, refuse: Callable[[RequestError], Reply] | None = None) -> Exchange | Reply:
+    """Return the parsed call, or the reply if it is refused. `refuse`: the contract's reply to an error."""
     try:
-        return parse(document, content_type, **settings)
+        return contract.parse(asked)
     except ContractError as error:
         return error.reply
+    except RequestError as error:
+        if refuse is None:
+            raise
+        return refuse(error)
 
 
-def refusal(document: Any, content_type: str = "application/json", **settings: Any) -> Reply:
-    reply = attempt(document, content_type, **settings)
+def refusal_of(contract: Contract, asked: Call, refuse: Callable[[RequestError], Reply] | None = None) -> Reply:
+    reply = outcome(contract, asked, refuse)
     assert isinstance(reply, Reply), "the call was not refused"
     return reply
 
 
-def answer(document: Any, *deltas: TokenDelta, **settings: Any) -> bytes:
-    exchange = parse(document, **settings)
-    return b"".join(exchange.answer.feed(0, delta) for delta in deltas)
+def rolling(**settings: Any) -> LmiRollingContract:
+    return LmiRollingContract(configured(MODEL, **settings))
+
+
+def parse(document: Any, content_type: str = "application/json", **settings: Any) -> Exchange:
+    return rolling(**settings).parse(call(document, content_type))
 
 
 def view(state: State = "ready", reason: str = "", loaded: Any = None, **settings: Any) -> ModelView:

@@ -53,9 +53,10 @@ def test_tgi_refuses_other_urls(url: str) -> None:
         + f"![]({url})".encode()[:SHOWN]
         + b'","error_type":"validation"}'
     )
-    refused = tgi_exchange.refusal("/generate", {"inputs": f"a ![]({url})"}, image_mark=numbered)
+    refused = tgi_exchange.attempt("/generate", {"inputs": f"a ![]({url})"}, image_mark=numbered)
     assert refused == Reply(422, "application/json", body)
-    streamed = tgi_exchange.refusal("/generate_stream", {"inputs": f"a ![]({url})"}, image_mark=numbered)
+    streamed = tgi_exchange.attempt("/generate_stream", {"inputs": f"a ![]({url})"}, image_mark=numbered)
+    assert isinstance(streamed, Reply)
     assert (streamed.status, streamed.body) == (200, b"data:" + body + b"\n\n")
 
 

@@ -16,7 +16,7 @@ from djl_python import Input
 from djl_python.request_io import RequestInput, RequestOutput, TextGenerationOutput, TextInput
 from engines.errors import EngineDead, GenerationFailed, Overloaded
 from engines.request import FinishReason, Token, TokenDelta
-from handlers.contract import Call, Contract, ContractError, Exchange, Reply, read_steering
+from handlers.contract import Call, ContractError, Exchange, Reply, read_steering
 from handlers.custom.formatters import Formatters
 from handlers.formatter_thread import FormatterThread
 from handlers.lmi.asynchronous import LmiAsyncContract
@@ -24,7 +24,7 @@ from handlers.lmi.chat_answers import AsyncForm
 from handlers.lmi.formatters.async_formatters import FormattedReply, formatted_call
 from handlers.lmi.formatters.formatter_contract import FormatterContract
 from handlers.lmi.rolling_batch import LmiRollingContract
-from tests.contracts.exchange import MODEL, a_joke, call
+from tests.contracts.exchange import MODEL, a_joke, call, refusal_of
 from tests.settings import configured
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.request_headers import request_headers
@@ -43,12 +43,6 @@ def contract(
 
 def body(exchange: Exchange, *deltas: TokenDelta) -> str:
     return b"".join(exchange.answer.feed(0, delta) for delta in deltas or a_joke()).decode()
-
-
-def refusal(formatters: Contract, request: Call) -> Reply:
-    with pytest.raises(ContractError) as caught:
-        formatters.parse(request)
-    return caught.value.reply
 
 
 def whole_answer(output: TextGenerationOutput) -> str:
@@ -205,7 +199,7 @@ def failing(*_: Any, **__: Any) -> Any:
     ],
 )
 def test_a_failing_input_formatter_refuses_its_request_and_says_why(read: Callable[..., Any], message: str) -> None:
-    reply = refusal(contract(read=read), call(PROMPT))
+    reply = refusal_of(contract(read=read), call(PROMPT))
     assert (reply.status, reply.content_type) == (424, "application/json")
     # LMI escapes its errors for HTML.
     error = json.loads(reply.body)
@@ -232,11 +226,11 @@ def test_errors_of_a_formatted_answer_have_lmis_bytes() -> None:
 @pytest.mark.parametrize("document", [b"{", [1], {"inputs": 5}, {"inputs": "x", "parameters": {"top_p": 5}}])
 def test_a_wrong_request_is_refused_as_without_formatters(document: Any) -> None:
     without = LmiRollingContract(MODEL)
-    assert refusal(contract(write=whole_answer), call(document)) == refusal(without, call(document))
+    assert refusal_of(contract(write=whole_answer), call(document)) == refusal_of(without, call(document))
 
 
 def test_an_array_of_inputs_is_refused() -> None:
-    reply = refusal(contract(write=whole_answer), call({"inputs": ["x", "y"]}))
+    reply = refusal_of(contract(write=whole_answer), call({"inputs": ["x", "y"]}))
     assert (reply.status, json.loads(reply.body)["code"]) == (424, 424)
 
 

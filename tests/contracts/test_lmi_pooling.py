@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from engines.pooling import Pooling, PoolingModel, kind_of_model
 from engines.request import GenerationRequest, TokenDelta
-from handlers.contract import Contract, ContractError, Exchange, Reply
+from handlers.contract import Contract, Reply
 from handlers.lmi.vectors.contracts import pooling_contract
-from tests.contracts.exchange import MODEL, call
+from tests.contracts.exchange import MODEL, call, outcome, refusal_of
 from tests.settings import configured
 
 EMBEDDING = PoolingModel(kind="embedding", task="embed", tasks=frozenset({"embed"}), vector_size=2)
@@ -50,19 +50,6 @@ def answer(model: PoolingModel, document: Any, *numbers: list[float], **settings
     return parts[-1]
 
 
-def attempt(chosen: Contract, document: Any) -> Exchange | Reply:
-    try:
-        return chosen.parse(call(document))
-    except ContractError as error:
-        return error.reply
-
-
-def refusal(model: PoolingModel, document: Any, **settings: Any) -> Reply:
-    with pytest.raises(ContractError) as raised:
-        contract(model, **settings).parse(call(document))
-    return raised.value.reply
-
-
 # Vectors
 
 
@@ -76,7 +63,10 @@ def test_lmis_vllm_handler_takes_texts_in_lower_case_if_the_model_says_so() -> N
 
 
 def test_a_model_without_prompts_has_none_of_a_name() -> None:
-    assert b"config_sentence_transformers.json" in refusal(EMBEDDING, {"inputs": "a", "prompt_name": "query"}).body
+    assert (
+        b"config_sentence_transformers.json"
+        in refusal_of(contract(EMBEDDING), call({"inputs": "a", "prompt_name": "query"})).body
+    )
 
 
 # Scores of pairs
@@ -110,7 +100,7 @@ def test_a_pipelines_scores_depend_on_the_models_problem(problem_type: str, scor
 
 
 def test_a_model_without_a_form_of_lmi_names_the_route() -> None:
-    reply = refusal(OTHER, {"inputs": "a"})
+    reply = refusal_of(contract(OTHER), call({"inputs": "a"}))
     assert reply.status == 424
     assert b"late interaction; send `input` as to /pooling" in reply.body
 
@@ -132,7 +122,7 @@ _JSON = st.recursive(
 
 @given(_JSON, st.sampled_from([EMBEDDING, RERANKER, CLASSIFIER]), st.booleans(), st.sampled_from(["djl", "vllm"]))
 def test_every_body_is_answered_or_refused(document: Any, model: PoolingModel, in_order: bool, form: str) -> None:
-    exchange = attempt(contract(model, djl_engine=in_order, vector_format=form), document)
+    exchange = outcome(contract(model, djl_engine=in_order, vector_format=form), call(document))
     if isinstance(exchange, Reply):
         assert exchange.status in (400, 424)
         return

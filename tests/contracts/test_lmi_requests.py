@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from engines.request import SamplingParameters
 from handlers.contract import Reply
-from handlers.lmi.rolling_batch import LmiRollingContract
-from tests.contracts.exchange import JSON, MODEL, attempt, call, parse, refusal
+from tests.contracts.exchange import JSON, call, outcome, parse, refusal_of, rolling
 
 
 def test_the_same_parameters_are_read_once_and_mean_the_same() -> None:
-    contract = LmiRollingContract(MODEL)
+    contract = rolling()
     documents = [{"inputs": "x", "parameters": {"max_new_tokens": n, "stop": ["a"]}} for n in (3, 4, 3)]
     limits = [contract.parse(call(document)).requests[0].sampling.max_tokens for document in documents]
     assert limits == [3, 4, 3]
@@ -38,7 +37,7 @@ def test_unknown_parameters_and_fields_are_ignored_and_noted() -> None:
     ],
 )
 def test_a_bad_parameter_is_refused_with_the_schemas_object_naming_it(parameters: dict[str, Any], field: str) -> None:
-    reply = refusal({"inputs": "x", "parameters": parameters})
+    reply = refusal_of(rolling(), call({"inputs": "x", "parameters": parameters}))
     assert (reply.status, reply.content_type) == (424, "application/json")
     document = json.loads(reply.body)
     assert document["generated_text"] == ""
@@ -48,7 +47,7 @@ def test_a_bad_parameter_is_refused_with_the_schemas_object_naming_it(parameters
 
 
 def test_a_body_that_is_no_utf_8_is_refused_with_error_and_code_alone() -> None:
-    reply = refusal(b'{"inputs": "\xff"}')
+    reply = refusal_of(rolling(), call(b'{"inputs": "\xff"}'))
     assert (reply.status, reply.content_type) == (424, "application/json")
     assert list(json.loads(reply.body)) == ["error", "code"]
 
@@ -93,26 +92,26 @@ NAMES = st.sampled_from(
     )
 )
 def test_any_document_is_understood_or_refused_with_424(document: dict[str, Any]) -> None:
-    outcome = attempt(json.dumps(document).encode())
-    if isinstance(outcome, Reply):
-        assert outcome.status == 424
-        assert json.loads(outcome.body)["code"] == 424
+    found = outcome(rolling(), call(json.dumps(document).encode()))
+    if isinstance(found, Reply):
+        assert found.status == 424
+        assert json.loads(found.body)["code"] == 424
     else:
-        assert len(outcome.requests) == 1
+        assert len(found.requests) == 1
 
 
 @given(
     st.binary(max_size=60), st.sampled_from(["", "application/json", "text/plain", "application/x-www-form-urlencoded"])
 )
 def test_any_bytes_are_understood_or_refused_with_424(body: bytes, content_type: str) -> None:
-    outcome = attempt(body, content_type)
-    if isinstance(outcome, Reply):
-        assert outcome.status == 424
-        json.loads(outcome.body)
+    found = outcome(rolling(), call(body, content_type))
+    if isinstance(found, Reply):
+        assert found.status == 424
+        json.loads(found.body)
     else:
-        assert all(isinstance(request.prompt, str) and request.prompt for request in outcome.requests)
+        assert all(isinstance(request.prompt, str) and request.prompt for request in found.requests)
 
 
 def test_a_csv_with_many_columns_takes_no_memory_for_missing_cells() -> None:
     columns = ",".join(map(str, range(100_000)))
-    assert refusal(f"inputs,{columns}\n".encode() + b"a\n" * 10_001, "text/csv").status == 424
+    assert refusal_of(rolling(), call(f"inputs,{columns}\n".encode() + b"a\n" * 10_001, "text/csv")).status == 424

@@ -16,7 +16,7 @@ from engines.statistics import EngineStatistics
 from handlers.contract import Contract, ContractError, Exchange, Reply
 from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, ModelView, RenderedChat
 from handlers.tgi.routes import TGI
-from tests.contracts.exchange import MODEL, call, told, view
+from tests.contracts.exchange import MODEL, call, outcome, told, view
 from tests.settings import configured
 
 CONTEXT = 2048
@@ -87,19 +87,7 @@ def requests_of(parameters: dict[str, Any] | None, path: str = "/generate", **se
 
 
 def attempt(path: str, document: Any, content_type: str = "application/json", **settings: Any) -> Exchange | Reply:
-    """Return the parsed call, or the reply if it is refused."""
-    try:
-        return contract(path, **settings).parse(call(document, content_type))
-    except ContractError as error:
-        return error.reply
-    except RequestError as error:
-        return TGI.refuse(error)
-
-
-def refusal(path: str, document: Any, content_type: str = "application/json", **settings: Any) -> Reply:
-    reply = attempt(path, document, content_type, **settings)
-    assert isinstance(reply, Reply), "the call was not refused"
-    return reply
+    return outcome(contract(path, **settings), call(document, content_type), TGI.refuse)
 
 
 def info_reply(

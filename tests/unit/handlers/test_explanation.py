@@ -27,7 +27,6 @@ from handlers.formatter_thread import FormatterThread
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.queue import EngineQueue
 from tests.contracts.exchange import MODEL, call
-from tests.freed import bytes_in_cycles
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.scripted_engine import ScriptedEngine
 
@@ -197,16 +196,6 @@ async def test_an_engine_that_fails_during_the_search_ends_it(failure: RequestEr
     found = await explained(handler_of(engine, LmiRollingContract(MODEL)), call(body))
     assert (found["origins_known"], found["effect_unknown"], engine.prepared) == (False, [], at)
     assert found["parameters"]["max_tokens"] == {"value": 7, "from": None}
-
-
-@pytest.mark.usefixtures("no_collection_by_itself")
-async def test_a_call_leaves_no_cycle_when_it_was_explained() -> None:
-    handler = handler_of(ScriptedEngine(), LmiRollingContract(MODEL))
-    body = {"inputs": "a" * 1_000_000, "parameters": {"top_p": 0.5}}
-    await explained(handler, call(body))
-    bytes_in_cycles()
-    await explained(handler, call(body))
-    assert bytes_in_cycles() < 100_000
 
 
 async def test_an_explanation_waits_a_bounded_time_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
