@@ -41,6 +41,18 @@ def form_of(body: dict[str, Any], path: str) -> Form:
     return form
 
 
+def in_chats(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def in_responses(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "name": name, **fields}
+
+
+def in_messages(name: str, *, parameters: Any = None, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "input_schema": parameters, **fields}
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 @pytest.mark.parametrize(
     ("name", "value", "outputs"),
@@ -145,33 +157,30 @@ def test_a_form_is_called_as_the_client_calls_it(path: str, body: dict[str, Any]
     assert form_of(body, path).name == name
 
 
-def named(name: str) -> dict[str, Any]:
-    return {"type": "function", "name": name}
-
-
-def of_chat(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name}}
-
-
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_the_model_gets_the_allowed_tools_alone(mode: str) -> None:
-    choice: dict[str, Any] = {"type": "allowed_tools", "mode": mode, "tools": [named("b")]}
-    body: dict[str, Any] = {"tool_choice": choice, "tools": [named("a"), named("b")]}
-    assert changes_of(body, RESPONSES) == {"tool_choice": mode, "tools": [named("b")]}
-    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [of_chat("b")]}}
-    body = {"tool_choice": choice, "tools": [of_chat("a"), of_chat("b")]}
+    choice: dict[str, Any] = {"type": "allowed_tools", "mode": mode, "tools": [in_responses("b")]}
+    body: dict[str, Any] = {"tool_choice": choice, "tools": [in_responses("a"), in_responses("b")]}
+    assert changes_of(body, RESPONSES) == {"tool_choice": mode, "tools": [in_responses("b")]}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [in_chats("b")]}}
+    body = {"tool_choice": choice, "tools": [in_chats("a"), in_chats("b")]}
     for path in (CHAT, BATCH, TOKENIZE, RENDER):
-        assert changes_of(body, path) == {"tool_choice": mode, "tools": [of_chat("b")]}
+        assert changes_of(body, path) == {"tool_choice": mode, "tools": [in_chats("b")]}
 
 
 @pytest.mark.parametrize(
     "choice",
     [
-        *({}, {"mode": "any", "tools": [named("a")]}, {"mode": "auto"}, {"mode": "auto", "tools": [named("b")]}),
+        *(
+            {},
+            {"mode": "any", "tools": [in_responses("a")]},
+            {"mode": "auto"},
+            {"mode": "auto", "tools": [in_responses("b")]},
+        ),
         {"mode": "auto", "tools": [{"type": "mcp", "server_label": "a"}]},
     ],
 )
-@pytest.mark.parametrize("tools", [[named("a")], [named("a"), {"type": "web_search"}], [5], 5, None])
+@pytest.mark.parametrize("tools", [[in_responses("a")], [in_responses("a"), {"type": "web_search"}], [5], 5, None])
 def test_a_wrong_choice_of_allowed_tools_is_refused(choice: dict[str, Any], tools: Any) -> None:
     with pytest.raises(InvalidParameter) as refused:
         changes_of({"tool_choice": {"type": "allowed_tools", **choice}, "tools": tools}, RESPONSES)
@@ -227,18 +236,6 @@ def test_the_form_says_whether_all_of_it_must_be_held(body: dict[str, Any], stri
 def test_a_message_may_ask_for_all_of_its_schema(strict: bool | None, expected: bool | None) -> None:
     form = {"type": "json_schema", "schema": SCHEMA, "strict": strict}
     assert form_of({"output_config": {"format": form}}, MESSAGES) == Form("output_config.format", expected)
-
-
-def in_chats(name: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, **fields}}
-
-
-def in_responses(name: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "function", "name": name, **fields}
-
-
-def in_messages(name: str, *, parameters: Any = None, **fields: Any) -> dict[str, Any]:
-    return {"name": name, "input_schema": parameters, **fields}
 
 
 CHATS, ANSWERS, TURNS = (

@@ -15,9 +15,13 @@ def chunk(text: str, role: str | None = None) -> bytes:
     return b"data: %b\n\n" % json.dumps({"id": "c", "created": 1, "choices": [{"index": 0, "delta": delta}]}).encode()
 
 
-def test_a_stream_begins_with_its_first_record() -> None:
+def shaped() -> tuple[ShapedReply, CollectedReply]:
     writer = CollectedReply()
-    reply = ShapedReply(writer, LmiChatShape(LmiChatForm()))
+    return ShapedReply(writer, LmiChatShape(LmiChatForm())), writer
+
+
+def test_a_stream_begins_with_its_first_record() -> None:
+    reply, writer = shaped()
     reply.start(200, "text/event-stream", (("x-a", "b"),))
     reply.write(chunk("", "assistant"))
     assert not writer.status
@@ -27,3 +31,10 @@ def test_a_stream_begins_with_its_first_record() -> None:
     reply.end(b"")
     assert writer.ended
     assert b"".join(writer.parts).count(b"\n") == 2
+
+
+def test_a_stream_without_any_record_is_empty() -> None:
+    reply, writer = shaped()
+    reply.start(200, "text/event-stream")
+    reply.end(b"data: [DONE]\n\n")
+    assert (writer.status, writer.ended, b"".join(writer.parts)) == (200, True, b"")
