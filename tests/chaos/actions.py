@@ -7,9 +7,11 @@ import json
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
+from tests.chaos.client import Manner
 from tests.chaos.contracts import CONTRACTS
 from tests.chaos.load import Load
 from tests.chaos.watch import Subject, clock, stopped
@@ -60,6 +62,11 @@ class Stage:
         self.violations: list[str] = []
         self.number = 0
 
+    def error(self, text: str, since: float) -> None:
+        """Count an error as a violation if the server was not disturbed since the given time, nor its queue full."""
+        if not self.load.truth_since(since).errors and "queue is full" not in text:
+            self.violations.append(text)
+
     async def seen(self, status: int, since: float, seconds: float = 30.0) -> float | None:
         """Return the seconds until `/ping` answered with this status. None if it did not within `seconds`."""
         while clock() < since + seconds:
@@ -80,7 +87,7 @@ class Stage:
         return None
 
 
-async def _stop(stage: Stage, seconds: float, name: str) -> None:
+async def stop(stage: Stage, seconds: float, name: str) -> None:
     """Pause one of the engine's processes for a while. `/ping` has to report a stall after the stall time."""
     truth, stall = stage.subject.truth, stage.subject.stall_timeout
     process = stage.subject.process(name)
@@ -97,29 +104,15 @@ async def _stop(stage: Stage, seconds: float, name: str) -> None:
     stage.recoveries.append(Recovery(f"{name} stopped", told, await stage.served(ended)))
 
 
-async def stop_engine(stage: Stage, seconds: float) -> None:
-    await _stop(stage, seconds, "VLLM::EngineCore")
-
-
-async def stop_worker(stage: Stage, seconds: float) -> None:
-    await _stop(stage, seconds, "VLLM::Worker")
-
-
-async def stop_server(stage: Stage, seconds: float) -> None:
-    """Pause the server's own process for a while. Clients get no answers during the pause, and no errors after it."""
-    with stopped([stage.subject.process("slipway")]):
+async def stop_server(stage: Stage, seconds: float, *, whole: bool) -> None:
+    """Pause the server's own process, or all processes, as `docker pause` does. Clients get no errors after it."""
+    with stopped(stage.subject.processes() if whole else [stage.subject.process("slipway")]):
         await asyncio.sleep(seconds)
-    stage.recoveries.append(Recovery("server stopped", None, await stage.served(clock())))
+    fault = "all processes stopped" if whole else "server stopped"
+    stage.recoveries.append(Recovery(fault, None, await stage.served(clock())))
 
 
-async def freeze(stage: Stage, seconds: float) -> None:
-    """Pause all processes for a while, as `docker pause` does."""
-    with stopped(stage.subject.processes()):
-        await asyncio.sleep(seconds)
-    stage.recoveries.append(Recovery("all processes stopped", None, await stage.served(clock())))
-
-
-async def _kill(stage: Stage, name: str) -> None:
+async def kill(stage: Stage, _: float, name: str) -> None:
     """Kill one of the engine's processes. `/ping` reports the fault until the engine is restarted."""
     truth = stage.subject.truth
     begun = clock()
@@ -144,18 +137,6 @@ async def _restart(stage: Stage, fault: str, told: float | None) -> None:
     stage.recoveries.append(Recovery(fault, told, await stage.served(began)))
 
 
-async def kill_engine(stage: Stage, _: float) -> None:
-    await _kill(stage, "VLLM::EngineCore")
-
-
-async def kill_worker(stage: Stage, _: float) -> None:
-    await _kill(stage, "VLLM::Worker")
-
-
-async def kill_fork_server(stage: Stage, _: float) -> None:
-    await _kill(stage, "VLLM::ForkServer")
-
-
 async def kill_server(stage: Stage, _: float) -> None:
     begun = clock()
     await asyncio.to_thread(stage.subject.kill)
@@ -172,29 +153,11 @@ async def terminate(stage: Stage, _: float) -> None:
     await _restart(stage, "SIGTERM", None if told is None else told - begun)
 
 
-async def fill(stage: Stage, clients: float) -> None:
-    """Send more concurrent requests than the queue has places."""
+async def crowd(stage: Stage, clients: float, manner: Manner, tokens: tuple[int, int]) -> None:
+    """Send concurrent requests, which may be more than the queue has places."""
     for _ in range(int(clients)):
         contract = stage.random.choice(CONTRACTS)
-        stage.load.beside(stage.load.send(contract, stage.random.randint(50, 200), "plain", stage.random))
-
-
-async def leave(stage: Stage, clients: float) -> None:
-    for _ in range(int(clients)):
-        contract = stage.random.choice(CONTRACTS)
-        stage.load.beside(stage.load.send(contract, 500, "leaves", stage.random))
-
-
-async def read_slowly(stage: Stage, clients: float) -> None:
-    for _ in range(int(clients)):
-        contract = stage.random.choice(CONTRACTS)
-        stage.load.beside(stage.load.send(contract, stage.random.randint(1, 60), "reads slowly", stage.random))
-
-
-async def send_slowly(stage: Stage, clients: float) -> None:
-    for _ in range(int(clients)):
-        contract = stage.random.choice(CONTRACTS)
-        stage.load.beside(stage.load.send(contract, stage.random.randint(1, 60), "sends slowly", stage.random))
+        stage.load.beside(stage.load.send(contract, stage.random.randint(*tokens), manner, stage.random))
 
 
 async def model(stage: Stage, calls: float) -> None:
@@ -205,10 +168,9 @@ async def model(stage: Stage, calls: float) -> None:
 
 async def _model(stage: Stage, name: str, calls: int) -> None:
     begun, load = clock(), stage.load
-    expect = _Expected(stage, begun)
     status, body = await load.ask(f"/models?url={HANDLER}&model_name={name}&max_worker=1")
     if status != 200:
-        expect.error(f"POST /models: {status} {body!r}")
+        stage.error(f"POST /models: {status} {body!r}", begun)
         return
     asked = [
         asyncio.create_task(load.ask(f"/models/{name}/invoke", json.dumps({"text": name}).encode()))
@@ -217,15 +179,15 @@ async def _model(stage: Stage, name: str, calls: int) -> None:
     await asyncio.sleep(stage.random.uniform(0.0, 0.5))
     status, body = await load.ask(f"/models/{name}", method="DELETE")
     if status != 200:
-        expect.error(f"DELETE /models: {status} {body!r}")
+        stage.error(f"DELETE /models: {status} {body!r}", begun)
     for status, body in await asyncio.gather(*asked):
         if status in (404, 503) and {"code", "type", "message"} <= set(json.loads(body)):
             continue  # The call came after the model was removed.
         if status != 200 or name.encode() not in body:
-            expect.error(f"a call of a model of the management API: {status} {body!r}")
+            stage.error(f"a call of a model of the management API: {status} {body!r}", begun)
     status, body = await load.ask(f"/models/{name}", method="GET")
     if status != 404:
-        expect.error(f"GET /models of what was unregistered: {status} {body!r}")
+        stage.error(f"GET /models of what was unregistered: {status} {body!r}", begun)
 
 
 async def adapter(stage: Stage, calls: float) -> None:
@@ -238,10 +200,9 @@ async def adapter(stage: Stage, calls: float) -> None:
 
 async def _adapter(stage: Stage, name: str, calls: int) -> None:
     begun, load = clock(), stage.load
-    expect = _Expected(stage, begun)
     status, body = await load.ask(f"/adapters?name={name}&src={stage.adapter}")
     if status != 200:
-        expect.error(f"POST /adapters: {status} {body!r}")
+        stage.error(f"POST /adapters: {status} {body!r}", begun)
         return
     parameters = {"max_new_tokens": 8, "ignore_eos_token": True}
     request = json.dumps({"inputs": "Once", "parameters": parameters, "adapters": name}).encode()
@@ -249,24 +210,13 @@ async def _adapter(stage: Stage, name: str, calls: int) -> None:
     await asyncio.sleep(stage.random.uniform(0.0, 0.5))
     status, body = await load.ask(f"/adapters/{name}", method="DELETE")
     if status != 200:
-        expect.error(f"DELETE /adapters: {status} {body!r}")
+        stage.error(f"DELETE /adapters: {status} {body!r}", begun)
     for status, body in await asyncio.gather(*asked):
         if status not in (200, 424, 503) or not isinstance(json.loads(body), dict):
-            expect.error(f"a call with an adapter: {status} {body!r}")
+            stage.error(f"a call with an adapter: {status} {body!r}", begun)
     status, body = await load.ask("/invocations", request)
     if status != 424:
-        expect.error(f"a call with an adapter that was removed: {status} {body!r}")
-
-
-class _Expected:
-    """Reports errors, but counts them as violations only if the server was not disturbed since the given time."""
-
-    def __init__(self, stage: Stage, since: float) -> None:
-        self._stage, self._since = stage, since
-
-    def error(self, text: str) -> None:
-        if not self._stage.load.truth_since(self._since).errors and b"queue is full" not in text.encode():
-            self._stage.violations.append(text)
+        stage.error(f"a call with an adapter that was removed: {status} {body!r}", begun)
 
 
 async def bad_requests(stage: Stage, number: float) -> None:
@@ -281,7 +231,7 @@ async def _bad(stage: Stage, path: str, body: object) -> None:
     begun = clock()
     status, text = await stage.load.ask(path, json.dumps(body).encode())
     if not 400 <= status < 500:
-        _Expected(stage, begun).error(f"a bad body on {path}: {status} {text!r}")
+        stage.error(f"a bad body on {path}: {status} {text!r}", begun)
 
 
 async def rest(stage: Stage, _: float) -> None:
@@ -315,20 +265,20 @@ class Kind:
 
 
 KINDS = {
-    "fill": Kind(fill, 4, 50, 200),
-    "leave": Kind(leave, 4, 10, 100),
-    "read_slowly": Kind(read_slowly, 3, 5, 30),
-    "send_slowly": Kind(send_slowly, 3, 5, 30),
+    "fill": Kind(partial(crowd, manner="plain", tokens=(50, 200)), 4, 50, 200),
+    "leave": Kind(partial(crowd, manner="leaves", tokens=(500, 500)), 4, 10, 100),
+    "read_slowly": Kind(partial(crowd, manner="reads slowly", tokens=(1, 60)), 3, 5, 30),
+    "send_slowly": Kind(partial(crowd, manner="sends slowly", tokens=(1, 60)), 3, 5, 30),
     "bad_requests": Kind(bad_requests, 4, 5, 30),
     "model": Kind(model, 4, 1, 20),
     "adapter": Kind(adapter, 4, 1, 20),
-    "stop_engine": Kind(stop_engine, 2, 0.5, 12.0),
-    "stop_worker": Kind(stop_worker, 2, 0.5, 12.0),
-    "stop_server": Kind(stop_server, 2, 0.5, 8.0),
-    "freeze": Kind(freeze, 2, 0.5, 8.0),
-    "kill_engine": Kind(kill_engine, 1),
-    "kill_worker": Kind(kill_worker, 1),
-    "kill_fork_server": Kind(kill_fork_server, 1),
+    "stop_engine": Kind(partial(stop, name="VLLM::EngineCore"), 2, 0.5, 12.0),
+    "stop_worker": Kind(partial(stop, name="VLLM::Worker"), 2, 0.5, 12.0),
+    "stop_server": Kind(partial(stop_server, whole=False), 2, 0.5, 8.0),
+    "freeze": Kind(partial(stop_server, whole=True), 2, 0.5, 8.0),
+    "kill_engine": Kind(partial(kill, name="VLLM::EngineCore"), 1),
+    "kill_worker": Kind(partial(kill, name="VLLM::Worker"), 1),
+    "kill_fork_server": Kind(partial(kill, name="VLLM::ForkServer"), 1),
     "kill_server": Kind(kill_server, 1),
     "terminate": Kind(terminate, 1),
     "rest": Kind(rest, 3),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 Json = dict[str, Any]
@@ -86,8 +87,6 @@ class Contract:
     """Returns True if an answer's records contain everything that was requested. A plain answer is one record."""
     done: bool = False
     """True if the last event is `[DONE]`."""
-    busy: frozenset[int] = field(default=frozenset({503}))
-    """Statuses of a full queue."""
 
     @property
     def errors(self) -> ErrorForm:
@@ -158,12 +157,14 @@ PROMPT = "Once upon a time"
 _CHAT: Json = {"messages": [{"role": "user", "content": PROMPT}], "ignore_eos": True}
 
 
-def _lmi(stream: bool, **parameters: object) -> Callable[[int], Json]:
-    def body(tokens: int) -> Json:
-        limits = {"max_new_tokens": tokens, "ignore_eos_token": True}
-        return {"inputs": PROMPT, "stream": stream, "parameters": limits | parameters}
+def _asked(limit: str, **fields: Any) -> Callable[[int], Json]:
+    """Return a function that makes a body with these fields, and with the number of tokens as the field `limit`."""
+    return lambda tokens: {**fields, limit: tokens}
 
-    return body
+
+def _asked_inside(limit: str, parameters: Json, **fields: Any) -> Callable[[int], Json]:
+    """The same, for contracts whose limit is one of `parameters`."""
+    return lambda tokens: {**fields, "parameters": {limit: tokens, **parameters}}
 
 
 def _text(field: str) -> Callable[[list[Json], int], bool]:
@@ -195,101 +196,40 @@ def _happy_vllm(records: list[Json], tokens: int) -> bool:
     return last["finish_reasons"] == ["length"] and last["usages"][0]["completion_tokens"] == tokens
 
 
-def _triton_stream_body(tokens: int) -> Json:
-    parameters = {"max_tokens": tokens, "ignore_eos": True, "stream": True, "return_num_output_tokens": True}
-    return {"text_input": PROMPT, "parameters": parameters}
-
-
 def _triton_stream(records: list[Json], tokens: int) -> bool:
     return sum(record["num_output_tokens"] for record in records) == tokens
 
 
-_TRITON = "/v2/models/model/"
-
+_ENDLESS = {"ignore_eos": True}
+_TRITON_STREAM = {**_ENDLESS, "stream": True, "return_num_output_tokens": True}
+_LMI = partial(_asked_inside, "max_new_tokens", inputs=PROMPT)
+_TRITON = partial(_asked_inside, "max_tokens", text_input=PROMPT)
+_LMI_CHAT = partial(_asked, "max_tokens", **_CHAT)
+_TGI = _asked_inside("max_new_tokens", {}, inputs=PROMPT)
+_HAPPY_VLLM = _asked("max_tokens", prompt=PROMPT, ignore_eos=True)
+_CHATS = partial(_LMI_CHAT, model="model")
+_COMPLETIONS = partial(_asked, "max_tokens", model="model", prompt=PROMPT, ignore_eos=True)
+_TO_THE_END = {"ignore_eos_token": True}
 CONTRACTS = (
-    Contract("lmi", "lmi", "/invocations", _lmi(False), _text("generated_text")),
-    Contract("lmi jsonlines stream", "lmi", "/invocations", _lmi(True), _lmi_stream),
-    Contract("lmi sse stream", "lmi", "/invocations", _lmi(True, output_formatter="sse"), _lmi_stream),
-    Contract("lmi chat", "lmi", "/invocations", lambda tokens: _CHAT | {"max_tokens": tokens}, _usage),
+    Contract("lmi", "lmi", "/invocations", _LMI(_TO_THE_END, stream=False), _text("generated_text")),
+    Contract("lmi jsonlines stream", "lmi", "/invocations", _LMI(_TO_THE_END, stream=True), _lmi_stream),
     Contract(
-        "lmi chat stream",
+        "lmi sse stream",
         "lmi",
         "/invocations",
-        lambda tokens: _CHAT | {"max_tokens": tokens, "stream": True},
-        _finished,
+        _LMI({**_TO_THE_END, "output_formatter": "sse"}, stream=True),
+        _lmi_stream,
     ),
-    Contract(
-        "tgi",
-        "tgi",
-        "/generate",
-        lambda tokens: {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens}},
-        _text("generated_text"),
-        busy=frozenset({429, 503}),
-    ),
-    Contract(
-        "tgi stream",
-        "tgi",
-        "/generate_stream",
-        lambda tokens: {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens}},
-        _tgi_stream,
-        busy=frozenset({429, 503}),
-    ),
-    Contract(
-        "triton",
-        "triton",
-        _TRITON + "generate",
-        lambda tokens: {"text_input": PROMPT, "parameters": {"max_tokens": tokens, "ignore_eos": True}},
-        _text("text_output"),
-    ),
-    Contract(
-        "triton stream",
-        "triton",
-        _TRITON + "generate_stream",
-        _triton_stream_body,
-        _triton_stream,
-    ),
-    Contract(
-        "happy_vllm",
-        "happy_vllm",
-        "/v1/generate",
-        lambda tokens: {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True},
-        _happy_vllm,
-    ),
-    Contract(
-        "happy_vllm stream",
-        "happy_vllm",
-        "/v1/generate_stream",
-        lambda tokens: {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True},
-        _happy_vllm,
-    ),
-    Contract(
-        "openai chat",
-        "openai",
-        "/v1/chat/completions",
-        lambda tokens: _CHAT | {"model": "model", "max_tokens": tokens},
-        _usage,
-    ),
-    Contract(
-        "openai chat stream",
-        "openai",
-        "/v1/chat/completions",
-        lambda tokens: _CHAT | {"model": "model", "max_tokens": tokens, "stream": True},
-        _finished,
-        done=True,
-    ),
-    Contract(
-        "openai completions",
-        "openai",
-        "/v1/completions",
-        lambda tokens: {"model": "model", "prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True},
-        _usage,
-    ),
-    Contract(
-        "openai completions stream",
-        "openai",
-        "/v1/completions",
-        lambda tokens: {"model": "model", "prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": True},
-        _finished,
-        done=True,
-    ),
+    Contract("lmi chat", "lmi", "/invocations", _LMI_CHAT(), _usage),
+    Contract("lmi chat stream", "lmi", "/invocations", _LMI_CHAT(stream=True), _finished),
+    Contract("tgi", "tgi", "/generate", _TGI, _text("generated_text")),
+    Contract("tgi stream", "tgi", "/generate_stream", _TGI, _tgi_stream),
+    Contract("triton", "triton", "/v2/models/model/generate", _TRITON(_ENDLESS), _text("text_output")),
+    Contract("triton stream", "triton", "/v2/models/model/generate_stream", _TRITON(_TRITON_STREAM), _triton_stream),
+    Contract("happy_vllm", "happy_vllm", "/v1/generate", _HAPPY_VLLM, _happy_vllm),
+    Contract("happy_vllm stream", "happy_vllm", "/v1/generate_stream", _HAPPY_VLLM, _happy_vllm),
+    Contract("openai chat", "openai", "/v1/chat/completions", _CHATS(), _usage),
+    Contract("openai chat stream", "openai", "/v1/chat/completions", _CHATS(stream=True), _finished, done=True),
+    Contract("openai completions", "openai", "/v1/completions", _COMPLETIONS(), _usage),
+    Contract("openai completions stream", "openai", "/v1/completions", _COMPLETIONS(stream=True), _finished, done=True),
 )

@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,19 +60,6 @@ _HOSTILE: tuple[Any, ...] = (
 _CONTENT_TYPES = ("application/json", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "")
 _EXCLUDED = "/unload|^/models$|^/adapters|/adapters|^/v2/repository/[^/]+/models"
 """Routes that would remove models or adapters that other requests need, or that answer 501 as in Triton."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The results of a run."""
-
-    seed: int
-    requests: int
-    statuses: dict[str, dict[str, int]]
-    """The number of requests by contract and status."""
-    violations: list[str]
-    routes: str
-    """The output of schemathesis."""
 
 
 def mutated(body: dict[str, Any], properties: list[str], random: Random) -> bytes:
@@ -214,20 +200,21 @@ def routes(url: str, seed: int, seconds: float, directory: Path) -> tuple[bool, 
 
 async def fuzz(tested: Subject, description: dict[str, Any], seed: int, seconds: float, requests: float) -> Fuzz:
     """Send invalid bodies for every contract, with rests between them."""
-    fuzzing = Fuzz(tested, description, seed)
-    load = Load(tested, 0, seed)
-    stage = Stage(tested, load, Random(seed), None, grace=5.0)
+    fuzzing, stage = Fuzz(tested, description, seed), _stage(tested, seed)
     await fuzzing.run(stage, seconds, requests)
-    fuzzing.violations += stage.violations + load.violations
+    fuzzing.violations += stage.violations + stage.load.violations
     return fuzzing
 
 
 async def idle(tested: Subject) -> list[str]:
     """Return the violations of a server that receives no requests for longer than its stall time."""
-    load = Load(tested, 0, 0)
-    stage = Stage(tested, load, Random(0), None, grace=5.0)
+    stage = _stage(tested, 0)
     await rest(stage, 0.0)
-    return stage.violations + load.violations
+    return stage.violations + stage.load.violations
+
+
+def _stage(tested: Subject, seed: int) -> Stage:
+    return Stage(tested, Load(tested, 0, seed), Random(seed), None, grace=5.0)
 
 
 def main() -> int:
@@ -237,7 +224,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stall-timeout", type=float, default=STALL_TIMEOUT, help="longer where others are busy")
     parser.add_argument("--no-routes", action="store_true", help="bodies of the contracts alone, without schemathesis")
-    parser.add_argument("--json", type=Path, help="where to write the report")
     given = parser.parse_args()
     seconds = 60 * given.minutes
     with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
@@ -247,9 +233,9 @@ def main() -> int:
             share = 0.0 if given.no_routes else _SHARE_OF_ROUTES
             description = httpx.get(f"{tested.server.url}/openapi.json", timeout=60).json()
             fuzzing = asyncio.run(fuzz(tested, description, given.seed, seconds * (1 - share), given.requests))
-            well, summary = (
-                (True, "") if not share else routes(tested.server.url, given.seed, seconds * share, Path(directory))
-            )
+            well, summary = True, ""
+            if share:
+                well, summary = routes(tested.server.url, given.seed, seconds * share, Path(directory))
             violations = fuzzing.violations + asyncio.run(idle(tested)) + tested.watch.lies
             violations += [] if well else ["schemathesis found something; see routes"]
             log = tested.log_text()
@@ -264,13 +250,12 @@ def main() -> int:
     statuses: dict[str, dict[str, int]] = {}
     for (contract, status), count in sorted(fuzzing.statuses.items()):
         statuses.setdefault(contract, {})[str(status)] = count
-    report = Report(given.seed, fuzzing.statuses.total(), statuses, violations + tested.left_behind, summary)
-    text = json.dumps(asdict(report), indent=1)
-    print(text)
+    violations += tested.left_behind
+    requests = fuzzing.statuses.total()
+    report = {"seed": given.seed, "requests": requests, "statuses": statuses, "violations": violations}
+    print(json.dumps(report, indent=1))
     print(summary)
-    if given.json:
-        given.json.write_text(text)
-    return 1 if report.violations else 0
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

@@ -20,16 +20,18 @@ import json
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import psutil
 
 from benchmarks.load import percentile
 from tests.chaos.__main__ import subject, tiny_adapter
-from tests.chaos.actions import Stage, adapter, kill_engine, leave, model, rest
+from tests.chaos.actions import KINDS, Stage, rest
 from tests.chaos.load import Load
 from tests.chaos.watch import Subject, clock
 
@@ -100,12 +102,11 @@ async def soak(
         samples.append(sample)
         last = now
         if (turn := turn + 1) % _LEAVING == 0:
-            await leave(stage, _LEAVING)
+            await KINDS["leave"].do(stage, _LEAVING)
         if changed < changes and now >= begun + seconds * (changed + 1) / (changes + 1):
             changed += 1
-            await model(stage, _CALLS)
-            await adapter(stage, _CALLS)
-            await kill_engine(stage, 0.0)
+            for name in ("model", "adapter", "kill_engine"):
+                await KINDS[name].do(stage, _CALLS)
     await rest(stage, 0.0)
     await load.stop()
     load.violations += stage.violations
@@ -195,41 +196,22 @@ def plot(samples: Sequence[Sample], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    seconds = [sample.second / 60 for sample in samples]
-    figure, axes = pyplot.subplots(4, 2, figsize=(12, 12), sharex=True, constrained_layout=True)
     names = sorted({name for sample in samples for name in sample.processes})
-    for axis, (attribute, title) in zip(
-        axes.flat,
-        (
-            ("rss_mb", "resident set, MB"),
-            ("private_mb", "private memory, MB"),
-            ("descriptors", "descriptors"),
-            ("threads", "threads"),
-        ),
-        strict=False,
-    ):
-        for name in names:
-            held = [getattr(s.processes[name], attribute) if name in s.processes else None for s in samples]
-            axis.plot(seconds, held, label=name)
-        axis.set_title(title)
-    axes[0][0].legend(fontsize="small")
-    lag, times, count = axes[2][0], axes[2][1], axes[3][0]
-    axes[3][1].remove()
-    lag.plot(seconds, [sample.ping for sample in samples], label="/ping, longest")
-    if any(sample.lag is not None for sample in samples):
-        lag.plot(seconds, [sample.lag for sample in samples], label="event loop")
-    lag.set_title("delay, s")
-    lag.legend(fontsize="small")
-    times.plot(seconds, [sample.p50 for sample in samples], label="p50")
-    times.plot(seconds, [sample.p99 for sample in samples], label="p99")
-    times.set_title("requests, s")
-    times.legend(fontsize="small")
-    count.plot(seconds, [sample.requests for sample in samples])
-    count.set_title("complete answers")
-    for axis in (count, times):
-        axis.set_xlabel("minutes")
-    for axis in axes.flat:
+    titles = {"rss_mb": "resident set, MB", "private_mb": "private memory, MB"}
+    curves: dict[str, dict[str, list[Any]]] = {
+        title: {name: [getattr(sample.processes.get(name), field, None) for sample in samples] for name in names}
+        for field, title in (titles | {"descriptors": "descriptors", "threads": "threads"}).items()
+    }
+    curves["delay, s"] = {"/ping, longest": [s.ping for s in samples], "event loop": [s.lag for s in samples]}
+    curves["requests, s"] = {"p50": [s.p50 for s in samples], "p99": [s.p99 for s in samples]}
+    curves["complete answers"] = {"": [s.requests for s in samples]}
+    figure, axes = pyplot.subplots(4, 2, figsize=(12, 12), sharex=True, constrained_layout=True)
+    for axis, (title, lines) in zip(axes.flat, curves.items(), strict=False):
+        for name, values in lines.items():
+            axis.plot([sample.second / 60 for sample in samples], values, label=name)
+        axis.set(title=title, xlabel="minutes")
         axis.set_ylim(bottom=0)
+        axis.legend(fontsize="small")
         axis.grid(alpha=0.3)
     figure.savefig(file, dpi=100)
     pyplot.close(figure)
@@ -255,9 +237,9 @@ def main() -> int:
             tested.close()
     violations = load.violations + tested.watch.lies + tested.left_behind + grown(samples)
     violations += [f"exit code {code}"] if code else []
-    outcomes: dict[str, int] = {}
+    outcomes: Counter[str] = Counter()
     for (_, outcome), count in load.outcomes.items():
-        outcomes[outcome] = outcomes.get(outcome, 0) + count
+        outcomes[outcome] += count
     report = {"violations": violations, "outcomes": outcomes, "samples": [asdict(sample) for sample in samples]}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.with_suffix(".json").write_text(json.dumps(report))

@@ -11,7 +11,6 @@ from tests.chaos.__main__ import chaos
 from tests.chaos.actions import Action
 from tests.chaos.contracts import CONTRACTS, Answer, Contract, Malformed
 from tests.chaos.fuzz import mutated
-from tests.chaos.shorten import shortest
 from tests.chaos.watch import Truth, clock
 
 _ACTIONS = ("fill:100", "leave:40", "read_slowly:8", "send_slowly:8", "bad_requests:20", "model:6", "freeze:1.5")
@@ -20,12 +19,12 @@ _ACTIONS = ("fill:100", "leave:40", "read_slowly:8", "send_slowly:8", "bad_reque
 @pytest.mark.slow
 @pytest.mark.live
 @pytest.mark.filterwarnings("ignore")
-def test_a_server_under_random_faults_loses_no_request_and_tells_the_truth() -> None:
+async def test_a_server_under_random_faults_loses_no_request_and_tells_the_truth() -> None:
     actions = [Action.read(text) for text in _ACTIONS]
     Random(1).shuffle(actions)
     # A busy machine does not reach this stall time. The end of a run waits as long. The run is over once all actions
     # are done, which takes less than a minute on an idle machine.
-    report = chaos(1, 400.0, 8, actions, None, stall_timeout=20.0)
+    report = await chaos(actions, 400.0, 8, stall_timeout=20.0)
     print(report)
     assert report.violations == []
     assert report.answers > 0
@@ -42,19 +41,6 @@ def test_the_truth_of_a_stretch_of_time_is_all_that_held_in_it() -> None:
     assert (late.statuses, late.errors) == ({200, 500}, True)
     truth.is_now(200)
     assert truth.between(begun + 50, begun + 150).statuses == {200}, "what was said of later times is forgotten"
-
-
-@pytest.mark.parametrize("needed", [["c"], ["b", "f"], ["a", "d", "h"]])
-def test_a_failing_list_of_actions_is_cut_down_to_what_is_needed(needed: list[str]) -> None:
-    actions = [Action(name, 0) for name in "abcdefgh"]
-    short = shortest(actions, lambda fewer: set(needed) <= {action.name for action in fewer}, 100)
-    assert [action.name for action in short] == needed
-
-
-def test_the_shortening_of_a_list_stops_after_so_many_runs() -> None:
-    runs: list[int] = []
-    shortest([Action(name, 0) for name in "abcdefgh"], lambda fewer: bool(runs.append(len(fewer))), 5)
-    assert len(runs) == 5
 
 
 def test_an_action_is_read_as_it_was_written() -> None:

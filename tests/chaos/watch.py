@@ -228,13 +228,14 @@ class Subject:
         return "".join(log.read_text(errors="replace") for log in self._logs)
 
     def close(self) -> None:
-        """Kill the processes that still run, and remove their files."""
+        """Kill the processes that still run, and remove their files, except for a copy of the log."""
         self.watch.stop()
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.server.stop()
         shutil.rmtree(self._temporary, ignore_errors=True)
+        Path(tempfile.gettempdir(), "chaos-server.log").write_text(self.log_text())
 
     def _ended(self, shared_memory: set[str], *, clean: bool) -> int:
         code = self.server.process.wait(60)
