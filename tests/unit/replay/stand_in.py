@@ -127,3 +127,12 @@ def replay(source: Path | str, directory: Path, *arguments: str) -> Run:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return Run(done.exit_code, done.output, directory)
+
+
+def replay_recorded(
+    directory: Path, records: list[dict[str, Any]], answers: Mapping[str, Reply] | Reply, *arguments: str
+) -> Run:
+    """Run `slipway replay` with recorded answers, against a server with other answers."""
+    source = write_source(directory / "a.jsonl", records)
+    with serving(answers) as server:
+        return replay(source, directory / "out", "--to", server.url, "--recorded", *arguments)

@@ -18,7 +18,7 @@ from replay.report import KEPT_ANSWER
 from replay.request import Reply
 from replay.run import MOST_FAILURES
 from tests.live.server import unreachable_server
-from tests.unit.replay.stand_in import CASE, NEVER, record, replay, reply, serving, write_source
+from tests.unit.replay.stand_in import CASE, NEVER, record, replay, replay_recorded, reply, serving, write_source
 
 ANSWER = {"generated_text": "a secret answer"}
 
@@ -225,9 +225,7 @@ def test_redact_leaves_texts_out_of_every_file(tmp_path: Path) -> None:
 
 
 def test_only_the_owner_can_read_the_files(tmp_path: Path) -> None:
-    source = write_source(tmp_path / "a.jsonl", [record(1, **recorded())])
-    with serving(reply(ANSWER)) as server:
-        run = replay(source, tmp_path / "out", "--to", server.url, "--recorded")
+    run = replay_recorded(tmp_path, [record(1, **recorded())], reply(ANSWER))
     assert {stat.S_IMODE(file.stat().st_mode) for file in run.directory.iterdir()} == {0o600}
 
 
@@ -256,19 +254,14 @@ def test_an_old_server_that_nobody_reaches_ends_the_run_before_the_second_reques
 
 def test_a_server_without_answers_in_a_row_ends_the_run_early(tmp_path: Path) -> None:
     records = [record(number, **recorded()) for number in range(200)]
-    source = write_source(tmp_path / "a.jsonl", records)
-    with serving(NEVER) as server:
-        arguments = ("--to", server.url, "--recorded", "--timeout", "0.1", "--concurrency", "20")
-        run = replay(source, tmp_path / "out", *arguments)
+    run = replay_recorded(tmp_path, records, NEVER, "--timeout", "0.1", "--concurrency", "20")
     assert run.code == 1
     assert MOST_FAILURES <= run.report["requests"] < 200
     assert "too many requests in a row had no answer" in run.output
 
 
 def test_an_answer_that_takes_too_long_is_no_answer(tmp_path: Path) -> None:
-    source = write_source(tmp_path / "a.jsonl", [record(1, **recorded())])
-    with serving(NEVER) as server:
-        run = replay(source, tmp_path / "out", "--to", server.url, "--recorded", "--timeout", "0.2")
+    run = replay_recorded(tmp_path, [record(1, **recorded())], NEVER, "--timeout", "0.2")
     assert run.code == 1
     assert run.report["differences"][0]["example"]["new"] == "no whole answer within 0.2 s (--timeout)"
 
@@ -381,10 +374,8 @@ def test_as_recorded_needs_times_and_keeps_their_intervals(tmp_path: Path) -> No
 def test_a_request_that_is_due_in_weeks_is_a_malformed_line(tmp_path: Path, time: Any) -> None:
     times = [1767225600, time, 1767225600.1]
     records = [record(number, time=time, **recorded()) for number, time in enumerate(times)]
-    source = write_source(tmp_path / "a.jsonl", records)
-    with serving(reply(ANSWER)) as server:
-        run = replay(source, tmp_path / "out", "--to", server.url, "--recorded", "--as-recorded")
-    assert (run.code, set(server.asked)) == (1, {"0", "2"})
+    run = replay_recorded(tmp_path, records, reply(ANSWER), "--as-recorded")
+    assert (run.code, run.results.keys()) == (1, {"0", "2"})
     (line,) = run.report["malformed_lines"]["first"]
     assert line["place"] == "a.jsonl:2"
 
@@ -409,9 +400,7 @@ def test_a_folder_is_read_with_its_compressed_files(tmp_path: Path) -> None:
 
 def test_latencies_of_both_sides_are_in_the_report(tmp_path: Path) -> None:
     answer = {"body": ANSWER, "seconds": 2.0, "first_byte_seconds": 0.5}
-    source = write_source(tmp_path / "a.jsonl", [record(1, answer=answer)])
-    with serving(reply(ANSWER)) as server:
-        run = replay(source, tmp_path / "out", "--to", server.url, "--recorded")
+    run = replay_recorded(tmp_path, [record(1, answer=answer)], reply(ANSWER))
     old, new = run.report["latency"]["old"], run.report["latency"]["new"]
     assert old["seconds"] == {"p50": 2.0, "p90": 2.0, "p99": 2.0}
     assert old["first_byte_seconds"]["p99"] == 0.5
@@ -434,9 +423,11 @@ def test_the_page_is_alone_and_shows_texts_as_texts(tmp_path: Path) -> None:
 
 def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
     old = recorded({"error": "\x1b[31m[bold]x[/nothing]"}, 422)
-    source = write_source(tmp_path / "a.jsonl", [record(1, **old)])
-    with serving(Reply(422, (("content-type", "application/json"),), b'{"error":"\\u001b]0;title\\u0007"}')) as server:
-        run = replay(source, tmp_path / "out", "--to", server.url, "--recorded")
+    run = replay_recorded(
+        tmp_path,
+        [record(1, **old)],
+        Reply(422, (("content-type", "application/json"),), b'{"error":"\\u001b]0;title\\u0007"}'),
+    )
     assert "\x1b" not in run.output
     assert "[bold]x[/nothing]" in run.output
 
@@ -480,9 +471,7 @@ def test_an_answer_that_cannot_be_compared_is_one_difference_and_the_rest_is_sen
     tmp_path: Path, old: str, new: str, status: int
 ) -> None:
     hostile = record(1, **recorded(old, status))
-    source = write_source(tmp_path / "a.jsonl", [hostile, record(2, **recorded())])
-    with serving({"1": reply(new, status), "2": reply(ANSWER)}) as server:
-        run = replay(source, tmp_path / "out", "--to", server.url, "--recorded")
+    run = replay_recorded(tmp_path, [hostile, record(2, **recorded())], {"1": reply(new, status), "2": reply(ANSWER)})
     assert (run.code, run.report["equal"], run.report["with_unexplained_differences"]) == (1, 1, 1)
 
 

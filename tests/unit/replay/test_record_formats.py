@@ -48,23 +48,8 @@ def test_any_json_is_a_request_or_malformed(record: Any) -> None:
         assert read(record).path.startswith("/")
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"captureData": {"endpointInput": part("{}", kind="text/\u65e5")}},
-        {"captureData": {"endpointInput": part("{}", kind="text/plain\nx: y")}},
-        {"captureData": {"endpointInput": part("{}")}, "eventMetadata": {"customAttributes": "\u65e5"}},
-        {"path": "/invocations", "body": {}, "time": 10**400},
-        {"path": "/invocations", "body": {}, "answer": {"status": 200, "body": "", "seconds": 10**400}},
-    ],
-)
-def test_values_that_cannot_be_sent_or_counted_are_malformed(record: Any) -> None:
-    with pytest.raises(Malformed):
-        read(record)
-
-
 def test_nested_json_is_malformed() -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(Malformed, match="the JSON is nested too deeply"):
         read_line(b"[" * 100_000, "a", "/")
 
 
@@ -115,6 +100,9 @@ def test_a_plain_record_keeps_its_bodies(body: Any, answer: Any) -> None:
     assert found.reply.status == 424
 
 
+HEADER = " must be the value of a header, in Latin-1"
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -151,6 +139,11 @@ def test_a_plain_record_keeps_its_bodies(body: Any, answer: Any) -> None:
             "`captureData.endpointInput.encoding` must be JSON, CSV or BASE64",
         ),
         ({"captureData": {"endpointInput": part("?", "BASE64")}}, "`captureData.endpointInput.data` must be base64"),
+        ({"captureData": {"endpointInput": part("{}", kind="text/\u65e5")}}, HEADER),
+        ({"captureData": {"endpointInput": part("{}", kind="text/plain\nx: y")}}, HEADER),
+        ({"captureData": {"endpointInput": part("{}")}, "eventMetadata": {"customAttributes": "\u65e5"}}, HEADER),
+        ({"path": "/", "time": 10**400}, "`time` must be a time such as"),
+        ({"path": "/", "answer": {"seconds": 10**400}}, "`answer.seconds` must be a number of at least 0"),
     ],
 )
 def test_a_malformed_record_is_named_with_the_expected_value(record: Any, message: str) -> None:

@@ -1,10 +1,13 @@
-"""Configurations that tests share: one for each kind of deployment."""
+"""Configurations that tests share: one for each kind of deployment, and random mixtures of them."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from deploy.sagemaker.configuration import Configuration, merge_tables, read_configuration
+from hypothesis import strategies as st
+
+from deploy.sagemaker.configuration import Configuration, ConfigurationError, merge_tables, read_configuration
 
 ACCOUNT, REGION = "111122223333", "eu-west-1"
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/models"
@@ -114,3 +117,30 @@ VALUES: dict[str, dict[str, Any]] = {
 def configuration(name: str, /, **changes: Any) -> Configuration:
     """Return one of `VALUES`, with changes."""
     return read_configuration(merge_tables(VALUES[name], changes))
+
+
+_PARTITIONS = (
+    (REGION, "aws", "amazonaws.com"),
+    ("cn-north-1", "aws-cn", "amazonaws.com.cn"),
+    ("us-gov-west-1", "aws-us-gov", "amazonaws.com"),
+    ("eusc-de-east-1", "aws-eusc", "amazonaws.eu"),
+)
+_ROLLOUTS = [{"strategy": strategy, "timeout": 600} for strategy in ("blue-green", "canary", "linear", "rolling")]
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> Configuration:
+    """Return a configuration that can be deployed: one of `VALUES`, or two together without some of their fields."""
+    kinds = st.sampled_from([*VALUES.values()])
+    values = draw(kinds) | draw(st.fixed_dictionaries({}, optional={"rollout": st.sampled_from(_ROLLOUTS)}))
+    mixed = draw(kinds) | values
+    for field in draw(st.sets(st.sampled_from(sorted(mixed.keys() - {"name", "model", "image", "region"})))):
+        del mixed[field]
+    region, aws, domain = draw(st.sampled_from(_PARTITIONS))
+    for candidate in (mixed, values):
+        text = json.dumps(candidate).replace(REGION, region).replace("arn:aws:", f"arn:{aws}:")
+        try:
+            return read_configuration(json.loads(text.replace("amazonaws.com", domain)))
+        except ConfigurationError:
+            continue
+    raise AssertionError(values)

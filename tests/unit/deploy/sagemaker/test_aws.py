@@ -12,9 +12,10 @@ from deploy.sagemaker.aws import Aws
 from deploy.sagemaker.configuration import ConfigurationError
 
 
-@pytest.mark.parametrize("attempts", [1, 2])
-def test_a_call_is_sent_as_often_as_it_may_be(monkeypatch: pytest.MonkeyPatch, attempts: int) -> None:
-    sent: list[Any] = []
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The requests of boto3. None of them gets an answer."""
+    sent = []
 
     def send(session: Any, request: Any) -> Any:
         sent.append(request)
@@ -22,24 +23,18 @@ def test_a_call_is_sent_as_often_as_it_may_be(monkeypatch: pytest.MonkeyPatch, a
 
     monkeypatch.setattr(URLLib3Session, "send", send)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    return sent
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_call_is_sent_as_often_as_it_may_be(sent: list[Any], attempts: int) -> None:
     with pytest.raises(ReadTimeoutError):
         Aws("eu-west-1").client("sagemaker-runtime", attempts=attempts).invoke_endpoint(EndpointName="e", Body=b"")
     assert len(sent) == attempts
 
 
 @pytest.mark.parametrize("key", [None, "sk-one"])
-def test_a_key_is_sent_beside_the_signature(monkeypatch: pytest.MonkeyPatch, key: str | None) -> None:
-    sent: list[Any] = []
-
-    def send(session: Any, request: Any) -> Any:
-        sent.append(request)
-        raise ReadTimeoutError(endpoint_url=request.url)
-
-    monkeypatch.setattr(URLLib3Session, "send", send)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+def test_a_key_is_sent_beside_the_signature(sent: list[Any], key: str | None) -> None:
     client = Aws("eu-west-1").client("sagemaker-runtime", attempts=1, key=key)
     with pytest.raises(ReadTimeoutError):
         client.invoke_endpoint(EndpointName="e", Body=b"")

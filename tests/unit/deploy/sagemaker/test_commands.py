@@ -23,26 +23,15 @@ from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION, FakeCloudFo
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted((ROOT / "examples/deploy").glob("*.toml"))
-SHORT = [
-    "--name",
-    "my-llm",
-    "--model",
-    "s3://models/llama/",
-    "--image",
-    IMAGE,
-    "--role",
-    ROLE,
-    "--instance-type",
-    "ml.g6e.xlarge",
-]
-SHORT += ["--region", "eu-west-1"]
+SHORT = ["--name", "my-llm", "--model", "s3://models/llama/", "--image", IMAGE, "--role", ROLE]
+SHORT += ["--instance-type", "ml.g6e.xlarge", "--region", "eu-west-1"]
 ENDPOINT = "AWS::SageMaker::Endpoint"
-NOT_HEALTHY = (
-    "Endpoint",
-    ENDPOINT,
-    "CREATE_FAILED",
-    "The primary container for production variant AllTraffic did not pass the ping health check.",
-)
+PING = "The primary container for production variant AllTraffic did not pass the ping health check."
+FAILURE = [
+    ("Endpoint", ENDPOINT, "CREATE_FAILED", PING),
+    stack_event("DELETE_IN_PROGRESS"),
+    stack_event("DELETE_COMPLETE"),
+]
 
 
 def _run(*arguments: str) -> Result:
@@ -113,6 +102,7 @@ def _without_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 @pytest.mark.usefixtures("_without_credentials")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_has_its_template_without_a_call(example: Path) -> None:
+    assert f"slipway deploy examples/deploy/{example.name} --dry-run" in example.read_text()
     made = _run("template", str(example))
     assert made.exit_code == 0, made.output
     assert "Endpoint" in yaml.safe_load(made.stdout)["Resources"]
@@ -122,23 +112,8 @@ def test_every_example_has_its_template_without_a_call(example: Path) -> None:
         assert done.stderr.endswith("\nslipway: note: no change set, because AWS credentials are missing\n")
 
 
-def test_a_deployment_from_the_command_line_alone(cloudformation: FakeCloudFormation) -> None:
-    done = _run("deploy", *SHORT, "--env", "OPTION_DTYPE=fp16", "--set", "tags.team=ads")
-    assert done.exit_code == 0, done.output
-    assert done.stdout == "my-llm is in service\n"
-    assert "Endpoint CREATE_COMPLETE" in done.stderr
-    assert 'try: slipway invoke my-llm --region eu-west-1 --prompt "Hello"' in done.stderr
-    again = _run("deploy", *SHORT, "--env", "OPTION_DTYPE=fp16", "--set", "tags.team=ads")
-    assert again.stdout == "my-llm is in service\n"
-    other = _run("deploy", *SHORT)
-    assert other.exit_code == 3
-    assert "my-llm exists and differs in Model" in other.stderr
-    assert _run("update", *SHORT).stdout == "my-llm is updated\n"
-    assert _run("update", *SHORT).stdout == "my-llm is up to date\n"
-
-
 def test_a_failure_is_rolled_back_and_its_exit_code_says_so(cloudformation: FakeCloudFormation) -> None:
-    cloudformation.outcomes = [[NOT_HEALTHY, stack_event("DELETE_IN_PROGRESS"), stack_event("DELETE_COMPLETE")]]
+    cloudformation.outcomes = [FAILURE]
     done = _run("deploy", *SHORT)
     assert done.exit_code == 1
     assert "did not pass the ping health check" in done.stderr
@@ -170,6 +145,9 @@ def test_an_update_of_what_is_not_there_is_in_the_way(cloudformation: FakeCloudF
     assert done.stderr == "slipway: the stack slipway-my-llm does not exist; `slipway deploy` creates it\n"
 
 
+ASYNC = ["invoke", "e", "--async", "--region", "eu-west-1"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -179,8 +157,14 @@ def test_an_update_of_what_is_not_there_is_in_the_way(cloudformation: FakeCloudF
             "instance_type: expected an instance type, such as ml.g6e.xlarge",
         ),
         (["deploy", *SHORT, "--env", "HF_TOKEN"], "--env: expected NAME=VALUE"),
+        (["deploy", *SHORT, "--env", "=x"], "--env: expected NAME=VALUE"),
+        (["deploy", *SHORT, "--set", "a"], "--set: expected NAME=VALUE"),
+        (["deploy", *SHORT, "--set", "a="], "--set a: expected a TOML value"),
         (["deploy", "none.toml"], "none.toml: No such file"),
         (["invoke", "e"], "--prompt: missing"),
+        ([*ASYNC, "--prompt", "Hi", "--stream"], "--stream: not possible with asynchronous calls"),
+        ([*ASYNC, "--prompt", "Hi", "--component", "c"], "--component: not possible with asynchronous calls"),
+        ([*ASYNC, "--body", "x" * 128_001], "the request has 128001 bytes; expected at most 128000, or an S3 object"),
         (["invoke", "e", "--prompt", "x", "--api-key", "k", "--region", "eu-west-1"], "--api-key: "),
         (
             ["template", *SHORT, "--set", "component.path=/other"],
@@ -226,22 +210,6 @@ def test_a_dry_run_is_for_the_region_that_the_deployment_is_for(
     assert "image is in eu-west-1; expected one in us-east-1" in _run("deploy", *SHORT[:-2], "--dry-run").stderr
 
 
-def test_a_dry_run_shows_what_would_change_and_leaves_no_proposal(cloudformation: FakeCloudFormation) -> None:
-    new = _run("deploy", *SHORT, "--dry-run")
-    assert new.exit_code == 0, new.output
-    assert "a new stack:" in new.stderr
-    assert cloudformation.status is None
-    assert _run("deploy", *SHORT).exit_code == 0
-    changed = _run("update", *SHORT, "--env", "A=1", "--dry-run")
-    assert "  Modify Model (AWS::SageMaker::Model)\n" in changed.stderr
-    assert cloudformation.changes[-1] == "DeleteChangeSet"
-    assert "nothing would change" in _run("update", *SHORT, "--dry-run").stderr
-    cloudformation.status = "UPDATE_IN_PROGRESS"
-    busy = _run("deploy", *SHORT, "--dry-run")
-    assert busy.exit_code == 0
-    assert "note: no change set: the stack slipway-my-llm is UPDATE_IN_PROGRESS and cannot" in busy.stderr
-
-
 def test_a_dry_run_says_that_the_command_would_refuse(cloudformation: FakeCloudFormation) -> None:
     missing = _run("update", *SHORT, "--dry-run")
     assert (missing.exit_code, ENDPOINT in missing.stdout) == (3, True)
@@ -256,6 +224,9 @@ def test_a_dry_run_says_that_the_command_would_refuse(cloudformation: FakeCloudF
     cloudformation.status = "UPDATE_IN_PROGRESS"
     busy = _run("update", *SHORT, "--dry-run")
     assert (busy.exit_code, "UPDATE_IN_PROGRESS" in busy.stderr) == (3, True)
+    busy = _run("deploy", *SHORT, "--dry-run")
+    assert busy.exit_code == 0
+    assert "note: no change set: the stack slipway-my-llm is UPDATE_IN_PROGRESS and cannot" in busy.stderr
 
 
 @pytest.mark.usefixtures("cloudformation")
@@ -370,7 +341,7 @@ def test_why_the_log_of_what_does_not_start_cannot_be_read_is_said(
     cloudformation: FakeCloudFormation, services: Services
 ) -> None:
     services.answers["FilterLogEvents"] = error("FilterLogEvents", "no", "AccessDeniedException")
-    cloudformation.outcomes = [[NOT_HEALTHY, stack_event("DELETE_IN_PROGRESS"), stack_event("DELETE_COMPLETE")]]
+    cloudformation.outcomes = [FAILURE]
     done = _run("deploy", *SHORT)
     assert done.exit_code == 1
     assert "  log: (An error occurred (AccessDeniedException)" in done.stderr
@@ -397,21 +368,30 @@ PUSH = ["--name", "my-llm", "--model", "org/m", "--instance-type", "ml.g6e.xlarg
 PUSH += ["--push", "slipway:gpu", "--image"]
 
 
-def test_a_local_image_is_pushed_before_anything_needs_it(
+@pytest.fixture
+def docker(
     cloudformation: FakeCloudFormation, services: Services, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[tuple[tuple[str, ...], str | None]] = []
+) -> list[tuple[tuple[str, ...], str | None]]:
+    """The commands of docker, each with its input. All of them succeed."""
+    ran = []
 
     def run(command: tuple[str, ...], input: str | None, **more: Any) -> subprocess.CompletedProcess[str]:
         ran.append((command, input))
         assert "CreateRepository" in services.called
-        assert "ExecuteChangeSet" not in cloudformation.changes
+        if cloudformation.status is None:
+            assert "ExecuteChangeSet" not in cloudformation.changes
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)
+    return ran
+
+
+def test_a_local_image_is_pushed_before_anything_needs_it(
+    cloudformation: FakeCloudFormation, docker: list[tuple[tuple[str, ...], str | None]]
+) -> None:
     done = _run("deploy", *PUSH, f"{HOST}/slipway:gpu", "--region", "eu-west-1")
     assert done.exit_code == 0, done.output
-    assert ran == [
+    assert docker == [
         (("docker", "login", "--username", "AWS", "--password-stdin", HOST), "secret"),
         (("docker", "tag", "slipway:gpu", f"{HOST}/slipway:gpu"), None),
         (("docker", "push", f"{HOST}/slipway:gpu"), None),
@@ -422,22 +402,15 @@ def test_a_local_image_is_pushed_before_anything_needs_it(
 
 @pytest.mark.parametrize(("tag", "note"), [("gpu", True), ("gpu-2", False)])
 def test_an_update_pushes_an_image_too_and_says_when_its_tag_is_that_of_what_runs(
-    tag: str, note: bool, cloudformation: FakeCloudFormation, monkeypatch: pytest.MonkeyPatch
+    tag: str, note: bool, docker: list[tuple[tuple[str, ...], str | None]]
 ) -> None:
-    ran: list[tuple[str, ...]] = []
-
-    def run(command: tuple[str, ...], **more: Any) -> subprocess.CompletedProcess[str]:
-        ran.append(command)
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(subprocess, "run", run)
     assert _run("deploy", *PUSH, f"{HOST}/slipway:gpu").exit_code == 0
     again = _run("deploy", *PUSH, f"{HOST}/slipway:gpu")
     assert (again.exit_code, "still runs the old image" in again.stderr) == (0, True)
-    ran.clear()
+    docker.clear()
     done = _run("update", *PUSH, f"{HOST}/slipway:{tag}")
     assert done.exit_code == 0, done.output
-    assert ran[-1] == ("docker", "push", f"{HOST}/slipway:{tag}")
+    assert docker[-1] == (("docker", "push", f"{HOST}/slipway:{tag}"), None)
     assert ("still runs the old image" in done.stderr) is note
     assert done.stdout == ("my-llm is up to date\n" if note else "my-llm is updated\n")
 

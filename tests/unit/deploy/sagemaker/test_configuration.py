@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ from deploy.sagemaker.configuration import (
     ConfigurationError,
     merge_tables,
     read_configuration,
-    read_file,
     read_options,
 )
 from deploy.sagemaker.template import template
 from tests.unit.deploy.sagemaker.configurations import VALUES, configuration
-
-ROOT = Path(__file__).parents[4]
 
 _PREFIX = {"prefix_length": 4096, "concurrency_threshold": 32}
 _CAPTURE = {"destination": "s3://captured/", "percent": 1}
@@ -30,7 +26,6 @@ _SERVERLESS = {"ServerlessConfig": {"MemorySizeInMB": 6144, "MaxConcurrency": 2}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"name": "my_llm"}, "name: expected at most 63 letters, digits and hyphens, such as my-endpoint"),
     ({"name": "x" * 64}, "name: expected at most 63 letters"),
-    ({"name": "x-" * 33 + "x"}, "name: expected at most 63 letters"),
     ({"model": "a b"}, "model: expected the name of a model on the Hugging Face hub"),
     ({"model": 7}, "model: expected the name of a model on the Hugging Face hub"),
     ({"model": None}, "model: missing; expected the name of a model"),
@@ -58,15 +53,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "expected capacity.min = 0, too",
     ),
     (
-        {"instance_type": None, "properties": {"EndpointConfiguration": {"KmsKeyId": "key"}}},
+        {"instance_type": None, "properties": {"EndpointConfiguration": {"ProductionVariants": {"VolumeSizeInGB": 9}}}},
         "instance_type: missing; expected a type such as ml.g6e.xlarge",
-    ),
-    *(
-        (
-            {"instance_type": None, "properties": {"EndpointConfiguration": {"ProductionVariants": variants}}},
-            "instance_type: missing; expected a type such as ml.g6e.xlarge",
-        )
-        for variants in ({"VolumeSizeInGB": 100}, 5)
     ),
     (
         {"component": {"gpus": 1}, "adapters": [{"name": "a" * 60, "source": "s3://b/a.tar.gz"}]},
@@ -219,11 +207,6 @@ def test_the_settings_of_an_uploaded_directory_are_checked(tmp_path: Path) -> No
         read_configuration(_plain(upload=str(tmp_path), model="s3://bucket/model/"))
 
 
-def test_what_is_wrong_on_the_command_line_is_said_as_in_a_file() -> None:
-    with pytest.raises(ConfigurationError, match=r"autoscaling\.max: .*1"):
-        read_configuration(merge_tables(VALUES["real_time"], read_options({"set": ["autoscaling.max=-1"]})))
-
-
 def test_a_wrong_credential_is_not_shown() -> None:
     with pytest.raises(ConfigurationError) as raised:
         read_configuration(_plain(env={"HF_TOKEN": ["hf_abcdefghijklmnop"]}))
@@ -251,20 +234,6 @@ def test_options_go_before_the_file() -> None:
     assert read.autoscaling is not None
     assert (read.autoscaling.max, read.instances) == (9, 2)
     assert read.properties["Model"]["VpcConfig"] == {"Subnets": ["s"], "SecurityGroupIds": ["g"]}
-
-
-@pytest.mark.parametrize("options", [{"env": ["A"]}, {"env": ["=x"]}, {"set": ["a"]}, {"set": ["a="]}])
-def test_options_that_cannot_be_taken_apart_are_refused(options: dict[str, list[str]]) -> None:
-    with pytest.raises(ConfigurationError):
-        read_options(options)
-
-
-def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="No such file"):
-        read_file(tmp_path / "none.toml")
-    (tmp_path / "bad.toml").write_text("a = ")
-    with pytest.raises(ConfigurationError):
-        read_file(tmp_path / "bad.toml")
 
 
 def test_truth_values_and_numbers_of_the_environment_are_written_as_in_a_properties_file() -> None:
@@ -322,12 +291,7 @@ _VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-_FIELDS = st.sampled_from(
-    [
-        *Configuration.__struct_fields__,
-        *("async", "adapters", "nonsense"),
-    ]
-)
+_FIELDS = st.sampled_from([*Configuration.__struct_fields__, "async", "adapters", "nonsense"])
 
 
 @settings(deadline=None)
@@ -341,12 +305,3 @@ def test_whatever_a_file_says_is_read_or_refused_with_reasons(changes: dict[str,
     except ConfigurationError as error:
         made, problems = {}, error.problems
     assert bool(made) is not bool(problems)
-
-
-def test_every_example_is_toml_with_its_own_command_in_it() -> None:
-    examples = sorted((ROOT / "examples/deploy").glob("*.toml"))
-    assert len(examples) == 6
-    for path in examples:
-        text = path.read_text()
-        assert tomllib.loads(text)["name"]
-        assert f"slipway deploy examples/deploy/{path.name} --dry-run" in text

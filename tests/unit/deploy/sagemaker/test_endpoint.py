@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import socket
 import threading
@@ -10,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from botocore.exceptions import EventStreamError
 from typer.testing import CliRunner
 
 from deploy.local_endpoint.event_stream import payload_part
@@ -18,72 +16,6 @@ from deploy.sagemaker import endpoint
 from deploy.sagemaker.aws import Aws
 from slipway.cli import app
 from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION
-
-
-class Stream:
-    def __init__(self, events: list[Any]) -> None:
-        self._events = events
-        self.closed = False
-
-    def __iter__(self) -> Iterator[Any]:
-        for event in self._events:
-            if isinstance(event, Exception):
-                raise event
-            yield {"PayloadPart": {"Bytes": event}}
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class Runtime:
-    def __init__(self, body: Any) -> None:
-        self.body = body
-        self.calls: list[dict[str, Any]] = []
-
-    def invoke_endpoint(self, **parameters: Any) -> dict[str, Any]:
-        self.calls.append(parameters)
-        return {"Body": self.body, "OutputLocation": "s3://answers/1"}
-
-    invoke_endpoint_with_response_stream = invoke_endpoint_async = invoke_endpoint
-
-
-def test_an_answer_is_given_as_it_came() -> None:
-    runtime = Runtime(io.BytesIO(b'{"generated_text": "x"}'))
-    request = endpoint.body("Hi", max_new_tokens=3, chat=False, stream=False)
-    assert endpoint.invoke(runtime, "e", request, "c") == b'{"generated_text": "x"}'
-    assert runtime.calls[0] == {
-        "EndpointName": "e",
-        "Body": b'{"inputs": "Hi", "parameters": {"max_new_tokens": 3}}',
-        "ContentType": "application/json",
-        "InferenceComponentName": "c",
-    }
-
-
-def test_a_route_is_sent_as_a_custom_attribute() -> None:
-    runtime = Runtime(io.BytesIO(b"{}"))
-    endpoint.invoke(runtime, "e", b"{}", route="/generate")
-    list(endpoint.invoke_stream(Runtime(Stream([])), "e", b"{}", route="/generate"))
-    endpoint.invoke_asynchronously(runtime, "e", location="s3://in/1.json", route="/generate")
-    assert [call["CustomAttributes"] for call in runtime.calls] == ["route=/generate"] * 2
-
-
-def test_a_chat_is_asked_in_a_chats_form() -> None:
-    asked = json.loads(endpoint.body("Hi", max_new_tokens=3, chat=True, stream=True))
-    assert asked == {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "stream": True}
-
-
-def test_a_stream_gives_its_pieces_and_is_closed() -> None:
-    stream = Stream([b"a", b"b"])
-    assert list(endpoint.invoke_stream(Runtime(stream), "e", b"{}")) == [b"a", b"b"]
-    assert stream.closed
-
-
-def test_a_stream_that_breaks_says_so_after_what_came() -> None:
-    broken = EventStreamError({"Error": {"Code": "ModelStreamError", "Message": "out of time"}}, "Invoke")
-    pieces = endpoint.invoke_stream(Runtime(Stream([b"a", broken])), "e", b"{}")
-    assert next(pieces) == b"a"
-    with pytest.raises(EventStreamError, match="out of time"):
-        next(pieces)
 
 
 def test_a_connection_that_breaks_within_a_stream_breaks_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,12 +28,7 @@ def test_a_connection_that_breaks_within_a_stream_breaks_the_stream(monkeypatch:
             connection.sendall(head + b"%x\r\n%s\r\n" % (len(part), part))
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        for name, value in (
-            ("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", f"http://127.0.0.1:{listener.getsockname()[1]}"),
-            ("AWS_ACCESS_KEY_ID", "local"),
-            ("AWS_SECRET_ACCESS_KEY", "local"),
-        ):
-            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", f"http://127.0.0.1:{listener.getsockname()[1]}")
         server = threading.Thread(target=answer, args=(listener,))
         server.start()
         pieces = endpoint.invoke_stream(Aws("eu-west-1").client("sagemaker-runtime"), "e", b"{}")
@@ -111,18 +38,13 @@ def test_a_connection_that_breaks_within_a_stream_breaks_the_stream(monkeypatch:
         server.join(10)
 
 
-def test_an_asynchronous_answer_is_where_sagemaker_says() -> None:
-    runtime = Runtime(None)
-    assert endpoint.invoke_asynchronously(runtime, "e", location="s3://in/1") == endpoint.Places("s3://answers/1", None)
-    endpoint.invoke_asynchronously(runtime, "e", request=b"{}")
-    call = {"EndpointName": "e", "ContentType": "application/json"}
-    assert runtime.calls == [call | {"InputLocation": "s3://in/1"}, call | {"Body": b"{}"}]
-
-
 class Endpoint(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers["Content-Length"]))
         status, media_type, body = 200, "application/json", b'{"echo": ' + asked + b"}"
+        if self.path == "/endpoints/named/invocations":
+            names = (self.headers[f"X-Amzn-SageMaker-{name}"] for name in ("Custom-Attributes", "Inference-Component"))
+            body = " ".join(names).encode()
         if self.path == "/endpoints/refused/invocations":
             status, body = 424, b'{"Message": "no", "OriginalStatusCode": 424, "OriginalMessage": "wrong"}'
         if self.path == "/endpoints/my-llm/invocations-response-stream":
@@ -157,6 +79,10 @@ def test_a_local_endpoint_is_asked_as_sagemakers() -> None:
     assert plain.stdout == '{"echo": {"inputs": "Hi", "parameters": {"max_new_tokens": 3}}}\n'
     streamed = CliRunner().invoke(app, ["invoke", "my-llm", "--prompt", "Hi", "--stream"])
     assert streamed.stdout == '{"token": {"text": " Paris"}}\n\n'
+    chat = json.loads(CliRunner().invoke(app, ["invoke", "my-llm", "--prompt", "Hi", "--chat"]).stdout)
+    assert chat["echo"]["messages"] == [{"role": "user", "content": "Hi"}]
+    named = CliRunner().invoke(app, ["invoke", "named", "--body", "{}", "--route", "/generate", "--component", "c"])
+    assert named.stdout == "route=/generate c\n"
     refused = CliRunner().invoke(app, ["invoke", "refused", "--body", "{}"])
     assert refused.exit_code == 1
     assert "ModelError" in refused.stderr

@@ -6,7 +6,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from deploy.sagemaker.configuration import Configuration
-from deploy.sagemaker.stack import POLL, Stack, StackConflict, StackFailed
+from deploy.sagemaker.stack import POLL, ChangeSet, Stack, StackConflict, StackFailed
 from deploy.sagemaker.template import template
 from tests.unit.deploy.sagemaker.configurations import configuration
 from tests.unit.deploy.sagemaker.fake_cloudformation import FakeCloudFormation, stack_event
@@ -39,10 +39,14 @@ def stack(cloudformation: FakeCloudFormation, told: list[str]) -> Stack:
     return Stack(cloudformation.client, "my-llm", told.append, sleep)
 
 
-def _create(stack: Stack, wanted: Configuration = WANTED) -> None:
+def _proposed(stack: Stack, wanted: Configuration = WANTED) -> ChangeSet:
     change = stack.propose(wanted)
     assert change is not None
-    stack.carry_out(change)
+    return change
+
+
+def _create(stack: Stack) -> None:
+    stack.carry_out(_proposed(stack))
 
 
 def _interrupting(cloudformation: FakeCloudFormation, operation: str) -> Callable[[str], None]:
@@ -65,8 +69,7 @@ def test_a_stack_is_made_updated_and_deleted(cloudformation: FakeCloudFormation,
     assert {"ParameterKey": "Secret1", "ParameterValue": "hf_abcdefghijklmnop"} in made["Parameters"]
     assert not stack.ready_to_create()
     stack.check_updatable()
-    change = stack.propose(OTHER)
-    assert change is not None
+    change = _proposed(stack, OTHER)
     assert [(each["Action"], each["LogicalResourceId"]) for each in change.changes] == [("Modify", "Model")]
     stack.carry_out(change)
     assert cloudformation.template == template(OTHER)
@@ -80,29 +83,12 @@ def test_a_stack_that_somebody_else_is_about_to_create_is_kept(
     cloudformation: FakeCloudFormation, stack: Stack
 ) -> None:
     cloudformation.others = ["change of a colleague"]
-    change = stack.propose(WANTED)
-    assert change is not None
+    change = _proposed(stack)
     stack.discard(change)
     assert (cloudformation.changes[-1], cloudformation.status) == ("DeleteChangeSet", "REVIEW_IN_PROGRESS")
     cloudformation.others = []
     stack.discard(change)
     assert (cloudformation.changes[-1], cloudformation.status) == ("DeleteStack", None)
-
-
-def test_where_nothing_changes_nothing_is_proposed(cloudformation: FakeCloudFormation, stack: Stack) -> None:
-    _create(stack)
-    assert stack.propose(WANTED) is None
-    assert cloudformation.changes[-1] == "DeleteChangeSet"
-    assert cloudformation.status == "CREATE_COMPLETE"
-
-
-def test_a_proposal_that_is_forgotten_leaves_no_stack(cloudformation: FakeCloudFormation, stack: Stack) -> None:
-    change = stack.propose(WANTED)
-    assert change is not None
-    assert change.creates
-    assert stack.status() is None
-    stack.discard(change)
-    assert cloudformation.status is None
 
 
 @pytest.mark.parametrize("look", [1, 2])
@@ -157,8 +143,7 @@ def test_an_update_that_fails_leaves_what_was_there(cloudformation: FakeCloudFor
             stack_event("UPDATE_ROLLBACK_COMPLETE"),
         ]
     ]
-    change = stack.propose(OTHER)
-    assert change is not None
+    change = _proposed(stack, OTHER)
     with pytest.raises(
         StackFailed, match=r"UPDATE_ROLLBACK_COMPLETE: Endpoint \(AWS::SageMaker::Endpoint\): one of its"
     ):
@@ -178,9 +163,7 @@ def test_what_an_update_could_not_delete_is_told(
             stack_event("UPDATE_COMPLETE"),
         ]
     ]
-    change = stack.propose(OTHER)
-    assert change is not None
-    stack.carry_out(change)
+    stack.carry_out(_proposed(stack, OTHER))
     assert "Model DELETE_FAILED: no permission" in told
 
 
@@ -233,20 +216,10 @@ def test_a_stack_that_someone_else_has_made_is_kept(cloudformation: FakeCloudFor
             look()
 
 
-def test_an_interrupted_creation_is_deleted(cloudformation: FakeCloudFormation, stack: Stack, told: list[str]) -> None:
-    cloudformation.outcomes = [[stack_event("CREATE_IN_PROGRESS")]]
-    cloudformation.after = _interrupting(cloudformation, "ExecuteChangeSet")
-    with pytest.raises(KeyboardInterrupt):
-        _create(stack)
-    assert "interrupted: deleting the stack" in told
-    assert cloudformation.status is None
-
-
 def test_a_creation_that_is_interrupted_before_it_begins_leaves_no_stack(
     cloudformation: FakeCloudFormation, stack: Stack
 ) -> None:
-    change = stack.propose(WANTED)
-    assert change is not None
+    change = _proposed(stack)
     cloudformation.after = _interrupting(cloudformation, "DescribeStackEvents")
     with pytest.raises(KeyboardInterrupt):
         stack.carry_out(change)
@@ -255,8 +228,7 @@ def test_a_creation_that_is_interrupted_before_it_begins_leaves_no_stack(
 
 
 def test_a_refused_creation_leaves_no_stack(cloudformation: FakeCloudFormation, stack: Stack) -> None:
-    change = stack.propose(WANTED)
-    assert change is not None
+    change = _proposed(stack)
 
     cloudformation.refused = {"ExecuteChangeSet"}
     with pytest.raises(ClientError, match="AccessDenied"):
@@ -266,8 +238,7 @@ def test_a_refused_creation_leaves_no_stack(cloudformation: FakeCloudFormation, 
 
 def test_an_interrupted_update_goes_on(cloudformation: FakeCloudFormation, stack: Stack, told: list[str]) -> None:
     _create(stack)
-    change = stack.propose(OTHER)
-    assert change is not None
+    change = _proposed(stack, OTHER)
     cloudformation.after = _interrupting(cloudformation, "ExecuteChangeSet")
     with pytest.raises(KeyboardInterrupt):
         stack.carry_out(change)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 from botocore.session import get_session
-from botocore.validate import ParamValidator
 from cfnlint.api import lint
 from cfnlint.config import ManualArgs
 from hypothesis import Phase, given, settings
@@ -24,8 +23,7 @@ from deploy.sagemaker.configuration import (
 from deploy.sagemaker.template import MACHINE_IMAGE, secrets, template
 from deploy.yaml_text import as_yaml
 from handlers.model_config import ModelConfig
-from tests.unit.deploy.sagemaker.configurations import REGION, VALUES, configuration
-from tests.unit.deploy.sagemaker.random_configurations import configurations
+from tests.unit.deploy.sagemaker.configurations import REGION, VALUES, configuration, configurations
 
 ROOT = Path(__file__).parents[4]
 _LINT = ManualArgs(regions=["eu-west-1", "us-east-1"])
@@ -307,53 +305,6 @@ def test_the_instances_have_the_reservation_the_driver_and_the_disk_that_are_giv
     assert plain.keys().isdisjoint(expected.keys() - {"InferenceAmiVersion"})
 
 
-# Parameters of SageMaker's calls that have no field, by the reason.
-_WITHOUT_FIELD = {
-    "in `properties`": """
-        Model.VpcConfig Model.EnableNetworkIsolation EndpointConfig.VpcConfig EndpointConfig.EnableNetworkIsolation
-        EndpointConfig.KmsKeyId Variant.InstancePools Variant.VariantInstanceProvisionTimeoutInSeconds
-        Container.ImageConfig
-        """,
-    "CloudFormation does not have it": """
-        Variant.AcceleratorPartitionLayouts Container.AdditionalModelDataSources EndpointConfig.CrossRegionTrafficConfig
-        """,
-    "CloudFormation has it for components alone": "Container.ContainerMetricsConfig",
-    "it is for other containers, or for several in a row": """
-        Model.Containers Model.InferenceExecutionConfig Container.ContainerHostname Container.Mode
-        Container.MultiModelConfig Container.ModelPackageName Container.InferenceSpecificationName
-        Container.ModelDataUrl EndpointConfig.ExplainerConfig EndpointConfig.ShadowProductionVariants
-        Variant.ServerlessConfig Variant.AcceleratorType
-        """,
-    "CloudFormation chooses it, or copies it from the stack": """
-        Model.ModelName Model.Tags EndpointConfig.EndpointConfigName EndpointConfig.Tags
-        """,
-}
-
-
-def test_each_parameter_of_sagemakers_calls_has_a_field_or_a_reason() -> None:
-    service = get_session().get_service_model("sagemaker")
-    shapes = {
-        "Model": service.operation_model("CreateModel").input_shape,
-        "Container": service.shape_for("ContainerDefinition"),
-        "EndpointConfig": service.operation_model("CreateEndpointConfig").input_shape,
-        "Variant": service.shape_for("ProductionVariant"),
-    }
-    known = {f"{owner}.{name}" for owner, shape in shapes.items() for name in getattr(shape, "members", ())}
-    made = set()
-    for name in VALUES:
-        plain = {key: value for key, value in VALUES[name].items() if key != "properties"} | {
-            "instance_type": "ml.g5.xlarge"
-        }
-        resources = template(read_configuration(plain))["Resources"]
-        model, config = resources["Model"]["Properties"], resources["EndpointConfiguration"]["Properties"]
-        owners = {"Model": model, "Container": model["PrimaryContainer"], "EndpointConfig": config}
-        owners["Variant"] = config["ProductionVariants"][0]
-        made |= {f"{owner}.{key}" for owner, properties in owners.items() for key in properties}
-    without = {name for names in _WITHOUT_FIELD.values() for name in names.split()}
-    assert made | without == known
-    assert not made & without
-
-
 def test_an_asynchronous_endpoint_has_its_places_topics_and_bound() -> None:
     made = template(configuration("asynchronous"))["Resources"]["EndpointConfiguration"]["Properties"]
     topic = "arn:aws:sns:eu-west-1:111122223333:answers"
@@ -377,34 +328,6 @@ def test_the_containers_metrics_are_read_from_the_components_path() -> None:
     off = template(configuration("scale_to_zero", metrics={"detailed": False}))["Resources"]
     assert off["EndpointConfiguration"]["Properties"]["MetricsConfig"]["EnableDetailedObservability"] is False
     assert "Container" not in off["InferenceComponent"]["Properties"]["Specification"]
-
-
-def test_cloudformation_has_no_path_of_metrics_for_models_without_components() -> None:
-    made = template(configuration("real_time"))
-    container = made["Resources"]["Model"]["Properties"]["PrimaryContainer"]
-    container["ContainerMetricsConfig"] = {"MetricsEndpoints": [{"MetricsEndpointPath": "/metrics"}]}
-    (found,) = lint(as_yaml(made), config=_LINT)
-    assert "'ContainerMetricsConfig' was unexpected" in found.message
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_the_properties_are_parameters_of_sagemakers_calls(name: str) -> None:
-    service = get_session().get_service_model("sagemaker")
-    calls = {
-        "AWS::SageMaker::EndpointConfig": ("CreateEndpointConfig", {"EndpointConfigName": "made"}),
-        "AWS::SageMaker::Model": ("CreateModel", {"ModelName": "made"}),
-    }
-    for resource in template(configuration(name))["Resources"].values():
-        if resource["Type"] not in calls:
-            continue
-        call, chosen = calls[resource["Type"]]
-        parameters = chosen | json.loads(json.dumps(resource["Properties"]), object_hook=_referred)
-        problems = ParamValidator().validate(parameters, service.operation_model(call).input_shape)
-        assert not problems.has_errors(), problems.generate_report()
-
-
-def _referred(value: dict[str, Any]) -> Any:
-    return "made" * 5 if value.keys() & {"Ref", "Fn::GetAtt"} else value
 
 
 def test_properties_of_a_resource_that_is_not_there_are_refused() -> None:
