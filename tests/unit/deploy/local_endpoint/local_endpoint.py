@@ -92,6 +92,26 @@ async def silent(seen: Seen, send: Send) -> None:
     await disconnected(seen.receive)
 
 
+def broken_after(part: bytes) -> Script:
+    """Send a part of an answer, and close the connection."""
+
+    async def script(seen: Seen, send: Send) -> None:
+        await start(send)
+        await piece(send, part)
+
+    return script
+
+
+def answering_after(event: asyncio.Event) -> Script:
+    """Answer `ok` when an event is set."""
+
+    async def script(seen: Seen, send: Send) -> None:
+        await event.wait()
+        await answering(200, b"ok", ("Content-Length", "2"))(seen, send)
+
+    return script
+
+
 @contextlib.asynccontextmanager
 async def local_endpoint(container: Application, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """Return a client of the local endpoint `e`."""

@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from botocore.exceptions import ClientError
 
 from container.sources.location import S3Url
 from deploy.local_endpoint import asynchronous
@@ -28,6 +27,7 @@ from tests.unit.deploy.local_endpoint.local_endpoint import (
     Seen,
     Send,
     answering,
+    answering_after,
     local_endpoint,
     piece,
     silent,
@@ -242,12 +242,7 @@ def large_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S3Url:
 
 async def test_inputs_that_are_large_are_held_one_at_a_time(tmp_path: Path, large_input: S3Url) -> None:
     may_end = asyncio.Event()
-
-    async def held(seen: Seen, send: Send) -> None:
-        await may_end.wait()
-        await answering(200, b"ok", LENGTH)(seen, send)
-
-    container = ScriptedContainer(held)
+    container = ScriptedContainer(answering_after(may_end))
     async with endpoint(container, tmp_path) as invoke:
         accepted = [await invoke(InputLocation=str(large_input)) for _ in range(3)]
         await invoke(Body=b"small")
@@ -336,12 +331,7 @@ async def test_no_more_calls_run_at_a_time_than_allowed_and_no_more_wait(
 
 async def test_a_stop_gives_up_calls_that_wait_and_lets_running_ones_end(tmp_path: Path) -> None:
     may_end = asyncio.Event()
-
-    async def held(seen: Seen, send: Send) -> None:
-        await may_end.wait()
-        await answering(200, b"ok", LENGTH)(seen, send)
-
-    container = ScriptedContainer(held)
+    container = ScriptedContainer(answering_after(may_end))
     queue = Queue(container, tmp_path)
     queue.submit()
     waiting = queue.submit()
@@ -390,23 +380,6 @@ async def test_without_settings_answers_are_in_a_temporary_folder(
     assert f"s3://bucket/key is the file {folder}/bucket/key" in caplog.text
 
 
-async def test_boto3_raises_the_apis_errors(tmp_path: Path) -> None:
-    async with endpoint(ScriptedContainer(), tmp_path) as invoke:
-        with pytest.raises(ClientError, match=r"InputLocation .*Body") as refused:
-            await invoke(Body=b"x", InputLocation="s3://in/a")
-    assert refused.value.response["Error"]["Code"] == "ValidationError"
-
-
-@contextlib.contextmanager
-def aws_at(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Let `Aws` make clients of the runtime at this URL, and no client of AWS."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "local")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "local")
-    yield Aws("us-east-1")
-
-
 async def test_slipway_invoke_reads_an_answer_and_a_failure_without_s3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,16 +387,19 @@ async def test_slipway_invoke_reads_an_answer_and_a_failure_without_s3(
         await answering(424 if seen.body == b"wrong" else 200, b"ok", LENGTH)(seen, send)
 
     async with local_endpoint(ScriptedContainer(script), async_output=OUTPUT, s3_folder=tmp_path) as client:
-        with aws_at(str(client.base_url), monkeypatch) as aws:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # Nothing else of AWS is there.
+        monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", str(client.base_url))
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "local")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "local")
+        aws = Aws("us-east-1")
 
-            def asked(request: bytes) -> bytes:
-                runtime = aws.client("sagemaker-runtime")
-                places = invoke_asynchronously(runtime, "e", request=request)
-                return wait_for_answer(aws.client("s3", url=places.s3), places, 20)
+        def asked(request: bytes) -> bytes:
+            places = invoke_asynchronously(aws.client("sagemaker-runtime"), "e", request=request)
+            return wait_for_answer(aws.client("s3", url=places.s3), places, 20)
 
-            assert await asyncio.to_thread(asked, b"right") == b"ok"
-            with pytest.raises(NoAnswer, match="CLIENT_ERROR_FROM_MODEL"):
-                await asyncio.to_thread(asked, b"wrong")
+        assert await asyncio.to_thread(asked, b"right") == b"ok"
+        with pytest.raises(NoAnswer, match="CLIENT_ERROR_FROM_MODEL"):
+            await asyncio.to_thread(asked, b"wrong")
 
 
 async def test_the_endpoint_shows_the_answers_of_its_folder_and_nothing_else(tmp_path: Path) -> None:

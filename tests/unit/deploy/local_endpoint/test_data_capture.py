@@ -16,6 +16,7 @@ from tests.unit.deploy.local_endpoint.local_endpoint import (
     Seen,
     Send,
     answering,
+    broken_after,
     local_endpoint,
     piece,
     start,
@@ -102,24 +103,6 @@ async def two_pieces(seen: Seen, send: Send) -> None:
     await piece(send, b"1}", last=True)
 
 
-async def test_streams_the_openai_path_and_asynchronous_calls_are_captured_whole(tmp_path: Path) -> None:
-    async with local_endpoint(ScriptedContainer(two_pieces), capture=tmp_path) as client:
-        for path in (STREAM, "/endpoints/e/openai/v1/chat/completions"):
-            assert (await client.post(path, content=b"{}", headers={"content-type": JSON})).status_code == 200
-        found = await records(tmp_path, 2)
-    assert [record["captureData"]["endpointOutput"]["data"] for record in found] == ['{"a": 1}'] * 2
-
-    container = ScriptedContainer(answering(200, b"ok", ("Content-Length", "2")))
-    capture = tmp_path / "asynchronous"
-    async with local_endpoint(container, capture=capture, s3_folder=tmp_path / "s3") as client:
-        headers = {"x-amzn-sagemaker-content-type": JSON}
-        accepted = await client.post("/endpoints/e/async-invocations", content=b"[1]", headers=headers)
-        (record,) = await records(capture)
-    assert record["captureData"]["endpointInput"]["data"] == "[1]"
-    assert record["captureData"]["endpointOutput"]["data"] == "ok"
-    assert record["eventMetadata"]["inferenceId"] == accepted.json()["InferenceId"]
-
-
 async def test_attributes_and_another_path_are_recorded_and_only_the_owner_can_read_them(tmp_path: Path) -> None:
     async with local_endpoint(ScriptedContainer(), capture=tmp_path) as client:
         await client.post(INVOKE, content=b"x", headers={"x-amzn-sagemaker-custom-attributes": "route=/generate,a=b"})
@@ -135,15 +118,11 @@ async def test_attributes_and_another_path_are_recorded_and_only_the_owner_can_r
 async def test_calls_that_fail_or_send_nothing_are_not_captured(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def broken(seen: Seen, send: Send) -> None:
-        await start(send)
-        await piece(send, b"one\n")
-
     container = ScriptedContainer(answering(400, b"no"))
     async with local_endpoint(container, capture=tmp_path) as client:
         assert (await client.post(INVOKE, content=b"failed")).status_code == 424
         assert (await client.post(STREAM, content=b"failed")).status_code == 424
-        container.script = broken
+        container.script = broken_after(b"one\n")
         await client.post(STREAM, content=b"broken")
         await until(lambda: "not captured: the answer is incomplete or too large" in caplog.text)
         container.script = answering(200, b"{}")

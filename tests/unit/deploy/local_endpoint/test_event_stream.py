@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 
 from botocore.eventstream import EventStreamBuffer
 from hypothesis import given
@@ -22,26 +21,6 @@ def test_the_bytes_of_a_piece() -> None:
         b"\x0d:message-type\x07\x00\x05event"
         b"hello\x29\x73\x8a\xb4"
     )
-
-
-def test_a_message_without_headers_has_16_bytes_more_than_its_payload() -> None:
-    assert event_message({}, b"").hex() == "000000100000000005c248eb7d98c8ff"
-    assert len(event_message({}, b"x" * 100)) == 116
-
-
-@given(st.lists(st.binary(max_size=200), max_size=8), st.lists(st.integers(0, 2000), max_size=10))
-def test_pieces_come_out_of_botocores_decoder_however_they_are_cut(pieces: list[bytes], cuts: list[int]) -> None:
-    stream = b"".join(map(payload_part, pieces))
-    buffer = EventStreamBuffer()
-    ends = sorted({0, *(cut for cut in cuts if cut < len(stream)), len(stream)})
-    events = []
-    for start, end in pairwise(ends):
-        buffer.add_data(stream[start:end])
-        events.extend(buffer)
-    assert [event.payload for event in events] == pieces
-    for event in events:
-        assert event.to_response_dict()["status_code"] == 200
-        assert event.headers[":event-type"] == "PayloadPart"
 
 
 @given(st.dictionaries(TEXTS.filter(lambda name: 0 < len(name.encode()) <= 255), TEXTS, max_size=6), st.binary())

@@ -6,20 +6,16 @@ import socket
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from container.http.cross_site import KnownHosts
 from deploy.local_endpoint.remote_container import RemoteContainer
 from tests.unit.deploy.local_endpoint.local_endpoint import (
     ScriptedContainer,
-    Seen,
-    Send,
     answering,
+    broken_after,
     local_endpoint,
-    piece,
     silent,
-    start,
 )
 
 CHAT = "/endpoints/e/openai/v1/chat/completions"
@@ -132,23 +128,9 @@ async def test_other_errors_have_openais_form_as_well() -> None:
         assert error_of(await client.post(CHAT, content=b"{}")) == (424, "server_error", "model_error")
 
 
-async def test_openais_client_raises_its_errors() -> None:
-    async with local_endpoint(ScriptedContainer(answering(400, b"too long"))) as client:
-        base = f"{client.base_url}/endpoints/e/openai/v1"
-        async with openai.AsyncOpenAI(base_url=base, api_key="any", max_retries=0) as asking:
-            with pytest.raises(openai.BadRequestError) as refused:
-                await asking.chat.completions.create(model="", messages=[])
-    assert (refused.value.type, refused.value.code) == ("server_error", "model_error")
-    assert "too long" in refused.value.message
-
-
 async def test_a_reply_that_breaks_off_has_no_end() -> None:
-    async def broken(seen: Seen, send: Send) -> None:
-        await start(send)
-        await piece(send, b"data: 1\n\n")
-
     async with (
-        local_endpoint(ScriptedContainer(broken)) as client,
+        local_endpoint(ScriptedContainer(broken_after(b"data: 1\n\n"))) as client,
         client.stream("POST", CHAT, content=b"{}") as response,
     ):
         pieces = response.aiter_raw()

@@ -17,6 +17,7 @@ from tests.unit.deploy.local_endpoint.local_endpoint import (
     Seen,
     Send,
     answering,
+    broken_after,
     local_endpoint,
     piece,
     silent,
@@ -85,25 +86,23 @@ async def test_accept_of_a_stream_travels_in_a_header_of_its_own() -> None:
     assert container.seen[0].headers[f"{X}forwarded-api"] == "InvokeEndpointWithResponseStream"
 
 
+END = "; Expires=2026-01-01T00:00:00Z"
+
+
 @pytest.mark.parametrize(
     ("sent", "session"),
     [
-        ([("X-Amzn-SageMaker-Session-Id", "a-1; Expires=2026-01-01T00:00:00Z")], "a-1; Expires=2026-01-01T00:00:00Z"),
-        (
-            [
-                ("X-Amzn-SageMaker-Session-Id", "a-1; Expires=2026-01-01T00:00:00Z"),
-                ("X-Amzn-SageMaker-New-Session-Id", "b-2; Expires=2026-01-01T00:00:00Z"),
-            ],
-            "b-2; Expires=2026-01-01T00:00:00Z",
-        ),
-        ([("X-Amzn-SageMaker-Session-Id", "a-1")], None),
+        ({"session-id": f"a-1{END}"}, f"a-1{END}"),
+        ({"session-id": f"a-1{END}", "new-session-id": f"b-2{END}"}, f"b-2{END}"),
+        ({"session-id": "a-1"}, None),
     ],
 )
 async def test_a_new_session_is_shown_in_the_standards_header_whoever_made_it(
-    sent: list[tuple[str, str]], session: str | None
+    sent: dict[str, str], session: str | None
 ) -> None:
-    more = [("X-Amzn-SageMaker-Custom-Attributes", "k=v"), ("X-Amzn-SageMaker-Closed-Session-Id", "c"), ("X-Own", "1")]
-    async with local_endpoint(ScriptedContainer(answering(200, b"{}", *sent, *more))) as client:
+    sent = {f"{X}{name}": value for name, value in sent.items()}
+    sent |= {f"{X}custom-attributes": "k=v", f"{X}closed-session-id": "c", "X-Own": "1"}
+    async with local_endpoint(ScriptedContainer(answering(200, b"{}", *sent.items()))) as client:
         response = await client.post(INVOKE, content=b"{}")
     assert response.headers.get(f"{X}new-session-id") == session
     assert response.headers[f"{X}closed-session-id"] == "c"
@@ -115,26 +114,19 @@ async def test_a_new_session_is_shown_in_the_standards_header_whoever_made_it(
 
 @pytest.mark.parametrize("path", [INVOKE, STREAM])
 @pytest.mark.parametrize(
-    ("status", "message", "code"),
+    ("status", "side", "code"),
     [
-        (400, 'Received client error (400) from primary with message "no ü". See https://', "CLIENT_ERROR_FROM_MODEL"),
-        (
-            503,
-            'Received server error (503) from primary with message "no ü". See https://',
-            "INTERNAL_FAILURE_FROM_MODEL",
-        ),
-        (
-            307,
-            'Received server error (307) from primary with message "no ü". See https://',
-            "INTERNAL_FAILURE_FROM_MODEL",
-        ),
+        (400, "client", "CLIENT_ERROR_FROM_MODEL"),
+        (503, "server", "INTERNAL_FAILURE_FROM_MODEL"),
+        (307, "server", "INTERNAL_FAILURE_FROM_MODEL"),
     ],
 )
-async def test_a_containers_error_is_a_model_error(path: str, status: int, message: str, code: str) -> None:
+async def test_a_containers_error_is_a_model_error(path: str, status: int, side: str, code: str) -> None:
     async with local_endpoint(ScriptedContainer(answering(status, "no ü".encode()))) as client:
         response = await client.post(path, content=b"{}")
     found = error_of(response)
     assert found[:2] == (424, "ModelError")
+    message = f'Received {side} error ({status}) from primary with message "no ü". See https://'
     assert found[2].startswith(message)
     assert found[2].endswith("/aws/sagemaker/Endpoints/e in account 000000000000 for more information.")
     body = response.json()
@@ -157,11 +149,7 @@ async def test_a_huge_error_is_not_shown() -> None:
         (f"/endpoints/{'a' * 64}/invocations", {}, "Member must have length less than or equal to 63"),
         (STREAM, {f"{X}session-id": "NEW_SESSION"}, "Value 'NEW_SESSION' at 'sessionId' failed to satisfy"),
         (INVOKE, {f"{X}session-id": "a b"}, "Value 'a b' at 'sessionId' failed to satisfy"),
-        (
-            INVOKE,
-            {f"{X}custom-attributes": "x" * 1025},
-            "at 'customAttributes' failed to satisfy constraint: Member mu",
-        ),
+        (INVOKE, {f"{X}custom-attributes": "x" * 1025}, "at 'customAttributes' failed to satisfy constraint: Member"),
         (INVOKE, {f"{X}inference-id": "x" * 65}, "at 'inferenceId' failed to satisfy constraint: Member must have"),
         (INVOKE, {f"{X}target-variant": "Other"}, "Variant Other of endpoint e not found"),
         (INVOKE, {f"{X}target-container-hostname": "c"}, "TargetContainerHostname c: endpoint e has one container"),
@@ -319,11 +307,7 @@ async def test_a_container_that_breaks_off_before_its_first_byte_is_a_model_erro
 
 
 async def test_a_stream_that_breaks_off_ends_with_stream_broken() -> None:
-    async def broken(seen: Seen, send: Send) -> None:
-        await start(send)
-        await piece(send, b"one\n")
-
-    async with local_endpoint(ScriptedContainer(broken)) as client:
+    async with local_endpoint(ScriptedContainer(broken_after(b"one\n"))) as client:
         (first, failure) = messages_of((await client.post(STREAM, content=b"{}")).content)
     assert first == ("PayloadPart", b"one\n")
     assert failure[0] == "ModelStreamError"

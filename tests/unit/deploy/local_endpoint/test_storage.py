@@ -7,8 +7,10 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import boto3
+import httpx
 import pytest
 
 from container.sources.location import S3Url
@@ -19,19 +21,23 @@ from tests.stand_ins.s3 import BUCKET, CREDENTIALS, moto, put
 ANSWER = S3Url(BUCKET, "answers/a b.out")
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A client of S3's stand-in, which has one bucket. The variables that boto3 reads name the stand-in."""
     with moto() as address:
-        yield address
+        for name, value in CREDENTIALS.items() | {("AWS_ENDPOINT_URL_S3", address)}:
+            monkeypatch.setenv(name, value)
+        httpx.post(f"{address}/moto-api/reset")
+        put(address, {})
+        with contextlib.closing(boto3.client("s3", region_name="us-east-1")) as client:
+            yield client
 
 
 @pytest.fixture(params=["s3", "folder"])
-def storage(request: pytest.FixtureRequest, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "folder":
         return storage_of(LocalSettings(endpoints=("e",), s3_folder=tmp_path))
-    for name, value in CREDENTIALS.items() | {("AWS_ENDPOINT_URL_S3", s3)}:
-        monkeypatch.setenv(name, value)
-    put(s3, {})
+    request.getfixturevalue("client")
     return storage_of(LocalSettings(endpoints=("e",), uses_s3=True))
 
 
@@ -49,31 +55,16 @@ def test_an_object_that_is_missing_is_an_error(storage: Storage) -> None:
         storage.size(S3Url("no-such-bucket", "missing"))
 
 
-def test_the_default_bucket_alone_is_made(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in CREDENTIALS.items() | {("AWS_ENDPOINT_URL_S3", s3)}:
-        monkeypatch.setenv(name, value)
-    own = S3Url(OWN_BUCKET, "a")
-    S3Storage().write(own, b"x", "text/csv")
-    with contextlib.closing(boto3.client("s3", region_name="us-east-1")) as client:
-        assert client.get_object(Bucket=OWN_BUCKET, Key="a")["ContentType"] == "text/csv"
+@pytest.mark.parametrize(("region", "place"), [("us-east-1", None), ("eu-west-1", "eu-west-1")])
+def test_the_default_bucket_alone_is_made_in_the_region(
+    client: Any, monkeypatch: pytest.MonkeyPatch, region: str, place: str | None
+) -> None:
+    monkeypatch.setenv("AWS_REGION", region)
+    S3Storage().write(S3Url(OWN_BUCKET, "a"), b"x", "text/csv")
+    assert client.get_object(Bucket=OWN_BUCKET, Key="a")["ContentType"] == "text/csv"
+    assert client.get_bucket_location(Bucket=OWN_BUCKET).get("LocationConstraint") == place
     with pytest.raises(StorageError, match="The specified bucket does not exist"):
         S3Storage().write(S3Url("other-bucket", "a"), b"x", "")
-
-
-def test_the_default_bucket_is_made_in_the_region(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in CREDENTIALS.items() | {("AWS_ENDPOINT_URL_S3", s3)}:
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_REGION", "eu-west-1")
-    put(s3, {})
-    with contextlib.closing(boto3.client("s3", region_name="us-east-1")) as client:
-        with contextlib.suppress(client.exceptions.NoSuchBucket):
-            for found in client.list_objects_v2(Bucket=OWN_BUCKET).get("Contents", []):
-                client.delete_object(Bucket=OWN_BUCKET, Key=found["Key"])
-            client.delete_bucket(Bucket=OWN_BUCKET)
-        S3Storage().write(S3Url(OWN_BUCKET, "a"), b"x", "")
-        assert client.get_bucket_location(Bucket=OWN_BUCKET)["LocationConstraint"] == "eu-west-1"
-        client.delete_object(Bucket=OWN_BUCKET, Key="a")
-        client.delete_bucket(Bucket=OWN_BUCKET)
 
 
 def test_a_link_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
