@@ -13,6 +13,10 @@ from replay.request import RecordedRequest
 from replay.targets import NoAnswer, SageMakerTarget, Unreachable
 
 
+class Stream(list[Any]):
+    def close(self) -> None: ...
+
+
 class Runtime:
     """Stands for boto3's client."""
 
@@ -25,6 +29,10 @@ class Runtime:
         if self._error is not None:
             raise self._error
         return {"Body": io.BytesIO(b"{}"), "ContentType": "application/json"}
+
+    def invoke_endpoint_with_response_stream(self, **parameters: Any) -> dict[str, Any]:
+        parts = [{"PayloadPart": {"Bytes": part}} for part in (b"a\n", b"b\n")]
+        return {"Body": Stream(parts), "ContentType": "application/jsonlines"}
 
 
 def request(path: str = "/invocations", body: bytes = b"{}", **headers: str) -> RecordedRequest:
@@ -84,6 +92,12 @@ async def test_the_model_of_a_query_or_a_header_goes_into_the_attributes() -> No
     assert first["CustomAttributes"] == "model_name=b;model_version=2;a=1"
     assert second["CustomAttributes"] == "model_name=b"
     assert third["CustomAttributes"] == "route=/generate", "the route does not read the query"
+
+
+async def test_a_request_for_a_stream_is_sent_as_one() -> None:
+    reply = await target(Runtime()).ask(request(body=b'{"stream": true}'))
+    assert (reply.body, reply.content_type) == (b"a\nb\n", "application/jsonlines")
+    assert reply.first_byte is not None
 
 
 async def test_an_error_of_the_model_is_its_reply_and_others_are_no_answer() -> None:
