@@ -1,4 +1,4 @@
-"""Requests that go on in the next engine process: those that may, what it gets, and a request that kills engines."""
+"""Requests that continue in the next engine process, the request that this process gets, and requests that kill it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engines.statistics import EngineStatistics
-from tests.stand_ins.vllm_clients import Started
+from tests.stand_ins.vllm_clients import Started, engine_request, late_interaction
 from tests.waiting import until
 
 pytestmark = pytest.mark.live
@@ -18,21 +18,9 @@ pytestmark = pytest.mark.live
 
 def _request(request_id: str, **given: Any) -> Any:
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
 
     params = SamplingParams(**{"max_tokens": 10, "min_tokens": 4, "temperature": 0.0} | given)
-    return EngineCoreRequest(
-        request_id=request_id,
-        external_req_id=request_id,
-        prompt_token_ids=[1, 2, 3],
-        mm_features=None,
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
+    return engine_request(request_id, sampling_params=params)
 
 
 class _Detokenizer:
@@ -134,20 +122,13 @@ def test_images_and_sounds_are_not_kept() -> None:
 
 
 def test_a_document_is_not_sent_to_a_copy_without_the_vectors_of_its_query() -> None:
-    from vllm.pooling_params import LateInteractionParams, PoolingParams
-
     from engines.vllm.copies.continuation import CannotContinue, continued
 
-    def pooled(mode: str) -> Any:
-        request = _request("a")
-        late = LateInteractionParams(mode=mode, query_key="q")
-        request.sampling_params = None
-        request.pooling_params = PoolingParams(task="token_embed", late_interaction_params=late)
-        return _State(request, [])
-
-    assert continued(pooled("cache_query"), _config()).request_id == "a"
+    query: Any = _State(late_interaction("a", "cache_query"), [])
+    assert continued(query, _config()).request_id == "a"
+    document: Any = _State(late_interaction("a", "score_doc"), [])
     with pytest.raises(CannotContinue, match="vectors of its query"):
-        continued(pooled("score_doc"), _config())
+        continued(document, _config())
 
 
 class _Sequences:
@@ -176,99 +157,6 @@ class _Sequences:
 
     def errors(self, name: str) -> list[str]:
         return [str(error) for error in self.states[name].errors]
-
-
-async def test_a_request_that_kills_each_engine_is_found_and_gets_the_error_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from engines.errors import EngineDead
-
-    sequences = _Sequences(monkeypatch, 1, ("a", "killer", "b"))
-    started, continuations = sequences.started, sequences.continuations
-    (first,) = started.copies
-    for state in sequences.states.values():
-        await sequences.client.add_request_async(state.core_request)
-
-    def restarted() -> tuple[Any, asyncio.Task[None]]:
-        copy = started.start(1)
-        return copy, asyncio.create_task(continuations.send_to(copy))
-
-    async with started.reading():
-        sequences.kill(first)
-        second, sending = restarted()
-        await sending
-        assert second.client.added_ids == ["a", "killer", "b"], "after the first death, all go on together"
-        assert sequences.statistics.continued_requests == 3
-        sequences.kill(second)
-        third, trial = restarted()
-        await until(lambda: third.client.added_ids == ["a"])
-        sequences.give_token("a")
-        await until(lambda: third.client.added_ids == ["a", "killer"])
-        trial.cancel()  # as `Copies` does when the copy has died
-        await asyncio.wait([trial])
-        assert not sequences.errors("killer")
-        sequences.kill(third)
-        assert sequences.errors("killer") == [EngineDead().message]
-        fourth, following = restarted()
-        await until(lambda: fourth.client.added_ids == ["a"])
-        sequences.give_token("a")
-        await until(lambda: fourth.client.added_ids == ["a", "b"])
-        sequences.give_token("b")
-        await following
-    assert fourth.client.added_ids == ["a", "b"], "the killer has its error, though its call has not ended yet"
-    assert not sequences.errors("a")
-    assert not sequences.errors("b")
-
-
-async def test_a_suspect_is_only_tried_on_the_copy_that_was_just_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engines.errors import EngineDead
-
-    names = [*"abcdefgh", "killer"]
-    sequences = _Sequences(monkeypatch, 3, names)
-    started, client, continuations = sequences.started, sequences.client, sequences.continuations
-    for state in sequences.states.values():
-        await client.add_request_async(state.core_request)
-    async with started.reading():
-        first = sequences.where("killer")
-        lost = {name for name in names if sequences.where(name) is first}
-        sequences.kill(first)
-        await continuations.send_on()
-        assert set(client.placed) == set(names), "all go on at once, the killer as well: it may be innocent"
-        assert sequences.statistics.continued_requests == len(lost)
-        second = sequences.where("killer")
-        (last,) = (copy for copy in client.ready if copy is not second)
-        suspects = {name for name in lost if sequences.where(name) is second}
-        sequences.kill(second)
-        await continuations.send_on()
-        innocent = set(names) - suspects
-        assert {name for name in names if name in client.placed} == innocent, "the others go on at once"
-        assert all(sequences.where(name) is last for name in innocent)
-
-        new = started.start(first.number)
-        trial = asyncio.create_task(continuations.send_to(new))
-        tried = sorted(suspects, key=names.index)
-        assert tried[-1] == "killer"
-        for number, name in enumerate(tried, 1):
-            await until(lambda number=number: len(new.client.added) == number)
-            assert new.client.added_ids == tried[:number], "one by one"
-            if name != "killer":
-                sequences.give_token(name)
-        trial.cancel()
-        await asyncio.wait([trial])
-        sequences.kill(new)
-        await continuations.send_on()
-        assert sequences.errors("killer") == [EngineDead().message]
-        assert not any(sequences.errors(name) for name in names if name != "killer")
-
-        newest = started.start(first.number)
-        rest = asyncio.create_task(continuations.send_to(newest))
-        for number, name in enumerate(tried[:-1], 1):
-            await until(lambda number=number: len(newest.client.added) == number)
-            sequences.give_token(name)
-        await rest
-    assert newest.client.added_ids == tried[:-1]
-    assert not suspects & set(last.client.added_ids[3:]), "the copy that serves has got no suspect"
-    assert set(client.placed) == set(names) - {"killer"}
 
 
 async def test_a_sequence_goes_on_after_the_tokens_that_are_still_to_be_handled(

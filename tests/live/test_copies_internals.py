@@ -11,7 +11,7 @@ import pytest
 
 from tests.live.test_vllm_internals import Processor, output
 from tests.stand_ins.recorder import Recorder
-from tests.stand_ins.vllm_clients import Started
+from tests.stand_ins.vllm_clients import Started, engine_request, late_interaction
 from tests.waiting import until
 
 pytestmark = [pytest.mark.live, pytest.mark.asyncio]
@@ -24,23 +24,9 @@ WORK = len(PROMPT) + TOKENS + 1
 def request(request_id: str, of: str = "", **given: Any) -> Any:
     """Return a sequence of the request `of`."""
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
 
-    fields = {
-        "prompt_token_ids": PROMPT,
-        "sampling_params": SamplingParams(max_tokens=TOKENS),
-        "pooling_params": None,
-        "lora_request": None,
-        "cache_salt": None,
-    }
-    return EngineCoreRequest(
-        request_id=request_id,
-        external_req_id=of or request_id,
-        mm_features=None,
-        arrival_time=0.0,
-        data_parallel_rank=None,
-        **fields | given,
-    )
+    fields = {"prompt_token_ids": PROMPT, "sampling_params": SamplingParams(max_tokens=TOKENS)}
+    return engine_request(request_id, external_req_id=of or request_id, **fields | given)
 
 
 def works(started: Started) -> list[int]:
@@ -84,16 +70,10 @@ async def test_prompts_meet_the_cache_that_has_them_unless_adapter_or_salt_diffe
 
 
 async def test_the_documents_of_a_query_go_where_its_vectors_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.pooling_params import LateInteractionParams, PoolingParams
-
     started = Started(monkeypatch, 4)
     for query in range(8):
         for number, mode in enumerate(("cache_query", "score_doc", "score_doc")):
-            params = PoolingParams(
-                task="token_embed", late_interaction_params=LateInteractionParams(mode=mode, query_key=f"q{query}")
-            )
-            name = f"q{query}-{number}"
-            await started.client.add_request_async(request(name, sampling_params=None, pooling_params=params))
+            await started.client.add_request_async(late_interaction(f"q{query}-{number}", mode, f"q{query}"))
     for copy in started.copies:
         queries = [name.partition("-")[0] for name in copy.client.added_ids]
         assert all(queries.count(query) == 3 for query in queries)
@@ -195,31 +175,6 @@ async def test_messages_have_the_number_of_their_copy(monkeypatch: pytest.Monkey
     assert (await started.client.get_output_async()).engine_index == 1, "of the second data-parallel rank"
 
 
-async def test_a_message_of_a_process_that_ends_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.engine import FinishReason
-
-    started = Started(monkeypatch, 2)
-    first, second = started.copies
-    first.client.queue.put_nowait(message(outputs=[SimpleNamespace(finish_reason=FinishReason.ABORT)]))
-    second.client.queue.put_nowait(message(outputs=[SimpleNamespace(finish_reason=FinishReason.LENGTH)]))
-    assert (await started.client.get_output_async()).engine_index == 1
-    assert first.messages == 0
-
-
-async def test_an_error_tells_which_copy_has_died_and_ends_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    started = Started(monkeypatch, 2)
-    first, second = started.copies
-    first.client.queue.put_nowait(EngineDeadError())
-    assert started.dead == [first]
-    started.kill(first)
-    first.client.queue.put_nowait(message())  # It came late: the requests go on elsewhere.
-    second.client.queue.put_nowait(message())
-    assert (await started.client.get_output_async()).engine_index == 1
-    assert started.client.messages.empty()
-
-
 async def test_work_goes_back_to_nothing_when_requests_end(monkeypatch: pytest.MonkeyPatch, sample_model: Path) -> None:
     """By their last output, by an abort, because nobody has them any more, or with their copy."""
     from transformers import AutoTokenizer
@@ -272,23 +227,17 @@ async def test_a_document_whose_query_is_lost_gets_an_error_and_reaches_no_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from vllm.exceptions import GenerationError
-    from vllm.pooling_params import LateInteractionParams, PoolingParams
 
     started = Started(monkeypatch, 2)
-
-    def part(name: str, mode: str) -> Any:
-        late = LateInteractionParams(mode=mode, query_key="q")
-        return request(name, sampling_params=None, pooling_params=PoolingParams(task="x", late_interaction_params=late))
-
-    await started.client.add_request_async(part("query", "cache_query"))
+    await started.client.add_request_async(late_interaction("query", "cache_query"))
     (first,) = [copy for copy in started.copies if copy.client.added]
     (other,) = [copy for copy in started.copies if copy is not first]
     started.client.close(first)
-    await started.client.add_request_async(part("document", "score_doc"))
+    await started.client.add_request_async(late_interaction("document", "score_doc"))
     assert first.client.added_ids == ["query", "document"], "it drains, and still has the query"
     started.kill(first)
     with pytest.raises(GenerationError):
-        await started.client.add_request_async(part("late", "score_doc"))
+        await started.client.add_request_async(late_interaction("late", "score_doc"))
     assert not other.client.added
 
 

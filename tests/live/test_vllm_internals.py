@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import math
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from copy import copy
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from engines.request import Constraint, FinishReason, GenerationRequest, Samplin
 from engines.statistics import EngineStatistics
 from tests.python_calls import python_calls
 from tests.stand_ins.recorder import Recorder
+from tests.stand_ins.vllm_clients import engine_request
 from tests.unit.engines.test_tokenization import byte_fallback
 from tests.unit.engines.transformers.byte_model import MODEL
 
@@ -57,7 +57,6 @@ class Processor:
 
     def add(self, name: str, sink: Recorder, **fields: Any) -> None:
         from vllm import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
 
         from engines.loaded_model import ModelTexts
         from engines.vllm.output import PushedState, TokensApart
@@ -69,23 +68,10 @@ class Processor:
         place = fields.pop("place", 0)
         prompt_ids = fields.pop("prompt_ids", None)
         generation = GenerationRequest(request_id=name, prompt="x", sampling=sampling, **fields)
-        request = EngineCoreRequest(
-            request_id=name,
-            external_req_id=name,
-            prompt_token_ids=self.tokenizer.encode("Prompt:") if prompt_ids is None else prompt_ids,
-            mm_features=None,
-            sampling_params=SamplingParams(
-                stop=list(sampling.stop),
-                include_stop_str_in_output=sampling.include_stop_str_in_output,
-                skip_special_tokens=sampling.skip_special_tokens,
-                spaces_between_special_tokens=sampling.spaces_between_special_tokens,
-            ),
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        names = ("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
+        params = SamplingParams(stop=list(sampling.stop), **{name: getattr(sampling, name) for name in names})
+        prompt_ids = self.tokenizer.encode("Prompt:") if prompt_ids is None else prompt_ids
+        request = engine_request(name, prompt_token_ids=prompt_ids, sampling_params=params)
         texts, apart = ModelTexts(self.tokenizer), TokensApart(self.tokenizer)
         state = PushedState(request, generation, place, sink, self.statistics, texts, apart, **more)
         state.takes_tokens = state.takes_tokens and self.lean
@@ -211,25 +197,6 @@ def test_what_the_next_vllm_adds_is_allowed(monkeypatch: pytest.MonkeyPatch) -> 
         check_names()
     with pytest.raises(EngineStartError, match=r"it has no _resolve_items in vllm\.renderers\.chat_utils or "):
         module_of("_resolve_items")
-
-
-def test_each_step_is_pushed_at_once_with_the_tokens_own_text(processor: Processor, tokenizer: Any) -> None:
-    sink = Recorder()
-    processor.add("a", sink)
-    ids = tokenizer.encode(" one two three")
-    for token_id in ids[:-1]:
-        processor.step(output("a", [token_id], logprobs=[[-0.5]]))
-    processor.step(output("a", ids[-1:], "LENGTH", [[-0.25]]))
-    assert [delta.text for delta in sink.deltas] == [" one", " two", " three"]
-    assert [[(t.id, t.text, t.logprob) for t in delta.tokens] for delta in sink.deltas] == [
-        [(ids[0], " one", -0.5)],
-        [(ids[1], " two", -0.5)],
-        [(ids[2], " three", -0.25)],
-    ]
-    last = sink.deltas[-1]
-    assert (last.finish_reason, last.last, last.token_count) == (FinishReason.LENGTH, True, 3)
-    assert last.cumulative_logprob == -1.25
-    assert processor.processor.request_states == {}
 
 
 @given(
@@ -360,63 +327,6 @@ def test_the_lean_decoder_reads_the_numbers_of_pooled_prompts_that_vllms_reads(
     assert (tensor.dtype, tensor.tolist()) == (numbers.dtype, numbers.tolist())
 
 
-def test_numbers_at_an_odd_address_are_copied() -> None:
-    from vllm.v1.serial_utils import MsgpackDecoder
-
-    from engines.vllm.output_processor import SentNumbers
-
-    decoder = MsgpackDecoder()
-    data = memoryview(b"-" + np.arange(300, dtype=np.float32).tobytes())[1:]
-    decoder.aux_buffers = (b"", data)
-    for part in (("float32", (3, 100), 1), ("float32", (3, 100), data)):
-        array = SentNumbers(part, decoder).array()
-        assert array.flags.aligned
-        assert array.ravel().tolist() == list(range(300))
-
-
-async def test_messages_to_the_engine_keep_their_order_and_their_frames() -> None:
-    import zmq
-    import zmq.asyncio
-    from vllm.utils.network_utils import make_zmq_socket
-    from vllm.v1.engine.core_client import AsyncMPClient
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    from engines.vllm.copies.core_client import send_at_once
-
-    class Client(AsyncMPClient):
-        def __init__(self, socket: Any) -> None:
-            self.input_socket, self.dead = socket, False
-
-        def ensure_alive(self) -> None:
-            if self.dead:
-                raise EngineDeadError
-
-        def __del__(self) -> None:
-            """vLLM's would end processes."""
-
-    context = zmq.asyncio.Context()
-    server = make_zmq_socket(context, "inproc://engine", zmq.ROUTER, bind=True)
-    engine = make_zmq_socket(context, "inproc://engine", zmq.DEALER, identity=b"engine-1", bind=False)
-    try:
-        await engine.send(b"ready")
-        assert await server.recv_multipart() == [b"engine-1", b"ready"]
-        assert server.getsockopt(zmq.SNDHWM) == 0, "a full socket would refuse a message that must not wait"
-        client = Client(server)
-        send_at_once(client)
-        large = b"x" * 300_000
-        messages = [(b"\x00", b"first"), (b"\x00", b"with arrays", large), (b"\x01", large), (b"\x01", b"last")]
-        for message in messages:
-            await client._send_input_message(message, b"engine-1")
-        received = [await asyncio.wait_for(engine.recv_multipart(), 60) for _ in messages]
-        assert [tuple(frames) for frames in received] == messages
-        client.dead = True
-        with pytest.raises(EngineDeadError):
-            await client._send_input_message(messages[0], b"engine-1")
-        assert not await engine.poll(0)
-    finally:
-        context.destroy(linger=0)
-
-
 def test_with_an_interval_the_parts_after_the_first_have_so_many_tokens_and_the_last_what_is_left(
     processor: Processor, tokenizer: Any
 ) -> None:
@@ -471,32 +381,6 @@ def test_tokens_that_may_begin_a_stop_string_wait_until_that_is_known(processor:
     assert released[4] == " one two fou"
     shown = [token for delta in sink.deltas for token in delta.tokens]
     assert [token.text for token in shown] == [" one", " two", " four"][: len(shown)]
-
-
-@pytest.mark.parametrize(("include", "text"), [(False, " one"), (True, " one two three")])
-def test_a_stop_string_ends_the_text_and_the_tokens_join_to_it(
-    processor: Processor, tokenizer: Any, include: bool, text: str
-) -> None:
-    sink = Recorder()
-    processor.add("a", sink, sampling=SamplingParameters(stop=(" two three",), include_stop_str_in_output=include))
-    ids = tokenizer.encode(" one two three four")
-    aborted: list[str] = []
-    for token_id in ids:
-        aborted += processor.step(output("a", [token_id]))
-    assert "".join(delta.text for delta in sink.deltas) == text
-    assert "".join(token.text for delta in sink.deltas for token in delta.tokens) == text
-    assert sink.deltas[-1].finish_reason is FinishReason.STOP
-    assert aborted == ["a"]
-
-
-def test_the_end_token_has_no_text_and_means_eos(processor: Processor, tokenizer: Any) -> None:
-    sink = Recorder()
-    processor.add("a", sink)
-    processor.step(output("a", tokenizer.encode(" one")))
-    processor.step(output("a", [tokenizer.eos_token_id], "STOP"))
-    last = sink.deltas[-1]
-    assert (last.finish_reason, last.text) == (FinishReason.EOS, "")
-    assert [(token.text, token.special) for token in last.tokens] == [("", True)]
 
 
 @pytest.mark.parametrize(("own", "reason"), [((7,), FinishReason.STOP), ((8,), FinishReason.EOS)])
@@ -636,80 +520,10 @@ def test_a_model_that_is_gone_leaves_no_tokenizer_in_vllms_caches(sample_model: 
     assert [reference() for reference in left] == [None, None, None]
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({}, ""),
-        ({"enable_lora": True}, "are not served with option.enable_lora=true"),
-        ({"kv_sharing_fast_prefill": True}, "are not served with option.kv_sharing_fast_prefill=true"),
-    ],
-)
-def test_the_option_that_rules_out_log_probabilities_of_the_prompt_is_named(
-    sample_model: Path, options: dict[str, Any], reason: str
-) -> None:
+def test_the_option_that_rules_out_log_probabilities_of_the_prompt_is_named(sample_model: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from engines.vllm.sampling import prompt_logprobs_refusal
 
-    config = AsyncEngineArgs(model=str(sample_model), **options).create_engine_config()
-    refusal = prompt_logprobs_refusal(config)
-    assert refusal.endswith(reason)
-    assert bool(refusal) == bool(reason)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_aborted_sequence_ends_with_what_there_is_and_true_counts(
-    processor: Processor, tokenizer: Any, stream: bool
-) -> None:
-    sink = Recorder()
-    processor.add("a", sink, stream=stream, sampling=SamplingParameters(stop=("never",)))
-    ids = tokenizer.encode(" one two three")
-    for token_id in ids:
-        processor.step(output("a", [token_id], logprobs=[[-0.5]]))
-    processor.processor.request_states["a"].abort()
-    assert "".join(delta.text for delta in sink.deltas) == " one two three"
-    assert [token.id for delta in sink.deltas for token in delta.tokens] == ids
-    last = sink.deltas[-1]
-    assert (last.finish_reason, last.last, last.token_count) == (FinishReason.ABORT, True, 3)
-    assert last.prompt_token_count == len(tokenizer.encode("Prompt:"))
-    assert last.cumulative_logprob == -1.5
-    told = len(sink.deltas)
-    assert processor.processor.abort_requests(["a"], internal=True) == ["a"]
-    assert len(sink.deltas) == told
-    assert (processor.statistics.aborted_requests, processor.statistics.finished_requests) == (1, 0)
-
-
-@pytest.mark.parametrize("orderly", [True, False])
-async def test_an_engine_that_ends_is_a_failure_of_the_output_loop_unless_it_was_stopped(
-    orderly: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.v1.engine import async_llm
-    from vllm.v1.engine.exceptions import EngineDeadError
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    from engines.vllm.async_llm import end_output
-
-    class Core:
-        def __init__(self) -> None:
-            self.ended = asyncio.Event()
-
-        async def get_output_async(self) -> None:
-            await self.ended.wait()
-            raise EngineDeadError
-
-        def shutdown(self, timeout: float | None = None) -> None:
-            self.ended.set()
-
-    said: list[str] = []
-    monkeypatch.setattr(async_llm.logger, "exception", said.append)
-    llm = async_llm.AsyncLLM.__new__(async_llm.AsyncLLM)
-    llm.output_handler, llm.log_stats, llm.logger_manager = None, False, None
-    llm.renderer = SimpleNamespace(mm_processor_cache=None, shutdown=lambda: None)
-    llm.engine_core, llm.output_processor = Core(), OutputProcessor(None, log_stats=False)
-    llm._run_output_handler()
-    await asyncio.sleep(0)
-    if orderly:
-        await end_output(llm)
-    llm.engine_core.shutdown()
-    await asyncio.wait([llm.output_handler])
-    assert said == ([] if orderly else ["AsyncLLM output_handler failed."])
+    config = AsyncEngineArgs(model=str(sample_model), kv_sharing_fast_prefill=True).create_engine_config()
+    assert prompt_logprobs_refusal(config).endswith("are not served with option.kv_sharing_fast_prefill=true")

@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM's client of one engine process, below the client of all copies."""
+"""Stand-ins for vLLM's client of one engine process, below the client of all copies, and requests for it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+
+def engine_request(request_id: str, **given: Any) -> Any:
+    """Return a sequence, as vLLM's front end sends it to the engine."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    empty = dict.fromkeys(("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank"))
+    prompt = {"prompt_token_ids": [1, 2, 3], "sampling_params": SamplingParams(), "arrival_time": 0.0}
+    return EngineCoreRequest(request_id=request_id, **empty | prompt | {"external_req_id": request_id} | given)
+
+
+def late_interaction(request_id: str, mode: str, query: str = "q") -> Any:
+    """Return the query of a late interaction, or one of its documents."""
+    from vllm.pooling_params import LateInteractionParams, PoolingParams
+
+    late = LateInteractionParams(mode=mode, query_key=query)
+    pooling = PoolingParams(task="token_embed", late_interaction_params=late)
+    return engine_request(request_id, sampling_params=None, pooling_params=pooling)
 
 
 class Client:
