@@ -9,32 +9,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import ParallelConfig
-from vllm.v1.executor.abstract import Executor
-
-from engines.vllm.copies.core_client import engines_elsewhere
-from engines.vllm.patches import grammars, processes
-from engines.vllm.processes import contexts
-from engines.vllm.processes.elsewhere import workers_elsewhere
 
 
 def executor(**parallel: Any) -> Any:
+    from vllm.config import ParallelConfig
+
     config = ParallelConfig(distributed_executor_backend="mp", **parallel)
     return SimpleNamespace(uses_ray=False, parallel_config=config)
 
 
-def test_workers_of_this_machine_are_not_named() -> None:
-    assert workers_elsewhere(executor(tensor_parallel_size=4)) == ""
+def named(executor: Any) -> str:
+    from engines.vllm.processes.elsewhere import workers_elsewhere
+
+    return workers_elsewhere(executor)
 
 
 def test_workers_of_other_machines_are_named_with_their_machine() -> None:
-    named = workers_elsewhere(executor(tensor_parallel_size=2, pipeline_parallel_size=3, nnodes=3, node_rank=0))
-    assert named == "workers 2, 3 on the machine with node_rank 1; workers 4, 5 on the machine with node_rank 2"
-
-
-def test_many_machines_fit_into_a_pipe_that_nobody_reads() -> None:
-    named = workers_elsewhere(executor(tensor_parallel_size=256, nnodes=256, node_rank=0))
-    assert len(named) < 4096 - 100
+    assert named(executor(tensor_parallel_size=4)) == "", "all are on this machine"
+    several = executor(tensor_parallel_size=2, pipeline_parallel_size=3, nnodes=3, node_rank=0)
+    others = "workers 2, 3 on the machine with node_rank 1; workers 4, 5 on the machine with node_rank 2"
+    assert named(several) == others
+    many = executor(tensor_parallel_size=256, nnodes=256, node_rank=0)
+    assert len(named(many)) < 4096 - 100, "it fits into a pipe that nobody reads"
 
 
 @pytest.fixture
@@ -56,12 +52,17 @@ def test_workers_of_ray_are_named_with_their_node_and_its_address(ray: Any) -> N
     place = f"in Ray on {node['NodeManagerAddress']} (node {node['NodeID']})"
     newer: Any = SimpleNamespace(uses_ray=True, ray_worker_handles=handles)
     older: Any = SimpleNamespace(uses_ray=True, parallel_config=SimpleNamespace(world_size=2))
-    assert workers_elsewhere(newer) == f"workers 0, 1 {place}; worker 2 in Ray on an unknown address (node gone)"
-    assert workers_elsewhere(older) == "workers 0, 1 in Ray"
+    assert named(newer) == f"workers 0, 1 {place}; worker 2 in Ray on an unknown address (node gone)"
+    assert named(older) == "workers 0, 1 in Ray"
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["", "cannot be known"])
 def test_the_server_learns_them_from_the_engine_process(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    from vllm.v1.executor.abstract import Executor
+
+    from engines.vllm.patches import grammars, processes
+    from engines.vllm.processes import contexts
+
     def start(self: Any, vllm_config: Any) -> None:
         self.parallel_config = vllm_config if not broken else None
 
@@ -89,6 +90,8 @@ def test_the_server_learns_them_from_the_engine_process(monkeypatch: pytest.Monk
 
 
 def test_data_parallel_engines_elsewhere_are_counted() -> None:
+    from engines.vllm.copies.core_client import engines_elsewhere
+
     parallel = SimpleNamespace(data_parallel_size=4, local_engines_only=False)
     manager = SimpleNamespace(processes=[SimpleNamespace(pid=1)])
     client: Any = SimpleNamespace(
