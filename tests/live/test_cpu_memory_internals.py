@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from engines.daemon_thread import LastingThreads
 from engines.interface import EngineOutOfMemory
 from engines.memory.cpu_memory import Demand, Limit, memory_limits, smaller_size
 from handlers.model_config import ModelConfig
+from tests.live.test_start_failure_internals import taken_host
 
 
 @pytest.fixture
@@ -36,13 +36,8 @@ def test_a_node_has_what_vllm_says_it_has(resources: Any, monkeypatch: pytest.Mo
 
 
 def test_what_vllm_refuses_names_a_figure_that_a_second_try_is_below(resources: Any) -> None:
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    worker: Any = SimpleNamespace(
-        _should_warm_up_model=lambda: False, cache_config=SimpleNamespace(kv_cache_memory_bytes=1 << 60)
-    )
     with pytest.raises(ValueError) as refused:
-        CPUWorker.determine_available_memory(worker)
+        taken_host()
     size = smaller_size(Demand("m", 0, 0), str(refused.value))
     assert size is not None
     assert 0 < size < resources.get_memory_node_info(0).total_memory

@@ -193,9 +193,6 @@ def _engine(llm: Any) -> Any:
 def test_a_body_that_vllm_stumbles_over_is_the_clients_fault_until_something_is_generated() -> None:
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
-    from openai.types.responses import ResponseOutputMessage, ResponseOutputRefusal
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.responses.utils import construct_input_messages
 
     from engines.statistics import EngineStatistics
     from handlers.openai.current_call import OpenAICall, current_call
@@ -206,35 +203,22 @@ def test_a_body_that_vllm_stumbles_over_is_the_clients_fault_until_something_is_
     app = FastAPI()
     answer_stumbling_readers(app)
 
-    def responses(request: Any, refusal: bool = False) -> None:
-        content = [ResponseOutputRefusal(refusal="no", type="refusal")] if refusal else []
-        said = ResponseOutputMessage(id="", content=content, role="assistant", status="completed", type="message")
-        construct_input_messages(request_input=[said])
-
-    responses.__annotations__["request"] = ChatCompletionRequest  # the type itself, as FastAPI wants it
-    app.post("/responses")(responses)
+    @app.post("/responses")
+    def responses() -> int:
+        empty: list[int] = []
+        return empty[0]
 
     async def of_the_call(*connection: Any) -> None:
         current_call.set(call)
         await app(*connection)
 
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    message = "the body has a value that cannot be used: list index out of range"
+    refusal = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
     with TestClient(of_the_call, raise_server_exceptions=False) as client:
-        for path, document, fault in (
-            ("/responses", body | {"structured_outputs": 5}, "'int' object has no attribute 'get'"),
-            ("/responses", body, "list index out of range"),
-            ("/responses?refusal=true", body, "'ResponseOutputRefusal' object has no attribute 'text'"),
-        ):
-            refused = client.post(path, json=document)
-            assert refused.status_code == 400
-            assert refused.json()["error"] == {
-                "message": f"the body has a value that cannot be used: {fault}",
-                "type": "BadRequestError",
-                "param": None,
-                "code": 400,
-            }
+        refused = client.post("/responses")
+        assert (refused.status_code, refused.json()) == (400, {"error": refusal})
         call.submitted = True
-        assert client.post("/responses", json=body).status_code == 500
+        assert client.post("/responses").status_code == 500
 
 
 TEXTS = st.text(max_size=20)
@@ -368,37 +352,8 @@ def test_lists_in_requests_are_refused_with_their_first_wrong_item() -> None:
     assert TypeAdapter(ChatCompletionRequest).validate_python({"messages": [{"role": "user", "content": "a"}]}).messages
 
 
-def test_requests_are_changed_once_and_not_for_each_model_of_the_server() -> None:
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
-
-    from handlers.openai.vllm.app import routers
-
-    def validators() -> list[Any]:
-        return [kind.__pydantic_validator__ for kind in (ChatCompletionRequest, ResponsesResponse)]
-
-    routers()
-    before = validators()
-    routers()
-    assert all(now is one for now, one in zip(validators(), before, strict=True))
-
-
-_PARTS = [
-    "/",
-    "a",
-    "-",
-    ".",
-    "/tmp",
-    "\n",
-    " ",
-    'File "x", line 3, in f',
-    'File "',
-    " at 0x",
-    "ff",
-    ">",
-    '", line ',
-    ", in ",
-]
+_PARTS = ["/", "a", "-", ".", "/tmp", "\n", " ", 'File "x", line 3, in f', 'File "', " at 0x", "ff", ">"]
+_PARTS += ['", line ', ", in "]
 
 
 @given(st.lists(st.sampled_from(_PARTS), max_size=14).map("".join))

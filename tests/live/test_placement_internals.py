@@ -50,15 +50,24 @@ def settings(devices: tuple[int, ...] | None, **others: Any) -> ModelConfig:
     return ModelConfig(name="m", model_dir=Path("/m"), model_id="/m", devices=devices, **others)
 
 
-def chosen(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> Any:
-    """Engine arguments after the choice."""
+def placed(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> tuple[Any, list[Any]]:
+    """Return vLLM's arguments after the choice, and the places."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from engines.vllm.copies.places import gpu_places
 
     given = AsyncEngineArgs(model="/m", tensor_parallel_size=tensor, **arguments)
-    gpu_places(given, settings(devices, tensor_parallel_degree=tensor))
-    return given
+    return given, gpu_places(given, settings(devices, tensor_parallel_degree=tensor))
+
+
+def chosen(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> Any:
+    """Return vLLM's arguments after the choice."""
+    return placed(devices, tensor, **arguments)[0]
+
+
+def places(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> list[tuple[int, ...]]:
+    """Return the GPUs of each place. An empty one has those that vLLM takes without being told."""
+    return [place.gpus for place in placed(devices, tensor, **arguments)[1]]
 
 
 def test_vllm_takes_the_first_of_the_devices_as_many_as_it_needs(gpus: Any) -> None:
@@ -73,16 +82,6 @@ def test_vllm_takes_the_first_of_the_devices_as_many_as_it_needs(gpus: Any) -> N
         chosen((5, 6), 4)
     with pytest.raises(EngineStartError, match="load_on_devices is cpu, but this vLLM is built for GPUs"):
         chosen((), 1)
-
-
-def places(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> list[tuple[int, ...]]:
-    """Return the GPUs of each place. An empty one has those that vLLM takes without being told."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    from engines.vllm.copies.places import gpu_places
-
-    given = AsyncEngineArgs(model="/m", tensor_parallel_size=tensor, **arguments)
-    return [place.gpus for place in gpu_places(given, settings(devices, tensor_parallel_degree=tensor))]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
@@ -123,15 +122,11 @@ def test_a_model_that_shares_something_has_one_place(gpus: Any, arguments: dict[
 def test_a_place_knows_its_gpus_as_the_machine_numbers_them(
     gpus: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None, physical: list[tuple[int, ...]]
 ) -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
     from engines.vllm.copies.core_client import config_of_copy
-    from engines.vllm.copies.places import gpu_places
 
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    given = AsyncEngineArgs(model="/m", tensor_parallel_size=2)
-    found = gpu_places(given, settings((3, 1, 6, 4), tensor_parallel_degree=2))
+    given, found = placed((3, 1, 6, 4), 2)
     assert [place.physical_gpus for place in found] == physical
     assert given._resolve_device_ids() == list(physical[0]), "the first copy gets its GPUs by vLLM's argument"
     config = _configuration()

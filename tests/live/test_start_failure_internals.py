@@ -86,29 +86,3 @@ def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(mo
     assert failure.reason == "CUDA out of memory. Tried to allocate 2.00 GiB."
     with pytest.raises(torch.OutOfMemoryError):
         WorkerProc()  # the reports have no reader here
-
-
-def test_threads_that_do_not_ask_for_it_start_vllms_own_processes(monkeypatch: Any) -> None:
-    import threading
-
-    from vllm.v1.engine import utils
-
-    from engines.vllm.processes import contexts as processes
-
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    processes.use_fork_server()
-    made: list[Any] = []
-
-    def make() -> None:
-        made.append(utils.get_mp_context().Process(target=print, name="a"))
-
-    # Spawned: a test before this one may have started a fork server in this process.
-    with processes.tied_to_this_thread(spawned=True):
-        thread = threading.Thread(target=make)
-        thread.start()
-        thread.join()
-        make()
-    vllms, ours = made
-    assert vllms._target is print
-    assert isinstance(ours._target, processes._Tied)
-    assert (type(vllms), vllms.name) == (type(ours), ours.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,16 +22,6 @@ if TYPE_CHECKING:
     from engines.vllm.constraints.translator import ConstraintTranslator
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-# A grammar that takes too long to compile.
-CHAIN = "\n".join(
-    [
-        f"root ::= {' '.join([f'a{i}' for i in range(3000)])}",
-        *[f'a{i} ::= a{i + 1}? a{i + 2}? "x"' for i in range(3000)],
-        'a3000 ::= "y"',
-        'a3001 ::= "z"',
-    ]
-)
 
 
 def translator_of(model: Path, compact: bool) -> ConstraintTranslator:
@@ -61,18 +50,6 @@ async def translated(translator: ConstraintTranslator, **fields: Any) -> Any:
     return held.outputs
 
 
-async def test_each_kind_becomes_vllms_own(translator: ConstraintTranslator) -> None:
-    assert (await translated(translator, choice=("a", "b", "a"))).choice == ["a", "b"]
-    assert (await translated(translator, regex="a+")).regex == "a+"
-    assert (await translated(translator, grammar='root ::= "a"')).grammar == 'root ::= "a"'
-    flexible = {"type": "object", "x-guidance": {"whitespace_flexible": True}}
-    assert json.loads((await translated(translator, json_object=True)).json) == flexible
-    compact = await translated(translator, json_object=True, any_whitespace=False)
-    assert json.loads(compact.json)["x-guidance"]["item_separator"] == ","
-    assert compact.disable_any_whitespace
-    assert await translator.structured_outputs(SamplingParameters()) is None
-
-
 @pytest.mark.parametrize("as_is", [False, True])
 async def test_the_back_end_gets_expressions_and_grammars_in_its_own_form(
     translator: ConstraintTranslator, as_is: bool
@@ -83,20 +60,6 @@ async def test_the_back_end_gets_expressions_and_grammars_in_its_own_form(
     for regex in ("[" * 1000, r"a\b"):
         with pytest.raises(InvalidParameter, match="guide"):
             await translated(translator, regex=regex, as_is=as_is)
-
-
-@pytest.mark.parametrize("as_is", [False, True])
-async def test_a_schema_that_is_nested_too_deeply_is_refused(translator: ConstraintTranslator, as_is: bool) -> None:
-    depth = sys.getrecursionlimit()
-    schema = '{"items":' * depth + "{}" + "}" * depth
-    with pytest.raises(InvalidParameter, match="is nested too deeply"):
-        await translated(translator, json_schema=schema, as_is=as_is)
-
-
-async def test_a_schema_that_is_too_long_is_refused_before_it_is_read(translator: ConstraintTranslator) -> None:
-    for as_is in (False, True):
-        with pytest.raises(InvalidParameter, match="must have at most"):
-            await translated(translator, json_schema="no JSON" + " " * (1 << 20), as_is=as_is)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +81,6 @@ async def test_the_engine_writes_no_white_space_unless_its_option_says_otherwise
     config: Any = SimpleNamespace(structured_outputs_config=StructuredOutputsConfig(backend=backend))
     choose_backend(config, option)
     assert config.structured_outputs_config.disable_any_whitespace == compact
-
-
-async def test_what_ends_the_compiler_is_refused_and_the_next_constraint_is_compiled(
-    translator: ConstraintTranslator,
-) -> None:
-    with pytest.raises(InvalidParameter, match="`guide` cannot be used as a constraint: it takes too much"):
-        await translated(translator, grammar=CHAIN)
-    assert (await translated(translator, regex="b+")).regex == "b+"
 
 
 async def test_vllm_checks_no_constraint_that_was_tried(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,26 +205,6 @@ def test_a_copy_that_is_added_has_its_own_series_and_leaves_those_of_the_others(
     counted = [key for key, value in samples(grown).items() if key[0].endswith("_total") and value > before[key]]
     assert counted, "the copy that replaces it goes on with its counts"
     assert all("('engine', '1')" in key for key in counted)
-
-
-def test_a_value_that_is_no_number_is_counted_as_by_vllms_logger(config: Any) -> None:
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
-    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
-    from vllm.v1.metrics.stats import IterationStats
-
-    from engines.vllm.metrics import EngineReports
-
-    ours, theirs = EngineReports(config, [0]), PrometheusStatLogger(config, [0])
-    try:
-        for logger in (ours, theirs):
-            step = IterationStats()
-            step.time_to_first_tokens_iter = [0.3, math.nan, 1000000.0]
-            step.num_preempted_reqs = 1  # The rest of the step is counted by vLLM's function.
-            logger.record(None, step)
-        counted = [{key: str(value) for key, value in samples(each).items()} for each in (ours, REGISTRY)]
-    finally:
-        unregister_vllm_metrics()
-    assert counted[0] == counted[1]
 
 
 def test_adapters_have_the_names_of_clients_and_one_series(sample_model: Path) -> None:
