@@ -24,7 +24,7 @@ from container.models.life_cycle import State
 from container.models.registry import Model, Models
 from container.observability import black_box, black_box_content, event_loop_delay
 from container.observability.black_box import MOST_FILES, BlackBoxes, box_directory
-from container.observability.black_box_content import MOST_BYTES, Box, _names_of_call, _places, _steps
+from container.observability.black_box_content import MOST_BYTES, Box, _places, _steps
 from container.observability.process_report import ProcessReport
 from container.server import ModelServer
 from container.settings.lookup import SettingEntry
@@ -49,6 +49,20 @@ def boxes(directory: Path, models: Models | None = None, late: float = 0.0, **se
 
 def files(directory: Path) -> list[Path]:
     return sorted(directory.iterdir()) if directory.exists() else []
+
+
+def only_box(directory: Path) -> dict[str, Any]:
+    (file,) = files(directory)
+    assert file.suffix == ".json"
+    box: dict[str, Any] = json.loads(file.read_text())
+    return box
+
+
+def box_for_a_person() -> dict[str, Any]:
+    """Return the box that a server without a directory for boxes gives."""
+    found = BlackBoxes(Models(), ServerConfig(blackbox_dir=""), None, late=lambda: 0.0)
+    box: dict[str, Any] = json.loads(bytes(asyncio.run(found.page()).body))
+    return box
 
 
 class Engine(CopiedEngine):
@@ -80,7 +94,7 @@ def test_thousands_of_calls_are_counted_and_some_are_listed(tmp_path: Path) -> N
     watched_server.server.boxes.write_now("stall", "it hangs", watched_server.model)
     (file,) = files(tmp_path)
     assert file.stat().st_size < MOST_BYTES
-    calls = json.loads(file.read_text())["calls"]
+    calls = only_box(tmp_path)["calls"]
     assert (calls["open"], len(calls["listed"]), calls["other_sequences"]) == (5000, 500, 4500)
     assert calls["listed"][0]["sequences"] == [{"seconds": 1.0, "prompt_tokens": 5, "tokens": 0, "constraint": "json"}]
     assert [call["id"] for call in calls["listed"]] == [f"id{number}" for number in range(500)]
@@ -125,8 +139,10 @@ def test_the_short_form_is_short_and_has_the_first_processes() -> None:
     line = Box({**CONTENT, "calls": calls}, [], processes).short("/the/path")
     found = json.loads(line)
     assert (found["calls"], found["oldest_calls"]) == (9, ["id0", "id1", "id2"])
-    assert len(line) <= 6000
     assert (found["path"], found["processes"][0]["pid"], len(found["processes"][0]["in"])) == ("/the/path", 0, 3)
+    long = Box({**CONTENT, "reason": "\u2603" * 9000}, ["\u2603" * 9000] * 8, []).short("/" + "\u2603" * 4000)
+    assert json.loads(long)["cause"] == "c"
+    assert max(len(line), len(long)) <= 6000
 
 
 def test_frames_are_cut_before_stacks_and_processes_are_never_cut() -> None:
@@ -148,44 +164,23 @@ def test_frames_are_cut_before_stacks_and_processes_are_never_cut() -> None:
     assert len(found["processes"][0]["stacks"][0]["frames"]) == 11, "ten, and how many more"
 
 
-def test_a_long_reason_leaves_the_short_form_whole() -> None:
-    box = Box({**CONTENT, "reason": "\u2603" * 9000}, ["\u2603" * 9000] * 8, [])
-    assert len(line := box.short("/" + "\u2603" * 4000)) <= 6000
-    assert json.loads(line)["cause"] == "c"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("the-id", "the-id-0", "cmpl-the-id-2-1", "chatcmpl-the-id", "1_cmpl-the-id-0", "embd-the-id"),
-        *(
-            "the-id-beam",
-            "the-id-1-beam",
-            "cmpl-the-id-0123456789abcdef-beam-3",
-            "cmpl-the-id-0-0123456789abcdef-beam-11",
-        ),
-    ],
-)
-def test_the_parts_of_a_call_have_its_id(name: str) -> None:
-    assert "the-id" in _names_of_call(name)
-    assert not {"e", "id", "the"} & _names_of_call(name)
-
-
 def test_a_sequence_is_shown_with_its_own_call_and_with_none_in_doubt(tmp_path: Path) -> None:
+    own = [*("the-id", "the-id-0", "cmpl-the-id-2-1", "chatcmpl-the-id", "1_cmpl-the-id-0", "embd-the-id")]
+    own += ["the-id-beam", "the-id-1-beam", "cmpl-the-id-0123456789abcdef-beam-3"]
+    own += ["cmpl-the-id-0-0123456789abcdef-beam-11"]
     engine = Engine(0, 0)
-    names = ["chatcmpl-one", "cmpl-three-0", "cmpl-three-1", "twice"]
     engine.sequences = lambda: [  # type: ignore[method-assign]
-        RunningSequence(request_id=name, seconds=1.0, quiet_seconds=None, prompt_tokens=1, tokens=0) for name in names
+        RunningSequence(request_id=name, seconds=1.0, quiet_seconds=None, prompt_tokens=1, tokens=0)
+        for name in (*own, "chatcmpl-one", "cmpl-three-0", "cmpl-three-1", "twice")
     ]
     watched_server = Watched(engine, blackbox_dir=str(tmp_path))
-    for number, name in enumerate(["e", "one", "three", "twice", "twice"]):
-        head = Mock(request_id=name, running=None)
-        watched_server.server.models.open_calls[head] = "/", float(number)
+    calls = {"e": 0, "id": 0, "the-id": len(own), "one": 1, "three": 2}
+    for number, name in enumerate([*calls, "twice", "twice"]):
+        watched_server.server.models.open_calls[Mock(request_id=name, running=None)] = "/", float(number)
     watched_server.server.boxes.write_now("stall", "it hangs")
-    calls = json.loads(files(tmp_path)[0].read_text())["calls"]
-    assert [len(call["sequences"]) for call in calls["listed"]] == [0, 1, 2, 0, 0]
-    assert [call["id"] for call in calls["listed"]] == ["e", "one", "three", "twice", "twice"]
-    assert [sequence["id"] for sequence in calls["other_sequences_listed"]] == ["twice"]
+    found = only_box(tmp_path)["calls"]
+    assert [(call["id"], len(call["sequences"])) for call in found["listed"]] == [*calls.items(), *[("twice", 0)] * 2]
+    assert [sequence["id"] for sequence in found["other_sequences_listed"]] == ["twice"]
 
 
 def test_a_call_whose_body_has_an_id_is_listed_with_it(tmp_path: Path) -> None:
@@ -197,7 +192,7 @@ def test_a_call_whose_body_has_an_id_is_listed_with_it(tmp_path: Path) -> None:
     ]
     watched_server.server.models.open_calls.update(dict.fromkeys(heads, ("/", 0.0)))
     watched_server.server.boxes.write_now("stall", "it hangs")
-    calls = json.loads(files(tmp_path)[0].read_text())["calls"]
+    calls = only_box(tmp_path)["calls"]
     assert [(call["id"], len(call["sequences"])) for call in calls["listed"]] == [("id0", 1), ("of-the-header", 0)]
 
 
@@ -274,8 +269,7 @@ def test_a_broken_part_does_not_cost_the_others(tmp_path: Path) -> None:
     models = Mock(leaving=set(), open_calls={}, __iter__=lambda _: iter([model]))
     found = boxes(tmp_path, models)
     found.write_now("death", "reason")
-    (file,) = files(tmp_path)
-    box = json.loads(file.read_text())
+    box = only_box(tmp_path)
     assert "ZeroDivisionError" in box["models"][0]["error"]
     assert box["processes"][0]["pid"] == os.getpid()
 
@@ -321,7 +315,7 @@ def test_processes_that_run_elsewhere_are_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Engine, "copies", copies)
     found = Watched(Engine(0, 0), blackbox_dir=str(tmp_path))
     found.server.boxes.write_now("stall", "it hangs", found.model)
-    box = json.loads(files(tmp_path)[0].read_text())
+    box = only_box(tmp_path)
     assert [copy["elsewhere"] for copy in box["models"][0]["copies"]] == [[], [place]]
     assert f"copy 2: no stacks of {place}" in box["findings"]
 
@@ -333,7 +327,7 @@ def test_processes_that_the_kernel_has_killed_since_the_start_are_counted(
     found = boxes(tmp_path)
     monkeypatch.setattr(black_box, "killed_for_memory", lambda: 7)
     found.write_now("death", "the engine has died")
-    box = json.loads(files(tmp_path)[0].read_text())
+    box = only_box(tmp_path)
     assert box["findings"] == ["the kernel has killed 2 processes because memory was short"]
     assert box["memory"]["killed_since_start"] == 2
 
@@ -341,8 +335,7 @@ def test_processes_that_the_kernel_has_killed_since_the_start_are_counted(
 def test_an_nvidia_smi_that_hangs_with_its_gpu_does_not_hold_up_the_box(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     monkeypatch.setattr(black_box_content, "gpu_figures", lambda _: ended.wait())
-    found = BlackBoxes(Models(), ServerConfig(blackbox_dir=""), None, late=lambda: 0.0)
-    box = json.loads(bytes(asyncio.run(found.page()).body))
+    box = box_for_a_person()
     ended.set()
     assert box["gpus"] == {"error": "nvidia-smi has not answered within 2 s"}
 
@@ -362,14 +355,13 @@ def test_nvidia_smi_is_asked_while_the_processes_write_their_stacks(monkeypatch:
     monkeypatch.setattr(black_box_content, "STACK_SECONDS", 60.0)
     monkeypatch.setattr(black_box_content, "gpu_figures", figures)
     monkeypatch.setattr(black_box_content, "process_reports", reports)
-    found = BlackBoxes(Models(), ServerConfig(blackbox_dir=""), None, late=lambda: 0.0)
-    assert json.loads(bytes(asyncio.run(found.page()).body))["gpus"] == [{"name": "a GPU"}]
+    assert box_for_a_person()["gpus"] == [{"name": "a GPU"}]
 
 
 def test_without_a_directory_there_are_no_files_and_a_person_gets_the_box() -> None:
     found = BlackBoxes(Models(), ServerConfig(blackbox_dir=""), None, late=lambda: 0.0)
     found.write_now("stall", "reason")
-    answer = json.loads(bytes(asyncio.run(found.page()).body))
+    answer = box_for_a_person()
     assert (answer["cause"], answer["processes"][0]["name"]) == ("asked", "the server")
     assert box_directory("") is None
     assert box_directory(None, {"SLIPWAY_CACHE_DIR": "/cache"}) == Path("/cache/blackbox")
@@ -444,16 +436,7 @@ async def test_a_drain_that_runs_out_of_time_has_a_box(tmp_path: Path, monkeypat
         one.life.open_calls = 1
         await one.server.drain()
         await until(lambda: [path.suffix for path in files(tmp_path)] == [".json"])
-        (file,) = files(tmp_path)
-        assert json.loads(file.read_text())["reason"] == "1 request was still running after 0.25 s of a drain of 0.5 s"
-        one.life.open_calls = 0
-
-
-async def test_a_drain_of_no_time_has_no_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with watched(monkeypatch, CopiedEngine(), blackbox_dir=str(tmp_path), drain_timeout=0.0) as one:
-        one.life.open_calls = 1
-        await one.server.drain()
-        assert not files(tmp_path)
+        assert only_box(tmp_path)["reason"] == "1 request was still running after 0.25 s of a drain of 0.5 s"
         one.life.open_calls = 0
 
 
@@ -471,11 +454,12 @@ async def test_the_box_of_a_drain_is_written_while_its_calls_may_still_end(
         await draining
 
 
-async def test_a_drain_whose_calls_end_in_time_has_no_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with watched(monkeypatch, CopiedEngine(), blackbox_dir=str(tmp_path), drain_timeout=600.0) as one:
+@pytest.mark.parametrize("seconds", [0.0, 600.0], ids=["of no time", "whose calls end in time"])
+async def test_a_drain_may_have_no_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    async with watched(monkeypatch, CopiedEngine(), blackbox_dir=str(tmp_path), drain_timeout=seconds) as one:
         one.life.open_calls = 1
         draining = asyncio.create_task(one.server.drain())
-        await until(lambda: one.life.stage is State.DRAINING)
+        await until(lambda: one.life.stage is State.DRAINING if seconds else draining.done())
         one.life.open_calls = 0
         await draining
         assert not files(tmp_path)
@@ -501,7 +485,7 @@ async def test_an_event_loop_that_stands_still_has_a_box(tmp_path: Path, monkeyp
     await found.load()
     wait_until(lambda: [path.suffix for path in files(tmp_path)] == [".json"])  # It holds up this event loop.
     await found.stop()
-    box = json.loads(files(tmp_path)[0].read_text())
+    box = only_box(tmp_path)
     assert box["cause"] == "event loop"
     assert box["reason"].startswith("the event loop has stood still for ")
 
@@ -512,7 +496,7 @@ def test_a_server_that_does_not_end_in_time_has_a_box(tmp_path: Path, monkeypatc
     monkeypatch.setattr(server, "time", Mock(sleep=written))
     monkeypatch.setattr(process, "_end_now", codes.append)
     process._end_late(signal.SIGTERM, 25.0, 2.0)
-    assert json.loads(files(tmp_path)[0].read_text())["cause"] == "end"
+    assert only_box(tmp_path)["cause"] == "end"
     assert codes == [128 + signal.SIGTERM]
 
 

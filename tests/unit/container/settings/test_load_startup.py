@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from container.settings.load import further_settings as read_further
 from container.settings.load import load_startup
 from container.settings.report import startup_json, startup_text
 from container.settings.settings import SettingsError, Startup, UrlNotFound
@@ -170,3 +171,40 @@ def test_the_store_itself_is_no_further_model(tmp_path: Path, variable: str) -> 
     model(two / "a")
     model(two / "b")
     assert names(load_startup(two, {variable: str(two)}, {})) == ["a", "b"]
+
+
+FITTING = None  # As many copies as the GPUs hold.
+
+
+def copies(place: Path | None, environ: dict[str, str]) -> list[int | None]:
+    return [one.settings.config.max_copies for one in load_startup(place, environ, {}, gpus=4).models]
+
+
+def test_a_servers_only_model_takes_the_machine_however_it_is_named(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    one, other = tmp_path / "a", tmp_path / "b"
+    assert copies(one, {}) == [FITTING]
+    assert copies(one, {"HF_MODEL_ID": str(one)}) == [FITTING]
+    assert copies(one, {"HF_MODEL_ID": "org/name"}) == [1, 1]
+    assert copies(tmp_path, {}) == [1, 1]
+    assert copies(tmp_path, {"SERVING_MAX_WORKERS": "2"}) == [2, 2]
+    assert copies(None, {"SERVING_LOAD_MODELS": f"m={one}"}) == [FITTING]
+    assert copies(None, {"SERVING_LOAD_MODELS": f"m={one},n={other}"}) == [1, 1]
+    assert copies(None, {"SERVING_LOAD_MODELS": f"m={one}", "HF_MODEL_ID": "org/name"}) == [1, 1]
+    assert copies(None, {"SERVING_LOAD_MODELS": "NONE", "HF_MODEL_ID": "org/name"}) == [FITTING]
+    assert copies(None, {"SERVING_LOAD_MODELS": "NONE", "HF_MODEL_ID": str(one)}) == [FITTING]
+
+
+def test_models_that_are_registered_later_have_one_copy_unless_they_name_a_number(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    started, url = load_startup(tmp_path, {}, {}, gpus=4), Value(str(tmp_path), "POST /models: url")
+
+    def registered(**numbers: str) -> int | None:
+        arguments = {key: Value(number, "POST /models") for key, number in numbers.items()}
+        return read_further(url, "m", started.environment, {}, arguments).config.max_copies
+
+    assert registered() == 1
+    assert registered(maxWorkers="3") == 3
+    assert registered(minWorkers="2") == 2
