@@ -106,14 +106,6 @@ def test_characters_that_span_tokens_come_whole(streams: dict[str, list[dict[str
     assert any(ord(character) > 0xFFFF for character in stream[-1]["generated_text"])
 
 
-def test_a_plain_answer_has_its_length_and_the_clients_request_id(server: Server) -> None:
-    response = server.client.post("/invocations", json={"inputs": "Hello"}, headers={"x-request-id": "mine-7"})
-    assert response.headers["content-type"] == "application/json"
-    assert int(response.headers["content-length"]) == len(response.content)
-    assert response.headers["x-request-id"] == "mine-7"
-    assert response.headers["cache-control"] == "no-cache; no-store, must-revalidate, private"
-
-
 def test_prefill_holds_the_prompts_tokens(server: Server) -> None:
     parameters = {"details": True, "decoder_input_details": True, "max_new_tokens": 1}
     prefill = server.invoke("The capital of 日本 is", **parameters).json()["details"]["prefill"]
@@ -262,20 +254,16 @@ def test_truncate_keeps_the_end_of_the_prompt(server: Server) -> None:
 
 
 BAD = [
-    ({"inputs": "x", "parameters": {"temperature": -1}}, "`temperature` must be at least 0"),
     ({"inputs": "x", "parameters": {"stop_token_ids": [10**9]}}, "vocabulary"),
     ({"inputs": "x", "parameters": {"logit_bias": {"999999": 1}}}, "vocabulary"),
     ({"inputs": "x", "parameters": {"top_n_tokens": 500, "details": True}}, "`top_n_tokens` must be at most"),
     ({"inputs": "x", "parameters": {"num_beams": 200}}, "`num_beams` must be at most"),
     ({"inputs": "x " * (MAX_MODEL_LEN + 1)}, "the prompt has"),
-    ({"inputs": 5}, "`inputs` must be a string"),
     (
         {"inputs": "x", "parameters": {"bad_words": [f"word{i} " * 60 for i in range(20)]}},
         "`bad_words` must have at most",
     ),
     ({"inputs": "x", "parameters": {"n": 32, "do_sample": True, "best_of": 33}}, "`best_of` must be at most"),
-    ({"inputs": "x", "parameters": {"top_k": 10**30}}, "`top_k` must be"),
-    ({"inputs": "x", "parameters": {"seed": 10**30}}, "`seed` must be"),
     ({"inputs": "x", "parameters": {"temperature": 3, "do_sample": True}}, "temperature"),
     ({"inputs": "x", "parameters": {"allowed_token_ids": list(range(2000))}}, "at most 1024 token ids"),
 ]
@@ -300,16 +288,6 @@ def test_bad_requests_say_what_was_wrong_and_disturb_no_other(server: Server, st
         for response, (_, message) in zip([future.result() for future in bad], BAD, strict=True):
             assert (response.status_code, response.headers["content-type"]) == (424, "application/json")
             assert message in response.json()["error"]
-
-
-def test_an_unknown_model_or_path_is_404_in_lmis_words(server: Server) -> None:
-    for path in ("/predictions/other", "/invocations?model_name=other"):
-        response = server.client.post(path, json={"inputs": "x"})
-        assert response.status_code == 404
-        assert response.json()["type"] == "ModelNotFoundException"
-    attributes = {"X-Amzn-SageMaker-Custom-Attributes": "a=b;model_name=other"}
-    assert server.client.post("/invocations", json={"inputs": "x"}, headers=attributes).status_code == 404
-    assert server.client.get("/nothing").json()["type"] == "ResourceNotFoundException"
 
 
 def test_what_the_docs_show_is_what_is_served(server: Server) -> None:

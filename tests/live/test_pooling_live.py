@@ -6,9 +6,7 @@ import base64
 import itertools
 import json
 import math
-import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,9 @@ from pydantic import SecretStr
 
 from tests.live.bare_transformers import Job, numbers_of_transformers
 from tests.live.lora import make_adapter
-from tests.live.server import HostedModel, Server, hosted, write_model
+from tests.live.server import Server, hosted, write_model
 from tests.live.small_model import prepare_small_model
 from tests.live.small_pooling_models import LABELS, MAX_MODEL_LEN, VECTOR_SIZE, prepare_small_encoder
-from tests.runtime_client import runtime_at
 from tests.waiting import wait_until
 
 TEXTS = ["the capital of france", "paris is a large city ?", "a dog runs", "zebra"]
@@ -412,72 +409,42 @@ def test_a_client_that_leaves_ends_its_prompts(encoder: Server) -> None:
     assert len(post(encoder, "/invocations", {"inputs": TEXTS})) == len(TEXTS)
 
 
-@pytest.mark.slow
-def test_a_killed_engine_ends_its_calls_with_errors(host: Server, directory: Path) -> None:
-    with load(host, directory, "killed", prepare_small_encoder()) as model:
-        assert isinstance(model, HostedModel)
-        os.kill(model.engine_process(), signal.SIGKILL)
-        wait_until(lambda: model.client.post("/invocations", json={"inputs": "a"}).status_code == 500)
-        answer = model.client.post("/v1/embeddings", json={"model": model.name, "input": "a"})
-        assert answer.status_code == 500
-        assert answer.json()["error"]["type"] == "InternalServerError"
-
-
-# Adapters, and SageMaker's runtime
+# Adapters
 
 
 @pytest.fixture(scope="module")
-def endpoint(directory: Path) -> Iterator[Server]:
-    """A decoder with adapters, which also is a local SageMaker endpoint."""
+def adapters(host: Server, directory: Path) -> Iterator[Server]:
+    """Load a decoder with the adapter `other`."""
+    make_adapter(directory / "adapters" / "model" / "adapters" / "other", prepare_small_model(), seed=7)
     options = {"task": "text-embedding", "max_model_len": 512, "enable_lora": "true", "max_loras": 2}
-    model = write_model(directory / "endpoint" / "model", model_id=prepare_small_model(), **ENGINE, **options)
-    make_adapter(model / "adapters" / "other", prepare_small_model(), seed=7)
-    with Server(model, directory / "endpoint" / "server.log", arguments=("--local-endpoint", "my-endpoint")) as server:
-        yield server
+    with load(host, directory, "adapters", prepare_small_model(), **options) as model:
+        yield model
 
 
-def test_boto3_gets_the_vectors_of_every_contract(endpoint: Server) -> None:
-    runtime = runtime_at(endpoint.url)
-
-    def invoke(body: object, **more: Any) -> Any:
-        answer = runtime.invoke_endpoint(
-            EndpointName="my-endpoint", Body=json.dumps(body), ContentType="application/json", **more
-        )
-        return json.load(answer["Body"])
-
-    vector = invoke({"inputs": TEXTS[0]})
-    assert_close(post(endpoint, "/invocations", {"inputs": TEXTS[0]}), vector)
-    assert_close(embeddings(invoke({"input": TEXTS[0]})), [vector])
-    routed = invoke({"input": TEXTS[:1], "model": endpoint.name}, CustomAttributes="route=/v1/embeddings")
-    assert_close(embeddings(routed), [vector])
-    ranks = invoke({"query": TEXTS[0], "documents": TEXTS}, CustomAttributes="route=/rerank")
-    assert ranks["results"][0]["index"] == 0
-
-
-def test_an_adapter_changes_the_vector(endpoint: Server) -> None:
+def test_an_adapter_changes_the_vector(adapters: Server) -> None:
     own, other = (
-        post(endpoint, "/invocations", {"inputs": TEXTS[0], **adapters}) for adapters in ({}, {"adapters": "other"})
+        post(adapters, "/invocations", {"inputs": TEXTS[0], **named}) for named in ({}, {"adapters": "other"})
     )
     assert np.dot(own, other) < 0.999
     header = {"X-Amzn-SageMaker-Adapter-Identifier": "other"}
-    assert_close(post(endpoint, "/invocations", {"inputs": TEXTS[0]}, **header), other)
-    assert_close(embeddings(post(endpoint, "/v1/embeddings", {"input": TEXTS[0], "model": "other"})), [other])
+    assert_close(post(adapters, "/invocations", {"inputs": TEXTS[0]}, **header), other)
+    assert_close(embeddings(post(adapters, "/v1/embeddings", {"input": TEXTS[0], "model": "other"})), [other])
     by_vllm = {"x-session-id": "1"}
     assert_close(
-        embeddings(post(endpoint, "/v1/embeddings", {"input": TEXTS[0], "model": "other"}, **by_vllm)), [other]
+        embeddings(post(adapters, "/v1/embeddings", {"input": TEXTS[0], "model": "other"}, **by_vllm)), [other]
     )
-    unknown = endpoint.client.post("/invocations", json={"inputs": "a", "adapters": "none"})
+    unknown = adapters.client.post("/invocations", json={"inputs": "a", "adapters": "none"})
     assert unknown.status_code == 424
 
 
-def test_the_metrics_count_vectors(endpoint: Server) -> None:
+def test_the_metrics_count_vectors(adapters: Server) -> None:
     counts = ("slipway_generations_finished_total", "slipway_queue_seconds_count", "slipway_prompt_tokens_total")
-    finished, queued, tokens = map(endpoint.metric, counts)
-    waited = endpoint.metric("slipway_queue_seconds_sum")
-    post(endpoint, "/invocations", {"inputs": TEXTS[:2]})
-    post(endpoint, "/rerank", {"query": TEXTS[0], "documents": TEXTS[2:3]})
-    assert endpoint.metric("slipway_generations_finished_total") == finished + 4
-    assert endpoint.metric("slipway_queue_seconds_count") == queued + 4
-    assert endpoint.metric("slipway_queue_seconds_sum") > waited
-    assert endpoint.metric("slipway_prompt_tokens_total") > tokens
-    assert "vllm:request_success_total" in endpoint.client.get("/metrics").text
+    finished, queued, tokens = map(adapters.metric, counts)
+    waited = adapters.metric("slipway_queue_seconds_sum")
+    post(adapters, "/invocations", {"inputs": TEXTS[:2]})
+    post(adapters, "/rerank", {"query": TEXTS[0], "documents": TEXTS[2:3]})
+    assert adapters.metric("slipway_generations_finished_total") == finished + 4
+    assert adapters.metric("slipway_queue_seconds_count") == queued + 4
+    assert adapters.metric("slipway_queue_seconds_sum") > waited
+    assert adapters.metric("slipway_prompt_tokens_total") > tokens
+    assert "vllm:request_success_total" in adapters.client.get("/metrics").text

@@ -225,15 +225,6 @@ def test_scores_are_those_of_transformers(tei: Server, reranker: str) -> None:
     assert label == {"label": "LABEL_0", "score": pytest.approx(1 / (1 + np.exp(-logits[0])), abs=1e-4)}
 
 
-def test_vllms_rerank_has_the_same_order(tei: Server, reranker: str) -> None:
-    document = {"model": reranker, "query": "what is the capital ?"}
-    ranks = post(tei, "/rerank", document | {"texts": TEXTS})
-    results = post(tei, "/rerank", document | {"documents": TEXTS})["results"]
-    assert [rank["index"] for rank in ranks] == [result["index"] for result in results]
-    scores = [result["relevance_score"] for result in results]
-    assert [rank["score"] for rank in ranks] == pytest.approx(scores, abs=1e-4)
-
-
 def test_classes_are_those_of_transformers(tei: Server, classifier: str) -> None:
     reference = Reference("classifier")
     logits = reference.logits(TEXTS[1])
@@ -245,26 +236,6 @@ def test_classes_are_those_of_transformers(tei: Server, classifier: str) -> None
         assert [label["score"] for label in labels] == pytest.approx([score for score, _ in expected], abs=1e-4)
     batch = post(tei, "/predict", {"model": classifier, "inputs": [[TEXTS[1]], ["dog", "cat"]]})
     assert [len(labels) for labels in batch] == [3, 3]
-
-
-def test_scores_and_classes_are_explained(tei: Server, reranker: str, classifier: str) -> None:
-    def explained(path: str, document: dict[str, Any]) -> Any:
-        answer = tei.client.post(path, json=document, headers={"x-slipway-explain": "1"})
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["contract"] == "tei"
-        return answer.json()
-
-    query = "what is the capital ?"
-    found = explained("/rerank", {"model": reranker, "query": query, "texts": TEXTS, "raw_scores": True})
-    assert found["prompt_count"] == len(TEXTS)
-    assert found["parameters"]["task"] == {"value": "classify", "from": "default"}
-    assert "raw_scores" in found["without_effect"], "it is about the form of the answer"
-    tokens = post(tei, "/score", {"model": reranker, "text_1": query, "text_2": TEXTS})["usage"]["prompt_tokens"]
-    assert sum(prompt["tokens"] for prompt in found["prompts"]) == tokens
-    found = explained("/predict", {"model": classifier, "inputs": TEXTS[1]})
-    assert found["parameters"]["task"] == {"value": "classify", "from": "default"}
-    answer = post(tei, "/classify", {"model": classifier, "input": TEXTS[1]})
-    assert [prompt["tokens"] for prompt in found["prompts"]] == [answer["usage"]["prompt_tokens"]]
 
 
 @pytest.mark.slow
