@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import signal
 import weakref
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import psutil
@@ -22,7 +23,6 @@ from container.models.registration import Registrar
 from container.models.registry import Model, Models
 from container.settings.values import Value
 from engines.interface import EngineStartError
-from handlers.model_config import ModelConfig
 from tests.settings import further_settings
 from tests.unit.container.management import ECHO, HANDLERS, PLENTY, Api, error, serving
 from tests.waiting import until
@@ -96,61 +96,57 @@ async def test_a_model_that_does_not_fit_is_507(tmp_path: Path) -> None:
                 assert await api.names() == []
 
 
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> AsyncMock:
+    """Replace the load of a model by a failure, when enough is known."""
+    load = AsyncMock(side_effect=EngineStartError("enough is known"))
+    monkeypatch.setattr(life_cycle, "load_service", load)
+    return load
+
+
+def devices(loads: AsyncMock) -> list[tuple[int, ...] | None]:
+    """Return the GPUs of each model that was loaded."""
+    return [call.args[0].devices for call in loads.call_args_list]
+
+
 async def test_an_engine_gets_the_gpus_with_room_and_is_507_where_too_few_have_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, loads: AsyncMock
 ) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 32}')
     (tmp_path / "serving.properties").write_text("option.tensor_parallel_degree=2\nrequired_memory_mb=20000\n")
-    loaded: list[ModelConfig] = []
-
-    async def load(config: ModelConfig, *_: object) -> None:
-        loaded.append(config)
-        raise EngineStartError("enough is known")
-
-    monkeypatch.setattr(life_cycle, "load_service", load)
     empty, full = 79 << 30, 8 << 30
     async with serving(gpus=(full, empty, full, empty)) as api:
         assert error(await api.register("a", str(tmp_path)))[:2] == (500, "EngineException")
-        assert loaded[0].devices == (1, 3, 0, 2)
     async with serving(gpus=(full, empty)) as api:
         code, kind, message = error(await api.register("a", str(tmp_path)))
         assert (code, kind) == (507, "WlmOutOfMemoryException")
         assert re.search("20000 MiB .* 2 GPUs .*500 MiB", message)
         assert message.endswith("free are 8192 MiB of GPU 0, 80896 MiB of GPU 1")
-        assert len(loaded) == 1
         assert await api.names() == []
+    assert devices(loads) == [(1, 3, 0, 2)]
 
 
 async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot_be_say_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, loads: AsyncMock
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    loaded: list[ModelConfig] = []
-
-    async def load(config: ModelConfig, *_: object) -> None:
-        loaded.append(config)
-        raise EngineStartError("enough is known")
-
-    def divided() -> tuple[int, ...]:
-        raise SliceNotChosen("set CUDA_VISIBLE_DEVICES")
-
-    monkeypatch.setattr(life_cycle, "load_service", load)
-    room = (1 << 30, 2 << 30, PLENTY)
     settings = further_settings(Value(str(tmp_path), "startup"), "a", {})
-    for free, message in ((lambda: room, "enough is known"), (divided, "set CUDA_VISIBLE_DEVICES")):
+    divided = Mock(side_effect=SliceNotChosen("set CUDA_VISIBLE_DEVICES"))
+    for free, message in (
+        (lambda: (1 << 30, 2 << 30, PLENTY), "enough is known"),
+        (divided, "set CUDA_VISIBLE_DEVICES"),
+    ):
         model = Model(Lifecycle(settings), str(tmp_path))
         with pytest.raises(EngineStartError, match=message):
             await Registrar(Models([model]), settings.server_config, Mock(), free=free).start()
         assert model.lifecycle.reason == message
-    assert [one.devices for one in loaded] == [(1, 0)], "what it needs is not compared: the engine knows it better"
+    assert devices(loads) == [(1, 0)], "what it needs is not compared: the engine knows it better"
 
 
 async def test_the_start_of_a_server_tells_the_plan_of_the_gpus_and_warns_of_idle_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def load(config: ModelConfig, *_: object) -> Mock:
-        return Mock(config=config, custom=None, engine=None, running_engine=None)
-
+    load = AsyncMock(side_effect=lambda config, *_: Mock(config=config, custom=None, engine=None, running_engine=None))
     monkeypatch.setattr(life_cycle, "load_service", load)
     (tmp_path / "config.json").write_text("{}")
     of_one = "option.tensor_parallel_degree=1"
@@ -487,23 +483,13 @@ async def test_a_server_that_stops_takes_no_models_and_gives_up_loads() -> None:
 
 
 COMMANDS = [
-    ("GET", "/models"),
-    ("POST", f"/models?url={ECHO}&model_name=other"),
-    ("GET", "/models/model"),
-    ("PUT", "/models/model?min_worker=1"),
-    ("DELETE", "/models/model"),
-    ("PATCH", "/models/model"),
-    ("OPTIONS", "/models"),
-    ("GET", "/workflows"),
-    ("POST", "/adapters?name=a&src=/tmp"),
-    ("DELETE", "/adapters/a"),
-    ("POST", "/adapters/a/update"),
-    ("POST", "/models/model/adapters?name=a&src=/tmp"),
-    ("POST", "/v1/load_lora_adapter"),
-    ("POST", "/v1/unload_lora_adapter"),
-    ("GET", "/console/state"),
-    ("GET", "/metrics"),
-    ("GET", "/openapi.json"),
+    *(("GET", path) for path in ("/models", "/models/model", "/workflows")),
+    *(("GET", path) for path in ("/console/state", "/metrics", "/openapi.json")),
+    *(("POST", f"/models?url={ECHO}&model_name=other"), ("PUT", "/models/model?min_worker=1")),
+    *((method, "/models/model") for method in ("DELETE", "PATCH")),
+    *(("POST", "/adapters?name=a&src=/tmp"), ("DELETE", "/adapters/a"), ("POST", "/adapters/a/update")),
+    *(("POST", "/models/model/adapters?name=a&src=/tmp"), ("OPTIONS", "/models")),
+    *(("POST", f"/v1/{verb}_lora_adapter") for verb in ("load", "unload")),
 ]
 BROWSERS = [
     {"sec-fetch-site": "cross-site", "origin": "http://evil.example", "host": "127.0.0.1:8080"},
@@ -514,17 +500,13 @@ BROWSERS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "path"), COMMANDS)
-async def test_what_a_browser_sends_for_another_site_commands_nothing_and_is_told_nothing(
-    method: str, path: str
-) -> None:
+async def test_what_a_browser_sends_for_another_site_commands_nothing_and_is_told_nothing() -> None:
     async with serving("model", cors_allowed_origin="*") as api:
-        for headers in BROWSERS:
+        for (method, path), headers in itertools.product(COMMANDS, BROWSERS):
             refused = await api.client.request(method, path, headers=headers)
-            assert refused.status_code == 403, refused.text
-            assert "a browser sent this request" in refused.text
+            assert refused.status_code == 403, f"{method} {path}: {refused.text}"
+            assert "a browser sent this request" in str(refused.json())
             assert "access-control-allow-origin" not in refused.headers
-            assert isinstance(refused.json(), dict)
         assert await api.names() == ["model"]
 
 

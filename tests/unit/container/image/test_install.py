@@ -60,6 +60,15 @@ class Machine:
         command = [SHELL, script, self.environment / "bin" / "python", device]
         return subprocess.run(command, env=variables, text=True, capture_output=True, check=False)
 
+    def tools(self, **scripts: str) -> str:
+        """Make a directory of programs, each with its script, and return it."""
+        directory = self.lock.parent / "tools"
+        directory.mkdir()
+        for name, script in scripts.items():
+            (directory / name).write_text(f"#!{SHELL}\n{script}\n")
+            (directory / name).chmod(0o755)
+        return str(directory)
+
     @property
     def torch(self) -> list[str]:
         return [path.name for path in self.site.glob("torch-*.dist-info")]
@@ -90,29 +99,20 @@ def make_index(directory: Path, *versions: str) -> Path:
     return directory
 
 
-class Server(ThreadingHTTPServer):
-    """An index over HTTP. Records the requested paths."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(("127.0.0.1", 0), partial(Handler, directory=directory))
-        self.asked: list[str] = []
-
-
-class Handler(SimpleHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, format: str, *args: object) -> None:
-        self.server.asked.append(self.path)
-
-
 @contextmanager
 def served(directory: Path) -> Iterator[tuple[str, list[str]]]:
     """Serve an index over HTTP. Return its address and the list of the requested paths."""
-    with Server(directory) as server:
+    asked: list[str] = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            asked.append(self.path)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=directory)) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}", server.asked
+            yield f"http://127.0.0.1:{server.server_port}", asked
         finally:
             server.shutdown()
             thread.join()
@@ -191,15 +191,8 @@ def fake_python(directory: Path, name: str, version: str) -> Path:
 
 
 def make_environment(tmp_path: Path, *pythons: Path) -> subprocess.CompletedProcess[str]:
-    environment = tmp_path / "made"
-    command = [
-        "make",
-        "-C",
-        ROOT,
-        f"VENV={environment}",
-        f"PYTHON={' '.join(map(str, pythons))}",
-        f"{environment}/bin/python",
-    ]
+    made, python = tmp_path / "made", " ".join(map(str, pythons))
+    command = ["make", "-C", ROOT, f"VENV={made}", f"PYTHON={python}", f"{made}/bin/python"]
     return subprocess.run(command, env=without_make(), text=True, capture_output=True, check=False)
 
 
@@ -223,26 +216,26 @@ def test_a_python_that_is_not_supported_is_refused_in_one_sentence(version: str,
     assert not (tmp_path / "made").exists()
 
 
-def test_a_gpu_host_without_a_compiler_is_told_so_before_anything_is_downloaded(
-    machine: Machine, tmp_path: Path
-) -> None:
-    tools = tmp_path / "tools"
-    tools.mkdir()
+def test_a_gpu_host_without_a_compiler_is_told_so_before_anything_is_downloaded(machine: Machine) -> None:
+    path = machine.tools()
     for tool in ("sh", "dirname"):
-        (tools / tool).symlink_to(shutil.which(tool))
-    done = machine.install("", device="gpu", PATH=str(tools))
+        Path(path, tool).symlink_to(shutil.which(tool))
+    done = machine.install("", device="gpu", PATH=path)
     assert done.returncode == 1
     assert done.stderr.startswith("A GPU host needs a C++ compiler, c++, and Python's headers, ")
 
 
-@pytest.mark.skipif(not Path(get_path("include"), "Python.h").exists(), reason="no headers of Python here")
+with_headers = pytest.mark.skipif(
+    not Path(get_path("include"), "Python.h").exists(), reason="no headers of Python here"
+)
+
+
+@with_headers
 def test_a_gpu_host_gets_no_torch_without_cuda(machine: Machine, tmp_path: Path) -> None:
     machine.own = make_index(tmp_path / "mirror", "0.0.1", "0.0.1+cpu")
     (machine.lock / "gpu.txt").write_text(locked(tmp_path, "0.0.1"))
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    (tools / "c++").symlink_to("/bin/true")
-    done = machine.install("", device="gpu", PATH=f"{tools}:{os.environ['PATH']}")
+    path = machine.tools(**{"c++": "true"})
+    done = machine.install("", device="gpu", PATH=f"{path}:{os.environ['PATH']}")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         "pip found a torch without CUDA; remove that build from pip's find-links and indexes"
@@ -250,17 +243,14 @@ def test_a_gpu_host_gets_no_torch_without_cuda(machine: Machine, tmp_path: Path)
     assert machine.torch == []
 
 
-@pytest.mark.skipif(not Path(get_path("include"), "Python.h").exists(), reason="no headers of Python here")
+@with_headers
 def test_a_gpu_hosts_environment_has_a_cuda_toolkit_of_the_locks_packages(machine: Machine, tmp_path: Path) -> None:
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    (tools / "c++").write_text(f'#!{SHELL}\necho "$@" >{tmp_path}/linked\n')
-    (tools / "c++").chmod(0o755)
+    path = machine.tools(**{"c++": f'echo "$@" >{tmp_path}/linked'})
     libraries = machine.site / "nvidia" / "cu13" / "lib"
     libraries.mkdir(parents=True)
     (libraries / "libcudart.so.13").write_text("CUDA's run time")
     (machine.lock / "gpu.txt").write_text(locked(tmp_path, "0.0.1"))
-    done = machine.install("", device="gpu", PATH=f"{tools}:{os.environ['PATH']}")
+    done = machine.install("", device="gpu", PATH=f"{path}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
     assert (machine.environment / "cuda" / "lib64" / "libcudart.so").read_text() == "CUDA's run time"
     linked = (tmp_path / "linked").read_text()
