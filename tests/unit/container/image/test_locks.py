@@ -59,14 +59,6 @@ def test_the_pythons_of_the_locks_are_those_of_the_project_and_of_make() -> None
         assert "make lock, for Python 3.11, 3.12 and 3.13\n" in (ROOT / "requirements" / f"{name}.txt").read_text()
 
 
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_the_packages_of_the_checks_change_none_of_what_serves(device: str) -> None:
-    serving, checks = lock(device), lock("dev")
-    assert {name: checks[name] for name in checks.keys() & serving} == {
-        name: serving[name] for name in checks.keys() & serving
-    }
-
-
 def test_the_gpu_lock_has_one_cuda_release_and_it_is_torchs() -> None:
     """FlashInfer's headers refuse a compiler of another release than the runtime's."""
     locked = lock("gpu")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from container.settings import options, server
 from container.settings.environment import SERVER_DEFAULTS_OF_MODEL_KEYS
-from container.settings.server import ServerConfig
-from engines.settings.declaration import Setting, declared
+from engines.settings.declaration import Setting
 
 ALL_OF_SERVER = (*server.SERVED, *server.NOT_SERVED)
 ALL = (*options.ALL_OF_MODEL, *ALL_OF_SERVER)
@@ -56,26 +54,3 @@ def test_what_is_ignored_is_no_setting() -> None:
 
 def test_server_defaults_name_keys_that_the_model_has() -> None:
     assert set(SERVER_DEFAULTS_OF_MODEL_KEYS) <= options.BY_KEY.keys()
-
-
-_OF_SERVER = declared(ServerConfig)
-
-
-@pytest.mark.parametrize(
-    ("setting", "text", "value"),
-    [
-        (server.MODEL_NAME, "my-model_1.0", "my-model_1.0"),
-        (server.MODEL_NAME, "a/b", None),
-        (_OF_SERVER["throttle_error_http_code"], "429", 429),
-        (_OF_SERVER["throttle_error_http_code"], "200", None),
-        (_OF_SERVER["request_id_header"], "X-Request-Id", "X-Request-Id"),
-        (_OF_SERVER["request_id_header"], "a b", None),
-        (_OF_SERVER["request_id_header"], "a\r\nb", None),
-    ],
-)
-def test_names_and_statuses_of_http_are_checked(setting: Setting[Any], text: str, value: object) -> None:
-    if value is not None:
-        assert setting.parser(text) == value
-        return
-    with pytest.raises(ValueError):
-        setting.parser(text)

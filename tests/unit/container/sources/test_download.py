@@ -10,14 +10,16 @@ import subprocess
 import sys
 import threading
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from container.sources import s3
 from container.sources.download import LocalCopy, open_model
 from container.sources.location import FetchTimeout, S3Url, SourceError
-from tests.stand_ins.s3 import Gate, alter, cut_short, delete, held, put, refuse, slow
+from tests.stand_ins.s3 import Fault, Gate, alter, cut_short, delete, held, put, refuse, slow
 from tests.waiting import wait_until
 
 WEIGHTS = bytes(range(256)) * 4096 * 3  # 3 MiB
@@ -119,14 +121,12 @@ def test_a_file_that_was_damaged_here_is_fetched_again(model: Gate, url: str, do
     assert contents(fetch(url, downloads)) == WANTED
 
 
-def test_errors_of_s3_are_tried_again(model: Gate, url: str, downloads: Path) -> None:
-    model.fault = refuse(503, "SlowDown", times=6)
-    assert contents(fetch(url, downloads)) == WANTED
-
-
-def test_a_body_that_ends_too_early_is_read_again(model: Gate, url: str, downloads: Path) -> None:
+@pytest.mark.parametrize("fault", [lambda: refuse(503, "SlowDown", times=6), lambda: cut_short(times=3)])
+def test_errors_of_s3_and_bodies_that_end_too_early_are_tried_again(
+    model: Gate, url: str, downloads: Path, fault: Callable[[], Fault]
+) -> None:
     opened = open_model(url, downloads)
-    model.fault = cut_short(times=3)
+    model.fault = fault()
     opened.fetch_weights(60)
     assert contents(opened.directory) == WANTED
     assert opened.bytes_here == opened.total_bytes
@@ -208,16 +208,8 @@ def test_empty_objects_that_stand_for_folders_are_left_out(
 
 
 ODD = (
-    "a b.txt",
-    "a+b.txt",
-    "100%.txt",
-    "%41.txt",
-    "ä/日本.txt",
-    " lead.txt",
-    "trail .txt",
-    "q?x=1&y#z.txt",
-    "it's.txt",
-    '".txt',
+    *("a b.txt", "a+b.txt", "100%.txt", "%41.txt", "ä/日本.txt"),
+    *(" lead.txt", "trail .txt", "q?x=1&y#z.txt", "it's.txt", '".txt'),
 )
 
 
@@ -242,7 +234,7 @@ def test_a_folder_of_more_objects_than_one_listing_shows_is_fetched_whole(
     assert contents(fetch(url, downloads)) == wanted
 
 
-def test_no_bucket_no_objects_and_no_server_are_told_apart(
+def test_no_bucket_no_objects_no_server_and_no_credentials_are_told_apart(
     gate: Gate, url: str, downloads: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message = refusal("s3://there-is-none/x", downloads)
@@ -252,11 +244,8 @@ def test_no_bucket_no_objects_and_no_server_are_told_apart(
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     assert "Could not connect to the endpoint URL" in refusal(url, downloads)
-
-
-def test_missing_credentials_are_said(gate: Gate, url: str, downloads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
     assert "Unable to locate credentials" in refusal(url, downloads)
 
 
@@ -287,10 +276,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
 
 def test_a_disk_that_fills_up_is_said(model: Gate, url: str, downloads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = open_model(url, downloads)
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("s3transfer.download.IOWriteTask._main", full)
     with pytest.raises(SourceError, match="SERVING_DOWNLOAD_DIR"):
         opened.fetch_weights(60)
