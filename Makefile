@@ -21,7 +21,7 @@ UNIT_ONLY := -m "not live and not image and not gpu and not slow"
 UNIT := tests --ignore tests/live $(UNIT_ONLY)
 # Files of `make unit` that `make pythons` leaves out. They take minutes together, and show little of another Python: most start
 # programs, load models or imitate AWS.
-LEFT_OUT := container/image container/models container/sources container/test_model_management.py container/test_open_files.py \
+LEFT_OUT := container/image container/models container/sources container/test_model_management.py \
 	container/test_server.py deploy/sagemaker engines/memory handlers/parsing/test_json_limits.py replay slipway test_next_vllm.py
 # The duration and the random seed of `chaos`, `fuzz`, `soak`, `overload` and `deaths`.
 MINUTES ?= 2

@@ -151,6 +151,7 @@ async def test_an_encoded_slash_is_a_character_of_a_name_and_separates_nothing(
         ("GET", "/models/model"),
         ("PATCH", "/models/model"),
         ("GET", "/adapters"),
+        ("PUT", "/adapters"),
     ],
 )
 async def test_a_slash_at_the_end_of_a_path_of_lmi_changes_nothing(

@@ -364,18 +364,26 @@ async def test_calls_of_a_drain_end_on_the_next_engine(serving: Watched, unregis
         assert engine.stopped == "model m was unregistered"
 
 
-@pytest.mark.parametrize("earlier", [0, RESTARTS], ids=["it cannot be started", "it may not be started again"])
-async def test_calls_of_a_drain_get_an_error_if_there_is_no_next_engine(serving: Watched, earlier: int) -> None:
+@pytest.mark.parametrize(
+    ("earlier", "waits", "restarts"),
+    [(0, True, RESTARTS), (RESTARTS, True, RESTARTS), (0, False, 0)],
+    ids=["it cannot be started", "it may not be started again", "no call waits for it"],
+)
+async def test_calls_of_a_drain_get_an_error_if_there_is_no_next_engine(
+    serving: Watched, earlier: int, waits: bool, restarts: int
+) -> None:
     engine = serving.engine
-    engine.broken = {1}
+    engine.broken, engine.waits = {1}, waits
     engine.may_start.set()
     serving.model.restarts += [EngineRestart(time.monotonic(), frozenset({1}))] * earlier
     draining = await drained(serving)
     engine.die(1)
     await until(lambda: not engine.waits)
+    await asyncio.sleep(0.1)  # some looks
+    assert not serving.server.registrar.loading
     serving.life.open_calls = 0
     await draining
-    assert len(engine.attempts) == RESTARTS - earlier
+    assert (len(serving.model.restarts), len(engine.attempts)) == (restarts, restarts - earlier)
     assert engine.stopped is None, "it is not loaded anew"
 
 

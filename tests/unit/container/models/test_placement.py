@@ -76,7 +76,7 @@ def plan(settings: Settings, count: int = 8, gibibytes: int = 80) -> tuple[int |
         ({"tensor_parallel_degree": 2, "devices": (0, 1, 5)}, (2, 6, {})),
         ({"tensor_parallel_degree": 2, "devices": (0, 1, 5, 6)}, (2, 6, {COPIES: 2, DEGREE: 4})),
         ({"engine_arguments": {"max_model_len": "-1", "gpu_memory_utilization": ".5"}}, (4, 4, {COPIES: 2, DEGREE: 8})),
-        # What has no copies has no advice.
+        # A model that cannot have copies has no advice.
         ({"devices": ()}, (0, 8, {})),
         ({"rolling_batch": "disable"}, (1, 7, {})),
         ({"rolling_batch": "disable", "engine_arguments": {"device_map": "auto"}}, (8, 0, {})),

@@ -37,9 +37,9 @@ class Bench:
 
 
 IDLE, HANGS, MOVES, ENDS = (False, False), (True, False), (True, True), (False, True)
-"""What an engine does for a while: has it work, and does something come of it."""
+"""Whether an engine has work, and whether it makes progress."""
 NEW, HALF = NEW_ENGINE_STALL_SECONDS, NEW_ENGINE_SECONDS / 2
-# Limit, and steps: seconds, what the engine does, and whether it is stalled after them.
+# The limit, and steps: for how long the engine does something, and whether it is stalled after that.
 SCENARIOS: dict[str, tuple[float | None, list[tuple[float, tuple[bool, bool], bool]]]] = {
     "an idle engine is well however long it says nothing": (LIMIT, [(100 * LIMIT, IDLE, False)]),
     "a busy engine is well as long as it moves": (LIMIT, [(100 * LIMIT, MOVES, False)]),

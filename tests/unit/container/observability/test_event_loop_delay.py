@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 
@@ -55,12 +54,3 @@ async def test_a_process_that_stands_still_as_a_whole_is_told_apart(
     assert records
     for record in records:
         assert record.getMessage().endswith(" s; no other thread ran either, or the machine stood still")
-
-
-async def test_the_lag_is_measured_again_and_again_until_the_end(watch: EventLoopWatch) -> None:
-    watch.start()
-    await until(lambda: sum(watch.lag.counts) > 10)
-    watch.stop()
-    measured = sum(watch.lag.counts)
-    await asyncio.sleep(0.1)
-    assert sum(watch.lag.counts) == measured
