@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
 import subprocess
 import sys
 import time
@@ -16,10 +13,9 @@ from typing import Any
 import pytest
 
 from tests.live.recorded_requests import RECORDED
-from tests.live.server import START_SECONDS, Server, copy_model, hosted, stopped, write_model
+from tests.live.server import Server, copy_model, hosted, write_model
 from tests.live.small_model import MAX_MODEL_LEN
 from tests.live.small_pooling_models import prepare_small_encoder
-from tests.waiting import wait_until
 
 EXPLAIN = {"x-slipway-explain": "1"}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -160,14 +156,21 @@ def test_a_refusal_is_the_same_as_without_the_header(server: Server, path: str, 
     assert (explained.status_code, explained.text) == (refused.status_code, refused.text)
 
 
-def test_the_origins_are_told_apart(host: Server, tmp_path: Path, small_options: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def overridden(
+    host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, Any]
+) -> Iterator[Server]:
     override = {"temperature": 0.25, "max_new_tokens": 7, "top_k": 9}
     options = small_options | {"override_generation_config": json.dumps(override)}
-    with hosted(host, write_model(tmp_path / "model", **options)) as model:
-        body = {**CHAT, "top_k": 9, "top_p": 0.5, "seed": 3, "unknown": 1}
-        found = explanation(model, "/invocations", body, **{"x-vllm-priority": "2", "x-cache-salt": "mine"})
-        common = explanation(model, "/invocations", {**CHAT, "top_p": 0.5})
-        lmi = explanation(model, "/invocations", {"inputs": "a"})
+    with hosted(host, write_model(tmp_path_factory.mktemp("overridden") / "model", **options)) as model:
+        yield model
+
+
+def test_the_origins_are_told_apart(overridden: Server) -> None:
+    body = {**CHAT, "top_k": 9, "top_p": 0.5, "seed": 3, "unknown": 1}
+    found = explanation(overridden, "/invocations", body, **{"x-vllm-priority": "2", "x-cache-salt": "mine"})
+    common = explanation(overridden, "/invocations", {**CHAT, "top_p": 0.5})
+    lmi = explanation(overridden, "/invocations", {"inputs": "a"})
     assert found["parameters"]["temperature"] == {"value": 0.25, "from": "option.override_generation_config"}
     assert found["parameters"]["max_tokens"] == {"value": 7, "from": "option.override_generation_config"}
     assert found["parameters"]["top_k"] == {"value": 9, "from": "body", "fields": ["top_k"]}
@@ -184,11 +187,12 @@ def test_the_origins_are_told_apart(host: Server, tmp_path: Path, small_options:
     assert lmi["parameters"]["max_tokens"] == {"value": 30, "from": "default"}
 
 
-def test_a_limit_that_the_context_cuts_is_told(server: Server) -> None:
-    (found,) = explanation(server, "/invocations", {"inputs": "a", "parameters": {"max_new_tokens": 1 << 20}})[
-        "prompts"
-    ]
-    assert found["new_tokens"] == MAX_MODEL_LEN - found["tokens"]
+@pytest.mark.parametrize("search", [{}, {"num_beams": 2}])
+def test_a_limit_that_the_context_cuts_is_told(server: Server, search: dict[str, int]) -> None:
+    body = {"inputs": "a", "parameters": {"max_new_tokens": 1 << 20, **search}}
+    found = explanation(server, "/invocations", body)
+    (prompt,) = found["prompts"]
+    assert prompt["new_tokens"] == MAX_MODEL_LEN - prompt["tokens"]
     parameters = explanation(server, "/v1/chat/completions", CHAT)["parameters"]
     assert parameters["max_tokens"]["from"] == "context"
 
@@ -207,14 +211,12 @@ def test_a_long_prompt_is_cut(server: Server) -> None:
     assert found["parameters"]["top_p"]["from"] == "body"
 
 
-def test_a_response_in_the_background_is_explained(host: Server, tmp_path: Path, small_options: dict[str, Any]) -> None:
-    with hosted(host, write_model(tmp_path / "model", **small_options)) as model:
-        body = {"model": model.name, "input": "Hello", "background": True, "max_output_tokens": 2}
-        found = explanation(model, "/v1/responses", body)
-        assert found["parameters"]["max_tokens"]["value"] == 2
-        explanation(model, "/v1/responses", {**body, "request_id": "resp_explained"})
-        assert model.client.get("/v1/responses/resp_explained").status_code == 404
-        assert model.metric("slipway_engine_running") == 0
+def test_a_response_in_the_background_is_explained(overridden: Server) -> None:
+    body = {"model": overridden.name, "input": "Hello", "background": True, "max_output_tokens": 2}
+    found = explanation(overridden, "/v1/responses", {**body, "request_id": "resp_explained"})
+    assert found["parameters"]["max_tokens"]["value"] == 2
+    assert overridden.client.get("/v1/responses/resp_explained").status_code == 404
+    assert overridden.metric("slipway_engine_running") == 0
 
 
 def test_a_custom_handler_is_named_and_not_called(host: Server, tmp_path: Path) -> None:
@@ -231,59 +233,20 @@ def test_a_custom_handler_is_named_and_not_called(host: Server, tmp_path: Path) 
     assert found["prompts"] == []
 
 
-def test_the_command_shows_an_explanation(server: Server, tmp_path: Path) -> None:
-    (body := tmp_path / "body.json").write_text(json.dumps(LMI | {"unknown": 1}))
-    command = [sys.executable, "-m", "slipway", "explain", str(body), "--to", server.url]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert "Contract: lmi" in shown
-    assert re.search(r"temperature +0\.7 +body: parameters\.temperature", shown), shown
-    assert re.search(r"max_tokens +2 +body: parameters\.max_new_tokens", shown), shown
-    printed = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120, check=True).stdout
-    assert json.loads(printed) == explanation(server, "/invocations", LMI | {"unknown": 1})
-    attributes = "X-Amzn-SageMaker-Custom-Attributes: route=/generate"
-    routed = subprocess.run(
-        [*command, "--json", "--header", attributes], capture_output=True, text=True, timeout=120, check=True
-    )
+def test_the_command_prints_json_and_takes_a_header_and_a_path(server: Server, tmp_path: Path) -> None:
+    """docs/explain.md shows the table, and test_task_pages_live.py runs its command."""
+    (body := tmp_path / "body.json").write_text(json.dumps(LMI))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "slipway", "explain", str(body), "--to", server.url, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    assert json.loads(run("--json").stdout) == explanation(server, "/invocations", LMI)
+    routed = run("--json", "--header", "X-Amzn-SageMaker-Custom-Attributes: route=/generate")
     assert json.loads(routed.stdout)["contract"] == "tgi"
-    refused = subprocess.run(
-        [*command, "--path", "/v1/completions"], capture_output=True, text=True, timeout=120, check=False
-    )
+    refused = run("--path", "/v1/completions")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "the server refuses the request (400)" in refused.stderr
-
-
-@pytest.mark.slow
-def test_a_model_that_loads_or_is_dead_refuses_an_explanation_as_a_call(
-    tmp_path: Path, small_options: dict[str, Any]
-) -> None:
-    calls: list[tuple[str, dict[str, Any]]] = [
-        ("/invocations", LMI),
-        ("/generate", {"inputs": "a"}),
-        ("/v1/chat/completions", {**CHAT, "max_tokens": 2}),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "unknown": 1}),
-    ]
-
-    def assert_refused() -> None:
-        for path, body in calls:
-            headers = {"x-request-id": "one"}
-            explained = server.client.post(path, json=body, headers=headers | EXPLAIN)
-            refused = server.client.post(path, json=body, headers=headers)
-            if refused.status_code == 200:  # The model is ready, on a machine that stood still.
-                return
-            assert refused.status_code in (424, 500, 503), refused.text
-            assert (explained.status_code, explained.text) == (refused.status_code, refused.text), path
-
-    server = Server(write_model(tmp_path / "model", **small_options), tmp_path / "server.log")
-    try:
-        wait_until(lambda: server.ping() != 0 and server.has_engine_process(), START_SECONDS, about=server.log_text)
-        with stopped(server.engine_process()):  # The load cannot end.
-            assert_refused()
-        server.wait_until_ready()
-        os.kill(server.engine_process(), signal.SIGKILL)
-        wait_until(lambda: server.ping() != 200, about=server.log_text)
-        assert_refused()
-    finally:
-        server.stop()
 
 
 def test_vectors_are_explained_whoever_makes_the_request(host: Server, tmp_path: Path) -> None:
@@ -310,13 +273,6 @@ def test_a_beam_search_is_explained(server: Server, path: str, body: dict[str, A
     assert found["cache_salt"] == "header"
     assert found["parameters"]["beam_width"]["value"] == 2
     assert found["parameters"]["max_tokens"]["value"] == found["prompts"][0]["new_tokens"] == 2
-
-
-def test_a_beam_search_ends_with_the_context(server: Server) -> None:
-    body = {"inputs": "Once", "parameters": {"max_new_tokens": 99999, "num_beams": 2}}
-    found = explanation(server, "/invocations", body)
-    assert found["prompts"][0]["new_tokens"] == MAX_MODEL_LEN - found["prompts"][0]["tokens"]
-    assert found["parameters"]["max_tokens"]["from"] == "context"
 
 
 def test_priority_and_salt_of_a_body_come_from_it(server: Server) -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from engines.errors import EngineDead, GenerationFailed, InvalidRequest, Overloaded, RequestError
+from engines.errors import EngineDead, GenerationFailed, InvalidRequest, NotReady, Overloaded, RequestError
 from engines.interface import ExplainedRequest
 from engines.request import GenerationRequest
 from handlers import explanation
@@ -149,9 +149,10 @@ async def test_the_work_for_a_body_is_bounded() -> None:
     assert [prompt["characters"] for prompt in found["prompts"]] == [30_000] * 4
 
 
-async def test_a_refusal_of_the_engine_is_the_contracts() -> None:
+@pytest.mark.parametrize("failure", [InvalidRequest("it is too long"), NotReady("it loads")])
+async def test_a_refusal_of_the_engine_is_the_contracts(failure: RequestError) -> None:
     engine = ScriptedEngine()
-    engine.failures[0] = InvalidRequest("it is too long")
+    engine.failures[0] = failure
     handler = handler_of(engine, LmiRollingContract(MODEL))
     with pytest.raises(ContractError) as refused:
         await explained(handler, call({"inputs": "a"}))
