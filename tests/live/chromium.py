@@ -69,7 +69,9 @@ class Page:
                 self.complaints.append(f"{entry['text']} ({entry.get('url')})")
 
     def open(self, url: str) -> None:
-        """Load a page."""
+        """Load a page. Its records begin anew."""
+        self.requests.clear()
+        self.complaints.clear()
         self.call("Page.navigate", url=url)
 
     def evaluate(self, expression: str) -> Any:

@@ -13,20 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.live.chromium import MISSING, PROGRAM, Browser, Page, chromium
+from tests.live.chromium import MISSING, PROGRAM, Page, chromium
 from tests.live.pictures import encoded
 from tests.live.server import Server, hosted, write_model
 from tests.live.small_pooling_models import LABELS, MAX_MODEL_LEN, VECTOR_SIZE, prepare_small_encoder
 from tests.live.small_vision_model import prepare_small_vision_model
+from tests.live.test_console_live import UNLABELLED, WIDTH, send, state
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=MISSING)]
 
 ENGINE = {"dtype": "fp32", "kv_cache_memory_bytes": 64 << 20, "max_rolling_batch_size": 8}
 QUERY = "capital of france"
 DOCUMENTS = ["paris", "a dog runs", "the weather is good"]
-ENDED = "['done', 'failed', 'stopped'].includes(document.querySelector('.phase').dataset.state)"
-UNLABELLED = """[...document.querySelectorAll('input, select, textarea, button')].filter((one) =>
-    !one.labels?.length && !one.getAttribute('aria-label') && !one.textContent.trim()).length"""
 PIXELS = 1300  # Of a side of the picture, which is 5 MB: too long for the argument of a program.
 
 
@@ -49,22 +47,15 @@ def models(host: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def shared_page(browser: Browser) -> Page:
-    return browser.new_page()
+def shared_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser.new_page()
 
 
 @pytest.fixture
 def refusing(shared_page: Page, models: dict[str, Server]) -> Page:
     """Return the page, loaded anew, for requests that the server refuses."""
     shared_page.size(1280, 900)
-    shared_page.requests.clear()
-    shared_page.complaints.clear()
     shared_page.open(f"{models['vision'].url}/console")
     every = f"document.querySelectorAll('[name=model] option').length >= {len(models)}"
     shared_page.wait_for(f"document.readyState === 'complete' && {every}")
@@ -83,15 +74,6 @@ def choose(page: Page, model: Server, contract: str) -> None:
     names = page.evaluate("[...document.querySelectorAll('[name=model] option')].map((one) => one.textContent)")
     page.fill("[name=model]", str(names.index(model.name)))
     assert page.evaluate("document.querySelector('[name=contract]').value") == contract
-
-
-def send(page: Page) -> None:
-    page.click("#send")
-    page.wait_for(f"{ENDED} && !document.querySelector('#send').disabled")
-
-
-def state(page: Page) -> str:
-    return str(page.evaluate("document.querySelector('.phase').dataset.state"))
 
 
 def rows(page: Page) -> list[list[str]]:
@@ -130,7 +112,7 @@ def test_vectors_are_shown_with_their_cosine(page: Page, models: dict[str, Serve
     assert "client.embeddings.create(" in page.text(".code")
     assert page.evaluate(UNLABELLED) == 0
     page.size(360, 740)
-    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    assert page.evaluate(WIDTH) == 360
     page.click("#compare")
     send(page)
     assert page.text("#differences-content .verdict") == "The numbers are equal."

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 from PIL import Image
 
-from tests.live.chromium import MISSING, PROGRAM, Browser, Page, chromium
+from tests.live.chromium import MISSING, PROGRAM, Page, chromium
 from tests.live.server import Server, stopped
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=MISSING)]
@@ -48,6 +48,8 @@ GREEDY = ("lmi", "tgi", "sagemaker")
 """The contracts that sample only on request."""
 ENDED = "['done', 'failed', 'stopped'].includes(document.querySelector('.phase').dataset.state)"
 WIDTH = "document.documentElement.scrollWidth"
+UNLABELLED = """[...document.querySelectorAll('input, select, textarea, button')].filter((one) =>
+    !one.labels?.length && !one.getAttribute('aria-label') && !one.textContent.trim()).length"""
 LIMIT = "[name=max_new_tokens], [name=max_tokens], [name=max_completion_tokens]"
 
 
@@ -57,19 +59,12 @@ def url(sample_server: Server) -> str:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def shared_page(browser: Browser) -> Page:
-    return browser.new_page()
+def shared_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser.new_page()
 
 
 def show(page: Page, url: str) -> None:
-    page.requests.clear()
-    page.complaints.clear()
     page.open(f"{url}/console?endpoint={ENDPOINT}")
     page.wait_for("document.readyState === 'complete' && document.querySelector('[name=contract]')?.value")
 
@@ -106,6 +101,28 @@ def greedy(page: Page, contract: str, tokens: str = TOKENS) -> None:
 def send(page: Page) -> None:
     page.click("#send")
     page.wait_for(f"{ENDED} && !document.querySelector('#send').disabled")
+
+
+def state(page: Page) -> str:
+    return str(page.evaluate("document.querySelector('.phase').dataset.state"))
+
+
+def reply_with(page: Page, parts: str = "[]", kind: str = "application/json", *, breaks_off: bool = False) -> None:
+    """Answer each call of the page in the server's place. `parts` are texts or bytes, as a JavaScript expression."""
+    page.evaluate(
+        f"""(() => {{
+        const parts = {parts}.map((part) => typeof part === "string" ? new TextEncoder().encode(part) : part);
+        const real = window.fetch;
+        window.fetch = (url, options) => options?.method !== "POST" ? real(url, options) : Promise.resolve(new Response(
+          new ReadableStream({{
+            async pull(stream) {{
+              if (parts.length) stream.enqueue(parts.shift());
+              else if ({json.dumps(breaks_off)}) stream.error(new TypeError("network error"));
+              else stream.close();
+            }},
+          }}), {{ headers: {{ "content-type": {json.dumps(kind)} }} }}));
+        }})()"""
+    )
 
 
 SIZES = {"desktop": (1280, 900), "laptop": (1024, 640), "phone": (360, 720)}
@@ -193,14 +210,14 @@ SECRET = "a-key-that-nothing-keeps"
 def test_the_history_is_bounded(page: Page, url: str) -> None:
     for prompt in ("short", "long " * 20_000):
         show(page, url)
-        page.evaluate(f"({REPLIES})([], 'application/json')")
+        reply_with(page)
         choose(page, "lmi", "json")
         page.fill("#prompt", prompt)
         send(page)
         kept = "JSON.parse(localStorage.getItem('slipway.history'))"
         page.evaluate(f"localStorage.setItem('slipway.history', JSON.stringify(Array(60).fill({kept}[0])))")
         show(page, url)
-        page.evaluate(f"({REPLIES})([], 'application/json')")
+        reply_with(page)
         send(page)
         assert page.evaluate(f"{kept}.length") in ((50,) if prompt == "short" else range(20, 50))
         assert page.evaluate("localStorage.getItem('slipway.history').length") <= 1_000_000
@@ -220,7 +237,7 @@ IMAGE = "data:image/png;base64,iVBORw0KGgo="
     ],
 )
 def test_only_a_request_that_is_kept_whole_can_be_used_again(page: Page, body: str, again: bool) -> None:
-    page.evaluate(f"({REPLIES})([], 'application/json')")
+    reply_with(page)
     choose(page, "lmi", "json")
     page.fill("[name=body]", body)
     send(page)
@@ -240,7 +257,7 @@ def test_a_history_of_another_shape_stops_nothing(page: Page, url: str, kept: An
     page.evaluate(f"localStorage.setItem('slipway.history', JSON.stringify({json.dumps(kept)}))")
     show(page, url)
     assert page.evaluate("document.querySelectorAll('.entry').length") == 0
-    page.evaluate(f"({REPLIES})([], 'application/json')")
+    reply_with(page)
     choose(page, "lmi", "json")
     send(page)
     page.evaluate("void (location.hash = '#history')")
@@ -356,7 +373,7 @@ def test_the_example_of_tools_is_sent_and_a_call_is_shown(page: Page) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     reply = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]})
-    page.evaluate(f"({REPLIES})([new TextEncoder().encode({json.dumps(reply)})], 'application/json')")
+    reply_with(page, json.dumps([reply]))
     send(page)
     assert (state(page), page.text(".text")) == ("done", '→ weather {"city": "Paris"}')
     body = json.loads(page.text(".request").partition("\n\n")[2])
@@ -374,10 +391,6 @@ def test_an_error_can_be_read_whole(refusing: Page) -> None:
             box = f"document.querySelector('{part}')"
             assert refusing.evaluate(f"{box}.hidden || {box}.scrollHeight <= {box}.clientHeight"), part
         assert refusing.text(".error-title").startswith("424")
-
-
-def state(page: Page) -> str:
-    return str(page.evaluate("document.querySelector('.phase').dataset.state"))
 
 
 @pytest.fixture(scope="module")
@@ -456,19 +469,6 @@ def test_a_refused_parameter_is_marked(refusing: Page) -> None:
         assert "top_p" in refusing.text("[data-parameter=top_p] .problem")
         refusing.fill("[name=top_p]", "")
         assert refusing.evaluate(marked) == ""
-
-
-@pytest.mark.long
-def test_what_no_type_takes_is_sent_and_refused(refusing: Page) -> None:
-    choose(refusing, "tgi", "json")
-    refusing.fill("[name=temperature]", "warm")
-    send(refusing)
-    assert refusing.evaluate("document.querySelector('[aria-invalid]').name") == "temperature"
-    assert refusing.text(".error-title").startswith("422")
-    refusing.fill("[name=temperature]", "")
-    refusing.fill("#prompt", "")
-    send(refusing)
-    assert refusing.evaluate("document.querySelector('[aria-invalid]').id") == "prompt"
 
 
 @pytest.mark.long
@@ -648,25 +648,7 @@ def test_it_can_be_used_with_the_keyboard_alone(page: Page, completion: str) -> 
     page.press("Enter", control=True)
     page.wait_for("document.querySelector('#send').disabled")
     page.wait_for(f"{ENDED} && !document.querySelector('#send').disabled")
-    unlabelled = """[...document.querySelectorAll('input, select, textarea, button')].filter((one) =>
-        !one.labels?.length && !one.getAttribute('aria-label') && !one.textContent.trim()).length"""
-    assert page.evaluate(unlabelled) == 0
-
-
-REPLIES = """(pieces, type, broken) => {
-  const real = window.fetch;
-  window.fetch = (url, options) => {
-    if (options?.method !== "POST") return real(url, options);
-    const body = new ReadableStream({
-      async pull(stream) {
-        if (pieces.length) return stream.enqueue(pieces.shift());
-        if (broken) stream.error(new TypeError("network error"));
-        else stream.close();
-      },
-    });
-    return Promise.resolve(new Response(body, { headers: { "content-type": type } }));
-  };
-}"""
+    assert page.evaluate(UNLABELLED) == 0
 
 
 @pytest.mark.long
@@ -676,10 +658,8 @@ def test_a_character_may_be_cut_and_markup_stays_text(page: Page) -> None:
         {"token": {"id": 1, "text": text, "log_prob": -0.5}, "generated_text": text}, ensure_ascii=False
     )
     choose(page, "lmi", "jsonlines")
-    page.evaluate(
-        f"({REPLIES})([...new TextEncoder().encode({json.dumps(record)} + '\\n')]"
-        ".map((byte) => new Uint8Array([byte])), 'application/jsonlines')"
-    )
+    each_byte = f"[...new TextEncoder().encode({json.dumps(record)} + '\\n')].map((byte) => new Uint8Array([byte]))"
+    reply_with(page, each_byte, "application/jsonlines")
     send(page)
     assert page.text(".text") == text
     assert page.text(".reply").endswith(record + "\n")
@@ -696,11 +676,8 @@ MAX_TASK = 1000
 def test_a_long_answer_stays_quick(page: Page) -> None:
     """4,000 tokens with their log probabilities, as fast as a stream can be read."""
     choose(page, "lmi", "jsonlines")
-    page.evaluate(
-        f"""({REPLIES})(Array.from({{length: 4000}}, (_, place) => new TextEncoder().encode(JSON.stringify(
-        {{token: {{id: place, text: ` word${{place}}`, log_prob: -(place % 7) / 2}}}}) + "\\n")),
-        "application/jsonlines")"""
-    )
+    tokens = [{"id": place, "text": f" word{place}", "log_prob": -(place % 7) / 2} for place in range(4000)]
+    reply_with(page, json.dumps([json.dumps({"token": token}) + "\n" for token in tokens]), "application/jsonlines")
     page.evaluate(LONG_TASKS)
     send(page)
     assert page.evaluate("document.querySelectorAll('.text .token').length") == 4000
@@ -714,10 +691,8 @@ def test_a_long_answer_stays_quick(page: Page) -> None:
 def test_an_answer_that_repeats_its_text_stays_quick(page: Page) -> None:
     """happy_vllm's lines have all of the text so far: 1,500 of them are 10 MB, of which 8 MB are shown."""
     choose(page, "happy_vllm", "stream")
-    page.evaluate(
-        f"""({REPLIES})(Array.from({{length: 1500}}, (_, place) => new TextEncoder().encode(JSON.stringify(
-        {{responses: [" longerword".repeat(place + 1)], finish_reasons: ["None"]}}) + "\\n")), "")"""
-    )
+    record = 'JSON.stringify({responses: [" longerword".repeat(place + 1)], finish_reasons: ["None"]})'
+    reply_with(page, f'Array.from({{length: 1500}}, (_, place) => {record} + "\\n")', "")
     page.evaluate(LONG_TASKS)
     send(page)
     assert page.text(".text") == " longerword" * 1500
@@ -729,9 +704,7 @@ def test_an_answer_that_repeats_its_text_stays_quick(page: Page) -> None:
 def test_a_reply_that_breaks_off_says_so(page: Page) -> None:
     choose(page, "lmi", "jsonlines")
     record = json.dumps({"token": {"id": 1, "text": "half", "log_prob": -0.5}})
-    page.evaluate(
-        f"({REPLIES})([new TextEncoder().encode({json.dumps(record)} + '\\n')], 'application/jsonlines', true)"
-    )
+    reply_with(page, json.dumps([record + "\n"]), "application/jsonlines", breaks_off=True)
     send(page)
     assert (state(page), page.text(".text")) == ("failed", "half")
     assert "broke off" in page.text(".error-title")
@@ -739,18 +712,15 @@ def test_a_reply_that_breaks_off_says_so(page: Page) -> None:
 
 @pytest.mark.long
 def test_a_server_that_is_gone_says_so(refusing: Page) -> None:
-    refusing.call(
-        "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1
-    )
+    conditions = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    refusing.call("Network.emulateNetworkConditions", offline=True, **conditions)
     try:
         send(refusing)
         assert state(refusing) == "failed"
         assert refusing.text(".error-title") == "The server cannot be reached."
         refusing.wait_for("document.querySelector('#status').dataset.state === 'unreachable'")
     finally:
-        refusing.call(
-            "Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1
-        )
+        refusing.call("Network.emulateNetworkConditions", offline=False, **conditions)
     refusing.wait_for("document.querySelector('#status').dataset.state === 'ready'")
 
 
