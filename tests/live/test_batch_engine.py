@@ -1,4 +1,4 @@
-"""Dynamic batching: the engine against `model.generate`, and the server over HTTP."""
+"""Dynamic batching: a server with the transformers engine, over HTTP."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 
-def settings(model: Path, **fields: Any) -> ModelConfig:
-    fields = {"batch_size": 8, "max_batch_delay": 0.1, "engine_arguments": {"max_model_len": "1024"}, **fields}
-    return ModelConfig(name="m", model_dir=model, model_id=str(model), dtype="fp32", **fields)
-
-
 async def test_a_model_with_attention_of_its_own_is_run(tmp_path: Path, sample_model: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, CodeGenConfig
 
@@ -41,15 +36,16 @@ async def test_a_model_with_attention_of_its_own_is_run(tmp_path: Path, sample_m
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(sample_model).save_pretrained(tmp_path)
-    engine, sampling = BatchEngine(settings(tmp_path)), SamplingParameters(max_tokens=3, ignore_eos=True)
+    arguments = {"max_model_len": "1024"}
+    model = ModelConfig(name="m", model_dir=tmp_path, model_id=str(tmp_path), dtype="fp32", engine_arguments=arguments)
+    sampling = SamplingParameters(max_tokens=3, ignore_eos=True)
+    request = GenerationRequest(request_id="r", prompt="Hello", sampling=sampling)
+    engine = BatchEngine(model)
     await engine.start()
     try:
-        deltas = [
-            d async for d in generate(engine, GenerationRequest(request_id="r", prompt="Hello", sampling=sampling))
-        ]
+        assert [delta async for delta in generate(engine, request)][-1].token_count == 3
     finally:
         await engine.stop()
-    assert deltas[-1].token_count == 3
 
 
 @pytest.fixture(scope="module")
