@@ -288,20 +288,27 @@ def test_errors_of_the_second_decoder_are_vllms(tokens: list[Any]) -> None:
 # /v1/split_text and /v1/metadata_text
 
 
-def test_chunks_end_at_separators_once_they_are_long_enough() -> None:
-    chunks = ask("/v1/split_text", {"text": TEXT, "num_tokens_in_chunk": 4}, LIKE_LLAMA)["split_text"]
-    assert chunks == [SENTENCE, " I am clearly fine.", " And you ? Exceptionally good, thanks for asking."]
-
-
-def test_separators_are_compared_as_tokens() -> None:
-    spaced = {"text": "a ?b?c", "num_tokens_in_chunk": 1}
-    assert ask("/v1/split_text", spaced | {"separators": ["?"]}, LIKE_LLAMA) == {"split_text": ["a ?b?", "c"]}
-    assert ask("/v1/split_text", spaced | {"separators": [" ?"]}, LIKE_LLAMA) == {"split_text": ["a ?", "b?c"]}
-
-
-def test_a_separator_may_take_several_tokens() -> None:
-    document = {"text": "one<br>two<br>three", "num_tokens_in_chunk": 1, "separators": ["<br>"]}
-    assert ask("/v1/split_text", document) == {"split_text": ["one<br>", "two<br>", "three"]}
+@pytest.mark.parametrize(
+    ("document", "chunks"),
+    [
+        (
+            {"text": TEXT, "num_tokens_in_chunk": 4},
+            [SENTENCE, " I am clearly fine.", " And you ? Exceptionally good, thanks for asking."],
+        ),
+        # Separators are compared as tokens, and may take several.
+        ({"text": "a ?b?c", "num_tokens_in_chunk": 1, "separators": ["?"]}, ["a ?b?", "c"]),
+        ({"text": "a ?b?c", "num_tokens_in_chunk": 1, "separators": [" ?"]}, ["a ?", "b?c"]),
+        (
+            {"text": "one<br>two<br>three", "num_tokens_in_chunk": 1, "separators": ["<br>"]},
+            ["one<br>", "two<br>", "three"],
+        ),
+        ({"text": TEXT}, [TEXT]),
+        ({"text": TEXT, "num_tokens_in_chunk": 1, "separators": []}, [TEXT]),
+        ({"text": ""}, []),
+    ],
+)
+def test_chunks_end_at_separators_once_they_are_long_enough(document: dict[str, Any], chunks: list[str]) -> None:
+    assert ask("/v1/split_text", document, LIKE_LLAMA) == {"split_text": chunks}
 
 
 def test_an_empty_separator_is_behind_each_token() -> None:
@@ -316,22 +323,18 @@ def test_an_empty_separator_is_behind_each_token() -> None:
         assert len(pieces) == -(-counts[0] // minimum)
 
 
-def test_a_text_without_separators_or_too_short_is_one_chunk_and_an_empty_one_none() -> None:
-    assert ask("/v1/split_text", {"text": TEXT}) == {"split_text": [TEXT]}
-    assert ask("/v1/split_text", {"text": TEXT, "num_tokens_in_chunk": 1, "separators": []}) == {"split_text": [TEXT]}
-    assert ask("/v1/split_text", {"text": ""}) == {"split_text": []}
-
-
-def test_truncated_text_is_what_is_dropped() -> None:
-    document = {"text": SENTENCE, "max_length": 2}
-    assert ask("/v1/metadata_text", document | {"truncation_side": "left"}, LIKE_LLAMA)["truncated_text"] == (
-        "Hey, how are"
-    )
-    right = ask("/v1/metadata_text", document | {"truncation_side": "right"}, LIKE_LLAMA)["truncated_text"]
-    assert right == "how are you ?"
-    assert ask("/v1/metadata_text", document, LIKE_LLAMA)["truncated_text"] != right  # where prompts are truncated
-    assert ask("/v1/metadata_text", {"text": SENTENCE}, LIKE_LLAMA)["truncated_text"] == ""
-    assert ask("/v1/metadata_text", document | {"max_length": 0}, LIKE_LLAMA)["truncated_text"] == SENTENCE
+@pytest.mark.parametrize(
+    ("more", "dropped"),
+    [
+        ({"max_length": 2, "truncation_side": "left"}, "Hey, how are"),
+        ({"max_length": 2, "truncation_side": "right"}, "how are you ?"),
+        ({"max_length": 2}, "Hey, how are"),  # The side on which prompts are truncated.
+        ({}, ""),
+        ({"max_length": 0}, SENTENCE),
+    ],
+)
+def test_truncated_text_is_what_is_dropped(more: dict[str, Any], dropped: str) -> None:
+    assert ask("/v1/metadata_text", {"text": SENTENCE, **more}, LIKE_LLAMA)["truncated_text"] == dropped
 
 
 def test_the_count_is_that_of_the_text_inside_another() -> None:

@@ -1,8 +1,8 @@
 """Bodies by contract in `requests/*.yaml`, and the requests that the engine gets. UPDATE_CASES=1 writes the requests.
 
-A row has the reply if there is no request for the engine, or if it has the `numbers` of the engine's answer. Of the
-headers, it has those that most replies do not have. Fields that have their defaults are left out, and so is the id of a
-request that is alone.
+A row without a request for the engine has the reply, and so has a row with the `numbers` of the engine's answer.
+Headers that most replies have are left out. So are fields that have their defaults, and the id of a request that is
+alone.
 """
 
 from __future__ import annotations
