@@ -131,13 +131,14 @@ _ROLLOUTS = [{"strategy": strategy, "timeout": 600} for strategy in ("blue-green
 @st.composite
 def configurations(draw: st.DrawFn) -> Configuration:
     """Return a configuration that can be deployed: one of `VALUES`, or two together without some of their fields."""
-    kinds = st.sampled_from([*VALUES.values()])
+    kinds = st.sampled_from([_BASE | VALUES[name] | {"properties": {}} for name in VALUES])
     values = draw(kinds) | draw(st.fixed_dictionaries({}, optional={"rollout": st.sampled_from(_ROLLOUTS)}))
     mixed = draw(kinds) | values
-    for field in draw(st.sets(st.sampled_from(sorted(mixed.keys() - {"name", "model", "image", "region"})))):
+    for field in draw(st.sets(st.sampled_from(sorted(mixed.keys() - _BASE.keys() | {"role"})))):
         del mixed[field]
     region, aws, domain = draw(st.sampled_from(_PARTITIONS))
-    for candidate in (mixed, values):
+    fewer = {key: value for key, value in mixed.items() if key not in ("prefix_aware_routing", "component", "adapters")}
+    for candidate in (mixed, fewer, values):
         text = json.dumps(candidate).replace(REGION, region).replace("arn:aws:", f"arn:{aws}:")
         try:
             return read_configuration(json.loads(text.replace("amazonaws.com", domain)))
