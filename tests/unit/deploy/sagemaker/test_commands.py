@@ -56,10 +56,11 @@ class Services:
             },
             "InvokeEndpoint": {"Body": io.BytesIO(b'{"generated_text": " Paris"}')},
         }
-        self.called: list[str] = []
+        self.called: dict[str, Any] = {}
+        """The body of the last call of each operation."""
 
-    def answer(self, model: Any, **more: Any) -> tuple[Any, Any]:
-        self.called.append(model.name)
+    def answer(self, model: Any, params: dict[str, Any], **more: Any) -> tuple[Any, Any]:
+        self.called[model.name] = params["body"]
         found = self.answers.get(model.name, {})
         if isinstance(found, ClientError):
             return SimpleNamespace(status_code=400), found.response
@@ -368,16 +369,16 @@ PUSH = ["--name", "my-llm", "--model", "org/m", "--instance-type", "ml.g6e.xlarg
 PUSH += ["--push", "slipway:gpu", "--image"]
 
 
+Ran = list[tuple[tuple[str, ...], str | None]]
+
+
 @pytest.fixture
-def docker(
-    cloudformation: FakeCloudFormation, services: Services, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[tuple[str, ...], str | None]]:
+def docker(cloudformation: FakeCloudFormation, monkeypatch: pytest.MonkeyPatch) -> Ran:
     """The commands of docker, each with its input. All of them succeed."""
     ran = []
 
     def run(command: tuple[str, ...], input: str | None, **more: Any) -> subprocess.CompletedProcess[str]:
         ran.append((command, input))
-        assert "CreateRepository" in services.called
         if cloudformation.status is None:
             assert "ExecuteChangeSet" not in cloudformation.changes
         return subprocess.CompletedProcess(command, 0)
@@ -387,10 +388,11 @@ def docker(
 
 
 def test_a_local_image_is_pushed_before_anything_needs_it(
-    cloudformation: FakeCloudFormation, docker: list[tuple[tuple[str, ...], str | None]]
+    cloudformation: FakeCloudFormation, services: Services, docker: Ran
 ) -> None:
     done = _run("deploy", *PUSH, f"{HOST}/slipway:gpu", "--region", "eu-west-1")
     assert done.exit_code == 0, done.output
+    assert json.loads(services.called["CreateRepository"])["registryId"] == "111122223333"
     assert docker == [
         (("docker", "login", "--username", "AWS", "--password-stdin", HOST), "secret"),
         (("docker", "tag", "slipway:gpu", f"{HOST}/slipway:gpu"), None),
@@ -402,7 +404,7 @@ def test_a_local_image_is_pushed_before_anything_needs_it(
 
 @pytest.mark.parametrize(("tag", "note"), [("gpu", True), ("gpu-2", False)])
 def test_an_update_pushes_an_image_too_and_says_when_its_tag_is_that_of_what_runs(
-    tag: str, note: bool, docker: list[tuple[tuple[str, ...], str | None]]
+    tag: str, note: bool, docker: Ran
 ) -> None:
     assert _run("deploy", *PUSH, f"{HOST}/slipway:gpu").exit_code == 0
     again = _run("deploy", *PUSH, f"{HOST}/slipway:gpu")
@@ -413,6 +415,13 @@ def test_an_update_pushes_an_image_too_and_says_when_its_tag_is_that_of_what_run
     assert docker[-1] == (("docker", "push", f"{HOST}/slipway:{tag}"), None)
     assert ("still runs the old image" in done.stderr) is note
     assert done.stdout == ("my-llm is up to date\n" if note else "my-llm is updated\n")
+
+
+def test_an_account_that_allows_pushes_alone_is_pushed_to(services: Services, docker: Ran) -> None:
+    services.answers["DescribeRepositories"] = error("DescribeRepositories", "no", "AccessDeniedException")
+    assert _run("deploy", *PUSH, f"{HOST}/slipway:gpu").exit_code == 0
+    assert docker[-1][0] == ("docker", "push", f"{HOST}/slipway:gpu")
+    assert "CreateRepository" not in services.called
 
 
 def test_without_docker_the_push_fails_and_no_stack_is_made(

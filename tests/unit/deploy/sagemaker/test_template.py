@@ -29,6 +29,18 @@ ROOT = Path(__file__).parents[4]
 _LINT = ManualArgs(regions=["eu-west-1", "us-east-1"])
 
 
+def _properties(name: str, resource: str = "EndpointConfiguration", /, **changes: Any) -> dict[str, Any]:
+    """Return the properties of a resource in the template of a configuration."""
+    found: dict[str, Any] = template(configuration(name, **changes))["Resources"][resource]["Properties"]
+    return found
+
+
+def _variant(name: str, /, **changes: Any) -> dict[str, Any]:
+    (variant,) = _properties(name, **changes)["ProductionVariants"]
+    found: dict[str, Any] = variant
+    return found
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_a_template_is_what_cloudformation_allows(name: str) -> None:
     assert lint(as_yaml(template(configuration(name))), config=_LINT) == []
@@ -186,8 +198,7 @@ def test_a_deployed_model_keeps_its_name_and_has_the_endpoints(
     ],
 )
 def test_sagemaker_fetches_a_folder_of_s3_or_unpacks_an_archive(model: str, source: tuple[str, str, str]) -> None:
-    made = template(configuration("private", model=model))["Resources"]["Model"]["Properties"]["PrimaryContainer"]
-    found = made["ModelDataSource"]["S3DataSource"]
+    found = _properties("private", "Model", model=model)["PrimaryContainer"]["ModelDataSource"]["S3DataSource"]
     assert (found["S3Uri"], found["S3DataType"], found["CompressionType"]) == source
 
 
@@ -245,23 +256,19 @@ def test_the_machine_image_is_one_of_sagemakers_with_a_driver_for_the_gpu_images
     ],
 )
 def test_the_machine_image_is_stated_for_gpus(changes: dict[str, str], machine_image: str | None) -> None:
-    made = template(configuration("private", **changes))["Resources"]
-    variant = made["EndpointConfiguration"]["Properties"]["ProductionVariants"][0]
-    assert variant.get("InferenceAmiVersion") == machine_image
+    assert _variant("private", **changes).get("InferenceAmiVersion") == machine_image
 
 
 def test_properties_go_before_those_of_the_template() -> None:
-    made = template(configuration("private"))["Resources"]["EndpointConfiguration"]["Properties"]
-    (variant,) = made["ProductionVariants"]
+    variant = _variant("private")
     assert (variant["VolumeSizeInGB"], variant["InstanceType"]) == (200, "ml.g6e.xlarge")
     variants = {"ProductionVariants": {"RoutingConfig": {"RoutingStrategy": "RANDOM"}}}
-    made = template(configuration("real_time", properties={"EndpointConfiguration": variants}))["Resources"]
-    (variant,) = made["EndpointConfiguration"]["Properties"]["ProductionVariants"]
+    variant = _variant("real_time", properties={"EndpointConfiguration": variants})
     assert variant["RoutingConfig"] == {"RoutingStrategy": "RANDOM"}
 
 
 def test_prefix_aware_routing_and_data_capture_are_in_the_endpoints_configuration() -> None:
-    made = template(configuration("private"))["Resources"]["EndpointConfiguration"]["Properties"]
+    made = _properties("private")
     assert made["ProductionVariants"][0]["RoutingConfig"] == {
         "RoutingStrategy": "PREFIX_AWARE",
         "PrefixAwareRoutingConfig": {"PrefixLength": 4096, "ConcurrencyThreshold": 32},
@@ -276,8 +283,6 @@ def test_prefix_aware_routing_and_data_capture_are_in_the_endpoints_configuratio
 
 
 def test_the_instances_have_the_reservation_the_driver_and_the_disk_that_are_given() -> None:
-    made = template(configuration("everything"))["Resources"]
-    (variant,) = made["EndpointConfiguration"]["Properties"]["ProductionVariants"]
     expected = {
         "InferenceAmiVersion": "al2-ami-sagemaker-inference-gpu-3-1",
         "VolumeSizeInGB": 256,
@@ -294,21 +299,17 @@ def test_the_instances_have_the_reservation_the_driver_and_the_disk_that_are_giv
             "ScaleInPolicy": {"Strategy": "CONSOLIDATION", "MaximumStepSize": 2, "CooldownInMinutes": 5},
         },
     }
-    assert variant.items() >= expected.items()
-    component = made["InferenceComponent"]["Properties"]
+    assert _variant("everything").items() >= expected.items()
+    assert _variant("real_time").keys().isdisjoint(expected.keys() - {"InferenceAmiVersion"})
+    component = _properties("everything", "InferenceComponent")
     assert component["Specification"]["SchedulingConfig"]["PlacementStrategy"] == "BINPACK"
     assert component["Specification"]["ComputeResourceRequirements"]["MaxMemoryRequiredInMb"] == 4096
     assert component["DeploymentConfig"]["RollingUpdatePolicy"]["MaximumExecutionTimeoutInSeconds"] == 7200
-    (plain,) = template(configuration("real_time"))["Resources"]["EndpointConfiguration"]["Properties"][
-        "ProductionVariants"
-    ]
-    assert plain.keys().isdisjoint(expected.keys() - {"InferenceAmiVersion"})
 
 
 def test_an_asynchronous_endpoint_has_its_places_topics_and_bound() -> None:
-    made = template(configuration("asynchronous"))["Resources"]["EndpointConfiguration"]["Properties"]
     topic = "arn:aws:sns:eu-west-1:111122223333:answers"
-    assert made["AsyncInferenceConfig"] == {
+    assert _properties("asynchronous")["AsyncInferenceConfig"] == {
         "OutputConfig": {
             "S3OutputPath": "s3://answers/out/",
             "S3FailurePath": "s3://answers/failed/",
@@ -319,15 +320,16 @@ def test_an_asynchronous_endpoint_has_its_places_topics_and_bound() -> None:
 
 
 def test_the_containers_metrics_are_read_from_the_components_path() -> None:
-    made = template(configuration("everything"))["Resources"]
-    metrics = made["EndpointConfiguration"]["Properties"]["MetricsConfig"]
-    assert metrics == {"EnableDetailedObservability": True, "MetricPublishFrequencyInSeconds": 10}
-    container = made["InferenceComponent"]["Properties"]["Specification"]["Container"]
+    assert _properties("everything")["MetricsConfig"] == {
+        "EnableDetailedObservability": True,
+        "MetricPublishFrequencyInSeconds": 10,
+    }
+    container = _properties("everything", "InferenceComponent")["Specification"]["Container"]
     read = {"MetricsEndpointPath": "/metrics", "MetricPublishFrequencyInSeconds": 10}
     assert container == {"ContainerMetricsConfig": {"MetricsEndpoints": [read]}}
-    off = template(configuration("scale_to_zero", metrics={"detailed": False}))["Resources"]
-    assert off["EndpointConfiguration"]["Properties"]["MetricsConfig"]["EnableDetailedObservability"] is False
-    assert "Container" not in off["InferenceComponent"]["Properties"]["Specification"]
+    off = {"metrics": {"detailed": False}}
+    assert _properties("scale_to_zero", **off)["MetricsConfig"]["EnableDetailedObservability"] is False
+    assert "Container" not in _properties("scale_to_zero", "InferenceComponent", **off)["Specification"]
 
 
 def test_properties_of_a_resource_that_is_not_there_are_refused() -> None:
