@@ -23,6 +23,7 @@ from deploy.sagemaker.aws import Aws
 from deploy.sagemaker.endpoint import NoAnswer, invoke_asynchronously, wait_for_answer
 from tests.runtime_client import runtime_at
 from tests.unit.deploy.local_endpoint.local_endpoint import (
+    Script,
     ScriptedContainer,
     Seen,
     Send,
@@ -180,15 +181,6 @@ async def test_the_largest_inline_body_is_taken(tmp_path: Path) -> None:
     assert len(container.seen[0].body) == 128_000
 
 
-async def test_an_error_of_the_container_is_a_failure_file(tmp_path: Path) -> None:
-    async with endpoint(ScriptedContainer(answering(400, b"no")), tmp_path) as invoke:
-        accepted = await invoke(Body=b"x")
-        found = await failure(tmp_path, accepted)
-    assert (found["OriginalStatusCode"], found["OriginalMessage"]) == (400, "no")
-    assert 'Received client error (400) from primary with message "no".' in found["Message"]
-    assert not (tmp_path / accepted["OutputLocation"].removeprefix("s3://")).exists()
-
-
 async def in_chunks(seen: Seen, send: Send) -> None:
     await start(send)
     await piece(send, b"a")
@@ -196,40 +188,35 @@ async def in_chunks(seen: Seen, send: Send) -> None:
 
 
 @pytest.mark.parametrize(
-    ("container", "message"),
+    ("script", "call", "message", "status"),
     [
-        (ScriptedContainer(in_chunks), "the answer has no Content-Length"),
-        (ScriptedContainer(answering(200, b"ok", LENGTH, ("X-Long", "x" * 4096))), "bytes of headers; SageMaker takes"),
+        (answering(400, b"no"), {"Body": b"x"}, 'Received client error (400) from primary with message "no".', 400),
+        (in_chunks, {"Body": b"x"}, "the answer has no Content-Length", 200),
+        (
+            answering(200, b"ok", LENGTH, ("X-Long", "x" * 4096)),
+            {"Body": b"x"},
+            "bytes of headers; SageMaker takes",
+            200,
+        ),
+        (silent, {"Body": b"x", "InvocationTimeoutSeconds": 1}, "Your invocation timed out", 0),
+        (silent, {"InputLocation": "s3://in/missing"}, "s3://in/missing cannot be read", None),
+        (silent, {"InputLocation": "s3://in/large"}, "s3://in/large has 11 bytes; at most 10 are allowed.", None),
     ],
 )
-async def test_an_answer_that_sagemaker_refuses_is_a_failure(
-    tmp_path: Path, container: ScriptedContainer, message: str
-) -> None:
-    async with endpoint(container, tmp_path) as invoke:
-        found = await failure(tmp_path, await invoke(Body=b"x"))
-    assert message in found["Message"]
-    assert found["OriginalStatusCode"] == 200
-
-
-async def test_a_container_that_takes_too_long_is_a_failure(tmp_path: Path) -> None:
-    container = ScriptedContainer(silent)
-    async with endpoint(container, tmp_path) as invoke:
-        found = await failure(tmp_path, await invoke(Body=b"x", InvocationTimeoutSeconds=1))
-        assert "Your invocation timed out" in found["Message"]
-        await until(lambda: container.ended)
-
-
-async def test_an_input_that_is_missing_or_too_large_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_call_without_an_answer_has_a_failure_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Script, call: Any, message: str, status: int | None
 ) -> None:
     monkeypatch.setattr(asynchronous, "MAX_PAYLOAD", 10)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "large").write_bytes(b"x" * 11)
-    async with endpoint(ScriptedContainer(), tmp_path) as invoke:
-        missing = await failure(tmp_path, await invoke(InputLocation="s3://in/missing"))
-        large = await failure(tmp_path, await invoke(InputLocation="s3://in/large"))
-    assert "s3://in/missing cannot be read" in missing["Message"]
-    assert "s3://in/large has 11 bytes; at most 10 are allowed." in large["Message"]
+    container = ScriptedContainer(script)
+    async with endpoint(container, tmp_path) as invoke:
+        accepted = await invoke(**call)
+        found = await failure(tmp_path, accepted)
+        await until(lambda: container.ended == len(container.seen))
+    assert message in found["Message"]
+    assert found.get("OriginalStatusCode") == status
+    assert not (tmp_path / accepted["OutputLocation"].removeprefix("s3://")).exists()
 
 
 @pytest.fixture
