@@ -65,17 +65,6 @@ def test_a_source_that_cannot_be_read_is_refused(tmp_path: Path, source: str, me
     assert message in run.output
 
 
-def test_equal_answers_end_with_0_and_a_difference_without_an_explanation_with_1(tmp_path: Path) -> None:
-    source = write_source(tmp_path / "a.jsonl", [record(1, **recorded()), record(2, **recorded())])
-    with serving(reply(ANSWER)) as server:
-        passed = replay(source, tmp_path / "passed", "--to", server.url, "--recorded")
-    with serving({"1": reply(ANSWER), "2": reply({"text": ""})}) as server:
-        failed = replay(source, tmp_path / "failed", "--to", server.url, "--recorded")
-    assert (passed.code, passed.report["equal"]) == (0, 2)
-    assert (failed.code, failed.report["equal"]) == (1, 1)
-    assert failed.report["with_unexplained_differences"] == 1
-
-
 def test_a_source_without_requests_or_recorded_answers_does_not_pass(tmp_path: Path) -> None:
     with serving(reply(ANSWER)) as server:
         for name, records in (("none", []), ("unanswered", [record(1)])):

@@ -139,6 +139,7 @@ HEADER = " must be the value of a header, in Latin-1"
             "`captureData.endpointInput.encoding` must be JSON, CSV or BASE64",
         ),
         ({"captureData": {"endpointInput": part("?", "BASE64")}}, "`captureData.endpointInput.data` must be base64"),
+        ({"captureData": {"endpointInput": part("{}") | {"observedContentType": 1}}}, "must be a string, got a number"),
         ({"captureData": {"endpointInput": part("{}", kind="text/\u65e5")}}, HEADER),
         ({"captureData": {"endpointInput": part("{}", kind="text/plain\nx: y")}}, HEADER),
         ({"captureData": {"endpointInput": part("{}")}, "eventMetadata": {"customAttributes": "\u65e5"}}, HEADER),
