@@ -58,8 +58,6 @@ class Report:
     lost: int
     """Requests that got neither a complete answer nor an expected error."""
     by_outcome: dict[str, int]
-    outcomes: dict[str, dict[str, int]]
-    """The number of requests by contract and outcome."""
     pings: int
     recoveries: list[Recovery]
     tracebacks: int
@@ -174,9 +172,7 @@ async def chaos(
 def report_of(stage: Stage, seed: int, actions: list[str], seconds: float) -> Report:
     load, tested = stage.load, stage.subject
     by_outcome: Counter[str] = Counter()
-    by_contract: dict[str, Counter[str]] = {}
     for (contract, outcome), count in sorted(load.outcomes.items()):
-        by_contract.setdefault(contract, Counter())[outcome] = count
         by_outcome[outcome if contract != "management" else contract] += count
     return Report(
         seed=seed,
@@ -188,7 +184,6 @@ def report_of(stage: Stage, seed: int, actions: list[str], seconds: float) -> Re
         refusals=by_outcome["refused"],
         lost=sum(by_outcome[outcome] for outcome in _LOST),
         by_outcome=dict(by_outcome),
-        outcomes={contract: dict(outcomes) for contract, outcomes in by_contract.items()},
         pings=len(tested.watch.pings),
         recoveries=stage.recoveries,
         tracebacks=tested.log_text().count("Traceback (most recent"),

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,7 +35,6 @@ from tests.chaos.watch import Subject, clock
 _BATCH = _QUEUE = 16
 _PLACES = _BATCH + _QUEUE
 _FACTOR = 10
-_ROUNDS = 2
 _TOKENS = 32
 _VARIED = range(_TOKENS // 2, _TOKENS + _TOKENS // 2 + 1)
 _MEASURED = ("lmi", "lmi jsonlines stream", "tgi", "triton", "happy_vllm", "openai chat", "openai completions")
@@ -85,14 +83,11 @@ def load(tested: Subject, contract: Contract, clients: int, seconds: float, core
 
 
 def measure(tested: Subject, contract: Contract, seconds: float, cores: Sequence[int]) -> Result:
-    """Measure one contract at capacity and beyond, in turn, because the speed of a shared machine varies."""
+    """Measure one contract at capacity and beyond."""
     began = clock()
-    peaks, overloads = [], []
-    for _ in range(_ROUNDS):
-        for clients, taken in ((_PLACES, peaks), (_FACTOR * _PLACES, overloads)):
-            taken.append(load(tested, contract, clients, seconds / _ROUNDS, cores))
+    peak = load(tested, contract, _PLACES, seconds, cores)
+    beyond = load(tested, contract, _FACTOR * _PLACES, seconds, cores)
     pings = [1000 * (ping.received - ping.sent) for ping in tested.watch.pings if ping.sent >= began]
-    peak, beyond = together(peaks), together(overloads)
     return Result(
         contract=contract.name,
         peak_per_s=round(peak.requests / peak.wall_s, 1),
@@ -107,19 +102,6 @@ def measure(tested: Subject, contract: Contract, seconds: float, cores: Sequence
         ping_p99=round(percentile(pings, 0.99), 1),
         ping_longest=round(max(pings), 1),
         errors=peak.error_kinds | beyond.error_kinds,
-    )
-
-
-def together(rounds: Sequence[Figures]) -> Figures:
-    """Return the sums of counts and seconds, and the medians of times."""
-    times = [name for name in Figures.__struct_fields__ if name.endswith("_ms")]
-    return msgspec.structs.replace(
-        rounds[0],
-        requests=sum(one.requests for one in rounds),
-        refused=sum(one.refused for one in rounds),
-        wall_s=sum(one.wall_s for one in rounds),
-        error_kinds=dict(pair for one in rounds for pair in one.error_kinds.items()),
-        **{name: statistics.median(getattr(one, name) for one in rounds) for name in times},
     )
 
 

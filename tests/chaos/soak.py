@@ -7,7 +7,7 @@ With `--changes`, the engine is killed that many times under the load, and a mod
 unloaded as often.
 
 The program writes soak.json and soak.png: the memory, descriptors and threads of each process, the names of shared
-memory, the delays of the event loop, and the times of `/ping` and of requests. The exit code is 1 if a request was
+memory, and the times of `/ping` and of requests. The exit code is 1 if a request was
 lost, if `/ping` did not tell the truth, or if a figure grew from the second quarter of the time to the last.
 """
 
@@ -21,7 +21,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -35,7 +35,6 @@ from tests.chaos.actions import KINDS, Stage, rest
 from tests.chaos.load import Load
 from tests.chaos.watch import Subject, clock
 
-_LAG = "slipway_event_loop_lag_seconds"
 _RESTARTS = r"^slipway_engine_restarts_total(?:\{[^}]*\})? (\S+)$"
 _GROWTH = 0.05
 """The share by which a figure's median may grow from the second quarter of the time to the last."""
@@ -54,12 +53,6 @@ class Process:
     """The resources that one process uses at one moment."""
 
     rss_mb: float
-    private_mb: float
-    """Memory that no other process shares.
-
-    vLLM's processes are forked, and share the memory that they have not changed. This figure also grows if another
-    process that mapped the same files ends, so no conclusion is drawn from it.
-    """
     descriptors: int
     threads: int
 
@@ -74,8 +67,6 @@ class Sample:
     """The number of names of shared memory that the server's processes created."""
     restarts: int
     """How often the engine was restarted so far."""
-    lag: float | None
-    """The longest delay of the event loop since the last sample, in seconds."""
     ping: float | None
     """The longest time of `/ping` since the last sample, in seconds."""
     p50: float | None
@@ -93,13 +84,11 @@ async def soak(
     stage = Stage(tested, load, Random(seed), tiny_adapter() if changes else None, grace=5.0)
     samples: list[Sample] = []
     begun = last = clock()
-    lags: dict[float, float] = {}
     turn = changed = 0
     while clock() < begun + seconds:
         await asyncio.sleep(every)
         now = clock()
-        sample, lags = await _sample(tested, load, last, now - begun, lags)
-        samples.append(sample)
+        samples.append(await _sample(tested, load, last, now - begun))
         last = now
         if (turn := turn + 1) % _LEAVING == 0:
             await KINDS["leave"].do(stage, _LEAVING)
@@ -113,25 +102,20 @@ async def soak(
     return samples, load
 
 
-async def _sample(
-    tested: Subject, load: Load, since: float, second: float, lags: Mapping[float, float]
-) -> tuple[Sample, dict[float, float]]:
+async def _sample(tested: Subject, load: Load, since: float, second: float) -> Sample:
     times = [end - begin for begin, end in load.completed if end >= since]
     pings = [ping.received - ping.sent for ping in list(tested.watch.pings) if ping.received >= since]
     _, metrics = await load.ask("/metrics", method="GET")
-    new_lags = _lags(metrics.decode())
-    sample = Sample(
+    return Sample(
         second=round(second, 1),
         processes=await asyncio.to_thread(_processes, tested),
         names=len(tested.shared_names()),
         restarts=int(sum(map(float, re.findall(_RESTARTS, metrics.decode(), re.M)))),
-        lag=_longest(lags, new_lags),
         ping=max(pings, default=None),
         p50=percentile(times, 0.5) if times else None,
         p99=percentile(times, 0.99) if times else None,
         requests=len(load.completed),
     )
-    return sample, new_lags
 
 
 def _processes(tested: Subject) -> dict[str, Process]:
@@ -139,9 +123,8 @@ def _processes(tested: Subject) -> dict[str, Process]:
     for process in tested.processes():
         with contextlib.suppress(psutil.Error):
             name = _name(process)
-            memory = process.memory_full_info()
-            rss, private = (round(size / (1 << 20), 1) for size in (memory.rss, memory.uss))
-            found[name] = Process(rss, private, process.num_fds(), process.num_threads())
+            rss = round(process.memory_info().rss / (1 << 20), 1)
+            found[name] = Process(rss, process.num_fds(), process.num_threads())
     return found
 
 
@@ -152,20 +135,6 @@ def _name(process: psutil.Process) -> str:
     if command.startswith("VLLM::"):
         return command.split()[0]
     return "resource tracker" if "resource_tracker" in command else process.name()
-
-
-def _lags(metrics: str) -> dict[float, float]:
-    """Return the counts of delays by the histogram's limits. Empty if the server reports none."""
-    found = re.findall(rf'^{_LAG}_bucket{{(?:[^}}]*,)?le="([^"]+)"[^}}]*}} (\S+)$', metrics, re.M)
-    return {float(limit): float(count) for limit, count in found}
-
-
-def _longest(before: Mapping[float, float], after: Mapping[float, float]) -> float | None:
-    """Return the limit of the highest bucket that grew between the two readings."""
-    limits = sorted(after)
-    within = {limit: after[limit] - before.get(limit, 0.0) for limit in limits}
-    new = [limit for last, limit in zip([None, *limits], limits, strict=False) if within[limit] > within.get(last, 0.0)]
-    return min(max(new), limits[-2]) if new else None  # The last bucket has no limit.
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
@@ -197,15 +166,15 @@ def plot(samples: Sequence[Sample], file: Path) -> None:
     from matplotlib import pyplot
 
     names = sorted({name for sample in samples for name in sample.processes})
-    titles = {"rss_mb": "resident set, MB", "private_mb": "private memory, MB"}
+    titles = {"rss_mb": "resident set, MB", "descriptors": "descriptors", "threads": "threads"}
     curves: dict[str, dict[str, list[Any]]] = {
         title: {name: [getattr(sample.processes.get(name), field, None) for sample in samples] for name in names}
-        for field, title in (titles | {"descriptors": "descriptors", "threads": "threads"}).items()
+        for field, title in titles.items()
     }
-    curves["delay, s"] = {"/ping, longest": [s.ping for s in samples], "event loop": [s.lag for s in samples]}
+    curves["/ping, longest, s"] = {"": [s.ping for s in samples]}
     curves["requests, s"] = {"p50": [s.p50 for s in samples], "p99": [s.p99 for s in samples]}
     curves["complete answers"] = {"": [s.requests for s in samples]}
-    figure, axes = pyplot.subplots(4, 2, figsize=(12, 12), sharex=True, constrained_layout=True)
+    figure, axes = pyplot.subplots(3, 2, figsize=(12, 9), sharex=True, constrained_layout=True)
     for axis, (title, lines) in zip(axes.flat, curves.items(), strict=False):
         for name, values in lines.items():
             axis.plot([sample.second / 60 for sample in samples], values, label=name)
