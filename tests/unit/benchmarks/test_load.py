@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -45,24 +45,6 @@ RESPONSES = {
     "chunk of one byte": chunked([BODY[at : at + 1] for at in range(len(BODY))]),
     "extensions and trailers": chunked(RECORDS, extension=b";a=1", trailer=b"X-A: 1\r\nX-B: 2\r\n"),
 }
-
-
-def check(reader: ResponseReader) -> None:
-    assert reader.complete
-    assert reader.status == 200
-    assert reader.keep_alive
-    assert reader.body_bytes == len(BODY)
-    assert reader.markers == 2
-    assert reader.tail == BODY
-
-
-@pytest.mark.parametrize("response", RESPONSES.values(), ids=RESPONSES.keys())
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 10_000])
-def test_reads_a_response_in_pieces(response: bytes, size: int) -> None:
-    reader = ResponseReader(MARKER)
-    for at in range(0, len(response), size):
-        reader.feed(response[at : at + size])
-    check(reader)
 
 
 def test_keeps_only_the_end_of_a_long_body() -> None:
@@ -140,18 +122,10 @@ async def load(script: Script, **changes: object) -> Figures:
     return figures
 
 
-def in_bytes(response: bytes) -> list[bytes]:
-    return [response[at : at + 1] for at in range(len(response))]
-
-
-def in_one(response: bytes) -> list[bytes]:
-    return [response]
-
-
-@pytest.mark.parametrize("split", [in_one, in_bytes])
+@pytest.mark.parametrize("size", [1, 3, 10_000])
 @pytest.mark.parametrize("response", RESPONSES.values(), ids=RESPONSES.keys())
-async def test_counts_over_a_real_connection(response: bytes, split: Callable[[bytes], list[bytes]]) -> None:
-    script = Script(split(response))
+async def test_counts_over_a_real_connection(response: bytes, size: int) -> None:
+    script = Script([response[at : at + size] for at in range(0, len(response), size)])
     figures = await load(script)
     assert (figures.errors, figures.error_kinds) == (0, {})
     assert figures.requests == sum(script.connections)

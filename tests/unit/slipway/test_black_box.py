@@ -90,15 +90,29 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         self.wfile.write(self.path.encode() if known else b"no key")
 
 
-def test_a_server_that_answers_is_asked_with_the_key() -> None:
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A server that wants a key."""
     with http.server.HTTPServer(("127.0.0.1", 0), _Answers) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        assert run("--url", f"{url}/", "--api-key", "my-key").stdout == "/server/blackbox"
-        refused = run("--url", url)
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+def test_a_server_that_answers_is_asked_with_the_key(url: str) -> None:
+    assert run("--url", f"{url}/", "--api-key", "my-key").stdout == "/server/blackbox"
+    refused = run("--url", url)
     assert refused.exit_code == 1
     assert refused.stderr.endswith(f"slipway: {url} answers 401: no key\n")  # after the lines of this test's server
+    odd = run("--url", url, "--api-key", "☃")
+    assert (odd.exit_code, "answers 401" in odd.stderr) == (1, True)
+
+
+def test_a_file_is_only_for_its_owner_and_a_wrong_path_is_an_error(url: str, tmp_path: Path) -> None:
+    command = ("--url", url, "--api-key", "my-key", "-o")
+    written, failed = run(*command, str(tmp_path / "a")), run(*command, str(tmp_path / "no" / "a"))
+    assert (written.exit_code, (tmp_path / "a").stat().st_mode & 0o777) == (0, 0o600)
+    assert (failed.exit_code, "cannot be written" in failed.stderr) == (1, True)
 
 
 def test_a_process_that_is_no_server_gets_no_signal(tmp_path: Path) -> None:
@@ -132,22 +146,10 @@ def test_this_machine_is_known_by_its_addresses() -> None:
     assert not any(map(black_box._is_here, ("192.0.2.1", "nobody.invalid", "")))
 
 
-@pytest.mark.parametrize("url", ["foo", "http://h:99999999", "localhost:9411", "ftp://h", "http://"])
-def test_a_wrong_address_is_refused(url: str) -> None:
-    result = run("--url", url)
+@pytest.mark.parametrize("address", ["foo", "http://h:99999999", "localhost:9411", "ftp://h", "http://"])
+def test_a_wrong_address_is_refused(address: str) -> None:
+    result = run("--url", address)
     assert (result.exit_code, "http://HOST:PORT" in result.stderr) == (2, True), result.output
-
-
-def test_a_file_is_only_for_its_owner_and_a_wrong_path_is_an_error(tmp_path: Path) -> None:
-    with http.server.HTTPServer(("127.0.0.1", 0), _Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        command = ("--url", f"http://127.0.0.1:{server.server_port}", "--api-key", "my-key", "-o")
-        written, failed = run(*command, str(tmp_path / "a")), run(*command, str(tmp_path / "no" / "a"))
-        odd = run("--url", f"http://127.0.0.1:{server.server_port}", "--api-key", "☃")
-        server.shutdown()
-    assert (written.exit_code, (tmp_path / "a").stat().st_mode & 0o777) == (0, 0o600)
-    assert (failed.exit_code, "cannot be written" in failed.stderr) == (1, True)
-    assert (odd.exit_code, "answers 401" in odd.stderr) == (1, True)
 
 
 def test_a_port_without_http_is_an_error() -> None:
@@ -167,9 +169,3 @@ def test_a_port_without_a_listener_is_an_error() -> None:
     result = run("--url", "http://127.0.0.1:9")
     assert result.exit_code == 1
     assert "no process of this user listens on port 9" in result.stderr
-
-
-def test_an_address_without_http_is_refused() -> None:
-    result = run("--url", "localhost:8080")
-    assert result.exit_code == 2
-    assert "http://HOST:PORT" in result.stderr

@@ -37,22 +37,9 @@ PLANS = {  # By the model and the GiB of a GPU: for each of the degrees.
 }
 # LMI's copies, which do not depend on the model: without a degree, one copy has all GPUs.
 LMI = (ALL, ONES, ["-", *OF_TWO[1:]], ALL)
-# Tokens of KV cache of a copy.
-TOKENS = {
-    ("Llama-3.2-1B", 24, None, 4): 583_000,
-    ("Llama-3.1-8B", 24, None, 1): 42_000,
-    ("Llama-3.1-8B", 24, None, 4): 206_000,
-    ("Llama-3.1-8B", 24, "1", 4): 42_000,
-    ("Llama-3.1-8B", 24, "max", 4): 535_000,
-    ("Qwen3-32B", 24, "1", 4): 0,
-    ("Llama-3.3-70B", 24, None, 8): 95_800,
-    ("Llama-3.3-70B", 80, None, 4): 492_000,
-    ("Llama-3.3-70B", 80, None, 8): 492_000,
-    ("Llama-3.3-70B", 80, "max", 8): 1_410_000,
-}
 
 
-def test_slipway_serve_takes_api_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _served(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Startup:
     served: list[Startup] = []
 
     def run(startup: Startup) -> NoReturn:
@@ -60,10 +47,15 @@ def test_slipway_serve_takes_api_keys(monkeypatch: pytest.MonkeyPatch, tmp_path:
         raise SystemExit(0)
 
     monkeypatch.setattr("slipway.serve.run", run)
+    done = CliRunner().invoke(app, ["serve", *arguments])
+    assert done.exit_code == 0, done.output
+    return served[0]
+
+
+def test_slipway_serve_takes_api_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("def handle(inputs): ...\n")
-    arguments = ["serve", "--model-dir", str(tmp_path), "--api-key", "one", "--api-key", "two"]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert served[0].server_config.api_keys is not None
+    arguments = ["--model-dir", str(tmp_path), "--api-key", "one", "--api-key", "two"]
+    assert _served(arguments, monkeypatch).server_config.api_keys is not None
 
 
 def test_a_refusal_comes_with_the_warnings_that_may_explain_it(
@@ -112,19 +104,6 @@ def test_a_directory_may_be_given_as_the_model(
     assert model.settings.config.model_id == str(folder)
 
 
-def _served(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Startup:
-    served: list[Startup] = []
-
-    def run(startup: Startup) -> NoReturn:
-        served.append(startup)
-        raise SystemExit(0)
-
-    monkeypatch.setattr("slipway.serve.run", run)
-    done = CliRunner().invoke(app, ["serve", *arguments])
-    assert done.exit_code == 0, done.output
-    return served[0]
-
-
 def test_two_different_models_are_refused(tmp_path: Path) -> None:
     for arguments in (["a/b", "--model", "c/d"], [str(tmp_path), "--model-dir", str(tmp_path)]):
         assert CliRunner().invoke(app, ["serve", *arguments]).exit_code == 2
@@ -151,7 +130,6 @@ def test_the_plan_for_other_machines(tmp_path: Path, name: str, gibibytes: int) 
             cell = (name, gibibytes, degree, count)
             assert found["memory_bytes"] == [gibibytes << 30] * count
             assert (*cell, f"{use['copies']}x{use['gpus_of_copy']}") == (*cell, copies)
-            assert (*cell, use["kv_cache_tokens_of_copy"]) == (*cell, TOKENS.get(cell, use["kv_cache_tokens_of_copy"]))
             assert (found["idle"], use["to_use_idle"]) == (0, {}), "no GPU is left with counts that are powers of 2"
             assert (*cell, bool(found["warning"])) == (*cell, use["gpus"] > count)
             assert degree is None or other in ("-", copies), "a degree leads to LMI's copies"
@@ -161,21 +139,11 @@ def test_the_plan_for_other_machines(tmp_path: Path, name: str, gibibytes: int) 
     ("variables", "copies"),
     [
         # TGI shares a model out to NUM_SHARD GPUs, and leaves the others alone. Slipway has copies on them.
-        ({"NUM_SHARD": "1"}, "4x1"),
         ({"NUM_SHARD": "2"}, "2x2"),
-        ({"NUM_SHARD": "4"}, "1x4"),
-        ({"SM_NUM_GPUS": "1"}, "4x1"),
-        ({"SM_NUM_GPUS": "4"}, "1x4"),
         ({"SM_NUM_GPUS": "1", "SAGEMAKER_MODEL_SERVER_WORKERS": "1"}, "4x1"),  # as JumpStart sets them
-        ({"SHARDED": "true"}, "1x4"),
-        ({"SHARDED": "false"}, "4x1"),
         ({"SHARDED": "true", "NUM_SHARD": "2"}, "2x2"),
-        ({"SM_VLLM_TENSOR_PARALLEL_SIZE": "1"}, "4x1"),
-        ({"SM_VLLM_TENSOR_PARALLEL_SIZE": "4"}, "1x4"),
         ({"SM_VLLM_TENSOR_PARALLEL_SIZE": "1", "SM_VLLM_DATA_PARALLEL_SIZE": "4"}, "1x4"),
         ({"SM_VLLM_TENSOR_PARALLEL_SIZE": "1", "SM_VLLM_PIPELINE_PARALLEL_SIZE": "2"}, "2x2"),
-        ({"OPTION_TENSOR_PARALLEL_DEGREE": "1"}, "4x1"),
-        ({"OPTION_TENSOR_PARALLEL_DEGREE": "max"}, "1x4"),
         ({"TENSOR_PARALLEL_DEGREE": "1", "SERVING_MAX_WORKERS": "2"}, "2x1"),
         ({"TENSOR_PARALLEL_DEGREE": "1", "SAGEMAKER_NUM_MODEL_WORKERS": "3"}, "3x1"),
         ({"TENSOR_PARALLEL_DEGREE": "2", "SERVING_LOAD_ON_DEVICES": "2"}, "1x2"),
