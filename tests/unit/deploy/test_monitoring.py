@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.monitoring import ALERTS, DASHBOARD, alerts, expressions, panels, selections
+from tests.monitoring import ALERTS, DASHBOARD, alerts, panels, selections
 
 
 def test_the_dashboard_takes_its_data_source_and_servers_from_variables() -> None:
@@ -37,20 +35,3 @@ def test_each_alert_has_a_severity_and_a_summary_with_the_server_that_it_is_abou
         assert alert["labels"]["severity"] in ("critical", "warning")
         assert "{{ $labels.instance }}" in alert["annotations"]["summary"]
     assert len({alert["alert"] for alert in alerts()}) == len(alerts())
-
-
-@pytest.mark.parametrize(
-    ("expression", "found"),
-    [
-        ("slipway_ready == 0", [("slipway_ready", "")]),
-        (
-            'histogram_quantile(0.99, sum by (instance, le) (rate(a_bucket{status=~"5..", x="b"}[5m]))) > 0.1',
-            [("a_bucket", '{status=~"5..", x="b"}')],
-        ),
-        ("sum(rate(vllm:a_total[$__rate_interval])) / count(b) or vector(0)", [("vllm:a_total", ""), ("b", "")]),
-        ("min_over_time(a[5m]) > 0 and deriv(b{}[10m]) == 0", [("a", ""), ("b", "{}")]),
-    ],
-)
-def test_the_metrics_of_an_expression_are_found(expression: str, found: list[tuple[str, str]]) -> None:
-    assert selections(expression) == found
-    assert expressions()
