@@ -85,6 +85,11 @@ def _of_media(value: str, **beside: str) -> Trial:
     return Trial(value, beside, about=f"it {MEDIA}")
 
 
+MANY_MACHINES = (
+    *("master_addr", "master_port", "nnodes", "node_rank", "data_parallel_rank", "data_parallel_start_rank"),
+    *("data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port", "data_parallel_hybrid_lb"),
+    *("data_parallel_external_lb", "data_parallel_multi_port_external_lb"),
+)
 TRIALS: dict[str, Trial | str] = {
     # The model, and how it is loaded.
     "model": "is `option.model_id` here",
@@ -244,18 +249,7 @@ TRIALS: dict[str, Trial | str] = {
     "enable_hc_sp": Trial("true", about="its effect needs several GPUs and a model with hyper-connections"),
     "distributed_timeout_seconds": Trial("600"),
     "cpu_distributed_timeout_seconds": Trial("600"),
-    "master_addr": MACHINES,
-    "master_port": MACHINES,
-    "nnodes": MACHINES,
-    "node_rank": MACHINES,
-    "data_parallel_rank": MACHINES,
-    "data_parallel_start_rank": MACHINES,
-    "data_parallel_size_local": MACHINES,
-    "data_parallel_address": MACHINES,
-    "data_parallel_rpc_port": MACHINES,
-    "data_parallel_hybrid_lb": MACHINES,
-    "data_parallel_external_lb": MACHINES,
-    "data_parallel_multi_port_external_lb": MACHINES,
+    **dict.fromkeys(MANY_MACHINES, MACHINES),
     "data_parallel_backend": Trial("mp"),
     "ray_workers_use_nsight": "needs Ray's executor, a GPU and NVIDIA's profiler",
     "dp_sync_interval": Trial("8"),

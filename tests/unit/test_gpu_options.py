@@ -12,7 +12,6 @@ from tests.gpu.conftest import adapter_options, text_options
 
 MODEL = Path("/models/model")
 TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-GIVEN = [None, "fp32", "fp16", "bf16"]
 
 
 def lora_dtypes() -> set[str]:
@@ -26,20 +25,12 @@ def lora_dtypes() -> set[str]:
     return {name.strip().removeprefix("torch.") for name in found.group(1).split(",")}
 
 
-@pytest.mark.parametrize("given", GIVEN)
-def test_adapters_are_served_in_a_data_type_that_their_kernels_take(given: str | None) -> None:
-    options = adapter_options(MODEL, given)
-    assert options["enable_lora"] == "true"
-    assert TORCH_NAMES[str(options["dtype"])] in lora_dtypes()
-
-
-@pytest.mark.parametrize("given", GIVEN)
-def test_texts_are_compared_in_the_data_type_that_was_asked_for_and_without_adapters(given: str | None) -> None:
-    options = text_options(MODEL, given)
-    assert options["dtype"] == (given or "fp32")
-    assert not [name for name in options if "lora" in name]
-
-
-def test_both_serve_the_same_model_apart_from_the_adapters() -> None:
-    text, adapter = text_options(MODEL, "bf16"), adapter_options(MODEL, "bf16")
-    assert {name: adapter[name] for name in text} == text
+@pytest.mark.parametrize("given", [None, "fp32", "fp16", "bf16"])
+def test_adapters_have_a_data_type_that_their_kernels_take_and_texts_the_one_that_was_asked_for(
+    given: str | None,
+) -> None:
+    adapter, text = adapter_options(MODEL, given), text_options(MODEL, given)
+    assert adapter["enable_lora"] == "true"
+    assert TORCH_NAMES[str(adapter["dtype"])] in lora_dtypes()
+    assert text["dtype"] == (given or "fp32")
+    assert not [name for name in text if "lora" in name]

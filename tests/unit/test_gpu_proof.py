@@ -17,13 +17,17 @@ from tests.gpu.__main__ import LIMIT_ENDED, PARTS, Outcome, outcome_of, outcome_
 ROOT = Path(__file__).parents[2]
 
 
+def run(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    own = os.environ | environment
+    return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, check=False)
+
+
 def test_each_thing_that_is_missing_is_one_sentence_and_the_proof_does_not_begin(tmp_path: Path) -> None:
     """Uses a path that has Python and the shell's programs, and no nvidia-smi."""
     for name in ("dirname", "env", "mkdir", "rm"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     environment = {"PATH": str(tmp_path), "PYTHON": sys.executable, "GPU_PROOF_RESULTS": str(tmp_path / "results")}
-    command = ["/bin/sh", str(ROOT / "tests" / "gpu" / "proof.sh")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run("/bin/sh", str(ROOT / "tests" / "gpu" / "proof.sh"), **environment)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[0].startswith("There is no NVIDIA GPU")
@@ -34,9 +38,8 @@ def test_each_thing_that_is_missing_is_one_sentence_and_the_proof_does_not_begin
 def test_each_module_that_is_missing_beside_torch_is_one_sentence(tmp_path: Path) -> None:
     """`-S` hides the installed packages."""
     (tmp_path / "torch.py").touch()
-    own = {"PYTHONPATH": str(tmp_path), "GPU_PROOF_ON_CPU": "1"}
-    command = [sys.executable, "-S", str(ROOT / "tests" / "gpu" / "needs.py")]
-    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False)
+    needs = str(ROOT / "tests" / "gpu" / "needs.py")
+    done = run(sys.executable, "-S", needs, PYTHONPATH=str(tmp_path), GPU_PROOF_ON_CPU="1")
     assert done.returncode == 1
     named = re.findall(r"^Python has no module `(\w+)`: .*\.$", done.stderr, re.M)
     assert len(named) == len(done.stderr.splitlines())
@@ -112,8 +115,7 @@ def prove(directory: Path, tests: str, seconds: float = 600) -> subprocess.Compl
     file.write_text(tests)
     own = {"GPU_PROOF_RESULTS": str(directory), "GPU_PROOF_PART_SECONDS": str(seconds), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.junit", "-p", "no:cacheprovider"]
-    command += ["--rootdir", str(directory), "tests/gpu/test_it.py"]
-    return subprocess.run(command, cwd=directory, env=os.environ | own, capture_output=True, text=True, check=False)
+    return run(*command, "--rootdir", str(directory), "tests/gpu/test_it.py", cwd=directory, **own)
 
 
 @pytest.mark.slow
@@ -173,13 +175,11 @@ def test_a_benchmark_has_passed_if_it_ended_well_and_compares_streams(tmp_path: 
 def test_parts_for_which_there_is_no_time_are_named(tmp_path: Path) -> None:
     own = {"GPU_PROOF_ON_CPU": "1", "GPU_PROOF_RESULTS": str(tmp_path), "GPU_PROOF_SECONDS": "0"}
     command = [sys.executable, "-m", "tests.gpu", "kill", "bench"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True, check=False)
+    done = run(*command, **own)
     assert done.returncode == LIMIT_ENDED
     rows = [line.split(" | ")[1:5:3] for line in (tmp_path / "summary.md").read_text().splitlines()[2:]]
     assert rows == [[f"`make gpu-proof`: {name}", "not run: the time was over"] for name in ("kill", "bench")]
-    wrong = subprocess.run(
-        [*command, "tests"], cwd=ROOT, env=os.environ | own, capture_output=True, text=True, check=False
-    )
+    wrong = run(*command, "tests", **own)
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("unknown: tests; the parts are streams, adapters, ")
 
