@@ -29,19 +29,13 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_choice, "_vllm_is_installed", lambda: False)
 
 
-@pytest.mark.usefixtures("with_vllm")
-def test_auto_is_vllm_whatever_the_model_is(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        assert choose_engine(settings()).rolling_batch == "vllm"
-    assert not caplog.messages
-
-
 @pytest.mark.usefixtures("without_vllm")
 def test_auto_without_vllm_is_the_dynamic_batch(caplog: pytest.LogCaptureFixture) -> None:
     config = choose_engine(settings())
     assert (config.rolling_batch, is_vllm(config), running_engine(config)[0]) == ("disable", False, "dynamic_batch")
     [message] = caplog.messages
     assert message.startswith("option.rolling_batch=auto: ")
+    assert choose_engine(settings("disable")) == settings("disable")
 
 
 @pytest.mark.usefixtures("without_vllm")
@@ -64,11 +58,6 @@ def test_an_engine_that_is_not_installed_is_an_error_that_says_what_to_install(r
     )
 
 
-@pytest.mark.usefixtures("without_vllm")
-def test_the_dynamic_batch_needs_no_vllm() -> None:
-    assert choose_engine(settings("disable")) == settings("disable")
-
-
 @pytest.mark.usefixtures("with_vllm")
 @pytest.mark.parametrize(
     ("rolling_batch", "arguments", "message"),
@@ -82,11 +71,12 @@ def test_the_dynamic_batch_needs_no_vllm() -> None:
         ),
     ],
 )
-def test_other_backends_run_on_vllm_with_their_own_parameters_and_the_log_says_so(
+def test_with_vllm_it_runs_auto_and_other_backends_and_the_log_names_their_parameters(
     rolling_batch: str, arguments: dict[str, str], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = settings(rolling_batch, engine_arguments=arguments)
     with caplog.at_level(logging.INFO):
+        assert choose_engine(settings()).rolling_batch == "vllm"
         assert choose_engine(given) == given
     assert caplog.messages == [f"option.rolling_batch={rolling_batch}: {message}"]
     assert (is_vllm(given), running_engine(given)[0]) == (True, "vllm")

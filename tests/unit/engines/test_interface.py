@@ -89,17 +89,3 @@ async def test_a_look_that_raises_is_logged_makes_the_engine_unhealthy_and_ends_
     assert watchdog.failure == "watching the engine has failed: KeyError('a bug')"
     assert [record.levelname for record in caplog.records] == ["ERROR"], "the second failure is not told again"
     assert caplog.records[0].exc_info is not None
-
-
-async def test_an_engine_that_has_ended_is_watched_no_more() -> None:
-    looks = 0
-
-    async def look() -> bool:
-        nonlocal looks
-        looks += 1
-        return False
-
-    watchdog = Watchdog(look)
-    watchdog.start()
-    await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=10)
-    assert (looks, watchdog.failure) == (1, "")

@@ -44,16 +44,17 @@ def test_memory_is_the_reason_by_the_type_of_an_error_or_by_pytorchs_own_text(er
     assert str(refused) == f"it cannot be loaded: {str(error) or type(error).__name__}"
 
 
+INITIALIZATION = "Engine core initialization failed. See root cause above. Failed core proc(s): "
+
+
 @pytest.mark.parametrize(
     "error",
     [
         ValueError("no such file: /models/out of memory/config.json"),
         RuntimeError("name 'MemoryErrorHandler' is not defined"),
         OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-        RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}"),
-        RuntimeError(
-            "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': -11}"
-        ),
+        RuntimeError(INITIALIZATION + "{'EngineCore': 1}"),
+        RuntimeError(INITIALIZATION + "{'EngineCore': -11}"),
     ],
     ids=str,
 )
@@ -61,28 +62,8 @@ def test_a_word_about_memory_in_passing_is_no_reason(error: Exception) -> None:
     assert type(failure_of(error).error("it cannot be loaded")) is EngineStartError
 
 
-def test_a_context_that_is_too_long_for_the_memory_comes_with_the_length_that_fits() -> None:
-    text = (
-        "To serve at least one request with the model's max seq len (131072), (16.0 GiB KV cache is needed, which is "
-        "larger than the available KV cache memory (3.2 GiB). Based on the available memory, the estimated maximum "
-        "model length is 26240. Try increasing `gpu_memory_utilization` (which also controls CPU memory on the CPU "
-        "backend) or decreasing `max_model_len` when initializing the engine. See "
-        "https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
-    )
-    refused = failure_of(ValueError(text)).error("vLLM cannot load /models/llama")
-    assert type(refused) is EngineOutOfMemory
-    assert str(refused) == (
-        "vLLM cannot load /models/llama: To serve at least one request with the model's max seq len (131072), (16.0 "
-        "GiB KV cache is needed, which is larger than the available KV cache memory (3.2 GiB). Set "
-        "option.max_model_len to 26240 or less, or to -1, with which vLLM takes the longest that fits. More memory for "
-        "the KV cache comes with a higher option.gpu_memory_utilization, with more GPUs "
-        "(option.tensor_parallel_degree) or with smaller weights (option.quantize)."
-    )
-
-
 def test_an_engine_process_that_was_killed_is_said_in_words() -> None:
-    text = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': -9}"
-    refused = failure_of(RuntimeError(text)).error("it cannot be loaded")
+    refused = failure_of(RuntimeError(INITIALIZATION + "{'EngineCore': -9}")).error("it cannot be loaded")
     assert type(refused) is EngineOutOfMemory
     assert str(refused) == (
         "it cannot be loaded: its engine process was killed (SIGKILL), as the kernel does when memory runs out"

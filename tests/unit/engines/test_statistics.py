@@ -16,16 +16,6 @@ def test_observations_are_counted_up_to_and_including_the_bound() -> None:
     assert distribution.total == pytest.approx(2.65)
 
 
-@given(st.lists(st.floats(0, 10), max_size=20))
-def test_every_observation_is_in_the_last_bucket(values: list[float]) -> None:
-    distribution = Distribution([0.1, 1.0])
-    for value in values:
-        distribution.observe(value)
-    counts = [count for _, count in distribution.cumulative()]
-    assert counts == sorted(counts)
-    assert counts[-1] == len(values)
-
-
 @given(st.binary(max_size=200))
 def test_a_request_id_never_carries_what_could_break_a_header_or_a_log_line(header: bytes) -> None:
     identity = request_id(header)

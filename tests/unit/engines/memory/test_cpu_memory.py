@@ -56,31 +56,49 @@ def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None
     assert 0 < limit.available <= limit.total
 
 
-def test_version_2_limits_by_its_own_group_and_by_those_around_it(tmp_path: Path) -> None:
-    groups = {
-        ".": {},
-        "pod": version_2(str(64 * MIB), 40 * MIB),
-        "pod/container": version_2(str(32 * MIB), 10 * MIB),
-        "pod/other": version_2(str(MIB), MIB),
-    }
-    found = tree(tmp_path, "0::/pod/container", groups)
-    assert found == [
-        Limit("the control group /pod/container", 22 * MIB, 32 * MIB),
-        Limit("the control group /pod", 24 * MIB, 64 * MIB),
-    ]
-
-
-def test_a_group_without_a_limit_of_its_own_has_that_of_the_group_around_it(tmp_path: Path) -> None:
-    groups = {"pod": version_2(str(64 * MIB), 40 * MIB), "pod/container": version_2("max", 10 * MIB)}
-    found = tree(tmp_path, "0::/pod/container", groups)
-    assert found == [Limit("the control group /pod", 24 * MIB, 64 * MIB)]
-
-
-@pytest.mark.parametrize("membership", ["0::/", "0::/docker/12", "0::/../../elsewhere"])
-def test_in_a_container_the_root_of_what_is_mounted_is_its_group(membership: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("membership", "groups", "limits"),
+    [
+        (
+            "0::/pod/container",
+            {
+                ".": {},
+                "pod": version_2(str(64 * MIB), 40 * MIB),
+                "pod/container": version_2(str(32 * MIB), 10 * MIB),
+                "pod/other": version_2(str(MIB), MIB),
+            },
+            [("/pod/container", 22 * MIB, 32 * MIB), ("/pod", 24 * MIB, 64 * MIB)],
+        ),
+        (
+            "0::/pod/container",
+            {"pod": version_2(str(64 * MIB), 40 * MIB), "pod/container": version_2("max", 10 * MIB)},
+            [("/pod", 24 * MIB, 64 * MIB)],
+        ),
+        # In a container, the mounted root is its own group.
+        *[
+            (membership, {".": version_2(str(64 * MIB), 63 * MIB)}, [("/", MIB, 64 * MIB)])
+            for membership in ("0::/", "0::/docker/12", "0::/../../elsewhere")
+        ],
+        (
+            "5:cpu,cpuacct:/x\n4:memory:/a/b\n0::/a/b",
+            {
+                "memory": version_1(0x7FFFFFFFFFFFF000, 50 * MIB),  # the kernel's number for no limit
+                "memory/a": version_1(64 * MIB, 40 * MIB),
+                "memory/a/b": version_1(32 * MIB, 10 * MIB),
+                "unified/a/b": {"cgroup.procs": "1\n"},
+            },
+            [("/a/b", 22 * MIB, 32 * MIB), ("/a", 24 * MIB, 64 * MIB)],
+        ),
+        ("0::/", {".": version_2(str(psutil.virtual_memory().total), 0)}, []),  # a limit above the machine
+        ("0::/", {".": {"memory.max": "1048576\n"}}, []),  # a limit without a count
+    ],
+)
+def test_a_process_is_limited_by_its_own_group_and_by_those_around_it(
+    tmp_path: Path, membership: str, groups: dict[str, dict[str, str]], limits: list[tuple[str, int, int]]
+) -> None:
     (tmp_path / "sys/elsewhere").mkdir(parents=True)
-    found = tree(tmp_path, membership, {".": version_2(str(64 * MIB), 63 * MIB)})
-    assert found == [Limit("the control group /", MIB, 64 * MIB)]
+    found = tree(tmp_path, membership, groups)
+    assert found == [Limit(f"the control group {name}", available, total) for name, available, total in limits]
 
 
 def test_pages_of_files_are_available_in_either_version(tmp_path: Path) -> None:
@@ -91,23 +109,6 @@ def test_pages_of_files_are_available_in_either_version(tmp_path: Path) -> None:
     (limit_2,) = tree(tmp_path / "2", "0::/", two)
     (limit_1,) = tree(tmp_path / "1", "4:memory:/", one)
     assert limit_2.available == limit_1.available == 43 * MIB
-
-
-def test_version_1_limits_by_its_own_group_and_by_those_around_it(tmp_path: Path) -> None:
-    groups = {
-        "memory": version_1(0x7FFFFFFFFFFFF000, 50 * MIB),  # the kernel's number for no limit
-        "memory/a": version_1(64 * MIB, 40 * MIB),
-        "memory/a/b": version_1(32 * MIB, 10 * MIB),
-        "unified/a/b": {"cgroup.procs": "1\n"},
-    }
-    found = tree(tmp_path, "5:cpu,cpuacct:/x\n4:memory:/a/b\n0::/a/b", groups)
-    assert [limit.available for limit in found] == [22 * MIB, 24 * MIB]
-
-
-def test_a_limit_above_the_machine_and_one_without_a_count_are_none(tmp_path: Path) -> None:
-    above = version_2(str(psutil.virtual_memory().total), 0)
-    assert tree(tmp_path / "a", "0::/", {".": above}) == []
-    assert tree(tmp_path / "b", "0::/", {".": {"memory.max": "1048576\n"}}) == []
 
 
 def meminfo(node: int, *, total: int, free: int) -> str:
@@ -130,34 +131,30 @@ def test_a_node_has_what_is_free_and_what_the_kernel_can_drop_and_workers_get_th
     assert memory_limits(4, tmp_path)[1:] == [Limit("NUMA node1, node2, node0", 8180 * 1024, 16000 * 1024)]
 
 
-def test_a_machine_without_numa_is_limited_all_the_same(tmp_path: Path) -> None:
-    assert [limit.name for limit in memory_limits(1, tmp_path)] == ["the machine"]
-
-
 def limits(*available: int) -> list[Limit]:
     return [Limit(f"limit {number}", size, 2 * size) for number, size in enumerate(available)]
 
 
-def test_the_smallest_limit_decides_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_smallest_limit_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    assert kv_cache_size(DEMAND, limits(12 * GIB, 8 * GIB, 10 * GIB)) == (8 * GIB - 2 * GIB - 1200 * MIB) // 2
+    kv_cache_size(DEMAND, limits(12 * GIB, 8 * GIB, 10 * GIB))
     assert "limit 1 has 8.00 GiB of 16.00 GiB available" in caplog.text
     assert "option.kv_cache_memory_bytes" in caplog.text
 
 
-def test_no_more_than_four_times_the_weights() -> None:
-    assert kv_cache_size(DEMAND, limits(100 * GIB)) == 8 * GIB
-    assert kv_cache_size(replace(DEMAND, weights=MIB), limits(100 * GIB)) == GIB, "not even one sequence"
-    assert kv_cache_size(replace(DEMAND, weights=0), limits(100 * GIB)) == (100 * GIB - 1200 * MIB) // 2, "not known"
-
-
-def test_where_memory_is_short_it_is_what_one_sequence_needs() -> None:
-    assert kv_cache_size(DEMAND, limits(4500 * MIB)) == GIB
-
-
-def test_workers_share_the_memory() -> None:
-    two = replace(DEMAND, workers=2)
-    assert kv_cache_size(two, limits(10 * GIB)) == ((10 * GIB - 1900 * MIB) // 2 - 2 * GIB) // 2
+@pytest.mark.parametrize(
+    ("demand", "available", "size"),
+    [
+        (DEMAND, (12 * GIB, 8 * GIB, 10 * GIB), (8 * GIB - 2 * GIB - 1200 * MIB) // 2),
+        (DEMAND, (100 * GIB,), 8 * GIB),  # no more than four times the weights
+        (replace(DEMAND, weights=MIB), (100 * GIB,), GIB),  # four times the weights would not hold a sequence
+        (replace(DEMAND, weights=0), (100 * GIB,), (100 * GIB - 1200 * MIB) // 2),  # the weights are not known
+        (DEMAND, (4500 * MIB,), GIB),  # one sequence of the longest context
+        (replace(DEMAND, workers=2), (10 * GIB,), ((10 * GIB - 1900 * MIB) // 2 - 2 * GIB) // 2),
+    ],
+)
+def test_the_cache_has_this_size(demand: Demand, available: tuple[int, ...], size: int) -> None:
+    assert kv_cache_size(demand, limits(*available)) == size
 
 
 def test_a_machine_that_is_too_small_is_told_in_one_sentence_with_the_figures() -> None:

@@ -50,42 +50,6 @@ def test_the_default_of_a_model_is_that_of_the_table(name: str, memory: str) -> 
     assert [default(name, gpus, memory) for gpus in COUNTS] == MODELS[name]["default"][memory]
 
 
-@pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("name", MODELS)
-def test_the_default_is_the_first_size_that_holds_the_weights_and_no_size_is_wasted(name: str, memory: str) -> None:
-    model = MODELS[name]
-    for gpus in COUNTS:
-        size = default(name, gpus, memory)
-        allowed = [allowed for allowed in model["sizes"] if allowed <= gpus]
-        assert size in allowed
-        if size < allowed[-1]:
-            assert model["weight_bytes"] < size * MEMORY[memory]
-        if size > 1:  # with the next smaller one the KV cache would have less than a third of the memory
-            smaller = allowed[allowed.index(size) - 1]
-            sequence = ModelMemory(model["config"], Weights(model["weight_bytes"])).sequence_bytes(smaller)
-            assert model["weight_bytes"] / smaller + max(sequence, MEMORY[memory] / 3) > 0.9 * MEMORY[memory]
-
-
-@pytest.mark.parametrize(
-    ("name", "gpus", "size"),
-    [
-        ("Qwen2.5-7B", 8, 4),  # 28 heads, 4 KV heads: not 7
-        ("Phi-3-medium-4k", 4, 2),  # 40 heads, 10 KV heads: not 4
-        ("Phi-3-medium-4k", 8, 2),
-        ("SmolLM2-135M", 8, 3),  # 9 heads, 3 KV heads
-        ("SmolLM2-135M", 2, 1),
-        ("Falcon-7B", 8, 1),  # 71 heads
-        ("GPT-2", 8, 6),
-        ("Qwen2.5-VL-3B", 8, 4),  # of the vision tower, 3420 wide
-        ("Qwen3-4B-FP8", 8, 4),  # 9728 / 8 is no multiple of a block of scales
-        ("Qwen2.5-14B-AWQ", 8, 4),
-        ("DeepSeek-V3", 8, 8),
-    ],
-)
-def test_the_most_that_a_model_allows(name: str, gpus: int, size: int) -> None:
-    assert tensor_parallel_sizes(config(name), gpus)[-1] == size
-
-
 def test_pipeline_stages_share_the_weights_and_the_cache() -> None:
     llama = MODELS["Llama-3.3-70B"]
     whole, halves = (
