@@ -35,6 +35,10 @@ def allows(tokens: Any, schema: str, instance: Any) -> bool:
         schema: The schema, as the back end gets it.
         instance: The instance.
     """
+    return allows_text(tokens, schema, json.dumps(instance, separators=(",", ":"), ensure_ascii=False))
+
+
+def allows_text(tokens: Any, schema: str, text: str) -> bool:
+    """Return True if a rewritten schema lets a model write a text. The arguments are those of `allows`."""
     matcher = llguidance.LLMatcher(tokens, llguidance.LLMatcher.grammar_from_json_schema(schema), log_level=0)
-    text = json.dumps(instance, separators=(",", ":"), ensure_ascii=False)
-    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+    return bool(matcher.consume_tokens(list(text.encode())) and matcher.is_accepting())

@@ -130,66 +130,6 @@ def test_what_is_not_known_for_certain_is_not_rewritten(pattern: str) -> None:
     assert complement(pattern) is None
 
 
-@pytest.mark.parametrize(
-    ("pattern", "others"),
-    [
-        ("", []),
-        ("^$", ["a", "\n"]),
-        ("foo", ["", "fo", "f\noo"]),
-        ("^foo$", ["", "foo1", "afoo", "foo\n", "é"]),
-        (r"^\.", ["", "a."]),
-        (r"\d", ["", "a", "\u0967"]),
-        ("^.{3,}$", ["", "ab", "ab\nc"]),
-        ("^(foo|bar)$", ["", "fo", "bars"]),
-        ('^[^"]*$', ['"', 'a"b']),
-        (r"\\", ["", '"', "a"]),
-        ("^(?!a)", ["a", "ab"]),
-        (r"\bfoo\b", ["afoo", "foo_"]),
-    ],
-)
-def test_a_complement_is_found_where_the_pattern_is_not(pattern: str, others: list[str]) -> None:
-    texts = ["foo", "bar", ".", "1", "abc", "x.y", "\\a", *others]
-    written = complement(pattern)
-    assert written is not None
-    assert found([written], texts) == [text for text in texts if text in others or not python(pattern).search(text)]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [],
-        [""],
-        ["foo"],
-        ["ab"] * 3,
-        ["foo", "foobar", "", "fa", "\n", "é", '"', "\\", "\U0001f600", "a.b", "^$"],
-        ["".join(random.Random(seed).sample("abcdefghij", 6)) for seed in range(60)],
-    ],
-)
-def test_none_of_some_words(words: list[str]) -> None:
-    texts = [
-        "",
-        "f",
-        "foo",
-        "fooo",
-        "foobar",
-        "fa",
-        "\n",
-        "\n\n",
-        "é",
-        '"',
-        "\\",
-        "\U0001f600",
-        "a.b",
-        "axb",
-        "^$",
-        "ab",
-    ]
-    texts += [*words, *[word[:-1] for word in words], *[word + "a" for word in words]]
-    written = none_of(words)
-    assert written is not None
-    assert found([written], texts) == [text for text in texts if text not in words]
-
-
 HOSTILE = [
     "(a|b)*a(a|b){12}$x", ".*a.{20}$x", "^((?!a.{10}b).)*$", r"(\b\w+\b.*){20}x$", "((a?){50}){50}$x", "(?=a{99999})b",
     "^(.{1,99999}){9999}\\b", "(?=a)" * 50_000, "^" + "(?!.*a)" * 500, "(?!" * 20_000, "(?!" * 400 + ")" * 400,
@@ -209,6 +149,7 @@ def test_a_hostile_pattern_takes_little_work(pattern: str) -> None:
 @pytest.mark.parametrize("words", [["a" * 100_000], [chr(0x4E00 + 2 * at) for at in range(5_000)], ["x" * 70]])
 def test_words_beyond_the_bounds(words: list[str]) -> None:
     assert none_of(words) is None
+    assert none_of(["".join(random.Random(seed).sample("abcdefghij", 6)) for seed in range(60)]) is not None
 
 
 # Any patterns, against Python.
@@ -222,6 +163,7 @@ def python(pattern: str) -> re.Pattern[str]:
 
 
 CHARACTERS = 'ab"\\- \n'
+UNICODE = "_é\u0967\U0001f600"
 LITERALS = st.sampled_from([re.escape(character) for character in CHARACTERS])
 CLASSES = st.sampled_from(
     [".", r"\w", r"\W", r"\d", "[^a]", "[ab]", r"[^\"]", r"[^\\b]", r"[^\w\n]", r"[a-b \-]", "[!-a]"]
@@ -245,7 +187,7 @@ LOOKS = st.one_of(
 PATTERNS = st.tuples(
     st.sampled_from(["", "^", "^", "^(?!", "(?:"]), st.lists(PLAIN | LOOKS, max_size=5), st.sampled_from(["", "$"])
 ).map(lambda it: it[0] + "".join(it[1]) + ")" * it[0].count("(") + it[2])
-TEXTS = st.lists(st.text(CHARACTERS + "_é", max_size=7), min_size=1, max_size=12)
+TEXTS = st.lists(st.text(CHARACTERS + UNICODE, max_size=7), min_size=1, max_size=12)
 
 
 @settings(max_examples=400, deadline=None)
@@ -265,7 +207,7 @@ def test_a_complement_is_found_where_python_does_not_find_the_pattern(pattern: s
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.text(CHARACTERS + "_é", max_size=5), max_size=8), TEXTS)
+@given(st.lists(st.text(CHARACTERS + UNICODE, max_size=5), max_size=8), TEXTS)
 def test_none_of_any_words(words: list[str], texts: list[str]) -> None:
     written = none_of(words)
     assert written is not None

@@ -39,23 +39,17 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("grammar", [*NO_RETURN, *OTHERS])
-def test_the_attributes_of_a_rule_are_taken(grammar: str) -> None:
+def test_the_attributes_of_a_rule_are_taken_but_with_a_draft_only_those_that_can_be_taken_back(grammar: str) -> None:
     assert trial(TOKENS, "grammar", grammar).error == ""
-
-
-@pytest.mark.parametrize("grammar", [*NO_RETURN, *OTHERS])
-def test_with_a_draft_attributes_that_cannot_be_taken_back_are_refused(grammar: str) -> None:
     error = trial(TOKENS, "grammar", grammar, drafts=True).error
     assert bool(error) == (grammar in NO_RETURN), error
 
 
-@pytest.mark.parametrize("grammar", ['start: a "z"\na[stop=""]: /(?s:.*)/\n', 'start: "a" <end> "b"\n'])
-def test_a_grammar_that_ends_an_answer_in_its_middle_is_refused(grammar: str) -> None:
+@pytest.mark.parametrize(
+    "grammar", ['start: a "z"\na[stop=""]: /(?s:.*)/\n', 'start: "a" <end> "b"\n', 'start: a\na: a "x"\n']
+)
+def test_a_grammar_that_ends_an_answer_in_its_middle_or_has_no_text_is_refused(grammar: str) -> None:
     assert trial(TOKENS, "grammar", grammar).error
-
-
-def test_a_grammar_without_a_text_is_refused() -> None:
-    assert trial(TOKENS, "grammar", 'start: a\na: a "x"\n').error
 
 
 UNIQUE = {"type": "array", "uniqueItems": True}

@@ -122,12 +122,15 @@ async def test_a_constraint_that_ends_the_process_is_remembered_as_one(
     assert process.texts == ["slow"]
 
 
-async def test_the_end_of_the_process_by_itself_is_no_verdict(process: Process, trials: GrammarTrials) -> None:
-    process.code = 1
+@pytest.mark.parametrize(("code", "tries"), [(1, 2), (-signal.SIGKILL, 1)])
+async def test_a_constraint_whose_process_ended_by_itself_or_was_killed_may_be_tried_again(
+    process: Process, trials: GrammarTrials, code: int, tries: int
+) -> None:
+    process.code = code
     process.kill()
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded, match="try again later"):
         await trials.trial("regex", "good")
-    assert process.texts == ["good", "good"]
+    assert process.texts == ["good"] * tries
     process.ended = False
     assert (await trials.trial("regex", "good")) == Trial()
 
@@ -163,26 +166,19 @@ async def test_a_check_that_cannot_end_costs_no_constraint_its_trial() -> None:
 
 
 async def test_what_is_remembered_is_bounded_with_errors_and_places(
-    process: Process, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+    trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tried: list[str] = []
+
+    def exchange(_: object, message: dict[str, str], __: type) -> Trial:
+        tried.append(message["text"])
+        return Trial("e" * 20, "t" * 20, ("#/a" * 5, "#/b" * 5))
+
     monkeypatch.setattr(module, "_REMEMBERED_CHARACTERS", 100)
-    long = Trial("e" * 20, "t" * 20, ("#/a" * 5, "#/b" * 5))
-    monkeypatch.setattr(module, "_exchange", lambda *_: long)
-    for number in range(5):
-        await trials.trial("regex", str(number))
-    assert len(trials._known) == 1
-    assert trials._known_characters == 70
-
-
-async def test_a_constraint_whose_process_was_killed_may_be_tried_again(
-    process: Process, trials: GrammarTrials
-) -> None:
-    process.kill()
-    with pytest.raises(Overloaded, match="try again later"):
-        await trials.trial("regex", "good")
-    process.ended = False
-    assert not (await trials.trial("regex", "good")).error
-    assert process.texts == ["good", "good"]
+    monkeypatch.setattr(module, "_exchange", exchange)
+    for text in "aabba":
+        await trials.trial("regex", text)
+    assert tried == ["a", "b", "a"]
 
 
 async def test_a_trial_waits_for_one_check_at_most(process: Process, trials: GrammarTrials) -> None:

@@ -152,6 +152,7 @@ def test_the_recorded_choices_are_those_of_known_families() -> None:
         ("{% if xml_tools %}" + JSON_CALLS + "{% endif %}", "does not read `tools`"),
         (template("<tool_call>"), "no known family"),
         (template(JSON_CALLS + "[TOOL_CALLS]"), "Hermes or Mistral"),
+        (template(JSON_CALLS + XML_CALLS), ""),  # neither has all marks of the other
     ],
 )
 def test_an_unknown_or_ambiguous_template_gets_no_parser_of_calls(text: str | None, reason: str) -> None:
@@ -160,8 +161,7 @@ def test_an_unknown_or_ambiguous_template_gets_no_parser_of_calls(text: str | No
     assert reason in found.reason
 
 
-def test_a_template_with_a_part_of_two_families_marks_has_the_one_with_more_marks() -> None:
-    assert choose(TOOLS, template(JSON_CALLS + XML_CALLS), []).parser == ""  # neither has all marks of the other
+def test_of_two_families_the_one_with_all_marks_of_the_other_is_chosen() -> None:
     assert choose(TOOLS, template(DEEPSEEK + "```json"), []).parser == "deepseek_v3"
 
 
@@ -170,27 +170,20 @@ def test_reasoning_needs_no_tools() -> None:
     assert choose(REASONING, text, ["Qwen2ForCausalLM"]).parser == "deepseek_r1"
 
 
+NAMED = [
+    {"name": "default", "template": template("[TOOL_CALLS]")},
+    {"name": "tool_use", "template": template(JSON_CALLS)},
+]
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
         ("chat_template.jinja", template(JSON_CALLS)),
         ("tokenizer_config.json", json.dumps({"chat_template": template(JSON_CALLS)})),
         ("chat_template.json", json.dumps({"chat_template": template(JSON_CALLS)})),
-        (
-            "tokenizer_config.json",
-            json.dumps(
-                {
-                    "chat_template": [
-                        {"name": "default", "template": template("[TOOL_CALLS]")},
-                        {"name": "tool_use", "template": template(JSON_CALLS)},
-                    ]
-                }
-            ),
-        ),
-        (
-            "tokenizer_config.json",
-            json.dumps({"chat_template": [{"name": "default", "template": template(JSON_CALLS)}]}),
-        ),
+        ("tokenizer_config.json", json.dumps({"chat_template": NAMED})),
+        ("tokenizer_config.json", json.dumps({"chat_template": [{**NAMED[1], "name": "default"}]})),
     ],
 )
 def test_a_template_is_found_where_transformers_finds_it(model: Path, name: str, content: str) -> None:
@@ -207,21 +200,25 @@ def test_a_file_for_tools_takes_precedence(model: Path) -> None:
     assert parser_of(TOOLS, settings(model)).parser == "hermes"
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"chat_template": 1}', '{"chat_template": [{}, 2]}', "\xff"])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"chat_template": 1}', '{"chat_template": [{}, 2, {"name": [], "template": "x"}]}', "\xff"],
+)
 def test_a_broken_file_is_no_template(model: Path, content: str) -> None:
+    (model / "config.json").write_text('{"architectures": [{}]}')
     (model / "tokenizer_config.json").write_text(content, encoding="latin-1")
+    assert parser_of(TOOLS, settings(model)).parser == ""
+    (model / "config.json").unlink()
+    (model / "tokenizer_config.json").unlink()
     assert parser_of(TOOLS, settings(model)).parser == ""
 
 
-def test_an_option_gives_another_template(model: Path) -> None:
+def test_an_option_gives_another_template(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     (model / "chat_template.jinja").write_text(template("[TOOL_CALLS]"))
     (model / "own.jinja").write_text(template(JSON_CALLS))
     assert parser_of(TOOLS, settings(model, chat_template="own.jinja")).parser == "hermes"
     assert parser_of(TOOLS, settings(model, chat_template=template(XML_CALLS))).parser == "qwen3_xml"
     assert parser_of(TOOLS, settings(model, chat_template="{{ messages }}")).parser == ""
-
-
-def test_another_tokenizer_has_another_template(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("tokenizer")
     (other / "chat_template.jinja").write_text(template(JSON_CALLS))
     assert parser_of(TOOLS, settings(model, tokenizer=str(other))).parser == "hermes"
@@ -231,10 +228,6 @@ def test_a_tokenizer_of_mistral_needs_no_template(model: Path) -> None:
     (model / "tekken.json").write_text("{}")
     assert parser_of(TOOLS, settings(model)).parser == "mistral"
     assert parser_of(REASONING, settings(model, reasoning_parser="auto")).parser == ""
-
-
-def test_a_directory_without_files_has_no_parser(tmp_path: Path) -> None:
-    assert parser_of(TOOLS, settings(tmp_path)).parser == ""
 
 
 def test_a_model_on_the_hub_is_looked_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,12 +289,6 @@ def test_a_model_that_generates_no_text_is_not_looked_at(model: Path, task: str)
     (model / "chat_template.jinja").write_text(template(JSON_CALLS))
     given = replace(settings(model, tool_call_parser="auto"), task=task)
     assert dict(with_parsers(given).engine_arguments) == {}
-
-
-def test_architectures_and_templates_of_a_wrong_kind_are_skipped(model: Path) -> None:
-    (model / "config.json").write_text('{"architectures": [{}]}')
-    (model / "tokenizer_config.json").write_text('{"chat_template": [{"name": [], "template": "x"}]}')
-    assert parser_of(TOOLS, settings(model)).parser == ""
 
 
 @pytest.mark.parametrize(("value", "named"), [("", False), ("auto", False), ("none", True), ("hermes", True)])

@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 ROOT = Path(__file__).parents[5]
+OWN_VARIABLES = ("VLLM_WORKER_MULTIPROC_METHOD", "OMP_NUM_THREADS")
+"""Variables that a test sets itself."""
 SCRIPT = """
 import logging, multiprocessing
 logging.basicConfig(format="%(message)s")
@@ -45,6 +47,21 @@ GOOD = {
 }
 
 
+def run(directory: Path, script: str, *arguments: str, **variables: str) -> tuple[str, str]:
+    """Return the output and the log of a script beside the packages of a directory."""
+    environment = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
+    finished = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env=environment | {"PYTHONPATH": os.pathsep.join([str(directory), str(ROOT)])} | variables,
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return finished.stdout.strip(), finished.stderr
+
+
 def outcome(directory: Path, engine_core: str, script: str = SCRIPT, **variables: str) -> tuple[str, str]:
     """Return the start method of processes beside a package called vllm with this module, and the log."""
     for module in MODULES:
@@ -56,18 +73,7 @@ def outcome(directory: Path, engine_core: str, script: str = SCRIPT, **variables
             (package / "__init__.py").touch()
         file.write_text(GOOD.get(module, ""))
     (directory / "vllm" / "v1" / "engine" / "core.py").write_text(engine_core)
-    path = os.pathsep.join([str(directory), str(ROOT)])
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_WORKER_MULTIPROC_METHOD"}
-    finished = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment | {"PYTHONPATH": path} | variables,
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    return finished.stdout.strip(), finished.stderr
+    return run(directory, script, **variables)
 
 
 def test_processes_are_forked_where_importing_vllm_leaves_one_thread(tmp_path: Path) -> None:
@@ -87,20 +93,10 @@ def test_a_fork_server_that_ended_before_the_engine_starts_is_not_started_again(
 
 
 def test_files_of_the_working_directory_are_not_imported(tmp_path: Path) -> None:
-    assert outcome(tmp_path, "")[0] == "forkserver"
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "torch.py").write_text("raise SystemExit(3)")
     script = f"import os; os.chdir({str(tmp_path / 'model')!r})\n{SCRIPT}"
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    finished = subprocess.run(
-        [sys.executable, "-P", "-c", script],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    assert finished.stdout.strip() == "forkserver", finished.stderr
+    assert outcome(tmp_path, "", script=script, PYTHONSAFEPATH="1")[0] == "forkserver"
 
 
 @pytest.mark.parametrize(
@@ -128,14 +124,6 @@ def test_the_environment_can_ask_for_spawned_processes(tmp_path: Path, variables
     assert outcome(tmp_path, "", **variables)[0] == "spawned"
 
 
-def test_a_fork_server_that_ended_for_another_reason_is_started_again(tmp_path: Path) -> None:
-    script = SCRIPT + ENDED + "print(bool(fork_server.context()))"
-    once = "import os, pathlib\nif not (mark := pathlib.Path('mark')).exists():\n    mark.touch()\n    os._exit(1)"
-    found, log = outcome(tmp_path, once, script=script)
-    assert found.split() == ["spawned", "True"]
-    assert "the fork server has ended" in log
-
-
 def test_a_fork_server_that_was_killed_is_noticed_and_started_again(tmp_path: Path) -> None:
     again = """
 import os, signal
@@ -154,7 +142,9 @@ print("forked" if fork_server.context() else "spawned")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("switch", "compiled"), [("1", "0"), ("0", "1")])
-def test_a_forked_process_compiles_nothing_where_its_environment_says_so(switch: str, compiled: str) -> None:
+def test_a_forked_process_compiles_nothing_where_its_environment_says_so(
+    tmp_path: Path, switch: str, compiled: str
+) -> None:
     script = """
 import os, sys, torch, torch._dynamo
 from engines.vllm.processes.fork_server import apply_environment
@@ -166,15 +156,7 @@ apply_environment(os.environ | {"TORCH_COMPILE_DISABLE": sys.argv[1]})
 torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.ones(1))
 print(len(compiled))
 """
-    finished = subprocess.run(
-        [sys.executable, "-c", script, switch],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    assert finished.stdout.strip() == compiled
+    assert run(tmp_path, script, switch)[0] == compiled
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
@@ -192,15 +174,7 @@ print(os.sched_getaffinity(0), *sorted(map(str, (a for a in affinities if len(a)
 """
     affinity = f"{first} {second}"
     own = {} if ours else {"OMP_NUM_THREADS": "2", "GOMP_CPU_AFFINITY": affinity}
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    finished = subprocess.run(
-        [sys.executable, "-c", script, *([affinity] if ours else [])],
-        env=environment | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | own,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    main, *bound = finished.stdout.strip().split(";")
+    found, _ = run(tmp_path, script, *([affinity] if ours else []), OPENBLAS_NUM_THREADS="1", **own)
+    main, *bound = found.split(";")
     assert main == f"{{{first}}}"
     assert bound == sorted([f"{{{first}}}", f"{{{second}}}"])
