@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
 from djl_python import Output
 from djl_python.async_utils import create_non_stream_output, create_stream_chunk_output, handle_streaming_response
 from djl_python.test_model import decode_encoded_output_binary
@@ -25,18 +27,13 @@ def outputs(formatter: Any, **arguments: Any) -> list[dict[str, str]]:
     return asyncio.run(collect())
 
 
-def test_a_whole_answer_is_json_with_a_line_feed_and_headers() -> None:
+def test_an_answer_is_json_or_the_text_as_it_is_with_a_line_feed() -> None:
     output = create_non_stream_output({"a": "é"}, properties={"x-id": "1"})
     assert chunk(output) == {"data": '{"a": "é"}\n', "last": "True"}
     assert output.get_properties() == {"Content-Type": "application/json", "x-id": "1"}
-
-
-def test_text_is_sent_as_it_is_with_a_line_feed() -> None:
-    assert chunk(create_stream_chunk_output("a", False)) == {"data": "a\n", "last": "False"}
-    assert create_stream_chunk_output("a", True).get_property("content-type") == "application/jsonlines"
-
-
-def test_an_error_has_a_status_and_a_text() -> None:
+    part = create_stream_chunk_output("a", False)
+    assert chunk(part) == {"data": "a\n", "last": "False"}
+    assert part.get_property("content-type") == "application/jsonlines"
     failed = chunk(create_non_stream_output("", error="no", code=424))
     assert failed == {"data": "\n", "last": "True", "error": "no", "code": "424"}
 
@@ -55,15 +52,11 @@ def test_a_formatter_may_collect_what_came_before() -> None:
     assert [each["data"] for each in sent] == ["a\n", "ab\n", "abc\n"]
 
 
-def test_a_formatter_that_fails_ends_the_stream_with_an_error() -> None:
+@pytest.mark.parametrize(("reason", "shown"), [("no b", "no b"), ("\ud800", "?")])
+def test_a_formatter_that_fails_ends_the_stream_with_an_error(reason: str, shown: str) -> None:
     def formatter(word: str) -> tuple[str, bool]:
-        return {"a": "A"}[word], False
+        if word == "b":
+            raise ValueError(reason)
+        return word, False
 
-    assert outputs(formatter)[1:] == [{"data": "\n", "last": "True", "error": "'b'", "code": "424"}]
-
-
-def test_a_formatters_error_may_hold_what_utf_8_cannot() -> None:
-    def formatter(word: str) -> tuple[str, bool]:
-        raise ValueError("\ud800")
-
-    assert outputs(formatter)[0]["error"] == "?"
+    assert outputs(formatter)[1:] == [{"data": "\n", "last": "True", "error": shown, "code": "424"}]

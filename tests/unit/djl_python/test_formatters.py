@@ -17,7 +17,6 @@ from djl_python.output_formatter import (
     _sse_chat_output_formatter,
     get_generated_text,
     get_output_formatter,
-    legacy_call_arguments,
     output_formatter,
     sse_response_formatter,
     takes_request_output,
@@ -176,15 +175,9 @@ def test_chat_json_is_one_completion_at_the_end() -> None:
     )
 
 
-def with_parameter(name: str) -> TextGenerationOutput:
-    output = finished()
-    output.input.parameters[name] = 1
-    return output
-
-
 @pytest.mark.parametrize("parameter", ["logprobs", "top_logprobs"])
 def test_chat_json_shows_log_probabilities(parameter: str) -> None:
-    document = _json_chat_output_formatter(with_parameter(parameter))
+    document = _json_chat_output_formatter(finished(**{parameter: 1}))
     assert f'"logprobs": {{"content": [{LOGPROBS % json.dumps(" a")}, {{"token": " joke"' in document
 
 
@@ -206,18 +199,13 @@ def test_chat_chunks_have_the_log_probabilities_that_clients_know() -> None:
     assert f'"logprobs": [{{"content": [{LOGPROBS % "-0.5"}]}}]' in chunk
 
 
-def test_all_chunks_of_a_chat_have_one_id() -> None:
-    output = finished()
-    first, second = (json.loads(_jsonlines_chat_output_formatter(output)) for _ in range(2))
-    assert first["id"] == second["id"]
-
-
-def test_chat_events_end_with_done() -> None:
+def test_chat_events_have_one_id_and_end_with_done() -> None:
     output = finished()
     first, second = _sse_chat_output_formatter(output), _sse_chat_output_formatter(output)
     assert first.startswith('data: {"id": "chatcmpl-')
     assert first.endswith("}\n\n")
     assert second.endswith('"finish_reason": "length"}]}\n\ndata: [DONE]\n\n')
+    assert first.split(",")[0] == second.split(",")[0]
     assert _sse_chat_output_formatter(output) == ""
 
 
@@ -273,26 +261,25 @@ def test_the_last_bedrock_record_of_a_failure_has_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "formatter", "content_type"),
+    ("name", "stream", "tgi_compat", "formatter", "content_type"),
     [
-        ("json", _json_output_formatter, "application/json"),
-        ("jsonlines", _jsonlines_output_formatter, "application/jsonlines"),
-        ("sse", sse_response_formatter, "text/event-stream"),
-        ("json_chat", _json_chat_output_formatter, "application/json"),
-        ("jsonlines_chat", _jsonlines_chat_output_formatter, "application/jsonlines"),
-        ("sse_chat", _sse_chat_output_formatter, "text/event-stream"),
-        ("3p", _json_3p_output_formatter, "application/json"),
-        ("3p_stream", _jsonlines_3p_output_formatter, "application/jsonlines"),
+        ("json", True, False, _json_output_formatter, "application/json"),
+        ("jsonlines", True, False, _jsonlines_output_formatter, "application/jsonlines"),
+        ("sse", True, False, sse_response_formatter, "text/event-stream"),
+        ("json_chat", True, False, _json_chat_output_formatter, "application/json"),
+        ("jsonlines_chat", True, False, _jsonlines_chat_output_formatter, "application/jsonlines"),
+        ("sse_chat", True, False, _sse_chat_output_formatter, "text/event-stream"),
+        ("3p", True, False, _json_3p_output_formatter, "application/json"),
+        ("3p_stream", True, False, _jsonlines_3p_output_formatter, "application/jsonlines"),
+        (None, False, False, _json_output_formatter, "application/json"),
+        (None, True, False, _jsonlines_output_formatter, "application/jsonlines"),
+        (None, True, True, sse_response_formatter, "text/event-stream"),
     ],
 )
-def test_a_formatter_has_a_name(name: str, formatter: Any, content_type: str) -> None:
-    assert get_output_formatter(name, stream=True, tgi_compat=False) == (formatter, content_type)
-
-
-def test_the_default_formatter_depends_on_streaming_and_the_client() -> None:
-    assert get_output_formatter(None, False, False) == (_json_output_formatter, "application/json")
-    assert get_output_formatter(None, True, False) == (_jsonlines_output_formatter, "application/jsonlines")
-    assert get_output_formatter(None, True, True) == (sse_response_formatter, "text/event-stream")
+def test_a_formatter_has_a_name_and_the_default_depends_on_streaming_and_the_client(
+    name: str | None, stream: bool, tgi_compat: bool, formatter: Any, content_type: str
+) -> None:
+    assert get_output_formatter(name, stream, tgi_compat) == (formatter, content_type)
 
 
 def test_an_unknown_name_is_logged_and_the_default_taken(caplog: pytest.LogCaptureFixture) -> None:
@@ -318,6 +305,17 @@ def with_text_annotation(output: djl_python.request_io.RequestOutput, more: int 
     return ""
 
 
+class Subclass(TextGenerationOutput):
+    pass
+
+
+def with_class_annotation(output: Any, more: int = 0) -> str:
+    return ""
+
+
+with_class_annotation.__annotations__["output"] = Subclass
+
+
 def with_tokens(token: Token, first: bool, last: bool, details: Any, text: str, request_id: int) -> str:
     return ""
 
@@ -332,6 +330,7 @@ class FormatterObject:
     [
         (with_output, True),
         (with_text_annotation, True),
+        (with_class_annotation, True),
         (FormatterObject(), True),
         (lambda output: "", True),
         (with_tokens, False),
@@ -341,44 +340,3 @@ class FormatterObject:
 )
 def test_the_kind_of_a_formatter_is_told_by_its_first_parameter(function: Any, takes: bool) -> None:
     assert takes_request_output(function) is takes
-
-
-def test_the_kind_of_a_formatter_is_told_by_classes_too() -> None:
-    class Mine(TextGenerationOutput):
-        pass
-
-    def formatter(output: Any, more: int = 0) -> str:
-        return ""
-
-    formatter.__annotations__["output"] = Mine
-    assert takes_request_output(formatter)
-    formatter.__annotations__["output"] = Token
-    assert not takes_request_output(formatter)
-
-
-def test_a_token_of_the_legacy_kind_comes_with_what_belongs_to_it() -> None:
-    output = finished()
-    advance = output.best_sequence.advance
-    assert legacy_call_arguments(output, advance()) == (A, True, False, {}, "", 1)
-    assert legacy_call_arguments(output, advance()) == (JOKE, False, True, {}, " a joke", 1)
-
-
-def test_the_text_of_the_legacy_kind_begins_with_the_prompt_if_the_request_wants_the_full_text() -> None:
-    output = finished(return_full_text=True)
-    texts = [legacy_call_arguments(output, output.best_sequence.advance())[4] for _ in range(2)]
-    assert texts == ["Tell me", "Tell me a joke"]
-
-
-def test_the_details_of_the_legacy_kind_are_those_of_the_sequence_or_the_failure() -> None:
-    output = finished(details=True)
-    output.input.input_ids = [1, 2, 3]
-    assert legacy_call_arguments(output, output.best_sequence.advance())[3] == {
-        "finish_reason": "length",
-        "tokens": json.loads(TOKENS),
-        "generated_tokens": 2,
-        "inputs": "Tell me",
-        "parameters": {"details": True},
-        "prompt_tokens": 3,
-    }
-    output = failed()
-    assert legacy_call_arguments(output, output.best_sequence.advance())[3] == {"finish_reason": "error"}

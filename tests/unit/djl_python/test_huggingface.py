@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from djl_python import Input, Output, huggingface
+from djl_python import Input, Output
 from djl_python.encode_decode import decode
 from djl_python.huggingface import HuggingFaceService
 from djl_python.np_util import from_nd_list
 from djl_python.properties_manager.hf_properties import HuggingFaceProperties
 from djl_python.request_io import TextInput
-from djl_python.test_model import TestHandler, create_concurrent_batch_request, create_json_request
+from djl_python.test_model import create_concurrent_batch_request, create_json_request
 from tests.unit.djl_python.tiny_models import save_model
 
 pytest.importorskip("torch", reason="torch is not installed")
@@ -191,16 +191,6 @@ def test_a_task_that_is_not_known_is_refused(llama: str, tmp_path: Path) -> None
         service(llama, task="multiple-choice")
     with pytest.raises(ValueError, match=r"'BertModel' is not known; option\.task"):
         service(save_model(tmp_path, "BertModel"))
-
-
-def test_the_module_is_a_handler(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface, "_service", HuggingFaceService())
-    handler = TestHandler(huggingface)
-    handler.serving_properties = {"model_id": llama, "device_id": "-1"}
-    output = handler.inference(create_json_request({"inputs": "the", "parameters": GREEDY}))
-    assert output is not None
-    assert huggingface._service.hf_pipeline is not None
-    assert text(output).startswith('[\n  {\n    "generated_text":"the ')
 
 
 def test_settings_are_read_from_properties() -> None:

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djl_python import Output
-from djl_python.np_util import from_nd_list, from_npz
 from djl_python.test_model import decode_encoded_output_binary
 
 
@@ -83,14 +82,13 @@ def test_a_stream_may_be_an_object_with_next_alone() -> None:
     assert [*Output().add_stream_content(stream, None).stream_chunks()] == [b"1", b"0"]
 
 
-def test_a_stream_that_fails_ends_with_the_errors_text() -> None:
+@pytest.mark.parametrize(("reason", "shown"), [("out of tokens", "out of tokens"), ("no \ud800", "no ?")])
+def test_a_stream_that_fails_ends_with_the_errors_text(reason: str, shown: str) -> None:
     def failing() -> Iterator[str]:
         yield "a"
-        raise RuntimeError("out of tokens")
+        raise RuntimeError(reason)
 
-    assert sent(Output().add_stream_content(failing(), None)).endswith(
-        b"\x01" + text("a") + b"\x00" + text("out of tokens")
-    )
+    assert sent(Output().add_stream_content(failing(), None)).endswith(b"\x01" + text("a") + b"\x00" + text(shown))
 
 
 def test_a_connection_that_breaks_is_no_error_of_the_stream() -> None:
@@ -113,20 +111,23 @@ def test_properties_are_found_whatever_their_case() -> None:
     assert output.get_properties() == {"Content-Type": "text/plain"}
 
 
-def test_an_error_has_the_exact_body_of_the_contract() -> None:
-    output = Output().error("it is <b>rött</b>")
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        ("it is <b>rött</b>", '"it is <b>rött</b>"'),
+        ("no \ud800 é", '"no ? é"'),
+        ({"detail": ["bad field"]}, '{\n    "detail":[\n      "bad field"\n    ]\n  }'),
+    ],
+)
+def test_an_error_has_the_exact_body_of_the_contract(error: Any, shown: str) -> None:
+    output = Output().error(error)
     assert (output.code, output.message) == (424, "invoke handler failure")
     assert output.get_properties() == {"content-type": "application/json"}
-    expected = '{\n  "code":424,\n  "message":"invoke handler failure",\n  "error":"it is <b>rött</b>"\n}'
+    expected = f'{{\n  "code":424,\n  "message":"invoke handler failure",\n  "error":{shown}\n}}'
     assert only_value(output) == expected.encode()
 
 
-def test_an_error_may_be_any_value_of_json() -> None:
-    output = Output().error({"detail": ["bad field"]}, code=400)
-    assert json.loads(output.content.values[0])["error"] == {"detail": ["bad field"]}
-
-
-def test_numpy_values_and_dates_become_json() -> None:
+def test_numpy_values_dates_and_text_become_json() -> None:
     value = {
         "i": np.int64(1),
         "f": np.float32(0.5),
@@ -143,6 +144,7 @@ def test_numpy_values_and_dates_become_json() -> None:
         "d": "2024-05-06 07:08:00",
         "e": "2024-05-06",
     }
+    assert only_value(Output().add_as_json("é")) == '"é"'.encode()
 
 
 @pytest.mark.parametrize("value", [float("nan"), [float("inf")], np.float64("nan"), np.array([np.nan])])
@@ -156,12 +158,6 @@ def test_what_json_does_not_know_is_a_type_error() -> None:
         Output().add({"a": object()})
 
 
-def test_text_and_bytes_are_added_as_they_are() -> None:
-    output = Output().add("é").add(b"\xff").add(bytearray(b"x")).add(memoryview(b"y")).add_as_string("z")
-    assert output.content.values == ["é".encode(), b"\xff", b"x", b"y", b"z"]
-    assert only_value(Output().add_as_json("é")) == '"é"'.encode()
-
-
 def test_a_batch_index_goes_before_the_key_without_leading_zeros() -> None:
     output = Output().add("a", "data", 0).add_as_json(1, batch_index=12).add_as_numpy([np.zeros(1)], "n", 3)
     assert output.content.keys == ["batch_0.data", "batch_12.", "batch_3.n"]
@@ -170,13 +166,6 @@ def test_a_batch_index_goes_before_the_key_without_leading_zeros() -> None:
 def test_a_key_that_is_no_string_is_made_one_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert Output().add("a", key=7).content.keys == ["7"]
     assert "Output key should be str type" in caplog.text
-
-
-def test_arrays_are_added_as_nd_list_and_npz() -> None:
-    array = np.ones((1, 3, 2))
-    output = Output().add_as_numpy([array], "nd").add_as_npz([array], "npz")
-    np.testing.assert_array_equal(from_nd_list(output.content.get("nd"))[0], array)
-    np.testing.assert_array_equal(from_npz(output.content.get("npz"))[0], array)
 
 
 def test_the_function_to_call_at_the_end_is_called_with_its_arguments() -> None:
@@ -245,17 +234,8 @@ def test_a_value_that_was_put_into_the_content_itself_is_encoded_as_if_it_had_be
     assert list(Output().add_stream_content([value], None).stream_chunks()) == [expected]
 
 
-def test_an_error_says_what_it_can_of_a_text_that_utf_8_cannot_hold() -> None:
-    assert json.loads(only_value(Output().error("no \ud800 é")))["error"] == "no ? é"
+def test_a_text_that_utf_8_cannot_hold_is_refused() -> None:
     with pytest.raises(UnicodeEncodeError):
         Output().add("\ud800")
     with pytest.raises(UnicodeEncodeError):
         Output.encode_value("\ud800")
-
-
-def test_a_stream_that_fails_with_such_a_text_ends_all_the_same() -> None:
-    def failing() -> Iterator[str]:
-        raise ValueError("no \ud800")
-        yield ""
-
-    assert sent(Output().add_stream_content(failing(), None)).endswith(b"\x00" + text("no ?"))

@@ -84,19 +84,17 @@ def test_an_error_is_kept_with_its_status() -> None:
     assert (made.get_error_message(), made.get_error_code()) == ("no memory", 424)
 
 
-def test_the_clients_request_id_is_handed_on() -> None:
-    assert Request(TextInput(client_request_id="abc")).get_client_request_id() == "abc"
-
-
-def test_a_legacy_formatter_is_called_with_each_token() -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_a_legacy_formatter_is_called_with_each_token(full: bool) -> None:
     calls: list[tuple[Any, ...]] = []
 
     def legacy(token: Token, first_token: bool, last_token: bool, details: dict, text: str, id: int) -> str:  # type: ignore[type-arg]
         calls.append((token.text, first_token, last_token, details, text, id))
         return token.text.upper()
 
-    assert steps(request(legacy), "a", "b") == ["A", "B"]
-    assert calls == [("a", True, False, {}, "", 3), ("b", False, True, {}, "ab", 3)]
+    before = "Tell me" if full else ""
+    assert steps(request(legacy, return_full_text=full), "a", "b") == ["A", "B"]
+    assert calls == [("a", True, False, {}, before, 3), ("b", False, True, {}, f"{before}ab", 3)]
 
 
 def test_a_legacy_formatter_gets_details_if_they_are_asked_for() -> None:

@@ -221,9 +221,6 @@ def test_the_details_of_a_dynamic_batch() -> None:
     assert list(parsed.errors) == [1]
     details = get_input_details(parsed.requests, parsed.errors, parsed.batch)
     assert details == (["a", "b", "c"], [1, 0, 2], {"k": 1}, None)
-    parsed.requests[1].request_input.server_parameters = {"k": 2}
-    with pytest.raises(ValueError, match="must have the same parameters"):
-        get_input_details(parsed.requests, parsed.errors, parsed.batch)
 
 
 def test_properties_are_those_of_the_model_and_may_be_extended() -> None:

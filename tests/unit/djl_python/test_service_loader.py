@@ -60,16 +60,13 @@ def test_decorators_only_mark_a_function() -> None:
         assert function(1) == 2
 
 
-def test_the_first_marked_function_by_name_is_found(tmp_path: Path) -> None:
-    found = get_annotated_function(model(tmp_path, DECORATED), "is_output_formatter")
+@pytest.mark.parametrize(("mark", "name"), [("is_output_formatter", "a_format"), ("is_input_formatter", "parse")])
+def test_the_first_marked_function_by_name_is_found_before_a_sagemaker_function(
+    tmp_path: Path, mark: str, name: str
+) -> None:
+    found = get_annotated_function(model(tmp_path, DECORATED), mark)
     assert found is not None
-    assert found.__name__ == "a_format"
-
-
-def test_a_marked_function_comes_before_its_sagemaker_counterpart(tmp_path: Path) -> None:
-    found = get_annotated_function(model(tmp_path, DECORATED), "is_input_formatter")
-    assert found is not None
-    assert found.__name__ == "parse"
+    assert found.__name__ == name
 
 
 def test_a_marked_function_of_a_module_that_has_been_imported_is_found(tmp_path: Path) -> None:
@@ -118,18 +115,15 @@ def test_adapters_have_modules_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_handler_is_called_with_the_model_directory(tmp_path: Path) -> None:
-    directory = model(tmp_path, "def handle(inputs): return inputs.get_property('model_dir')")
+    directory = model(
+        tmp_path, "def handle(inputs): return inputs.get_property('model_dir')\nasync def awaited(inputs): return 5"
+    )
     service = load_model_service(directory, "model.py")
     assert service.invoke_handler("handle", Input()) == directory
     assert asyncio.run(service.invoke_handler_async("handle", Input())) == directory
+    assert asyncio.run(service.invoke_handler_async("awaited", Input())) == 5
     with pytest.raises(AttributeError):
         service.invoke_handler("predict", Input())
-
-
-def test_an_async_handler_is_awaited(tmp_path: Path) -> None:
-    directory = model(tmp_path, "async def handle(inputs): return 5")
-    service = load_model_service(directory, str(tmp_path / "model.py"))
-    assert asyncio.run(service.invoke_handler_async("handle", Input())) == 5
 
 
 def test_an_entry_point_may_be_an_installed_module(tmp_path: Path) -> None:

@@ -15,24 +15,22 @@ pytest.importorskip("torch", reason="torch is not installed")
 PROMPTS = ["the quick brown fox", "a dog"]
 
 
-@pytest.fixture(scope="module", params=["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+def load(directory: Path, architecture: str) -> tuple[Any, Any]:
     import transformers
 
-    directory: Path = tmp_path_factory.mktemp("model")
-    path = save_model(directory, request.param)
-    model = getattr(transformers, request.param).from_pretrained(path).eval()
+    path = save_model(directory, architecture)
+    model = getattr(transformers, architecture).from_pretrained(path).eval()
     return model, transformers.AutoTokenizer.from_pretrained(path)
+
+
+@pytest.fixture(scope="module", params=["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    return load(tmp_path_factory.mktemp("model"), request.param)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    import transformers
-
-    path = save_model(tmp_path_factory.mktemp("llama"), "LlamaForCausalLM")
-    return transformers.AutoModelForCausalLM.from_pretrained(path).eval(), transformers.AutoTokenizer.from_pretrained(
-        path
-    )
+    return load(tmp_path_factory.mktemp("llama"), "LlamaForCausalLM")
 
 
 def stream(loaded: tuple[Any, Any], prompts: Any, **parameters: Any) -> list[list[str]]:
@@ -95,13 +93,6 @@ def test_only_one_engine_is_known_and_prompts_are_needed(llama: tuple[Any, Any])
         StreamingUtils.get_stream_generator("DeepSpeed")
     with pytest.raises(ValueError, match="at least one prompt"):
         stream(llama, [])
-
-
-def test_the_librarys_streamer_begins_with_the_prompts(llama: tuple[Any, Any]) -> None:
-    steps = list(StreamingUtils.use_hf_default_streamer(*llama, PROMPTS, None, max_new_tokens=4, do_sample=False))
-    assert steps[0] == PROMPTS
-    assert len(steps) == 5
-    assert all(len(step) == 2 for step in steps)
 
 
 def test_an_error_of_generate_comes_out_of_the_stream(llama: tuple[Any, Any]) -> None:

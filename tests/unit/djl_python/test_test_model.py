@@ -91,23 +91,16 @@ def test_streamed_content_stays_a_stream(model_dir: Path) -> None:
     assert list(output.stream_chunks()) == [b'{"outputs": "a"}\n', b'{"outputs": "b"}\n']
 
 
-def test_an_async_handler_is_awaited(model_dir: Path) -> None:
-    output = call(TestHandler("model.py", str(model_dir)), "asynchronous")
-    assert output is not None
-    assert output.content.values == [b"awaited"]
-
-
-def test_the_chunks_of_an_async_generator_are_one_stream(model_dir: Path) -> None:
-    output = call(TestHandler("model.py", str(model_dir)), "chunks")
-    assert output is not None
-    assert list(output.stream_chunks()) == [b"one\n", b"two\n"]
-    assert output.get_property("content-type") == "application/jsonlines"
-
-
-def test_an_error_chunk_gives_the_answer_its_status(model_dir: Path) -> None:
-    output = call(TestHandler("model.py", str(model_dir)), "chunks_with_error")
-    assert output is not None
-    assert (output.code, output.message) == (424, "too long")
+def test_an_async_handler_is_awaited_and_the_chunks_of_an_async_generator_are_one_stream(model_dir: Path) -> None:
+    handler = TestHandler("model.py", str(model_dir))
+    awaited, streamed, failed = (call(handler, name) for name in ("asynchronous", "chunks", "chunks_with_error"))
+    assert awaited is not None
+    assert awaited.content.values == [b"awaited"]
+    assert streamed is not None
+    assert list(streamed.stream_chunks()) == [b"one\n", b"two\n"]
+    assert streamed.get_property("content-type") == "application/jsonlines"
+    assert failed is not None
+    assert (failed.code, failed.message) == (424, "too long")
 
 
 def test_a_handler_that_cannot_be_initialized_is_an_error(model_dir: Path) -> None:
@@ -193,11 +186,6 @@ def test_requests_are_read_back_as_they_were_made() -> None:
     assert streamed.get_property("x-amzn-sagemaker-forwarded-api") == "InvokeEndpointWithResponseStream"
 
 
-def test_an_input_shows_its_arrays() -> None:
-    shown = str(test_model.create_numpy_request([np.ones((1, 2))], "mydata"))
-    assert shown == ("properties: {'device_id': '-1', 'content-type': 'tensor/ndlist'}\nmydata: [array([[1., 1.]])]")
-
-
 def test_answers_are_read() -> None:
     output = Output().add_as_json({"a": 1}, "j").add_as_numpy([np.ones(2)], "n").add_as_npz([np.ones(3)], "z")
     assert json.loads(test_model.extract_output_as_bytes(output, "j")) == {"a": 1}
@@ -229,19 +217,12 @@ def test_a_file_has_the_content_type_of_its_extension(tmp_path: Path, name: str,
     assert request.get_property("a") == "b=c"
 
 
-def test_text_in_braces_is_json_even_with_an_equals_sign() -> None:
-    request = test_model.create_request(['{"a": "b=c"}'])
-    assert request.get_data() == {"a": "b=c"}
-
-
-def test_entries_may_have_keys_and_data_gives_the_content_type(tmp_path: Path) -> None:
+def test_the_inputs_of_the_command_are_text_json_or_files_and_may_have_keys(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text("[1]")
     request = test_model.create_request(["q=plain text", f"data={tmp_path / 'b.json'}"])
     assert request.content.keys == ["q", "data"]
     assert request.get_data() == [1]
-
-
-def test_a_property_without_a_value_is_refused() -> None:
+    assert test_model.create_request(['{"a": "b=c"}']).get_data() == {"a": "b=c"}
     with pytest.raises(ValueError, match="Invalid model parameter: a"):
         test_model.create_request(["x"], ["a"])
 
@@ -253,11 +234,6 @@ def test_the_environment_gives_properties_that_are_not_set(monkeypatch: pytest.M
     properties = test_model.update_properties_with_env_vars({"tgi_compat": "false"})
     assert properties == {"model_id": "hub/model", "entryPoint": "mine.py", "tgi_compat": "false"}
     assert TestHandler(module(handle=print)).serving_properties["tgi_compat"] == "true"
-
-
-def test_no_properties_file_is_no_properties(tmp_path: Path) -> None:
-    assert test_model.load_properties(None) == {}
-    assert test_model.load_properties(str(tmp_path)) == {}
 
 
 def test_the_command_prints_the_answer_and_each_chunk(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,23 +6,8 @@ from pathlib import Path
 from typing import Any
 
 # transformers tests the tokenizer with the word "abcdef" before it searches for stop strings.
-WORDS = [
-    "abcdef",
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "and",
-    "who",
-    "is",
-    "it",
-    "where",
-]
+WORDS = ["abcdef", "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
+WORDS += ["and", "who", "is", "it", "where"]
 SPECIAL = ["<unk>", "<pad>", "<s>", "</s>", "<mask>"]
 
 
