@@ -12,7 +12,7 @@ from engines.settings.parsers import BOOLEAN
 from handlers.custom.settings import HandlerConfig, PackageConfig
 from handlers.deadline import NO_DEADLINES, DeadlineConfig
 from handlers.lmi.settings import LmiConfig
-from handlers.openai.settings import MediaConfig
+from handlers.openai.media.settings import MediaConfig
 from handlers.tei.settings import TeiConfig
 from handlers.tgi.settings import TgiConfig
 

@@ -31,10 +31,10 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationEr
 from engines.vllm.arguments.table import FRONT_END
 from engines.vllm.parsers.choice import TOOLS, allowed_names
 from handlers.contract import Reply
-from handlers.openai.body_faults import body_fault
 from handlers.openai.constraints import MESSAGES, RESPONSES
 from handlers.openai.current_call import current_call
 from handlers.openai.routes import error_reply
+from handlers.openai.vllm.body_faults import body_fault
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ValidationError, field_validator
 
-from handlers.openai.body_faults import body_fault
+from handlers.openai.vllm.body_faults import body_fault
 
 
 class Text(BaseModel):
