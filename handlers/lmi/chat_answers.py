@@ -3,7 +3,7 @@
 With option.async_mode=true, LMI sends vLLM's objects as lines of JSON. Otherwise it sends chat objects of its own.
 Sources: djl_python, `async_utils.py` for the lines; LMI, "Chat Completions API Schema" for the chat objects.
 
-Common calls are answered from the engine's deltas. `handlers.lmi.chat_conversion` converts the answers of vLLM's
+Common calls are answered from the engine's deltas. `handlers.lmi.converted_reply` converts the answers of vLLM's
 serving classes.
 """
 
@@ -18,8 +18,7 @@ from engines.errors import RequestError
 from engines.request import DEADLINE, FinishReason, Token, TokenDelta
 from handlers.contract import Answer, Call, Reply, ReplyWriter
 from handlers.djl_errors import FAILED_DEPENDENCY
-from handlers.lmi.chat_conversion import LmiChatShape, reason_of_stop
-from handlers.lmi.converted_reply import ShapedReply, error_of, lmi_error
+from handlers.lmi.converted_reply import LmiChatShape, ShapedReply, error_of, lmi_error, reason_of_stop
 from handlers.openai.answer import (
     FINISH_REASONS,
     AnswerForm,

@@ -1,14 +1,20 @@
-"""A writer that converts the replies of vLLM's serving classes to LMI's form."""
+"""Converts the replies of vLLM's serving classes to LMI's form.
+
+`handlers.lmi.chat_answers` writes the same bytes of chats from the engine's deltas.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import json
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
 
 import msgspec
 
+from engines.request import DEADLINE
 from handlers.contract import JSON, Reply, ReplyWriter
-from handlers.djl_errors import front_end_reply, payload_error
+from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, payload_error
+from handlers.openai.answer import AnswerForm
 
 DONE = b"[DONE]"
 _EVENT = b"data: "
@@ -134,3 +140,145 @@ class ShapedReply:
     def _begin(self) -> None:
         self._started = True
         self._writer.start(self._status, self._shape.stream_type, self._headers)
+
+
+class _Message(msgspec.Struct):
+    """A message, or the delta of a chunk."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    message: _Message | None = None
+    delta: _Message | None = None
+    logprobs: Any = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    total_tokens: int = 0
+
+
+class _Answer(msgspec.Struct):
+    id: str
+    created: int
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+_json = json.JSONEncoder(ensure_ascii=False).encode
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+def reason_of_stop(stop_reason: int | str | None, stop_token_ids: Collection[int]) -> str:
+    """Return LMI's finish reason for a text that ended at a stop string, at a stop token, or at the model's end token.
+
+    Args:
+        stop_reason: The stop string or the stop token.
+        stop_token_ids: The stop tokens of the request. vLLM reports further end tokens of the model as stop tokens.
+    """
+    return "stop_sequence" if isinstance(stop_reason, str) or stop_reason in stop_token_ids else "eos_token"
+
+
+class LmiChatShape:
+    """The form of a chat's reply in LMI's rolling batch. Each object converts one reply."""
+
+    def __init__(self, form: AnswerForm, stop_token_ids: Collection[int] = ()) -> None:
+        """Create the shape.
+
+        Args:
+            form: The form of the errors and of the records.
+            stop_token_ids: The stop tokens of the request.
+        """
+        self.stream_type, self.refusal = form.stream_type, form.refusal
+        self._form, self._stop_token_ids = form, stop_token_ids
+        self._chunk: dict[str, Any] = {}  # The fields that all records of the stream share.
+        self._roles: dict[int, str] = {}
+
+    def whole(self, reply: Reply) -> Reply:
+        """Return vLLM's answer with LMI's fields."""
+        answer = _decode_answer(reply.body)
+        document = {
+            "id": answer.id,
+            "object": "chat.completion",
+            "created": answer.created,
+            "choices": [self._choice(choice) for choice in answer.choices],
+            "usage": _usage(answer.usage or _Usage()),
+        }
+        return Reply(reply.status, JSON, _json(document).encode(), reply.headers)
+
+    def event(self, data: bytes) -> bytes:
+        """Return LMI's bytes for the data of an event of vLLM: a chunk, an error object, or `[DONE]`."""
+        if data == DONE:
+            return self._form.done.encode()
+        if is_error(data):
+            return self._error(error_of(data).message)
+        chunk = _decode_answer(data)
+        if not self._chunk:
+            self._chunk = {"id": chunk.id, "object": "chat.completion.chunk", "created": chunk.created}
+        if not chunk.choices:
+            return self._record([], usage=_usage(chunk.usage)) if chunk.usage else b""
+        return b"".join([self._delta(choice) for choice in chunk.choices])
+
+    def _choice(self, choice: _Choice) -> dict[str, Any]:
+        message = choice.message or _Message()
+        shown: dict[str, Any] = {"role": message.role or "assistant"}
+        if message.reasoning is not None:
+            shown["reasoning_content"] = message.reasoning
+        shown["content"] = message.content
+        if message.tool_calls:
+            shown["tool_calls"] = message.tool_calls
+        return {"index": choice.index, "message": shown, **self._ending(choice)}
+
+    def _delta(self, choice: _Choice) -> bytes:
+        """Return the record of a chunk.
+
+        vLLM sends the role in a separate chunk. LMI sends it with the first text, after the text.
+        """
+        delta = choice.delta or _Message()
+        if delta.role is not None:
+            self._roles[choice.index] = delta.role
+        shown: dict[str, Any] = {}
+        if delta.reasoning is not None:
+            shown["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            shown["tool_calls"] = delta.tool_calls
+        if delta.content or (choice.finish_reason is not None and not shown):
+            shown["content"] = delta.content or ""
+        if not shown and choice.logprobs is None:
+            return b""
+        if (role := self._roles.pop(choice.index, None)) is not None:
+            shown["role"] = role
+        return self._record([{"index": choice.index, "delta": shown, **self._ending(choice)}])
+
+    def _ending(self, choice: _Choice) -> dict[str, Any]:
+        reason = choice.finish_reason
+        if reason == "stop":
+            reason = reason_of_stop(choice.stop_reason, self._stop_token_ids)
+        told = {"stop_reason": DEADLINE} if choice.stop_reason == DEADLINE and reason == "length" else {}
+        return {"logprobs": choice.logprobs, "finish_reason": reason, **told}
+
+    def _record(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return self._line({**self._chunk, "choices": choices, **more})
+
+    def _error(self, message: str) -> bytes:
+        error = {"error": message, "code": FAILED_DEPENDENCY}
+        if not self._chunk:
+            return self._line(error)
+        return self._record(
+            [{"index": 0, "delta": {"content": ""}, "logprobs": None, "finish_reason": "error"}], **error
+        )
+
+    def _line(self, document: dict[str, Any]) -> bytes:
+        return (self._form.before + _json(document) + self._form.after).encode("utf-8", "replace")
+
+
+def _usage(usage: _Usage) -> dict[str, int]:
+    return msgspec.structs.asdict(usage) | {"completion_tokens": usage.completion_tokens or 0}

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from handlers.contract import Reply
 from handlers.lmi.chat_answers import AsyncForm, LmiChatForm
-from handlers.lmi.chat_conversion import LmiChatShape
-from handlers.lmi.converted_reply import Shape, events, is_error
+from handlers.lmi.converted_reply import LmiChatShape, Shape, events, is_error
 
 
 def document(**choice: Any) -> bytes:

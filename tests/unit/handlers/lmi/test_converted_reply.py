@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from handlers.lmi.chat_answers import LmiChatForm
-from handlers.lmi.chat_conversion import LmiChatShape
-from handlers.lmi.converted_reply import ShapedReply
+from handlers.lmi.converted_reply import LmiChatShape, ShapedReply
 from tests.stand_ins.collected_reply import CollectedReply
 
 
