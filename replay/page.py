@@ -21,7 +21,6 @@ _TEMPLATE = "page.html"
 _DOCS = Path(__file__).parents[1] / "docs"  # Exists only in a checkout. An installed package does not include it.
 _HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
-_CELLS = re.compile(r"\s*(?:\|\s*)+")
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
 for _rule in ("link_open", "link_close"):
     _MARKDOWN.add_render_rule(_rule, lambda *_: "")  # The report does not contain the pages that a section links to.
@@ -53,8 +52,8 @@ def _seconds(points: Mapping[str, float] | None, at: str) -> str:
 
 
 def _statement(markdown: str) -> Markup:
-    """Return a page's statement as HTML. The cells of a table row are separated by dots."""
-    return Markup(_MARKDOWN.renderInline(_CELLS.sub(" · ", markdown)))
+    """Return a page's statement as HTML."""
+    return Markup(_MARKDOWN.renderInline(markdown))
 
 
 def section(page: str, anchor: str) -> str | None:
