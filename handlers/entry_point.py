@@ -38,7 +38,7 @@ from handlers.model_config import ModelConfig
 from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
 from handlers.parsing.images import ImageLoader
 from handlers.queue import EngineQueue
-from handlers.route_declarations import ContractSetting, GenerationRoute, takes
+from handlers.route_declarations import GenerationRoute, takes
 from handlers.tei.contracts import RerankContract, SimilarityContract
 
 logger = logging.getLogger(__name__)
@@ -150,14 +150,13 @@ def pooling_invocations(
     config: ModelConfig, queue: EngineQueue, model: PoolingModel, openai: OpenAIHandler | None
 ) -> PoolingInvocations:
     """Return the handler of `/invocations` of a pooling model."""
-    setting = ContractSetting(config=config, model=queue.engine)
     handler = partial(EngineHandler, queue, refuse_unread=overloaded)
     return PoolingInvocations(
         handler(pooling_contract(config, model)),
         openai,
         model,
-        ranks=None if config.lmi.scores_in_order else handler(RerankContract(setting)),
-        similarity=handler(SimilarityContract(setting)),
+        ranks=None if config.lmi.scores_in_order else handler(RerankContract(config, queue.engine)),
+        similarity=handler(SimilarityContract(config, queue.engine)),
     )
 
 
@@ -176,7 +175,6 @@ def generation_handlers(
     config: ModelConfig, queue: EngineQueue, images: ImageLoader | None = None
 ) -> dict[str, Handler]:
     """Return the handlers of generating routes, by path. A contract that cannot serve the model is left out."""
-    setting = ContractSetting(config=config, model=queue.engine)
     handlers: dict[str, Handler] = {}
     for contract in CONTRACTS:
         of_model = [route for route in contract.routes if takes(route, pooling=queue.engine.pooling is not None)]
@@ -184,7 +182,7 @@ def generation_handlers(
             handlers |= {
                 route.path: EngineHandler(
                     queue,
-                    route.contract(setting),
+                    route.contract(config, queue.engine),
                     refuse_unread=contract.refuse if route.queued else None,
                     images=images,
                 )

@@ -100,27 +100,20 @@ MODEL_VERSION = "model_version"
 NO_ADAPTERS = "cannot be used: this server has no adapters"  # The text after the name of a parameter or header.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContractSetting:
-    """The arguments with which a contract is created for a model."""
+def adapter_of(call: Call, config: ModelConfig, named: str | None) -> str | None:
+    """Return the adapter that SageMaker's header names, or else `named`.
 
-    config: ModelConfig
-    model: LoadedModel
+    None means the model itself.
 
-    def adapter_of(self, call: Call, named: str | None) -> str | None:
-        """Return the adapter that SageMaker's header names, or else `named`.
-
-        None means the model itself.
-
-        Raises:
-            InvalidParameter: The header names an adapter, but the server has no adapters.
-        """
-        header = adapter_header(call)
-        if header is None:
-            return named
-        if header and not self.config.enable_lora:
-            raise InvalidParameter(SAGEMAKER_ADAPTER_IDENTIFIER_HEADER, NO_ADAPTERS)
-        return header or None
+    Raises:
+        InvalidParameter: The header names an adapter, but the server has no adapters.
+    """
+    header = adapter_header(call)
+    if header is None:
+        return named
+    if header and not config.enable_lora:
+        raise InvalidParameter(SAGEMAKER_ADAPTER_IDENTIFIER_HEADER, NO_ADAPTERS)
+    return header or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +134,7 @@ class GenerationRoute:
 
     path: str  # `{name}` matches one segment, and `{name:int}` a segment of digits.
     # Creates the contract for a model. If None, the model's OpenAI handler answers (`handlers.openai.handler`).
-    contract: Callable[[ContractSetting], Contract] | None = None
+    contract: Callable[[ModelConfig, LoadedModel], Contract] | None = None
     methods: tuple[str, ...] = ("POST",)
     models: KindsOfModels = "all"  # The path's other route takes the calls of other models.
     with_field: str | None = None  # Takes only bodies with this field. The path's other route takes other bodies.

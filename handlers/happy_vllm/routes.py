@@ -17,24 +17,25 @@ from handlers.happy_vllm import tokens
 from handlers.happy_vllm.answer import StreamAnswer, WholeAnswer
 from handlers.happy_vllm.errors import json_reply, refuse
 from handlers.happy_vllm.request import FieldReader, document, read_generation
+from handlers.model_config import ModelConfig
 from handlers.openapi_schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.parsing.parameter_memo import ParameterMemo
 from handlers.parsing.vllm_parameters import VllmParameters, read_vllm_parameters, vllm_names
 from handlers.route_declarations import (
     ContractRoutes,
-    ContractSetting,
     GenerationRoute,
     InfoRoute,
     ModelView,
     Operation,
+    adapter_of,
 )
 
 
 class HappyVllmContract:
     """The contract of `/v1/generate` or of `/v1/generate_stream`. The two routes differ only in the answer."""
 
-    def __init__(self, setting: ContractSetting, *, stream: bool) -> None:
-        self._setting, self._stream = setting, stream
+    def __init__(self, config: ModelConfig, *, stream: bool) -> None:
+        self._config, self._stream = config, stream
         self._memo = ParameterMemo[tuple[bool, VllmParameters]]()
 
     def parse(self, call: Call) -> Exchange:
@@ -48,7 +49,7 @@ class HappyVllmContract:
             prompt=generation.prompt,
             stream=stream,
             tokens_apart=True,  # Each step is a line, even if its text is held back.
-            adapter=self._setting.adapter_of(call, None),
+            adapter=adapter_of(call, self._config, None),
             **call.steering,
         )
         answer = (StreamAnswer if self._stream else WholeAnswer)(generation)
@@ -169,12 +170,12 @@ HAPPY_VLLM = ContractRoutes(
     routes=(
         GenerationRoute(
             path="/v1/generate",
-            contract=lambda setting: HappyVllmContract(setting, stream=False),
+            contract=lambda config, _: HappyVllmContract(config, stream=False),
             about=_generating("Generate text", ("The texts", {JSON: _ANSWER})),
         ),
         GenerationRoute(
             path="/v1/generate_stream",
-            contract=lambda setting: HappyVllmContract(setting, stream=True),
+            contract=lambda config, _: HappyVllmContract(config, stream=True),
             about=_generating(_STREAMS, ("Lines of JSON, each a HappyVllmAnswer; it has no Content-Type", {})),
         ),
         _info("/v1/tokenizer", tokens.tokenizer, "Token ids of a text", _TOKENIZED, text=STRING, **_SHOWN),

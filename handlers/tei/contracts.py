@@ -9,12 +9,14 @@ from typing import Any
 import msgspec
 
 from engines.errors import InvalidRequest, RequestError
+from engines.loaded_model import LoadedModel
 from engines.pooling import ModelKind, Pooling, Side
 from engines.request import GenerationRequest
 from handlers.contract import Call, ContractError, Exchange
+from handlers.model_config import ModelConfig
 from handlers.parsing.axum import read_request
 from handlers.parsing.json_limits import JsonDecoder
-from handlers.route_declarations import ContractSetting
+from handlers.route_declarations import adapter_of
 from handlers.tei.answer import Predictions, Ranks, Similarities, SparseVectors, TeiAnswer, Vectors
 from handlers.tei.body import (
     EmbedAllBody,
@@ -52,16 +54,16 @@ class TeiContract:
 
     shape: type[msgspec.Struct]
 
-    def __init__(self, setting: ContractSetting) -> None:
-        self._config, self._loaded, self._setting = setting.config, setting.model, setting
-        self._model = setting.model.pooling  # None if the model generates text.
+    def __init__(self, config: ModelConfig, loaded: LoadedModel) -> None:
+        self._config, self._loaded = config, loaded
+        self._model = loaded.pooling  # None if the model generates text.
 
     def parse(self, call: Call) -> Exchange:
         body, document = read_request(call, self.shape)
         try:
             notes = self._notes(document)
             requests, answer = self.requests_and_answer(body)
-            adapter = self._setting.adapter_of(call, None)
+            adapter = adapter_of(call, self._config, None)
         except RequestError as error:
             # Routes of other contracts pass calls on to this contract, and would otherwise put the error into their own
             # words.
@@ -218,9 +220,9 @@ def _scores(cut: Side | None) -> Pooling:
 class RootContract:
     """`POST /`: the route of the model's kind."""
 
-    def __init__(self, setting: ContractSetting) -> None:
-        self._route = _contract_of_kind(setting)
-        self._similarity = SimilarityContract(setting)
+    def __init__(self, config: ModelConfig, loaded: LoadedModel) -> None:
+        self._route = _contract_of_kind(config, loaded)
+        self._similarity = SimilarityContract(config, loaded)
 
     def parse(self, call: Call) -> Exchange:
         # TEI answers such bodies if its environment variable TASK is `sentence-similarity`.
@@ -237,13 +239,13 @@ def _has_source(body: bytes) -> bool:
         return False  # The route reports the error.
 
 
-def _contract_of_kind(setting: ContractSetting) -> TeiContract:
+def _contract_of_kind(config: ModelConfig, loaded: LoadedModel) -> TeiContract:
     """Return the contract of the route that answers most calls of the model."""
-    model = setting.model.pooling
+    model = loaded.pooling
     if model is not None and model.kind == "reranker":
-        return RerankContract(setting)
+        return RerankContract(config, loaded)
     if model is not None and model.kind == "classifier":
-        return PredictContract(setting)
+        return PredictContract(config, loaded)
     if model is not None and model.pooling == SPLADE:
-        return EmbedSparseContract(setting)
-    return EmbedContract(setting)
+        return EmbedSparseContract(config, loaded)
+    return EmbedContract(config, loaded)

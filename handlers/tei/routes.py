@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from engines.loaded_model import LoadedModel
 from handlers.contract import JSON, Contract, Reply
+from handlers.model_config import ModelConfig
 from handlers.openapi_schemas import OBJECT, STRING, Schema, an_answer, an_array, either, struct
-from handlers.route_declarations import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation
+from handlers.route_declarations import ContractRoutes, GenerationRoute, InfoRoute, Operation
 from handlers.tei.body import (
     DecodeBody,
     EmbedAllBody,
@@ -84,7 +86,7 @@ def _about(summary: str, answer: Schema, request: Schema | None = None) -> Opera
 
 def _route(
     path: str,
-    contract: Callable[[ContractSetting], Contract],
+    contract: Callable[[ModelConfig, LoadedModel], Contract],
     about: Operation,
     *,
     with_field: str | None = None,

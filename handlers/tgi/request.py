@@ -18,7 +18,7 @@ from engines.request import Constraint, EngineMemo, GenerationRequest, SamplingP
 from handlers.model_config import ModelConfig
 from handlers.parsing.constraints import constraint_of, refuse_unread
 from handlers.parsing.json_fields import MAX_INT64, MAX_STRING_LENGTH, decode_json
-from handlers.route_declarations import NO_ADAPTERS, ContractSetting
+from handlers.route_declarations import NO_ADAPTERS
 
 Unsigned32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -99,22 +99,24 @@ class TgiParameters:
         return replace(self, request=msgspec.structs.replace(self.request, sampling=seeded, memo=None))
 
 
-def validate(inputs: str, given: RequestParameters | None, setting: ContractSetting, *, streams: bool) -> TgiParameters:
+def validate(
+    inputs: str, given: RequestParameters | None, config: ModelConfig, loaded: LoadedModel, *, streams: bool
+) -> TgiParameters:
     """Validate and translate the parameters of a request.
 
     Raises:
         InvalidRequest: A value is wrong. The message is TGI's, without its prefix "Input validation error".
     """
     parameters = RequestParameters(do_sample=True) if given is None else given
-    best_of = _best_of(parameters, setting.config.tgi.max_best_of, streams)
-    sampling = _sampling(parameters, setting, best_of)
+    best_of = _best_of(parameters, config.tgi.max_best_of, streams)
+    sampling = _sampling(parameters, config, loaded, best_of)
     top_tokens = parameters.top_n_tokens or 0
     if top_tokens > MAX_TOP_N_TOKENS:
         raise InvalidRequest(f"`top_n_tokens` must be >= 0 and <= {MAX_TOP_N_TOKENS}. Given: {top_tokens}")
     if not inputs:
         raise InvalidRequest("`inputs` cannot be empty")
     sampling = msgspec.structs.replace(sampling, constraint=_constraint(parameters.grammar))
-    truncate, most = parameters.truncate, max_input_tokens(setting.model, setting.config)
+    truncate, most = parameters.truncate, max_input_tokens(loaded, config)
     if truncate is not None and not 0 < truncate <= most:
         raise InvalidRequest(f"`truncate` must be strictly positive and less than {most}. Given: {truncate}")
     prefill = bool(parameters.decoder_input_details)
@@ -146,7 +148,9 @@ def _limits_choice(parameters: RequestParameters) -> bool:
     return not (parameters.top_k is parameters.top_p is parameters.typical_p is None)
 
 
-def _sampling(parameters: RequestParameters, setting: ContractSetting, best_of: int) -> SamplingParameters:
+def _sampling(
+    parameters: RequestParameters, config: ModelConfig, loaded: LoadedModel, best_of: int
+) -> SamplingParameters:
     temperature = _strictly_positive("temperature", parameters.temperature, 1.0)
     repetition_penalty = _strictly_positive("repetition_penalty", parameters.repetition_penalty, 1.0)
     frequency_penalty = 0.0 if parameters.frequency_penalty is None else parameters.frequency_penalty
@@ -160,14 +164,14 @@ def _sampling(parameters: RequestParameters, setting: ContractSetting, best_of: 
     texts = parameters.stop or ()
     if parameters.stop_sequences:
         texts = tuple(dict.fromkeys((*texts, *parameters.stop_sequences)))
-    stop, stop_token_ids = _stop(texts, setting)
+    stop, stop_token_ids = _stop(texts, config.tgi.max_stop_sequences, loaded)
     seed = _seed(parameters.seed, best_of)
     if parameters.watermark:
         raise InvalidRequest("`watermark` is not supported by this server")
-    if parameters.adapter_id is not None and not setting.config.enable_lora:
+    if parameters.adapter_id is not None and not config.enable_lora:
         raise InvalidParameter("adapter_id", NO_ADAPTERS)
     samples = bool(parameters.do_sample) or best_of > 1
-    if not samples and setting.config.do_sample_inferred:
+    if not samples and config.do_sample_inferred:
         samples = parameters.temperature not in (None, 1.0) or _limits_choice(parameters)
     return SamplingParameters(
         max_tokens=parameters.max_new_tokens,
@@ -202,17 +206,16 @@ def _fraction(name: str, value: float | None) -> float:
     return value
 
 
-def _stop(stop: tuple[str, ...], setting: ContractSetting) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _stop(stop: tuple[str, ...], most: int, loaded: LoadedModel) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the stop texts, and the ids of stop texts that are special tokens, which the text does not show."""
-    most = setting.config.tgi.max_stop_sequences
     if len(stop) > most:
         raise InvalidRequest(f"`stop` supports up to {most} stop sequences. Given: {len(stop)}")
     if not all(0 < len(text) <= MAX_STRING_LENGTH for text in stop):
         raise InvalidRequest(f"`stop` must hold texts of 1 to {MAX_STRING_LENGTH} characters")
-    special_ids = setting.model.texts.special_tokens
+    special_ids = loaded.texts.special_tokens
     texts = tuple(text for text in stop if text not in special_ids)
     ids = dict.fromkeys(special_ids[text] for text in stop if text in special_ids)
-    return texts, tuple(token_id for token_id in ids if token_id not in setting.model.eos_token_ids)
+    return texts, tuple(token_id for token_id in ids if token_id not in loaded.eos_token_ids)
 
 
 def _seed(seed: int | None, best_of: int) -> int | None:

@@ -12,18 +12,20 @@ from typing import Any
 import msgspec
 
 from engines.errors import InvalidRequest
+from engines.loaded_model import LoadedModel
 from handlers.answers.token_answer import without
 from handlers.contract import JSON, Call, Contract, ContractError, Exchange, Reply
+from handlers.model_config import ModelConfig
 from handlers.openapi_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
 from handlers.parsing.axum import read_request
 from handlers.parsing.parameter_memo import ParameterMemo
 from handlers.route_declarations import (
     ContractRoutes,
-    ContractSetting,
     GenerationRoute,
     InfoRoute,
     KindsOfModels,
     Operation,
+    adapter_of,
 )
 from handlers.tgi.answer import DETAILS, FORM, IDLE_COMMENT, LAST, OTHER, StreamAnswer, WholeAnswer, stream_headers
 from handlers.tgi.errors import EVENTS, refuse, refuse_stream
@@ -39,18 +41,19 @@ _NAMES = {"adapter": "adapter_id", "stop_token_ids": "stop"}  # A stop text may 
 class TgiContract:
     """Parses the bodies of /, /generate or /generate_stream for one model."""
 
-    def __init__(self, setting: ContractSetting, *, streams: bool | None) -> None:
+    def __init__(self, config: ModelConfig, loaded: LoadedModel, *, streams: bool | None) -> None:
         """Create the contract of a route.
 
         Args:
-            setting: The model and its settings.
+            config: The settings of the model.
+            loaded: The model.
             streams: True if the route streams its answers. None for the route /, where the body decides. On that route,
                 an answer that is not streamed is an array, and by default texts begin with the prompt.
         """
-        self._setting, self._streams = setting, streams
+        self._config, self._loaded, self._streams = config, loaded, streams
         self._memo = ParameterMemo[TgiParameters]()
-        self._image_mark = setting.model.texts.image_mark
-        special_texts = {token_id: text for text, token_id in setting.model.texts.special_tokens.items()}
+        self._image_mark = loaded.texts.image_mark
+        special_texts = {token_id: text for text, token_id in loaded.texts.special_tokens.items()}
         self._form = msgspec.structs.replace(FORM, special_texts=special_texts)
 
     def parse(self, call: Call) -> Exchange:
@@ -62,16 +65,16 @@ class TgiContract:
             if (known := self._memo.get(key)) is not None and body.inputs:
                 parameters = known
             else:
-                parameters = validate(body.inputs, body.parameters, self._setting, streams=streams)
+                parameters = validate(body.inputs, body.parameters, self._config, self._loaded, streams=streams)
                 self._memo.keep(key, parameters)
             prompt, images = body.inputs, _NO_IMAGES
             if self._image_mark is not None:
                 prompt, images = with_marks(prompt, self._image_mark)
-            adapter = self._setting.adapter_of(call, parameters.request.adapter)
+            adapter = adapter_of(call, self._config, parameters.request.adapter)
         except InvalidRequest as error:
             if not streams:
                 raise
-            headers = stream_headers(self._setting.config.rolling_batch, len(body.inputs))
+            headers = stream_headers(self._config.rolling_batch, len(body.inputs))
             raise ContractError(refuse_stream(error, headers), error.message) from None
         candidates = [parameters] * parameters.best_of
         if parameters.details:
@@ -101,7 +104,7 @@ class TgiContract:
             full_text=self._streams is None if full_text is None else full_text,
         )
         seeds = [candidate.shown_seed for candidate in candidates]
-        compute_type = self._setting.config.rolling_batch
+        compute_type = self._config.rolling_batch
         if streams:
             answer = StreamAnswer(form, body.inputs, seeds[0], compute_type)
             return Exchange(requests, answer, notes, images, _NAMES, IDLE_COMMENT)
@@ -113,7 +116,7 @@ class TgiContract:
         unknown = unread_names(document)
         if not unknown:
             return ()
-        if self._setting.config.strict_parameters:
+        if self._config.strict_parameters:
             raise InvalidRequest(f"`{unknown[0]}` is not known to this server (option.strict_parameters is on)")
         return (f"fields without effect: {', '.join(unknown)}",)
 
@@ -160,7 +163,7 @@ def _operation(summary: str, answer: Mapping[str, Schema], request: Schema | Non
 
 def _generation_route(
     path: str,
-    contract: Callable[[ContractSetting], Contract],
+    contract: Callable[[ModelConfig, LoadedModel], Contract],
     summary: str,
     answer: Mapping[str, Schema],
     *,

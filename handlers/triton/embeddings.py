@@ -15,12 +15,14 @@ import numpy as np
 import orjson
 
 from engines.errors import SHOWN, InvalidParameter, InvalidRequest, RequestError
+from engines.loaded_model import LoadedModel
 from engines.pooling import Pooling
 from engines.request import TokenDelta, pooling_request
 from handlers.answers.pooled_answer import PooledAnswer, encode
 from handlers.contract import JSON, Answer, Call, Exchange, Reply
+from handlers.model_config import ModelConfig
 from handlers.parsing.json_fields import JsonError, decode_json
-from handlers.route_declarations import ContractSetting
+from handlers.route_declarations import adapter_of
 from handlers.triton.answer import EVENTS
 from handlers.triton.errors import VERSION, TritonRefusal, refusal
 from handlers.triton.request import read_inputs, switch
@@ -47,16 +49,16 @@ class _Embedding(msgspec.Struct, frozen=True):
 class GeneratedEmbeddingContract:
     """`/generate` or `/generate_stream` of a model that makes vectors. The answer's text is a vector as JSON."""
 
-    def __init__(self, setting: ContractSetting, *, events: bool) -> None:
+    def __init__(self, config: ModelConfig, loaded: LoadedModel, *, events: bool) -> None:
         """Create the contract. If `events` is True, the answer is a server-sent event."""
-        self._setting, self._events = setting, events
+        self._config, self._loaded, self._events = config, loaded, events
 
     def parse(self, call: Call) -> Exchange:
-        request_id, inputs, _ = read_inputs(call.body, self._setting)
-        name = self._setting.config.name
+        request_id, inputs, _ = read_inputs(call.body, self._config.name)
+        name = self._config.name
         if inputs.get("embedding_request") is None:
             raise InvalidRequest(f"Model {name} does not support 'generate' request")
-        size = check_embeds(self._setting)
+        size = check_embeds(self._config, self._loaded)
         embedding = _read(inputs["embedding_request"])
         dimensions = None
         if embedding.pooling_params is not None and embedding.pooling_params.dimensions is not None:
@@ -65,20 +67,20 @@ class GeneratedEmbeddingContract:
                 raise InvalidParameter("dimensions", f"must be at most {size}, got {dimensions}")
         prompt = embedding.input if isinstance(embedding.input, str) else tuple(embedding.input)
         counts = [name for name in ("input", "output") if switch(inputs, f"return_num_{name}_tokens")]
-        adapter = self._setting.adapter_of(call, None)
+        adapter = adapter_of(call, self._config, None)
         request = pooling_request(prompt, _POOLING, request_id=call.request_id, adapter=adapter, **call.steering)
         return Exchange((request,), _TextAnswer(name, request_id, dimensions, counts, events=self._events))
 
 
-def check_embeds(setting: ContractSetting) -> int:
+def check_embeds(config: ModelConfig, loaded: LoadedModel) -> int:
     """Return the number of dimensions of the model's vectors.
 
     Raises:
         InvalidRequest: The model makes no vectors.
     """
-    model = setting.model.pooling
+    model = loaded.pooling
     if model is None or "embed" not in model.tasks:
-        raise InvalidRequest(f"Model {setting.config.name} does not support 'embed' request")
+        raise InvalidRequest(f"Model {config.name} does not support 'embed' request")
     return model.vector_size
 
 
@@ -149,24 +151,24 @@ class _Infer(msgspec.Struct, frozen=True):
 class InferContract:
     """`/infer` of an embedding model. A tensor of texts becomes a tensor with a row for each text."""
 
-    def __init__(self, setting: ContractSetting) -> None:
-        self._setting = setting
+    def __init__(self, config: ModelConfig, loaded: LoadedModel) -> None:
+        self._config, self._loaded = config, loaded
 
     def parse(self, call: Call) -> Exchange:
         if call.header(_BINARY) is not None:
             raise TritonRefusal("tensors in binary form are not served: send `data` as JSON")
-        size = check_embeds(self._setting)
+        size = check_embeds(self._config, self._loaded)
         try:
             body = msgspec.convert(decode_json(call.body), _Infer)
         except (JsonError, msgspec.ValidationError) as error:
             raise TritonRefusal(f"failed to parse the request JSON buffer: {error}") from None
         texts = _texts(body.inputs)
-        adapter = self._setting.adapter_of(call, None)
+        adapter = adapter_of(call, self._config, None)
         requests = [
             pooling_request(text, _POOLING, request_id=f"{call.request_id}-{place}", adapter=adapter, **call.steering)
             for place, text in enumerate(texts)
         ]
-        return Exchange(tuple(requests), _TensorAnswer(len(texts), self._setting.config.name, body.id, size))
+        return Exchange(tuple(requests), _TensorAnswer(len(texts), self._config.name, body.id, size))
 
 
 def _texts(inputs: Sequence[_Tensor]) -> Sequence[str]:

@@ -16,15 +16,17 @@ from typing import Any, Literal
 import msgspec
 
 from engines.errors import SHOWN, InvalidParameter, InvalidRequest
+from engines.loaded_model import LoadedModel
 from engines.request import Constraint, GenerationRequest
 from handlers.contract import Call
+from handlers.model_config import ModelConfig
 from handlers.parsing.constraints import decoded, refuse_unread, same_form
 from handlers.parsing.images import DATA_URL
 from handlers.parsing.json_fields import MAX_INT64, MIN_INT64, JsonError, decode_json, json_fault, json_kind
 from handlers.parsing.json_limits import JsonDecoder
 from handlers.parsing.parameter_memo import ParameterMemo
 from handlers.parsing.vllm_parameters import TEXT_BOOLEANS, TextReader, VllmParameters, read_vllm_parameters, vllm_names
-from handlers.route_declarations import NO_ADAPTERS, ContractSetting
+from handlers.route_declarations import NO_ADAPTERS
 from handlers.triton.errors import TritonRefusal
 
 Kind = Literal["text", "texts", "boolean", "integer"]
@@ -142,12 +144,15 @@ class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def read_request(body: bytes, setting: ContractSetting, memo: ParameterMemo[TritonRequest]) -> TritonRequest:
+def read_request(
+    body: bytes, config: ModelConfig, loaded: LoadedModel, memo: ParameterMemo[TritonRequest]
+) -> TritonRequest:
     """Read a request's body.
 
     Args:
         body: The body.
-        setting: The model and its settings.
+        config: The settings of the model.
+        loaded: The model.
         memo: Caches the requests that were read, without their ids, prompts and images.
 
     Raises:
@@ -157,30 +162,34 @@ def read_request(body: bytes, setting: ContractSetting, memo: ParameterMemo[Trit
     """
     names: dict[str, str] = {}
     try:
-        return _read(body, setting, memo, names)
+        return _read(body, config, loaded, memo, names)
     except InvalidParameter as error:
         raise error.renamed(names) from None
 
 
 def _read(
-    body: bytes, setting: ContractSetting, memo: ParameterMemo[TritonRequest], names: dict[str, str]
+    body: bytes, config: ModelConfig, loaded: LoadedModel, memo: ParameterMemo[TritonRequest], names: dict[str, str]
 ) -> TritonRequest:
     """Read a request's body. Add the client's names that differ to `names`, by vLLM's and the engine's names."""
-    request_id, inputs, parameters = read_inputs(body, setting)
+    request_id, inputs, parameters = read_inputs(body, config.name)
     if inputs.pop("embedding_request", None) is not None:
-        raise InvalidRequest(f"Model {setting.config.name} does not support 'embed' request")
+        raise InvalidRequest(f"Model {config.name} does not support 'embed' request")
     prompt = inputs.pop("text_input")
     images = inputs.pop("image", [])
-    if images and setting.model.texts.image_mark is None:
+    if images and loaded.texts.image_mark is None:
         raise InvalidParameter("image", "cannot be used: this model takes text only")
     key = msgspec.json.encode((inputs, parameters))
-    known = memo.get(key) or memo.keep(key, _read_parameters(inputs, parameters, setting, names))
+    known = memo.get(key) or memo.keep(key, _read_parameters(inputs, parameters, config, loaded, names))
     urls = tuple([DATA_URL + image for image in images])
     return msgspec.structs.replace(known, id=request_id, prompt=prompt, images=urls)
 
 
 def _read_parameters(
-    inputs: dict[str, Any], parameters: dict[str, Any], setting: ContractSetting, names: dict[str, str]
+    inputs: dict[str, Any],
+    parameters: dict[str, Any],
+    config: ModelConfig,
+    loaded: LoadedModel,
+    names: dict[str, str],
 ) -> TritonRequest:
     """Return the request for these inputs and other members, without its id, prompt and images."""
     sampling_parameters = inputs.pop("sampling_parameters", None)
@@ -192,7 +201,7 @@ def _read_parameters(
     given = set(values)
     if sampling_parameters is not None and "bad_words" not in inputs:
         given.discard("bad_words")  # Here it is vLLM's own parameter. TensorRT-LLM's `bad_words` is an input.
-    tensorrt_llm = setting.config.rolling_batch == "trtllm" or any(
+    tensorrt_llm = config.rolling_batch == "trtllm" or any(
         name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in given
     )
     if tensorrt_llm:
@@ -211,8 +220,8 @@ def _read_parameters(
         add_special_tokens = switch(values, "add_special_tokens") is not False
         if switch(values, "return_perf_metrics"):
             ignored = (*ignored, "return_perf_metrics")
-        values, constraint = to_vllm(values, setting.model.eos_token_ids, names)
-    adapter = _adapter(values.pop("lora_name", None), setting)
+        values, constraint = to_vllm(values, loaded.eos_token_ids, names)
+    adapter = _adapter(values.pop("lora_name", None), config)
     if leaves_out_prompt is None:
         leaves_out_prompt = stream or tensorrt_llm
     return TritonRequest(
@@ -227,7 +236,7 @@ def _read_parameters(
     )
 
 
-def read_inputs(body: bytes, setting: ContractSetting) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def read_inputs(body: bytes, model: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return the request's id, the inputs of the model, and all other members of a body.
 
     Raises:
@@ -237,7 +246,7 @@ def read_inputs(body: bytes, setting: ContractSetting) -> tuple[str, dict[str, A
     request_id = next((value for name, value in reversed(members) if name == "id"), "")
     if not isinstance(request_id, str):
         raise TritonRefusal("Unable to parse 'id': attempt to access JSON non-string as string")
-    inputs, parameters = _inputs_and_parameters(members, f"[request id: {request_id or '<id_unknown>'}]", setting)
+    inputs, parameters = _inputs_and_parameters(members, f"[request id: {request_id or '<id_unknown>'}]", model)
     return request_id, inputs, parameters
 
 
@@ -275,7 +284,7 @@ def _repeats(body: bytes, document: Any) -> bool:
 
 
 def _inputs_and_parameters(
-    members: list[tuple[str, Any]], whose: str, setting: ContractSetting
+    members: list[tuple[str, Any]], whose: str, model: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the inputs of the model, and all other members.
 
@@ -296,7 +305,7 @@ def _inputs_and_parameters(
         given = ", ".join(f"'{name}'" for name in inputs)
         raise TritonRefusal(
             f"{whose} expected number of inputs between 1 and {len(VLLM_INPUTS)} but got {len(inputs)} inputs for "
-            f"model '{setting.config.name}'. Got input(s) [{given}], but missing required input(s) ['text_input']. "
+            f"model '{model}'. Got input(s) [{given}], but missing required input(s) ['text_input']. "
             "Please provide all required input(s)."
         )
     return inputs, parameters
@@ -378,10 +387,10 @@ def switch(values: dict[str, Any], name: str) -> bool | None:
     return meant
 
 
-def _adapter(name: Any, setting: ContractSetting) -> str | None:
+def _adapter(name: Any, config: ModelConfig) -> str | None:
     if name is None:
         return None
-    if not setting.config.enable_lora:
+    if not config.enable_lora:
         raise TritonRefusal("LoRA feature is not enabled.")
     if not isinstance(name, str):
         raise InvalidParameter("lora_name", f"must be a string, got {json_kind(name)}")

@@ -11,11 +11,13 @@ from dataclasses import replace
 from functools import partial
 
 from engines.errors import SHOWN, InvalidParameter
+from engines.loaded_model import LoadedModel
 from handlers.contract import JSON, Answer, Call, Contract, Exchange, Reply
+from handlers.model_config import ModelConfig
 from handlers.openapi_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.parsing.parameter_memo import ParameterMemo
 from handlers.parsing.vllm_parameters import read_vllm_parameters
-from handlers.route_declarations import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation, Route
+from handlers.route_declarations import ContractRoutes, GenerationRoute, InfoRoute, Operation, Route, adapter_of
 from handlers.triton import metadata as model
 from handlers.triton.answer import CollectedAnswer, EventAnswer
 from handlers.triton.embeddings import GeneratedEmbeddingContract, InferContract
@@ -26,14 +28,14 @@ from handlers.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, TritonRequ
 class TritonContract:
     """The contract of `/generate` or `/generate_stream` for one model."""
 
-    def __init__(self, setting: ContractSetting, *, events: bool) -> None:
+    def __init__(self, config: ModelConfig, loaded: LoadedModel, *, events: bool) -> None:
         """Create the contract.
 
         Args:
             events: True sends server-sent events: one for each part if the request sets `stream`, otherwise one with
                 the whole answer.
         """
-        self._setting, self._events = setting, events
+        self._config, self._loaded, self._events = config, loaded, events
         self._memo = ParameterMemo[TritonRequest]()
 
     def parse(self, call: Call) -> Exchange:
@@ -42,19 +44,19 @@ class TritonContract:
             raise TritonRefusal(
                 f"Content-Encoding '{encoding[:SHOWN]}' is not supported; send the body as it is (identity)"
             )
-        request = read_request(call.body, self._setting, self._memo)
+        request = read_request(call.body, self._config, self._loaded, self._memo)
         if request.stream and request.vllm.request.sequences > 1 and not self._events:
             raise SeveralResponses
-        most = self._setting.model.max_top_tokens
+        most = self._loaded.max_top_tokens
         if (request.vllm.logprobs or 0) > most:
             raise InvalidParameter("logprobs", f"must be at most {most}, got {request.vllm.logprobs}")
-        model = self._setting.config.name
+        model = self._config.name
         if request.stream and self._events:
             answer: Answer = EventAnswer(model, request)
         else:
             answer = CollectedAnswer(model, request, events=self._events)
         notes = (f"parameters without effect: {', '.join(request.ignored)}",) if request.ignored else ()
-        adapter = self._setting.adapter_of(call, request.adapter)
+        adapter = adapter_of(call, self._config, request.adapter)
         return Exchange((request.for_engine(call, adapter),), answer, notes, request.images, request.names)
 
 
@@ -136,10 +138,10 @@ def _generates(path: str, summary: str, kind: str) -> tuple[GenerationRoute, ...
     )
 
 
-def _contract(setting: ContractSetting, *, events: bool) -> Contract:
-    if setting.model.pooling is not None:
-        return GeneratedEmbeddingContract(setting, events=events)
-    return TritonContract(setting, events=events)
+def _contract(config: ModelConfig, loaded: LoadedModel, *, events: bool) -> Contract:
+    if loaded.pooling is not None:
+        return GeneratedEmbeddingContract(config, loaded, events=events)
+    return TritonContract(config, loaded, events=events)
 
 
 _ROUTES: tuple[Route, ...] = (

@@ -20,7 +20,7 @@ import yaml
 from engines.interface import Generation, Sink
 from engines.request import FinishReason, GenerationRequest, TokenDelta
 from handlers.all_contracts import CONTRACTS
-from handlers.route_declarations import ContractSetting, GenerationRoute, takes
+from handlers.route_declarations import GenerationRoute, takes
 from tests.contracts.exchange import MODEL
 from tests.contracts.test_cases import CaseEngine, exchanged
 from tests.contracts.test_messages import write_lines
@@ -89,14 +89,14 @@ def test_each_contract_of_a_route_is_steered_by_headers() -> None:
     rows = [row for rows in yaml.safe_load((FILES[0].parent / "steering.yaml").read_text()).values() for row in rows]
     found, expected = set(), set()
     for kind in ("generating", "embedding"):
-        setting = ContractSetting(config=MODEL, model=RequestEngine({"model": kind}))
+        engine = RequestEngine({"model": kind})
         paths = [row["path"] for row in rows if row.get("model", "generating") == kind]
         for route in [route for family in CONTRACTS for route in family.routes]:
             if not isinstance(route, GenerationRoute) or route.contract is None:
                 continue
             if not takes(route, pooling=kind == "embedding"):
                 continue
-            method = type(route.contract(setting)).parse.__qualname__
+            method = type(route.contract(MODEL, engine)).parse.__qualname__
             expected.add(method)
             if any(re.fullmatch(re.sub("{.*?}", "[^/]+", route.path), path) for path in paths):
                 found.add(method)

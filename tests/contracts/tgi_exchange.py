@@ -14,7 +14,7 @@ from engines.loaded_model import ModelTexts
 from engines.request import GenerationRequest, Token
 from engines.statistics import EngineStatistics
 from handlers.contract import Contract, ContractError, Exchange, Reply
-from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, ModelView, RenderedChat
+from handlers.route_declarations import GenerationRoute, InfoRoute, ModelView, RenderedChat
 from handlers.tgi.routes import TGI
 from tests.contracts.exchange import MODEL, call, outcome, told, view
 from tests.settings import configured
@@ -72,9 +72,7 @@ def contract(path: str, image_mark: Callable[[int], str] | None = None, **settin
     """Return the contract of a route. `image_mark`: that of a model that takes images."""
     route = next(route for route in TGI.routes if isinstance(route, GenerationRoute) and route.path == path)
     assert route.contract is not None
-    return route.contract(
-        ContractSetting(config=configured(MODEL, rolling_batch="lmi-dist", **settings), model=FakeModel(image_mark))
-    )
+    return route.contract(configured(MODEL, rolling_batch="lmi-dist", **settings), FakeModel(image_mark))
 
 
 def parse(path: str, document: Any, **settings: Any) -> Exchange:

@@ -12,7 +12,7 @@ from engines.pooling import PoolingModel
 from engines.request import Token
 from engines.statistics import EngineStatistics
 from handlers.contract import Call, ContractError, Exchange, Reply
-from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, ModelView
+from handlers.route_declarations import GenerationRoute, InfoRoute, ModelView
 from handlers.triton.routes import TRITON
 from tests.contracts.exchange import MODEL, view
 from tests.settings import configured
@@ -59,7 +59,7 @@ def parse(
     if found.refuse_path is not None and (refusal := found.refuse_path(names, config)) is not None:
         raise ContractError(refusal, "the path is wrong")
     assert found.contract is not None
-    contract = found.contract(ContractSetting(config=config, model=LoadedText(image_mark)))
+    contract = found.contract(config, LoadedText(image_mark))
     call = Call(body=body_of(document), request_id="r", headers=headers or {}, path_parameters=names)
     return contract.parse(call)
 

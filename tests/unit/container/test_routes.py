@@ -27,7 +27,7 @@ from handlers.custom.settings import HandlerConfig
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.loaded_service import Service
 from handlers.queue import EngineQueue
-from handlers.route_declarations import ContractSetting, GenerationRoute, InfoRoute, takes
+from handlers.route_declarations import GenerationRoute, InfoRoute, takes
 from tests.contracts.exchange import MODEL
 from tests.stand_ins.scripted_engine import ScriptedEngine
 from tests.unit.container.one_model import make, ready, with_engine
@@ -388,10 +388,10 @@ async def test_refusals_of_messages_have_the_id_as_anthropic_names_it(
 
 
 async def test_a_family_that_cannot_serve_a_model_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: ContractSetting) -> Contract:
+    def broken(*_: object) -> Contract:
         raise ValueError("a tokenizer that it cannot do with")
 
-    works = GenerationRoute(path="/works", contract=lambda _: LmiRollingContract(MODEL))
+    works = GenerationRoute(path="/works", contract=lambda config, _: LmiRollingContract(config))
     families = [
         replace(CONTRACTS[0], routes=(route,)) for route in (GenerationRoute(path="/broken", contract=broken), works)
     ]

@@ -23,7 +23,6 @@ from handlers.happy_vllm.routes import HappyVllmContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.queue import EngineQueue
-from handlers.route_declarations import ContractSetting
 from handlers.triton.routes import TritonContract
 from tests.contracts.exchange import MODEL, call
 from tests.freed import bytes_in_cycles
@@ -410,10 +409,9 @@ async def test_a_body_that_takes_long_to_read_is_read_in_a_thread(queue: EngineQ
 async def test_an_answer_that_has_room_for_one_response_ends_the_call_at_the_second(
     queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
-    setting = ContractSetting(config=MODEL, model=engine)
     body = b'{"text_input": "x", "stream": true}'
     writer = CollectedReply()
-    generate = TritonContract(setting, events=False)
+    generate = TritonContract(MODEL, engine, events=False)
     await EngineHandler(queue, generate).handle(
         Call(body=body, request_id="r", path_parameters={"model": MODEL.name}), writer
     )
@@ -430,8 +428,7 @@ async def test_an_answer_that_has_room_for_one_response_ends_the_call_at_the_sec
 async def cumulative(queue: EngineQueue, sequences: int) -> CollectedReply:
     writer = CollectedReply()
     body = {"prompt": "x", "n": sequences, "temperature": 1.0}
-    setting = ContractSetting(config=MODEL, model=queue.engine)
-    await EngineHandler(queue, HappyVllmContract(setting, stream=True)).handle(call(body), writer)
+    await EngineHandler(queue, HappyVllmContract(MODEL, stream=True)).handle(call(body), writer)
     return writer
 
 

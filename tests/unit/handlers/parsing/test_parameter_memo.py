@@ -15,7 +15,6 @@ from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.openai.contract import OpenAIContract
 from handlers.parsing.parameter_memo import ParameterMemo
-from handlers.route_declarations import ContractSetting
 from handlers.tgi.routes import TgiContract
 from handlers.triton.routes import TritonContract
 from tests.contracts.exchange import MODEL, call
@@ -23,14 +22,13 @@ from tests.contracts.openai_exchange import FRONT_END
 from tests.contracts.tgi_exchange import FakeModel
 from tests.settings import configured
 
-SETTING = ContractSetting(config=MODEL, model=FakeModel())
 CONTRACTS: dict[str, Contract] = {
     "rolling batch": LmiRollingContract(MODEL),
     "dynamic batch": LmiDynamicContract(MODEL),
     "asynchronous": LmiAsyncContract(configured(MODEL, async_mode=True)),
-    "TGI": TgiContract(SETTING, streams=None),
-    "Triton": TritonContract(SETTING, events=True),
-    "happy_vllm": HappyVllmContract(SETTING, stream=True),
+    "TGI": TgiContract(MODEL, FakeModel(), streams=None),
+    "Triton": TritonContract(MODEL, FakeModel(), events=True),
+    "happy_vllm": HappyVllmContract(MODEL, stream=True),
 }
 LMI = {"inputs": "x", "parameters": {"temperature": 0.5, "stop": ["end"]}}
 BODIES: dict[str, dict[str, Any]] = {
