@@ -94,16 +94,11 @@ async def _load_engine(
         await engine.start()
     held.push_async_callback(engine.stop)
     with times.phase("front end"):
-        return await _serving(config, limits, engine, formatters, sessions, held)
+        return await _serving(config, limits, engine, formatters, sessions)
 
 
 async def _serving(
-    config: ModelConfig,
-    limits: Limits,
-    engine: Engine,
-    formatters: Formatters,
-    sessions: Sessions,
-    held: contextlib.AsyncExitStack,
+    config: ModelConfig, limits: Limits, engine: Engine, formatters: Formatters, sessions: Sessions
 ) -> Service:
     waiting = limits.queue_size if engine.pooling is None else max(limits.queue_size, _LARGEST_BATCH)
     queue = EngineQueue(engine, engine.max_sequences + waiting, limits.overload_status, config.deadlines)

@@ -469,12 +469,9 @@ def _texts_of(value: Any, where: str) -> Iterator[tuple[str, str]]:
 
 def token_ids(records: Sequence[Any]) -> list[int]:
     """Return the token ids in a stream. Empty if the records do not contain them."""
-    found = [record["token"].get("id") for record in records if isinstance(record, dict) and _has_token(record)]
+    tokens = [record.get("token") for record in records if isinstance(record, dict)]
+    found = [token.get("id") for token in tokens if isinstance(token, dict)]
     return found if all(isinstance(number, int) for number in found) else []
-
-
-def _has_token(record: dict[str, Any]) -> bool:
-    return isinstance(record.get("token"), dict)
 
 
 def similarity(old: str, new: str) -> float:

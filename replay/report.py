@@ -165,10 +165,6 @@ class Report:
         return self._unexplained + self._without_answer
 
     @property
-    def malformed(self) -> int:
-        return self._malformed_count
-
-    @property
     def passed(self) -> bool:
         """True if answers were compared, every difference is explained, and nothing failed."""
         return bool(self._compared) and not (self.unexplained or self._malformed_count or self.ended)

@@ -107,6 +107,8 @@ class VllmAdapters:
         lora: Any = llm.vllm_config.lora_config
         self._llm, self._patience = llm, patience
         self._places: int = (lora.max_cpu_loras or lora.max_loras) - empty_slots
+        # The end of an error message: the number of places, and the settings that set the number.
+        self._limit = f"({self._places}: option.max_cpu_loras, or else option.max_loras)"
         self._max_rank: int = lora.max_lora_rank
         self._held: dict[int, _Held] = {}
         self.public = PublicAdapters()
@@ -229,7 +231,7 @@ class VllmAdapters:
             loading = held.loading = self._tasks.begin(self._load(held))
         await asyncio.wait({loading}, timeout=self._patience)
         if not loading.done():
-            raise NoRoomForAdapter(f"it was not loaded within {self._patience:g} s {self._settings()}")
+            raise NoRoomForAdapter(f"it was not loaded within {self._patience:g} s {self._limit}")
         if loading.cancelled():
             raise EngineDead
         loading.result()
@@ -264,7 +266,7 @@ class VllmAdapters:
     def _check_pins(self, held: _Held) -> None:
         pinned = sum(other.adapter.pin and not _replaces(held, other) for other in self._held.values())
         if pinned >= self._places:
-            raise NoRoomForAdapter(f"{pinned} adapters are pinned, as many as fit into memory {self._settings()}")
+            raise NoRoomForAdapter(f"{pinned} adapters are pinned, as many as fit into memory {self._limit}")
 
     async def _make_place(self, wanted: _Held) -> None:
         """If no place is free, drop the least recently used adapter.
@@ -276,9 +278,9 @@ class VllmAdapters:
         while len(resident := [held for held in self._held.values() if held.resident]) >= self._places:
             movable = [held for held in resident if not held.adapter.pin or _replaces(wanted, held)]
             if not movable:
-                raise NoRoomForAdapter(f"every adapter in memory is pinned {self._settings()}")
+                raise NoRoomForAdapter(f"every adapter in memory is pinned {self._limit}")
             if time.monotonic() > deadline:
-                raise NoRoomForAdapter(f"every adapter in memory is in use {self._settings()}")
+                raise NoRoomForAdapter(f"every adapter in memory is in use {self._limit}")
             idle = self._idle(movable)
             await asyncio.sleep(_POLL)
             if still_idle := self._idle(held for held in idle if held.resident):
@@ -314,9 +316,6 @@ class VllmAdapters:
         if held.resident:
             await self._drop(held)
         self._held.pop(held.adapter.id, None)
-
-    def _settings(self) -> str:
-        return f"({self._places}: option.max_cpu_loras, or else option.max_loras)"
 
 
 def _log_error(error: BaseException) -> None:

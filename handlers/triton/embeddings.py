@@ -178,17 +178,13 @@ def _texts(inputs: Sequence[_Tensor]) -> Sequence[str]:
     (tensor,) = inputs
     if tensor.datatype != "BYTES":
         raise TritonRefusal(f"input '{TEXTS}' must have the datatype BYTES, got {tensor.datatype[:SHOWN]}")
-    texts = list(_flat(tensor.data))
+    # The data may be nested once, as for the shape [n, 1].
+    texts = [text for item in tensor.data for text in (item if isinstance(item, list) else [item])]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise TritonRefusal(f"input '{TEXTS}' must hold at least one text, and texts only")
     if int(np.prod(tensor.shape, dtype=object)) != len(texts):
         raise TritonRefusal(f"input '{TEXTS}' has {len(texts)} texts, and the shape {tensor.shape}")
     return texts
-
-
-def _flat(data: Sequence[Any]) -> Sequence[Any]:
-    """Return the texts of data that may be nested once, as for the shape [n, 1]."""
-    return [text for item in data for text in (item if isinstance(item, list) else [item])]
 
 
 class _TensorAnswer(PooledAnswer):

@@ -94,7 +94,8 @@ def _loss(request: EngineCoreRequest, params: Any, config: VllmConfig) -> str | 
         return "its cache came from another server"
     if params.structured_outputs is not None and not _is_constrained_from_start(request, config):
         return "the constraint begins where the reasoning ends"
-    if any(not _is_own(name) for name in config.model_config.logits_processors or ()):
+    processors = config.model_config.logits_processors or ()
+    if not all(isinstance(name, str) and name.startswith("engines.vllm.") for name in processors):
         return "option.logits_processors may count the tokens of the answer"
     return None
 
@@ -102,10 +103,6 @@ def _loss(request: EngineCoreRequest, params: Any, config: VllmConfig) -> str | 
 def _is_constrained_from_start(request: EngineCoreRequest, config: VllmConfig) -> bool:
     outputs_config = config.structured_outputs_config
     return bool(request.reasoning_ended or not outputs_config.reasoning_parser or outputs_config.enable_in_reasoning)
-
-
-def _is_own(processor: Any) -> bool:
-    return isinstance(processor, str) and processor.startswith("engines.vllm.")
 
 
 def advance(grammar: Any, request: Any) -> None:

@@ -155,7 +155,7 @@ class EngineClient:
         except Exception as error:
             if not isinstance(error, VLLMClientError):
                 statistics.failed_requests += width
-            raise _failure(call, error) from None
+            raise _failure(error) from None
         finally:
             call.steps.end()
             call.release(width)
@@ -201,7 +201,7 @@ class EngineClient:
                 await self._abort(queue)
             raise
         except Exception as error:
-            failure = _failure(call, error)
+            failure = _failure(error)
             if queue is not None:
                 statistics.failed_requests += 1
                 call.failed = str(failure)
@@ -307,7 +307,7 @@ class EngineClient:
                     _cut(call, output)
                 yield output
                 return
-            failure = _failure(call, error)
+            failure = _failure(error)
             if request is not None:
                 if not isinstance(error, VLLMClientError):
                     call.failed = str(failure)
@@ -528,7 +528,7 @@ def _nothing(request_id: str, prompt: Any, params: Any) -> RequestOutput:
     return RequestOutput(request_id, inner.get("prompt"), ids, prompt_logprobs, nothing, finished=True)
 
 
-def _failure(call: OpenAICall, error: Exception) -> Exception:
+def _failure(error: Exception) -> Exception:
     """Return the error for vLLM's front end."""
     if isinstance(error, EngineDeadError):
         # vLLM's message for a dead engine mentions a stack trace, and vLLM logs a trace for each request.
