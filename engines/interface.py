@@ -28,6 +28,9 @@ _SUBMITS_PER_TURN = 16
 _WATCH_SECONDS = 0.25
 # The most seconds between two looks that count. More time passes only if this process itself stalled.
 _LONGEST_LOOK = 2.0
+STALL_SECONDS = 60.0
+NEW_ENGINE_STALL_SECONDS = 300.0  # A GPU's kernels are compiled during the first requests that need them.
+NEW_ENGINE_SECONDS = 600.0  # An engine counts as new during this many seconds of work.
 
 
 class Progress:
@@ -58,6 +61,16 @@ class Progress:
         elif busy:
             self.quiet_seconds += passed
         self.mark = mark
+
+    def is_stalled(self, limit: float | None) -> bool:
+        """Return True if there was work and no sign of life for too long, and until the next sign of life.
+
+        Args:
+            limit: The limit in seconds. 0: no limit. None: `STALL_SECONDS`, or more for a new engine.
+        """
+        if limit is None:
+            limit = NEW_ENGINE_STALL_SECONDS if self.worked_seconds < NEW_ENGINE_SECONDS else STALL_SECONDS
+        return 0 < limit < self.quiet_seconds
 
 
 class Watchdog:
@@ -153,10 +166,8 @@ class EngineHealth:
 
     alive: bool
     reason: str = ""
-    # `Progress.quiet_seconds`, `mark` and `worked_seconds` of the copy with the most quiet seconds.
-    quiet_seconds: float = 0.0
-    mark: float = 0.0
-    worked_seconds: float = 0.0
+    quiet_seconds: float = 0.0  # `Progress.quiet_seconds` of the copy with the most quiet seconds.
+    stalled: bool = False  # Whether a copy is stalled (`Progress.is_stalled`).
     ready_copies: int = 1  # The number of copies that accept requests.
     missing: str = ""  # The dead copies that `restart` restarts, if other copies still serve.
     lost: str = ""  # Not empty if dead copies will not be restarted and fewer copies than the minimum are left.

@@ -252,7 +252,7 @@ class Lifecycle:
 
     def _serve(self, service: Service) -> None:
         self.service = service
-        self._stall = StallWatch(partial(self._health, service), self.settings.server_config.stall_timeout)
+        self._stall = StallWatch(partial(self._health, service))
 
     async def _load(self, place: Callable[[ModelConfig], ModelConfig] | None) -> Service:
         started = time.monotonic()
@@ -271,7 +271,9 @@ class Lifecycle:
             if place is not None:
                 self.config = await asyncio.to_thread(place, self.settings.config)
             continue_calls = server_config.continue_calls if server_config.engine_restart else 0
-            config = dataclasses.replace(self.config, continue_calls=continue_calls)
+            config = dataclasses.replace(
+                self.config, continue_calls=continue_calls, stall_timeout=server_config.stall_timeout
+            )
             logs.hold_lines()
             service = await load_service(config, limits, self.startup_times)
             if service.engine is not None:

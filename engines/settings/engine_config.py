@@ -213,6 +213,7 @@ class EngineConfig:
     djl_engine: bool = False  # `engine` is Rust, OnnxRuntime or PyTorch.
     # How many engine deaths a request may survive. After one more, it is retried alone. 0: requests survive no death.
     continue_calls: int = 0
+    stall_timeout: float | None = None  # The limit of `Progress.is_stalled`.
     # Environment variables of the process that runs the engine.
     environment: Mapping[str, str] = field(default_factory=dict, metadata=ENVIRONMENT.metadata)
     # All other `option.<name>` values, which the engine interprets.

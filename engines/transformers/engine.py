@@ -395,7 +395,7 @@ class BatchEngine:
         if fault:
             return EngineHealth(False, fault)
         progress = self._progress
-        return EngineHealth(True, "", progress.quiet_seconds, progress.mark, progress.worked_seconds)
+        return EngineHealth(True, "", progress.quiet_seconds, progress.is_stalled(self._config.stall_timeout))
 
     def status(self) -> EngineStatus:
         running = 0 if self._running is None else sum(not job.ended for job in self._running.jobs)

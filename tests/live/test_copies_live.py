@@ -173,3 +173,30 @@ def test_an_explanation_shows_the_copy_that_has_the_prompt(two: Server) -> None:
     copy, cached = explained()
     assert (copy, cached) == explained()
     assert cached >= 256
+
+
+@pytest.mark.slow
+def test_a_stalled_copy_gets_no_new_calls_while_the_other_works(
+    tmp_path: Path, small_options: dict[str, object]
+) -> None:
+    prompts = [f"{name} prompt that a cache has. " * 50 for name in ("A", "Another")]
+    bodies = [{"prompt": prompt, "max_tokens": 1, "temperature": 0} for prompt in prompts]
+    environment = {"SERVING_STALL_TIMEOUT": "3", "SERVING_MAX_WORKERS": "2"}
+    with serving(tmp_path, environment, **small_options) as server, ThreadPoolExecutor(2) as pool:
+
+        def call(body: dict[str, Any], **headers: str) -> Any:
+            return server.client.post("/v1/completions", json=body, headers=headers).json()
+
+        def copies() -> set[int]:
+            return {call(body, **{"x-slipway-explain": "1"})["prompts"][0]["copy"] for body in bodies}
+
+        before = [call(body)["choices"] for body in bodies]
+        assert copies() == {1, 2}
+        with stopped(server.engine_process()):
+            waiting = [pool.submit(call, body) for body in bodies]  # One of them stalls its copy.
+            wait_until(lambda: server.ping() == 500)
+            assert len(copies()) == 1
+            assert [call(body)["choices"] for body in bodies] == before
+        assert [answered.result()["choices"] for answered in waiting] == before
+        wait_until(lambda: server.ping() == 200)
+        assert copies() == {1, 2}

@@ -1,8 +1,8 @@
 """Chooses the copy for a request. It compares the copies' work and the probable content of their prefix caches.
 
 A prompt goes to a copy that has seen the same first blocks of tokens, unless this copy has clearly more work than the
-others. Otherwise it goes to the copy with the least work. Blocks are compared by token ids, so prompts of different
-contracts can share a cache.
+others. Otherwise it goes to the copy with the least work. A stalled copy gets prompts only if all copies are stalled.
+Blocks are compared by token ids, so prompts of different contracts can share a cache.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Choosable(Protocol):
     cached_tokens: int  # The size of the copy's prefix cache, in tokens.
     work: int  # The number of tokens that the copy's requests are expected to have.
     chosen: int  # A counter: the larger it is, the more recently the copy was chosen.
+    stalled: bool  # Whether the copy has work and makes no progress.
 
 
 AnyCopy = TypeVar("AnyCopy", bound=Choosable)
@@ -69,6 +70,7 @@ class CopyChoice:
         self, copies: Sequence[AnyCopy], token_ids: Sequence[int], scope: Hashable, work: int
     ) -> tuple[tuple[int, ...], AnyCopy]:
         keys = tuple(_keys(token_ids, scope))
+        copies = [copy for copy in copies if not copy.stalled] or copies
         return keys, self._with_prefix(copies, keys, work) or min(copies, key=_load)
 
     def _with_prefix(self, copies: Sequence[AnyCopy], keys: Sequence[int], work: int) -> AnyCopy | None:

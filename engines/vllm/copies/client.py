@@ -45,6 +45,7 @@ class Copy:
         self.given_up = False  # Whether the copy has died and will not be restarted.
         self.end = ""  # How the processes have ended, if the copy has died.
         self.progress = Progress()
+        self.stalled = False  # As `progress` showed when it was last recorded.
         self.messages = 0  # The number of messages from the processes. Steps of a long prompt also send messages.
         self.work = 0  # The number of tokens that the copy's requests are expected to have.
         self.chosen = 0  # A counter: the larger it is, the more recently the copy was chosen.

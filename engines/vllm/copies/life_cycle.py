@@ -11,7 +11,7 @@ from functools import partial
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from engines.errors import EngineDead, InvalidRequest
-from engines.interface import CopyState, EngineCopy, EngineHealth, EngineStartError, Progress
+from engines.interface import CopyState, EngineCopy, EngineHealth, EngineStartError
 from engines.settings.engine_config import EngineConfig
 from engines.statistics import EngineStatistics
 from engines.vllm import async_llm
@@ -124,7 +124,8 @@ class Copies:
 
     def health(self) -> EngineHealth:
         """Return the health of all copies together. They are alive if at least one copy runs."""
-        quietest: Progress | None = None
+        quiet_seconds: float | None = None  # None: no copy runs.
+        stalled = False
         dead: list[Copy] = []
         left = 0  # The number of copies that serve or will serve.
         for copy in self._by_number.values():  # A single loop, because this is called often.
@@ -132,9 +133,10 @@ class Copies:
                 dead.append(copy)
                 continue
             left += copy.state is not CopyState.DRAINING
-            if copy.client is not None and (quietest is None or copy.progress.quiet_seconds > quietest.quiet_seconds):
-                quietest = copy.progress
-        if quietest is None:
+            if copy.client is not None:
+                quiet_seconds = max(quiet_seconds or 0.0, copy.progress.quiet_seconds)
+                stalled |= copy.stalled
+        if quiet_seconds is None:
             return EngineHealth(False, "the engine has died")
         missing = lost = ""
         if dead:
@@ -145,9 +147,8 @@ class Copies:
                 lost = f"{left} of {count} copies are left, and {self._least} are to serve"
         return EngineHealth(
             alive=True,
-            quiet_seconds=quietest.quiet_seconds,
-            mark=quietest.mark,
-            worked_seconds=quietest.worked_seconds,
+            quiet_seconds=quiet_seconds,
+            stalled=stalled,
             ready_copies=len(self.client.ready),
             missing=missing,
             lost=lost,
@@ -170,6 +171,7 @@ class Copies:
                 self._died(copy)
                 continue
             copy.progress.look(copy.work > 0, copy.messages)
+            copy.stalled = copy.progress.is_stalled(self._config.stall_timeout)
             if copy.state is CopyState.DRAINING and not copy.work and copy not in self._openings:
                 logger.info("copy %d has drained", copy.number)
                 del self._by_number[copy.number]
@@ -178,7 +180,7 @@ class Copies:
             self._continuations.fail_suspects()
 
     async def restart(self) -> None:
-        """Restart the dead copies. If none is dead, restart the copy with the most quiet seconds.
+        """Restart the dead copies. If none is dead, restart the stalled copy with the most quiet seconds.
 
         Raises:
             EngineStartError: A copy cannot be started.
@@ -186,7 +188,7 @@ class Copies:
         serving = [copy for copy in self.running if copy.state is not CopyState.DRAINING]
         dead = [c for c in self._by_number.values() if c.state is CopyState.DEAD and not c.given_up]
         if not dead and serving:
-            dead = [max(serving, key=lambda copy: copy.progress.quiet_seconds)]
+            dead = [max(serving, key=lambda copy: (copy.stalled, copy.progress.quiet_seconds))]
             self._died(dead[0])
         fork_server.start()
         await self._start_all([copy.number for copy in dead])

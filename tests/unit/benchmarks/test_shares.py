@@ -51,6 +51,7 @@ class Copy:
     work: int
     chosen: int
     cached_tokens: int = 0
+    stalled: bool = False
 
 
 def test_the_comparison_chooses_copies_in_turn_whatever_their_work() -> None:

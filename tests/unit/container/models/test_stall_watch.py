@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from container.models.stall_watch import NEW_ENGINE_SECONDS, NEW_ENGINE_STALL_SECONDS, STALL_SECONDS, StallWatch
-from engines.interface import EngineHealth, Progress
+from container.models.stall_watch import StallWatch
+from engines.interface import NEW_ENGINE_SECONDS, NEW_ENGINE_STALL_SECONDS, STALL_SECONDS, EngineHealth, Progress
 
 LIMIT = 60.0
 
@@ -16,14 +16,14 @@ class Bench:
     """An engine's progress by a clock that the test moves, looked at as its watchdog does, and the watch over it."""
 
     def __init__(self, limit: float | None = LIMIT) -> None:
-        self.now = 1000.0
+        self.now, self.limit = 1000.0, limit
         self.mark = 0.0
         self.progress = Progress(lambda: self.now)
-        self.watch = StallWatch(self.health, limit, lambda: self.now)
+        self.watch = StallWatch(self.health, lambda: self.now)
 
     def health(self) -> EngineHealth:
         progress = self.progress
-        return EngineHealth(True, "", progress.quiet_seconds, progress.mark, progress.worked_seconds)
+        return EngineHealth(True, "", progress.quiet_seconds, progress.is_stalled(self.limit))
 
     def run(self, seconds: float, *, busy: bool, moving: bool = False, tick: float = 0.25) -> None:
         for _ in range(int(seconds / tick)):
@@ -82,6 +82,15 @@ def test_an_engine_is_stalled_or_well(limit: float | None, steps: list[tuple[flo
     for seconds, (busy, moving), stalled in steps:
         bench.run(seconds, busy=busy, moving=moving)
         assert bench.stalled is stalled, f"after {seconds} s"
+
+
+def test_an_engine_that_replaces_a_stalled_one_is_well_before_its_first_sign_of_life() -> None:
+    bench = Bench()
+    bench.run(LIMIT + 1, busy=True)
+    assert bench.stalled
+    bench.progress = Progress(lambda: bench.now)
+    bench.run(1, busy=True)
+    assert not bench.stalled
 
 
 def test_it_can_stall_again_and_each_time_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ class Copy:
     number: int
     work: int = 0
     chosen: int = 0
+    stalled: bool = False
     cached_tokens: int = 1000 * BLOCK
 
 
@@ -125,6 +126,18 @@ def test_a_copy_that_takes_no_requests_gets_none_even_if_it_knows_the_prompt() -
     assert place(choice, copies[1:], blocks(1, 2)) == 2
     copies[0].work = copies[1].work = 0
     assert place(choice, copies[2:], blocks(1, 2)) == 3
+
+
+def test_a_stalled_copy_gets_a_prompt_that_it_knows_only_if_all_are_stalled() -> None:
+    choice, copies = CopyChoice(), new(2)
+    first, second = copies
+    assert place(choice, copies, blocks(1)) == first.number
+    first.stalled = True
+    assert choice.expected(copies, blocks(1), None, WORK)[0] is second
+    second.work = 10 * WORK
+    assert choice.choose(copies, [1], None, WORK) is second
+    second.stalled = True
+    assert choice.choose(copies, [1], None, WORK) is first
 
 
 def test_what_a_copy_has_had_is_forgotten_with_its_cache() -> None:
