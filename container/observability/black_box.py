@@ -115,7 +115,8 @@ class BlackBoxes:
         model.fault = Fault(bool(stalled), dead, worker, before.black_box if broken else "")
         if stalled and not before.stalled:
             await self.write("stall", stalled, model)
-        elif new := dead - before.dead:
+        # Before a failed model is loaded anew, its copies are ended.
+        elif (new := dead - before.dead) and lifecycle.stage is not State.FAILED:
             reason = lifecycle.reason or lifecycle.missing or "a copy has died"
             await self.write("death", reason, model, part=sorted(new))
         elif worker is not None and worker is not before.worker:

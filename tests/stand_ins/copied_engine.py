@@ -14,6 +14,7 @@ class CopiedEngine(ScriptedEngine):
     """An engine with copies, each on two GPUs."""
 
     max_most = 4  # The machine has room for so many copies.
+    stalled = False
     stopped: str | None = None  # The reason of the stop. None if it was not stopped.
 
     def __init__(self, copies: int = 3, least: int | None = None, *, waits: bool = True) -> None:
@@ -50,7 +51,7 @@ class CopiedEngine(ScriptedEngine):
             return EngineHealth(False, "the engine has died", ready_copies=0)
         missing = f"copies {sorted(dead)} have died" if dead else ""
         lost = f"{ready} of {self.least} copies serve" if self.given_up and ready < self.least else ""
-        return EngineHealth(True, ready_copies=ready, missing=missing, lost=lost)
+        return EngineHealth(True, stalled=self.stalled, ready_copies=ready, missing=missing, lost=lost)
 
     async def restart(self) -> None:
         started = self._in(CopyState.DEAD) - self.given_up

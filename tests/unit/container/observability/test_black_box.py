@@ -12,7 +12,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from container import server
+from container.models import life_cycle
 from container.models.life_cycle import State
 from container.models.registry import Model, Models
 from container.observability import black_box, black_box_content, event_loop_delay
@@ -35,7 +36,7 @@ from engines.loaded_model import EngineStatus, RunningSequence
 from engines.stacks import Stack
 from engines.statistics import EngineStatistics
 from tests.stand_ins.copied_engine import CopiedEngine
-from tests.unit.container.models.test_copies import Watched, watched
+from tests.unit.container.models.test_copies import Watched, service_of, watched
 from tests.waiting import until, wait_until
 
 CONTENT = {"cause": "c", "reason": "r", "at": "", "findings": [], "gathered_in_seconds": 0.0, "calls": {"open": 0}}
@@ -429,6 +430,22 @@ async def test_a_model_that_is_stopped_has_no_box(
         assert not files(tmp_path)
         engine.may_end.set()
         await stopping
+
+
+async def test_a_stalled_engine_that_is_loaded_anew_has_one_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = SlowToEnd(), CopiedEngine()
+    old.stalled, old.waits = True, False
+    monkeypatch.setattr(life_cycle, "load_service", AsyncMock(side_effect=[service_of(old), service_of(new)]))
+    monkeypatch.setattr(life_cycle, "_warm_up", AsyncMock())
+    async with watched(monkeypatch, old, blackbox_dir=str(tmp_path), engine_restart_when_stalled=True) as one:
+        await one.life.start()
+        await until(lambda: CopyState.DEAD in old.states.values())
+        await asyncio.sleep(0.1)  # some looks
+        old.may_end.set()
+        await until(lambda: one.life.state is State.READY)
+        assert [file.stem.rpartition("-")[2] for file in files(tmp_path)] == ["stall"]
 
 
 async def test_a_drain_that_runs_out_of_time_has_a_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
