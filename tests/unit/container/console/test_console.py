@@ -83,6 +83,8 @@ async def test_only_browsers_get_the_page_at_the_root(model_dir: Path) -> None:
     page, shown = await client.get("/", headers=BROWSER), await client.get("/console")
     assert page.content == shown.content
     assert "accept" in page.headers["vary"].split(", ")
+    assert "<html" in page.text
+    assert "<html" not in (await client.post("/", headers=BROWSER)).text
     without = console(model_dir, SERVING_CONSOLE="false")
     for accept in ("*/*", "application/json", ""):
         ours, theirs = (
