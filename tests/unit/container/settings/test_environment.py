@@ -9,23 +9,11 @@ import pytest
 
 from container.api_keys import ApiKeys
 from container.settings import server
-from container.settings.environment import (
-    ALIASES,
-    IGNORED_VARIABLES,
-    KEY_VARIABLES,
-    read_environment,
-)
+from container.settings.environment import ALIASES, IGNORED_VARIABLES, KEY_VARIABLES, read_environment
 from container.settings.report import render_text, startup_json
-from container.settings.settings import Settings, Startup, StartupModel
-from container.settings.values import Value
+from container.settings.settings import Startup, StartupModel
 from engines.vllm.arguments.table import WITHOUT_EFFECT
 from tests.settings import load_settings
-
-
-def read_variables(environ: dict[str, str], problems: list[str]) -> dict[str, Value]:
-    environment = read_environment(environ)
-    problems += environment.problems
-    return dict(environment.variables)
 
 
 def test_the_environment_of_a_tgi_deployment_is_explained(model_dir: Path) -> None:
@@ -95,13 +83,8 @@ def test_an_argument_of_vllm_without_effect_is_a_warning(model_dir: Path, name: 
     variables = [f"OPTION_{name.upper()}", f"SM_VLLM_{name.upper()}"]
     for variable in variables[:1] if name in ("host", "port") else variables:  # SM_VLLM_HOST sets SERVING_HOST.
         settings = load_settings(model_dir, {variable: "/x"})
-        assert warning(settings) == f"option.{name} (environment: {variable}) is ignored: {reason}"
+        assert settings.warnings == (f"option.{name} (environment: {variable}) is ignored: {reason}",)
         assert settings.config.engine_arguments == {}
-
-
-def warning(settings: Settings) -> str:
-    (only,) = settings.warnings
-    return only
 
 
 @pytest.mark.parametrize(
@@ -156,6 +139,6 @@ def test_no_variable_is_an_alias_twice() -> None:
 
 
 def test_a_variable_that_is_no_text_is_a_problem_only_if_it_matters() -> None:
-    problems: list[str] = []
-    assert read_variables({"OPTION_DTYPE": "\udcff", "OTHER": "\udcff"}, problems) == {}
-    assert problems == ["environment: OPTION_DTYPE is not UTF-8 text"]
+    environment = read_environment({"OPTION_DTYPE": "\udcff", "OTHER": "\udcff"})
+    assert dict(environment.variables) == {}
+    assert list(environment.problems) == ["environment: OPTION_DTYPE is not UTF-8 text"]

@@ -146,17 +146,14 @@ def test_a_value_without_a_credential_is_shown(text: str) -> None:
     assert masked("option.other", text) == text
 
 
-@pytest.mark.parametrize("name", ["option.max_num_batched_tokens", "option.max_rolling_batch_prefill_tokens"])
-def test_counts_of_tokens_are_shown(name: str) -> None:
-    assert masked(name, "4096") == "4096"
+def test_counts_of_tokens_and_an_empty_credential_are_shown() -> None:
+    for name in ("option.max_num_batched_tokens", "option.max_rolling_batch_prefill_tokens"):
+        assert masked(name, "4096") == "4096"
+    assert masked("HF_TOKEN", "") == ""
 
 
 def test_json_that_is_nested_too_deeply_to_be_read_is_text() -> None:
     assert masked("option.other", "[" * 100_000 + ' {"password": "s3cret"}').endswith('{"password": "***"}')
-
-
-def test_an_empty_credential_is_shown_as_empty() -> None:
-    assert masked("HF_TOKEN", "") == ""
 
 
 def test_a_long_value_is_cut_short_in_a_message() -> None:
