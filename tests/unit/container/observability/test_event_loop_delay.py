@@ -54,3 +54,15 @@ async def test_a_process_that_stands_still_as_a_whole_is_told_apart(
     assert records
     for record in records:
         assert record.getMessage().endswith(" s; no other thread ran either, or the machine stood still")
+
+
+async def test_an_event_loop_that_stands_still_for_long_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(event_loop, "_STUCK_SECONDS", 0.5)
+    reported: list[float] = []
+    watch = EventLoopWatch(reported.append)
+    watch.start()
+    hold_up(lambda: bool(reported))
+    assert len(reported) == 1
+    assert reported[0] >= 0.5
+    watch.stop()
