@@ -50,6 +50,14 @@ async def translated(translator: ConstraintTranslator, **fields: Any) -> Any:
     return held.outputs
 
 
+async def test_json_has_no_white_space_if_the_request_says_so(translator: ConstraintTranslator) -> None:
+    flexible = {"type": "object", "x-guidance": {"whitespace_flexible": True}}
+    assert json.loads((await translated(translator, json_object=True)).json) == flexible
+    compact = await translated(translator, json_object=True, any_whitespace=False)
+    assert json.loads(compact.json)["x-guidance"]["item_separator"] == ","
+    assert compact.disable_any_whitespace
+
+
 @pytest.mark.parametrize("as_is", [False, True])
 async def test_the_back_end_gets_expressions_and_grammars_in_its_own_form(
     translator: ConstraintTranslator, as_is: bool
