@@ -77,23 +77,16 @@ def test_the_query_has_what_a_json_body_lacks(content: dict[str, Any]) -> None:
 
 
 def test_the_answers_in_lmis_form() -> None:
-    call = body({}, query=(("name", "a"), ("src", "/x")))
-    assert adapter_management.confirmation(call, "a", "x", "").body == b'{\n  "status": "Adapter a x"\n}\n'
-    call = query("name=a&src=/x")
-    assert (
-        adapter_management.confirmation(call, "a", "registered", "").body
-        == b'{\n  "status": "Adapter a registered"\n}\n'
-    )
-    assert adapter_management.confirmation(call, "a", "updated", "").body == b'{\n  "status": "Adapter a updated"\n}\n'
-    assert (
-        adapter_management.confirmation(call, "a", "unregistered", "").body
-        == b'{\n  "status": "Adapter a unregistered"\n}\n'
-    )
-    assert adapter_management.confirmation(call, "a", "registered", "said").body == b'{\n  "status": "said"\n}\n'
-    aliased = replace(call, headers=request_headers((adapter_management.ALIAS_HEADER, "nice")))
-    reply = adapter_management.confirmation(aliased, "a", "registered", "")
-    assert (reply.status, reply.content_type) == (200, "application/json")
-    assert reply.body == b'{\n  "status": "Adapter nice registered"\n}\n'
+    alias = request_headers((adapter_management.ALIAS_HEADER, "nice"))
+    lmis = query("name=a&src=/x")
+    for call, message, expected in (
+        (lmis, "", b'{\n  "status": "Adapter a registered"\n}\n'),
+        (lmis, "said", b'{\n  "status": "said"\n}\n'),
+        (replace(lmis, headers=alias), "", b'{\n  "status": "Adapter nice registered"\n}\n'),
+        (body({}, query=lmis.query), "", b'{\n  "status": "Adapter a registered"\n}\n'),
+    ):
+        reply = adapter_management.confirmation(call, "a", "registered", message)
+        assert (reply.status, reply.content_type, reply.body) == (200, "application/json", expected)
 
 
 def test_the_answers_in_sagemakers_form() -> None:

@@ -32,18 +32,6 @@ def refusal(asked: Call) -> Reply:
     ("reply", "status", "body"),
     [
         (model_management.registered("m"), 200, b'{\n  "status": "Model \\"m\\" registered."\n}\n'),
-        (
-            model_management.registration_scheduled("m"),
-            202,
-            b'{\n  "status": "Model \\"m\\" registration scheduled."\n}\n',
-        ),
-        (model_management.unregistered("m"), 200, b'{\n  "status": "Model or workflow \\"m\\" unregistered"\n}\n'),
-        (
-            model_management.scaled("m", 1, 2),
-            200,
-            b'{\n  "status": "Workflow \\"m\\" worker scaled. '
-            b'New Worker configuration min workers:1 max workers:2"\n}\n',
-        ),
         (model_management.model_list([], 0, 100), 200, b'{\n  "models": []\n}\n'),
         (
             model_management.model_list([A, B], 0, 100),
