@@ -23,7 +23,6 @@ from handlers.all_contracts import CONTRACTS
 from handlers.route_declarations import GenerationRoute, takes
 from tests.contracts.exchange import MODEL
 from tests.contracts.test_cases import CaseEngine, exchanged
-from tests.contracts.test_messages import write_lines
 from tests.stand_ins.scripted_engine import ScriptedGeneration
 
 FILES = sorted((Path(__file__).parent / "requests").glob("*.yaml"))
@@ -68,6 +67,16 @@ def effect(row: dict[str, Any], directory: Path) -> dict[str, Any]:
         return {"engine": [without_defaults(request) for request in alone]}
     body = reply.pop("body")
     return {name: value for name, value in reply.items() if (name, value) not in COMMON} | {"reply": body}
+
+
+def write_lines(path: Path, rows_by_title: dict[str, list[dict[str, Any]]]) -> None:
+    """Write a line for each row."""
+    with path.open("w") as file:
+        for title, rows in rows_by_title.items():
+            file.write(f"{title}:\n")
+            for row in rows:
+                line = yaml.safe_dump(row, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**6)
+                file.write(f"- {line}")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
