@@ -278,24 +278,14 @@ class Queue:
         return self._folder / "out" / f"{self._count}-error.out"
 
 
-@pytest.mark.parametrize("ping", [200, 503])
-async def test_a_call_expires_while_it_waits_for_another_one_or_for_the_model(tmp_path: Path, ping: int) -> None:
+@pytest.mark.parametrize(("awaited", "ping"), [("a call", 200), ("the model", 503), ("a large input", 200)])
+async def test_a_call_expires_while_it_waits(tmp_path: Path, large_input: S3Url, awaited: str, ping: int) -> None:
     container = ScriptedContainer(silent if ping == 200 else answering(503), ping)
-    queue = Queue(container, tmp_path)
-    queue.submit()
+    source, concurrency = (large_input, 2) if awaited == "a large input" else (None, 1)
+    queue = Queue(container, tmp_path, concurrency)
+    queue.submit(source=source)
     await until(lambda: container.seen)
-    expired = queue.submit(ttl=0.05)
-    await until(expired.exists)
-    assert "The request has expired: it waited for 0.05 s" in json.loads(expired.read_bytes())["Message"]
-    await queue.calls.drain(0.0)
-
-
-async def test_a_call_expires_while_it_waits_for_another_large_input(tmp_path: Path, large_input: S3Url) -> None:
-    container = ScriptedContainer(silent)
-    queue = Queue(container, tmp_path, concurrency=2)
-    queue.submit(source=large_input)
-    await until(lambda: container.seen)
-    expired = queue.submit(source=large_input, ttl=0.05)
+    expired = queue.submit(source=source, ttl=0.05)
     await until(expired.exists)
     assert "The request has expired: it waited for 0.05 s" in json.loads(expired.read_bytes())["Message"]
     await queue.calls.drain(0.0)

@@ -22,7 +22,7 @@ Event = tuple[str, str, str, str]  # Logical id, type, status, reason.
 
 
 class FakeCloudFormation:
-    """One stack. A change succeeds, or has the next of `outcomes`: its events, with the stack's own event last."""
+    """One stack. Its changes succeed, except for those of `next_change`."""
 
     def __init__(self) -> None:
         self.status: str | None = None
@@ -31,7 +31,7 @@ class FakeCloudFormation:
         self.parameters: dict[str, str] = {}
         self.tags: list[dict[str, str]] = []
         self.events: list[dict[str, Any]] = []
-        self.outcomes: list[list[Event]] = []
+        self._outcomes: list[list[Event]] = []
         self.coming: list[str | None] = []  # The next statuses of the stack. Each look at the stack takes one.
         self.proposal_fails = ""
         self.others: list[str] = []  # Change sets of other users.
@@ -51,6 +51,10 @@ class FakeCloudFormation:
 
     def called(self, operation: str) -> list[dict[str, Any]]:
         return [parameters for name, parameters in self.calls if name == operation]
+
+    def next_change(self, *events: Event) -> None:
+        """Let the next change have these events, with the stack's own event last."""
+        self._outcomes.append(list(events))
 
     def there(self, status: str, template: dict[str, Any] | None = None, endpoint: str = "my-llm") -> None:
         """Add a stack that was created before."""
@@ -141,7 +145,7 @@ class FakeCloudFormation:
         verb = self.proposed["ChangeSetType"]
         self.events.append(self._event("slipway-my-llm", STACK, f"{verb}_IN_PROGRESS", "User Initiated"))
         whole = [(name, each["Type"], f"{verb}_COMPLETE", "") for name, each in template["Resources"].items()]
-        events = self.outcomes.pop(0) if self.outcomes else [*whole, stack_event(f"{verb}_COMPLETE")]
+        events = self._outcomes.pop(0) if self._outcomes else [*whole, stack_event(f"{verb}_COMPLETE")]
         self.tags = self.proposed["Tags"]
         if events[-1][2] == f"{verb}_COMPLETE" or verb == "CREATE":
             self.template, self.parameters = template, values
@@ -151,7 +155,7 @@ class FakeCloudFormation:
         if self.status == "REVIEW_IN_PROGRESS":
             self.status = None
             return
-        self._happens(self.outcomes.pop(0) if self.outcomes else [stack_event("DELETE_COMPLETE")])
+        self._happens(self._outcomes.pop(0) if self._outcomes else [stack_event("DELETE_COMPLETE")])
 
 
 def stack_event(status: str, reason: str = "") -> Event:

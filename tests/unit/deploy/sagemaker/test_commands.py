@@ -42,6 +42,10 @@ def error(operation: str, message: str, code: str = "ValidationException") -> Cl
     return ClientError({"Error": {"Code": code, "Message": message}}, operation)
 
 
+def logged(event: str, milliseconds: int, message: str) -> dict[str, Any]:
+    return {"eventId": event, "timestamp": milliseconds, "logStreamName": "s", "message": message}
+
+
 class Services:
     """Clients of all services except CloudFormation. The test sets their answers; the default is an empty answer."""
 
@@ -51,9 +55,7 @@ class Services:
             "DescribeRepositories": error("DescribeRepositories", "none", "RepositoryNotFoundException"),
             "GetAuthorizationToken": {"authorizationData": [{"authorizationToken": "QVdTOnNlY3JldA=="}]},
             "DescribeEndpoint": error("DescribeEndpoint", "Could not find endpoint"),
-            "FilterLogEvents": {
-                "events": [{"eventId": "1", "timestamp": 1000, "logStreamName": "s", "message": "CUDA out of memory\n"}]
-            },
+            "FilterLogEvents": {"events": [logged("1", 1000, "CUDA out of memory\n")]},
             "InvokeEndpoint": {"Body": io.BytesIO(b'{"generated_text": " Paris"}')},
         }
         self.called: dict[str, Any] = {}
@@ -62,6 +64,8 @@ class Services:
     def answer(self, model: Any, params: dict[str, Any], **more: Any) -> tuple[Any, Any]:
         self.called[model.name] = params["body"]
         found = self.answers.get(model.name, {})
+        if isinstance(found, list):  # The answers to several calls.
+            found = found.pop(0)
         if isinstance(found, ClientError):
             return SimpleNamespace(status_code=400), found.response
         return SimpleNamespace(status_code=200), found
@@ -114,7 +118,7 @@ def test_every_example_has_its_template_without_a_call(example: Path) -> None:
 
 
 def test_a_failure_is_rolled_back_and_its_exit_code_says_so(cloudformation: FakeCloudFormation) -> None:
-    cloudformation.outcomes = [FAILURE]
+    cloudformation.next_change(*FAILURE)
     done = _run("deploy", *SHORT)
     assert done.exit_code == 1
     assert "did not pass the ping health check" in done.stderr
@@ -126,7 +130,7 @@ def test_a_failure_is_rolled_back_and_its_exit_code_says_so(cloudformation: Fake
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_is_rolled_back(number: signal.Signals, cloudformation: FakeCloudFormation) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # A background process ignores it.
-    cloudformation.outcomes = [[stack_event("CREATE_IN_PROGRESS")]]
+    cloudformation.next_change(stack_event("CREATE_IN_PROGRESS"))
 
     def interrupt(operation: str) -> None:
         if operation == "ExecuteChangeSet":
@@ -342,7 +346,7 @@ def test_why_the_log_of_what_does_not_start_cannot_be_read_is_said(
     cloudformation: FakeCloudFormation, services: Services
 ) -> None:
     services.answers["FilterLogEvents"] = error("FilterLogEvents", "no", "AccessDeniedException")
-    cloudformation.outcomes = [FAILURE]
+    cloudformation.next_change(*FAILURE)
     done = _run("deploy", *SHORT)
     assert done.exit_code == 1
     assert "  log: (An error occurred (AccessDeniedException)" in done.stderr
@@ -351,6 +355,12 @@ def test_why_the_log_of_what_does_not_start_cannot_be_read_is_said(
 
 def test_a_body_that_is_no_text_is_sent_as_it_is(cloudformation: FakeCloudFormation) -> None:
     assert _run("invoke", "my-llm", "--body", "\udcff").exit_code == 0
+
+
+def test_a_log_is_read_page_after_page(cloudformation: FakeCloudFormation, services: Services) -> None:
+    pages = [{"events": [logged("1", 1000, "a\n")], "nextToken": "2"}, {"events": [logged("2", 2000, "b\n")]}]
+    services.answers["FilterLogEvents"] = pages
+    assert _run("logs", "my-llm").stdout == "1970-01-01 00:00:01 a\n1970-01-01 00:00:02 b\n"
 
 
 def test_the_log_of_nothing_is_a_line_and_exit_code_one(cloudformation: FakeCloudFormation, services: Services) -> None:

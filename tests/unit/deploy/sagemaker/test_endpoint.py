@@ -5,8 +5,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,7 +13,6 @@ from deploy.local_endpoint.event_stream import payload_part
 from deploy.sagemaker import endpoint
 from deploy.sagemaker.aws import Aws
 from slipway.cli import app
-from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION
 
 
 def test_a_connection_that_breaks_within_a_stream_breaks_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,33 +83,3 @@ def test_a_local_endpoint_is_asked_as_sagemakers() -> None:
     refused = CliRunner().invoke(app, ["invoke", "refused", "--body", "{}"])
     assert refused.exit_code == 1
     assert "ModelError" in refused.stderr
-
-
-class Group:
-    """A log group. Each look at it gives the next of `looks`; None, and any further look, finds no group."""
-
-    def __init__(self, *looks: list[tuple[str, int]] | None) -> None:
-        self.looks = list(looks)
-        self.client: Any = SESSION.client("logs")
-        self.client.meta.events.register("before-call.cloudwatch-logs", self._answer)
-
-    def _answer(self, params: dict[str, Any], **more: Any) -> tuple[Any, dict[str, Any]]:
-        events = self.looks.pop(0) if self.looks else None
-        if events is None:
-            return SimpleNamespace(status_code=400), {"Error": {"Code": "ResourceNotFoundException", "Message": "no"}}
-        lines = [{"eventId": id, "timestamp": when, "message": f"line {id}\n"} for id, when in events]
-        next_page = {"nextToken": "more"} if self.looks and self.looks[0] and self.looks[0][0][0] == "page" else {}
-        return SimpleNamespace(status_code=200), {"events": lines, **next_page}
-
-
-def test_a_log_is_read_page_after_page() -> None:
-    group = Group([("1", 1000)], [("page", 2000)])
-    assert [line for _, line in endpoint.log_lines(group.client, "g", 0)] == [
-        "1970-01-01 00:00:01 line 1",
-        "1970-01-01 00:00:02 line page",
-    ]
-
-
-def test_of_a_group_that_is_not_there_it_is_said() -> None:
-    with pytest.raises(endpoint.NoLog, match=" g "):
-        list(endpoint.log_lines(Group().client, "g", 0))

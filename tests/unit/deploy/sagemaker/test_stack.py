@@ -117,15 +117,13 @@ def test_what_cloudformation_cannot_do_is_said_with_its_reason(
 def test_a_creation_that_fails_says_the_reasons_of_its_events(
     cloudformation: FakeCloudFormation, stack: Stack, told: list[str]
 ) -> None:
-    cloudformation.outcomes = [
-        [
-            ("Model", "AWS::SageMaker::Model", "CREATE_COMPLETE", ""),
-            ("Endpoint", ENDPOINT, "CREATE_FAILED", NOT_HEALTHY),
-            ("Alarm", "AWS::CloudWatch::Alarm", "CREATE_FAILED", "Resource creation cancelled"),
-            stack_event("DELETE_IN_PROGRESS", "The following resource(s) failed to create: [Endpoint]."),
-            stack_event("DELETE_COMPLETE"),
-        ]
-    ]
+    cloudformation.next_change(
+        ("Model", "AWS::SageMaker::Model", "CREATE_COMPLETE", ""),
+        ("Endpoint", ENDPOINT, "CREATE_FAILED", NOT_HEALTHY),
+        ("Alarm", "AWS::CloudWatch::Alarm", "CREATE_FAILED", "Resource creation cancelled"),
+        stack_event("DELETE_IN_PROGRESS", "The following resource(s) failed to create: [Endpoint]."),
+        stack_event("DELETE_COMPLETE"),
+    )
     with pytest.raises(StackFailed) as raised:
         _create(stack)
     assert str(raised.value) == f"the stack slipway-my-llm is DELETE_COMPLETE: Endpoint ({ENDPOINT}): {NOT_HEALTHY}"
@@ -136,13 +134,11 @@ def test_a_creation_that_fails_says_the_reasons_of_its_events(
 
 def test_an_update_that_fails_leaves_what_was_there(cloudformation: FakeCloudFormation, stack: Stack) -> None:
     _create(stack)
-    cloudformation.outcomes = [
-        [
-            ("Endpoint", ENDPOINT, "UPDATE_FAILED", "one of its alarms rang"),
-            stack_event("UPDATE_ROLLBACK_IN_PROGRESS"),
-            stack_event("UPDATE_ROLLBACK_COMPLETE"),
-        ]
-    ]
+    cloudformation.next_change(
+        ("Endpoint", ENDPOINT, "UPDATE_FAILED", "one of its alarms rang"),
+        stack_event("UPDATE_ROLLBACK_IN_PROGRESS"),
+        stack_event("UPDATE_ROLLBACK_COMPLETE"),
+    )
     change = _proposed(stack, OTHER)
     with pytest.raises(
         StackFailed, match=r"UPDATE_ROLLBACK_COMPLETE: Endpoint \(AWS::SageMaker::Endpoint\): one of its"
@@ -156,13 +152,11 @@ def test_what_an_update_could_not_delete_is_told(
     cloudformation: FakeCloudFormation, stack: Stack, told: list[str]
 ) -> None:
     _create(stack)
-    cloudformation.outcomes = [
-        [
-            stack_event("UPDATE_COMPLETE_CLEANUP_IN_PROGRESS"),
-            ("Model", "AWS::SageMaker::Model", "DELETE_FAILED", "no permission"),
-            stack_event("UPDATE_COMPLETE"),
-        ]
-    ]
+    cloudformation.next_change(
+        stack_event("UPDATE_COMPLETE_CLEANUP_IN_PROGRESS"),
+        ("Model", "AWS::SageMaker::Model", "DELETE_FAILED", "no permission"),
+        stack_event("UPDATE_COMPLETE"),
+    )
     stack.carry_out(_proposed(stack, OTHER))
     assert "Model DELETE_FAILED: no permission" in told
 
@@ -248,12 +242,10 @@ def test_an_interrupted_update_goes_on(cloudformation: FakeCloudFormation, stack
 
 def test_a_deletion_that_fails_says_what_is_left(cloudformation: FakeCloudFormation, stack: Stack) -> None:
     _create(stack)
-    cloudformation.outcomes = [
-        [
-            ("Endpoint", ENDPOINT, "DELETE_FAILED", "Cannot delete: has inference components"),
-            stack_event("DELETE_FAILED"),
-        ]
-    ]
+    cloudformation.next_change(
+        ("Endpoint", ENDPOINT, "DELETE_FAILED", "Cannot delete: has inference components"),
+        stack_event("DELETE_FAILED"),
+    )
     with pytest.raises(StackFailed, match=r"DELETE_FAILED: Endpoint .*has inference components"):
         stack.delete()
 
