@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import io
+import socket
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
-
-import httptools
+from typing import Literal, cast
 
 from tests.chaos.contracts import Answer
 
@@ -79,57 +80,39 @@ async def _talk(
             await reader.read(random.randrange(1, 2000))
         await asyncio.sleep(random.expovariate(10.0))
         return Left()
-    reply = _Reply()
+    data = b""
     size = _PART_BYTES if manner == "reads slowly" else 1 << 16
-    while data := await reader.read(size):
-        reply.feed(data)
+    while part := await reader.read(size):
+        data += part
         if manner == "reads slowly":
             await asyncio.sleep(_PART_SECONDS)
-    return reply.answer()
+    return _only_reply(data)
 
 
-class _Reply:
-    """A parser of one HTTP/1.1 reply."""
+class _Received(io.BytesIO):
+    """The bytes of a connection. A reply that has been read does not close them."""
 
-    def __init__(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
-        self._type = ""
-        self._retry_after: float | None = None
-        self._body: list[bytes] = []
-        self._begun = self._complete = 0
-        self._delimited = False
-        self._received = 0
+    def close(self) -> None:
+        pass
 
-    def feed(self, data: bytes) -> None:
-        self._received += len(data)
-        if self._complete:
-            raise Broken(f"bytes behind the reply: {data[:80]!r}")
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            raise Broken(f"no HTTP: {error}: {data[:80]!r}") from error
+    def makefile(self, mode: str) -> _Received:
+        return self
 
-    def answer(self) -> Answer:
-        if self._begun != 1 or self._complete != 1:
-            raise Broken(f"{self._complete} whole replies in {self._received} bytes")
-        return Answer(self._parser.get_status_code(), self._type, b"".join(self._body), self._retry_after)
 
-    def on_message_begin(self) -> None:
-        self._begun += 1
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._delimited |= name.lower() in (b"content-length", b"transfer-encoding")
-        if name.lower() == b"content-type":
-            self._type = value.decode("latin-1")
-        if name.lower() == b"retry-after":
-            self._retry_after = float(value)
-
-    def on_headers_complete(self) -> None:
-        if not self._delimited and self._parser.get_status_code() not in (204, 304):
+def _only_reply(data: bytes) -> Answer:
+    """Return the reply in all bytes of a connection."""
+    received = _Received(data)
+    reply = http.client.HTTPResponse(cast("socket.socket", received))
+    try:
+        reply.begin()
+        if reply.length is None and not reply.chunked:
             raise Broken("neither Content-Length nor chunked")
-
-    def on_body(self, body: bytes) -> None:
-        self._body.append(body)
-
-    def on_message_complete(self) -> None:
-        self._complete += 1
+        body = reply.read()
+    except (http.client.HTTPException, ValueError) as error:
+        raise Broken(f"no whole reply in {len(data)} bytes: {error!r}: {data[:80]!r}") from error
+    if reply.chunked and not data.endswith(b"0\r\n\r\n"):  # `read` accepts an end without the last line.
+        raise Broken(f"no whole reply in {len(data)} bytes: {data[-80:]!r}")
+    if behind := received.read():
+        raise Broken(f"bytes behind the reply: {behind[:80]!r}")
+    retry_after = reply.headers["retry-after"]
+    return Answer(reply.status, reply.headers["content-type"] or "", body, retry_after and float(retry_after))
