@@ -14,13 +14,9 @@ The exit code is 1 if an option fails: if requests fail, or if vLLM's own server
 from __future__ import annotations
 
 import copy
-import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +27,8 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from benchmarks.peers import Server as Process
+from benchmarks.peers import ServerError
 from container.settings.options import NOT_SERVED
 from tests.live.server import Server, free_port, write_model
 from tests.live.small_model import prepare_small_model
@@ -432,7 +430,7 @@ def ask(client: httpx.Client, model: str, names: Sequence[str]) -> str:
 _BY_SLIPWAY = "not served by this version of Slipway; "  # Part of some error messages about settings.
 
 
-_LATE = "it was not ready in time"
+_LATE = "vLLM: not ready"
 
 
 class Slipway:
@@ -512,7 +510,7 @@ class Slipway:
         if _BY_SLIPWAY in tried.problem:
             return True, f"refused by Slipway: {tried.problem.partition(_BY_SLIPWAY)[2].partition(' (served')[0]}"
         theirs = tried_on_vllm(options, self._paths["model"], self._directory / "vllm.log")
-        if theirs in ("", _LATE):
+        if not theirs or theirs.startswith(_LATE):
             return False, f"FAILS, unlike on `vllm serve` ({theirs or 'it works'}): {tried.problem}"
         if f"option.{name}" in tried.refusal:
             return True, "refused by both"
@@ -589,45 +587,27 @@ def refused_at_once(options: Mapping[str, str], model: Path) -> str:
 
 
 def tried_on_vllm(options: Mapping[str, str], model: Path, log: Path) -> str:
-    """Return the error of vLLM's own server with these arguments. Empty if it works."""
+    """Return the error if vLLM's own server fails with these arguments. Empty if it works."""
     if refusal := refused_at_once(options, model):
         return refusal
     port = free_port()
     arguments = [*_serve_arguments(options, model), "--port", str(port)]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
-    with log.open("wb") as output:
-        variables = os.environ | {"HF_HUB_OFFLINE": "1"} | ANY_CORE
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=variables, start_new_session=True)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=REQUEST_SECONDS) as client:
-            problem = _wait_for_vllm(process, client)
-            return problem or ask(client, MODEL, ("chat", "completions, streamed", "vLLM's chat"))
-    finally:
-        _end(process)
+    with (
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=REQUEST_SECONDS) as client,
+        Process("vLLM", command, log, environment={"HF_HUB_OFFLINE": "1"} | ANY_CORE) as process,
+    ):
 
+        def ready() -> bool:
+            with suppress(httpx.TransportError):
+                return client.get("/health").status_code == 200
+            return False
 
-def _wait_for_vllm(process: subprocess.Popen[bytes], client: httpx.Client) -> str:
-    deadline = time.monotonic() + LOAD_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            return f"it ended with {process.returncode}"
-        with suppress(httpx.TransportError):
-            if client.get("/health").status_code == 200:
-                return ""
-        time.sleep(0.5)
-    return _LATE
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Terminate a process and the process group that it leads."""
-    process.terminate()
-    try:
-        process.wait(30)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            process.wait_until(ready, LOAD_SECONDS)
+        except ServerError as error:
+            return str(error).partition(";")[0]
+        return ask(client, MODEL, ("chat", "completions, streamed", "vLLM's chat"))
 
 
 @cache
