@@ -65,32 +65,11 @@ def test_a_batch_that_is_not_full_is_due_when_its_first_item_has_waited_long_eno
     assert numbers(queue.take_due()) == [0, 1]
 
 
-def test_without_a_delay_whatever_waits_is_due() -> None:
-    queue, _ = queue_of((1, "a"), (1, "a"), size=1, delay=0.0)
-    assert queue.due_in() == 0.0
-    assert [numbers(queue.take_due()) for _ in range(3)] == [[0], [1], []]
-    assert queue.due_in() is None
-
-
 def test_items_of_another_key_wait_for_the_oldest_item() -> None:
     queue, clock = queue_of((1, "a"), *[(1, "b")] * 4)
     assert queue.take_due() == []
     clock.now = DELAY
     assert [numbers(queue.take_due()) for _ in range(3)] == [[0], [1, 2, 3, 4], []]
-
-
-def test_the_oldest_item_comes_before_full_batches_when_its_time_is_over() -> None:
-    queue, clock = queue_of((1, "a"), *[(1, "b")] * 8)
-    clock.now = DELAY
-    assert numbers(queue.take_due()) == [0]
-
-
-def test_an_item_heavier_than_a_batch_runs_alone() -> None:
-    queue, clock = queue_of((9, "a"), (1, "a"))
-    assert numbers(queue.take_due()) == [0]
-    assert queue.take_due() == []
-    clock.now = DELAY
-    assert numbers(queue.take_due()) == [1]
 
 
 def test_a_discarded_item_is_never_taken_and_no_longer_counts() -> None:
@@ -102,13 +81,6 @@ def test_a_discarded_item_is_never_taken_and_no_longer_counts() -> None:
     clock.now = DELAY
     assert numbers(queue.take_due()) == [0, 2, 3]
     assert not queue.discard(Item(0, "a", 1, 0.0))
-
-
-def test_draining_gives_back_all_that_waits() -> None:
-    queue, _ = queue_of((1, "a"), (1, "b"), (1, "a"))
-    assert numbers(queue.drain()) == [0, 1, 2]
-    assert len(queue) == 0
-    assert queue.due_in() is None
 
 
 def test_discarding_all_of_a_long_queue_takes_no_time() -> None:
@@ -157,50 +129,24 @@ def played(steps: list[Step]) -> tuple[list[Item], list[Item], list[tuple[float,
 
 
 @given(STEPS)
-def test_every_item_is_taken_exactly_once_unless_it_was_discarded(steps: list[Step]) -> None:
+def test_any_items_are_taken_once_in_batches_that_are_allowed_and_due(steps: list[Step]) -> None:
     items, discarded, batches = played(steps)
     taken = [item for _, batch in batches for item in batch]
     assert sorted(numbers(taken + discarded)) == numbers(items)
-
-
-@given(STEPS)
-def test_batches_hold_one_key_and_are_no_heavier_than_allowed(steps: list[Step]) -> None:
-    for _, batch in played(steps)[2]:
-        assert batch
+    waiting = {item.number: item for item in items}
+    left = {item.number: item for item in taken}
+    for now, batch in batches:
         assert len({item.key for item in batch}) == 1
         assert len(batch) == 1 or sum(item.weight for item in batch) <= SIZE
-
-
-@given(STEPS)
-def test_items_of_one_key_keep_their_order(steps: list[Step]) -> None:
-    batches = played(steps)[2]
-    for key in "abc":
-        order = numbers([item for _, batch in batches for item in batch if item.key == key])
-        assert order == sorted(order)
-
-
-@given(STEPS)
-def test_a_batch_is_full_or_its_first_item_has_waited_long_enough(steps: list[Step]) -> None:
-    items, _, batches = played(steps)
-    waiting = {item.number: item for item in items}
-    for now, batch in batches:
-        waited = now - batch[0].arrived >= DELAY
         of_key = [item for item in waiting.values() if item.key == batch[0].key and item.arrived <= now]
-        assert waited or sum(item.weight for item in of_key) >= SIZE
+        assert now - batch[0].arrived >= DELAY or sum(item.weight for item in of_key) >= SIZE
+        overdue = [item.arrived for item in left.values() if now - item.arrived >= DELAY]
+        assert batch[0].arrived <= min(overdue, default=now), "the oldest item comes first once its time is over"
         for item in batch:
-            del waiting[item.number]
-
-
-@given(STEPS)
-def test_no_item_is_passed_over_once_it_is_the_oldest_and_its_time_is_over(steps: list[Step]) -> None:
-    _, _, batches = played(steps)
-    left = {item.number: item for _, batch in batches for item in batch}
-    for now, batch in batches:
-        overdue = [item for item in left.values() if now - item.arrived >= DELAY]
-        if overdue:
-            assert batch[0].arrived <= min(item.arrived for item in overdue)
-        for item in batch:
-            del left[item.number]
+            del waiting[item.number], left[item.number]
+    for key in "abc":
+        of_one_key = [item.number for item in taken if item.key == key]
+        assert of_one_key == sorted(of_one_key)
 
 
 async def turns_of_the_loop() -> None:

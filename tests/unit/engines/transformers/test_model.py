@@ -19,7 +19,6 @@ from engines.transformers.model import (
     check_quantization,
     check_weights,
     loading_arguments,
-    longest_context,
     max_model_len,
     model_arguments,
     pad_token_id,
@@ -31,15 +30,35 @@ def settings(engine_arguments: dict[str, str] | None = None, **fields: Any) -> M
     return ModelConfig(name="m", model_dir=Path("/m"), model_id="/m", engine_arguments=engine_arguments or {}, **fields)
 
 
-@pytest.mark.parametrize(("text", "value"), [("7", 7), (" 7 ", 7)])
-def test_an_integer_is_read_with_blanks_around_it(text: str, value: int) -> None:
-    assert max_model_len(settings({"max_model_len": text}), SimpleNamespace(n_positions=64)) == value
+def yarn(length: int) -> dict[str, Any]:
+    """Return a context of this length that is stretched from 32768 tokens to four times as many."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    return {"max_position_embeddings": length, "rope_parameters": rope}
 
 
-@pytest.mark.parametrize("text", ["0", "x", "4.5"])
-def test_what_is_no_integer_of_that_size_is_refused_by_name(text: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "config", "length"),
+    [
+        ({}, {"max_position_embeddings": 2048}, 2048),
+        ({}, {"n_positions": 1024}, 1024),
+        ({}, {"max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default", "factor": 4.0}}, 8192),
+        ({}, yarn(32768), 131072),
+        ({}, yarn(131072), 131072),
+        ({"max_model_len": " 7 "}, {"n_positions": 64}, 7),
+        ({"max_model_len": "4096"}, {}, 4096),
+    ],
+)
+def test_the_context_is_that_of_the_option_or_of_the_model(
+    given: dict[str, str], config: dict[str, Any], length: int
+) -> None:
+    assert max_model_len(settings(given), SimpleNamespace(**config)) == length
+
+
+@pytest.mark.parametrize("given", ["0", "x", "4.5", "4096", None])
+def test_a_context_that_cannot_be_is_refused_by_name(given: str | None) -> None:
+    arguments = {} if given is None else {"max_model_len": given}
     with pytest.raises(EngineStartError, match=r"option\.max_model_len"):
-        max_model_len(settings({"max_model_len": text}), SimpleNamespace(n_positions=64))
+        max_model_len(settings(arguments), SimpleNamespace(max_position_embeddings=2048 if given else None))
 
 
 def test_a_switch_is_true_or_false_or_refused() -> None:
@@ -71,49 +90,6 @@ def test_an_unknown_type_is_refused() -> None:
         model_arguments(settings(dtype="int9"))
 
 
-@pytest.mark.parametrize(
-    ("config", "length"),
-    [
-        ({"max_position_embeddings": 2048}, 2048),
-        ({"n_positions": 1024}, 1024),
-        ({"max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default", "factor": 4.0}}, 8192),
-        (
-            {
-                "max_position_embeddings": 32768,
-                "rope_parameters": {
-                    "rope_type": "yarn",
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 32768,
-                },
-            },
-            131072,
-        ),
-        (
-            {
-                "max_position_embeddings": 131072,
-                "rope_parameters": {
-                    "rope_type": "yarn",
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 32768,
-                },
-            },
-            131072,
-        ),
-        ({}, None),
-    ],
-)
-def test_the_longest_context_is_the_models_own(config: dict[str, Any], length: int | None) -> None:
-    assert longest_context(SimpleNamespace(**config)) == length
-
-
-def test_a_context_longer_than_the_models_is_refused() -> None:
-    with pytest.raises(EngineStartError, match=r"4096 .*2048"):
-        max_model_len(settings({"max_model_len": "4096"}), SimpleNamespace(max_position_embeddings=2048))
-    with pytest.raises(EngineStartError, match=r"option\.max_model_len"):
-        max_model_len(settings(), SimpleNamespace())
-    assert max_model_len(settings({"max_model_len": "4096"}), SimpleNamespace()) == 4096
-
-
 @pytest.mark.parametrize("method", ["fp8", "awq"])
 def test_a_quantization_that_the_weights_do_not_have_is_refused(method: str) -> None:
     plain, quantized = SimpleNamespace(), SimpleNamespace(quantization_config={"quant_method": "awq"})
@@ -130,19 +106,10 @@ def test_padding_is_a_token_that_the_model_can_embed(pad: int | None, eos: int |
     assert pad_token_id(SimpleNamespace(pad_token_id=pad, eos_token_id=eos), 100) == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (BartConfig(), "encoder-decoder model"),
-        (BertConfig(), "an encoder"),
-    ],
-)
+@pytest.mark.parametrize(("config", "message"), [(BartConfig(), "encoder-decoder model"), (BertConfig(), "an encoder")])
 def test_what_is_no_causal_language_model_is_refused(config: Any, message: str) -> None:
     with pytest.raises(EngineStartError, match=message):
         check_kind(settings(), config)
-
-
-def test_decoders_are_not_refused() -> None:
     check_kind(settings(), BertConfig(is_decoder=True))
     check_kind(settings(), LlamaConfig())
 

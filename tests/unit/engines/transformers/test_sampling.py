@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -140,32 +139,6 @@ def test_log_probabilities_are_those_of_the_raw_logits() -> None:
     assert [value for _, value in choice.top] == pytest.approx(values.tolist(), abs=1e-5)
 
 
-def test_log_probabilities_are_computed_only_where_something_needs_them() -> None:
-    row = logits(3)
-    for fields, needed in (
-        ({}, False),
-        ({"candidates": 2, "sequences": 1}, True),
-        ({"candidates": 2, "sequences": 2, "stream": True}, False),
-    ):
-        (choice,) = Sequences(**fields).choose(row)
-        assert (choice.logprob is not None) is needed
-
-
-def test_sampling_follows_the_probabilities() -> None:
-    row = torch.full((SIZE,), -math.inf)
-    row[[3, 9, 27]] = torch.tensor([0.5, 0.3, 0.2]).log()
-    counts = drawn(row, 4000, temperature=1.0)
-    assert counts.keys() == {3, 9, 27}
-    assert [counts[i] / 4000 for i in (3, 9, 27)] == pytest.approx([0.5, 0.3, 0.2], abs=0.04)
-
-
-def test_sequences_of_one_request_draw_differently_and_each_the_same_again() -> None:
-    def numbers(sequence: int) -> list[float]:
-        return torch.rand(8, generator=random_numbers(7, sequence, CPU)).tolist()
-
-    assert numbers(0) == numbers(0) != numbers(1)
-
-
 PARAMETERS = st.fixed_dictionaries(
     {"temperature": st.sampled_from([0.0, 0.7, 1.5])},
     optional={
@@ -197,16 +170,6 @@ def test_a_sequence_draws_the_same_tokens_alone_and_at_any_place_of_a_batch(
         choices = together.choose(*rows)
         assert [choice.token_id for choice in choices] == [choice.token_id for choice in single]
         assert all(len(choice.top) == parameters.get("top_tokens", 0) for choice in choices)
-
-
-def test_one_sequence_without_a_choice_fails_alone() -> None:
-    good, bad = torch.zeros(SIZE), torch.zeros(SIZE)
-    good[9], bad[5] = 1.0, math.nan
-    for temperature in (0.0, 1.0):
-        first, second, third = Sequences((1,), (2,), (3,), temperature=temperature, top_k=1).choose(good, bad, good)
-        assert first.token_id == third.token_id == 9
-        assert isinstance(second, GenerationFailed)
-        assert "not numbers" in second.message
 
 
 def test_parameters_that_forbid_every_token_are_an_error() -> None:

@@ -41,82 +41,39 @@ def run(token_ids: list[int], *, model: TransformersModel = MODEL, **fields: Any
     return deltas
 
 
-def text_of(deltas: list[TokenDelta]) -> str:
-    return "".join(delta.text for delta in deltas)
+EOS, STOP, LENGTH = FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH
+SHOWN = {"include_stop_str_in_output": True}
 
 
-def token_text_of(deltas: list[TokenDelta]) -> str:
-    return "".join(token.text for delta in deltas for token in delta.tokens)
-
-
-def test_a_streamed_sequence_has_a_delta_for_each_token_and_counts_at_its_end() -> None:
-    deltas = run([*ids("ab"), END])
-    assert [delta.text for delta in deltas] == ["a", "b", ""]
-    last = deltas[-1]
-    assert (last.finish_reason, last.last, last.prompt_token_count, last.token_count) == (FinishReason.EOS, True, 2, 3)
-    assert last.cumulative_logprob == -1.5
-    assert [(token.id, token.text, token.special) for token in last.tokens] == [(END, "", True)]
-
-
-def test_without_streaming_there_is_one_delta_at_the_end() -> None:
-    deltas = run([*ids("abc"), END], stream=False)
-    assert [(delta.text, delta.last, len(delta.tokens)) for delta in deltas] == [("abc", True, 4)]
-
-
-def test_a_character_of_several_tokens_comes_whole_with_the_last_of_them() -> None:
-    deltas = run([*ids("é!"), END])
-    assert [token.text for delta in deltas for token in delta.tokens] == ["", "é", "!", ""]
-    assert text_of(deltas) == "é!"
-
-
-@pytest.mark.parametrize(("include", "text"), [(False, "one "), (True, "one two")])
-def test_a_stop_string_ends_the_text_and_the_tokens_join_to_it(include: bool, text: str) -> None:
-    deltas = run(ids("one two three"), stop=("two",), include_stop_str_in_output=include)
-    assert text_of(deltas) == token_text_of(deltas) == text
-    assert deltas[-1].finish_reason is FinishReason.STOP
-    assert deltas[-1].token_count == len("one two")
-
-
-def test_text_that_could_begin_a_stop_string_is_held_back_and_let_go_when_it_does_not() -> None:
-    deltas = run([*ids("xabx"), END], stop=("abc",))
-    assert [delta.text for delta in deltas] == ["x", "abx", ""]
-    assert [token.text for delta in deltas for token in delta.tokens] == ["x", "a", "b", "x", ""]
-
-
-def test_held_text_is_let_go_when_the_sequence_ends_otherwise() -> None:
-    deltas = run([*ids("ab"), END], stop=("abc",))
-    assert text_of(deltas) == "ab"
-    assert deltas[-1].finish_reason is FinishReason.EOS
-
-
-def test_a_stop_string_does_not_end_a_sequence_shorter_than_min_tokens() -> None:
-    deltas = run([*ids("a.b.c"), END], stop=(".",), min_tokens=2)
-    assert text_of(deltas) == "a.b"
-
-
-def test_a_stop_token_ends_the_sequence_without_its_text() -> None:
-    (stop,) = ids("c")
-    deltas = run(ids("abc"), stop_token_ids=(stop,))
-    assert (text_of(deltas), deltas[-1].finish_reason) == ("ab", FinishReason.STOP)
-    shown = run(ids("abc"), stop_token_ids=(stop,), include_stop_str_in_output=True)
-    assert (text_of(shown), shown[-1].finish_reason) == ("abc", FinishReason.STOP)
-
-
-def test_the_end_token_is_a_token_like_others_when_it_is_ignored() -> None:
-    deltas = run([END, *ids("a")], ignore_eos=True, max_tokens=2)
-    assert (text_of(deltas), deltas[-1].finish_reason) == ("a", FinishReason.LENGTH)
-
-
-def test_max_tokens_and_the_context_end_a_sequence_for_its_length() -> None:
-    assert run(ids("abcdef"), max_tokens=3)[-1].token_count == 3
-    last = run(ids("abcdef"), max_tokens=50, model=byte_model(max_model_len=len(PROMPT) + 4))[-1]
-    assert (last.finish_reason, last.token_count) == (FinishReason.LENGTH, 4)
-
-
-def test_special_tokens_are_shown_only_when_asked_for() -> None:
-    token_ids = [*ids("a"), SEP, *ids("b"), END]
-    assert text_of(run(token_ids)) == "ab"
-    assert text_of(run(token_ids, skip_special_tokens=False)) == "a<sep>b"
+@pytest.mark.parametrize(
+    ("token_ids", "fields", "texts", "reason"),
+    [
+        # A character of several tokens comes whole with the last of them.
+        ([*ids("é!"), END], {}, ["", "é", "!", ""], EOS),
+        (ids("one two three"), {"stop": ("two",)}, [*"one ", ""], STOP),
+        (ids("one two three"), {"stop": ("two",), **SHOWN}, [*"one two"], STOP),
+        # A text that could begin a stop string is held back until it cannot, or until the sequence ends.
+        ([*ids("xabx"), END], {"stop": ("abc",)}, ["x", "abx", ""], EOS),
+        ([*ids("ab"), END], {"stop": ("abc",)}, ["ab"], EOS),
+        ([*ids("a.b.c"), END], {"stop": (".",), "min_tokens": 2}, ["a", ".", "b", ""], STOP),
+        (ids("abc"), {"stop_token_ids": tuple(ids("c"))}, ["a", "b", ""], STOP),
+        (ids("abc"), {"stop_token_ids": tuple(ids("c")), **SHOWN}, ["a", "b", "c"], STOP),
+        ([END, *ids("a")], {"ignore_eos": True, "max_tokens": 2}, ["", "a"], LENGTH),
+        (ids("abcdef"), {"max_tokens": 3}, ["a", "b", "c"], LENGTH),
+        (ids("abcdef"), {"model": byte_model(max_model_len=len(PROMPT) + 4)}, ["a", "b", "c", "d"], LENGTH),
+        ([*ids("a"), SEP, *ids("b"), END], {}, ["a", "", "b", ""], EOS),
+        ([*ids("a"), SEP, END], {"skip_special_tokens": False}, ["a", "<sep>", ""], EOS),
+        ([*ids("abc"), END], {"stream": False}, ["abc"], EOS),
+    ],
+)
+def test_a_sequence_has_these_texts_and_ends_for_this_reason(
+    token_ids: list[int], fields: dict[str, Any], texts: list[str], reason: FinishReason
+) -> None:
+    deltas = run(token_ids, **fields)
+    assert [delta.text for delta in deltas] == texts
+    assert deltas[-1].finish_reason is reason
+    assert "".join(token.text for delta in deltas for token in delta.tokens) == "".join(texts)
+    assert [delta.last for delta in deltas] == [False] * (len(deltas) - 1) + [True]
 
 
 def test_the_prompts_tokens_come_with_the_first_delta_even_when_its_text_is_held() -> None:
@@ -154,8 +111,13 @@ def test_every_delta_has_the_counts_and_the_log_probability_so_far() -> None:
         (len(PROMPT), 2, -0.75),
         (len(PROMPT), 3, -1.75),
     ]
-    assert [token.rank for delta in deltas for token in delta.tokens] == [2, 1, None]
-    assert [top.rank for top in deltas[0].tokens[0].top] == [1, 2]
+    tokens = [token for delta in deltas for token in delta.tokens]
+    assert [(token.text, token.special, token.rank) for token in tokens] == [
+        ("a", False, 2),
+        ("b", False, 1),
+        ("", True, None),
+    ]
+    assert [top.rank for top in tokens[0].top] == [1, 2]
 
 
 class SlowTokenizer:
