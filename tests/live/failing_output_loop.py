@@ -1,13 +1,11 @@
-"""A program: the loop that handles vLLM's messages fails once while two copies answer. It prints what came of it.
+"""A program: the loop that handles vLLM's messages fails once while two copies answer.
 
-python -m tests.live.failing_output_loop MODEL
+Its order is the model's directory, and its result is what came of the calls (`tests.live.preloaded.result_of`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,17 @@ from engines.interface import Engine
 from engines.request import GenerationRequest, SamplingParameters
 from handlers.model_config import ModelConfig
 from tests.generation import generate
+from tests.live.preloaded import answer_order, result_of
 from tests.waiting import until
 
 TOKENS, CALLS = 300, 4
 _FAILS_AT = 20  # Messages.
+
+
+def outcome(model: Path) -> dict[str, Any]:
+    """Return what came of the calls, in a process of its own."""
+    found: dict[str, Any] = result_of(__name__, str(model))
+    return found
 
 
 async def _text(engine: Engine, number: int) -> str:
@@ -66,4 +71,4 @@ async def _main(model: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(_main(Path(sys.argv[1])))))
+    answer_order(lambda model: asyncio.run(_main(Path(model))))

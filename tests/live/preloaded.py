@@ -53,8 +53,13 @@ _MODULES = (
 _FREE = (
     *("SERVING_", "OPTION_", "AWS_", "SAGEMAKER_", "TMPDIR"),
     *("VLLM_API_KEY", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_RESPONSES_API_STORE"),
+    *("HF_MODEL_ID", "MAX_BEST_OF", "MAX_INPUT_LENGTH", "MAX_TOTAL_TOKENS", "MESSAGES_API_ENABLED", "SM_NUM_GPUS"),
+    *("LORA_ADAPTERS", "OTEL_BSP_", "OTEL_EXPORTER_", "RECORDED", "TORCHINDUCTOR_CACHE_DIR"),
 )
-"""Begin the names of the variables that no import reads, or whose value `_serve` takes over."""
+"""Begin the names of the variables that no import reads, or whose value `_serve` takes over.
+
+An import reads TORCHINDUCTOR_CACHE_DIR. It is only the place of compiled code.
+"""
 _PROGRAM_SECONDS = 400.0
 _OWN = {"OPENBLAS_NUM_THREADS": "1", "PYTHONSAFEPATH": ""}  # OpenBLAS starts no threads, which a fork would lose.
 _MOST_BYTES = 1 << 20  # Of a message.

@@ -99,8 +99,7 @@ class Server:
 
     def _started(self, log: IO[bytes]) -> subprocess.Popen[bytes] | preloaded.ForkedProgram:
         command, variables = self.command(), self.all_variables()
-        plain = self.program[0] == "slipway" and self.working_directory is None
-        if self.forked and plain and preloaded.can_start(variables):
+        if self.forked and self.working_directory is None and preloaded.can_start(variables):
             return preloaded.start(self.program[0], command[3:], variables, log.fileno())
         return subprocess.Popen(
             command,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.live import failing_output_loop
 from tests.live.continued_calls import (
     CASES,
     FEW,
@@ -28,7 +26,6 @@ from tests.live.continued_calls import (
     step_until_running,
 )
 from tests.live.deadly_prompts import IS_KILLED, RAISES
-from tests.live.failing_output_loop import CALLS
 from tests.live.server import START_SECONDS, Server, serving, stopped
 from tests.waiting import wait_until
 
@@ -152,11 +149,8 @@ def test_a_server_that_stops_while_a_copy_loads_ends_without_an_error(
 @pytest.mark.slow
 def test_calls_go_on_after_a_failure_of_the_loop_that_handles_messages(small_options: dict[str, object]) -> None:
     """No token is missing, though the messages after the failure are not handled."""
-    command = [sys.executable, "-m", "tests.live.failing_output_loop", str(small_options["model_id"])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found == {"equal": CALLS, "copies": ["ready", "ready"], "continued": CALLS}
+    found, calls = failing_output_loop.outcome(Path(str(small_options["model_id"]))), failing_output_loop.CALLS
+    assert found == {"equal": calls, "copies": ["ready", "ready"], "continued": calls}
 
 
 def test_an_explanation_shows_the_copy_that_has_the_prompt(two: Server) -> None:

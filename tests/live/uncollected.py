@@ -1,0 +1,24 @@
+"""A program: `slipway`, whose collector of reference cycles is off.
+
+python -m tests.live.uncollected serve
+"""
+
+from __future__ import annotations
+
+import gc
+from unittest.mock import patch
+
+
+def main() -> None:
+    from slipway.cli import app
+
+    collect = gc.collect
+    gc.disable()
+    patch.object(gc, "enable", lambda: None).start()
+    # Pydantic leaves cycles with the messages of a chat. The end of a call with a long body collects the young objects.
+    patch.object(gc, "collect", lambda generation=2: 0 if generation else collect(generation)).start()
+    app()
+
+
+if __name__ == "__main__":
+    main()
