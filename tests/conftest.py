@@ -31,10 +31,13 @@ In each process, this import takes ten seconds and a gigabyte.
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run tests with a shared server first. One process runs all of them, and the others should not wait for it."""
+    """Run tests with a shared server first, and then files with slow tests. One process runs all tests of a server or a
+    file, and the others should not wait for it at the end.
+    """
     if not hasattr(config, "workerinput"):
         return  # There is only one process.
-    items.sort(key=lambda item: _shared(item.nodeid) == "")
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (_shared(item.nodeid) == "", item.path not in slow))
 
 
 @pytest.hookimpl(wrapper=True)
