@@ -25,6 +25,7 @@ from container.gpus import gpu_count
 from container.sources.sample_model import prepare
 from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server, serving
+from tests.live.small_model import prepare_small_model
 
 ON_CPU = os.environ.get("GPU_PROOF_ON_CPU") == "1"
 TOKENS = 8 if ON_CPU else 64
@@ -101,7 +102,8 @@ def gpu_model() -> Path:
 
 @pytest.fixture(scope="session")
 def gpu_options(gpu_model: Path) -> dict[str, object]:
-    return text_options(gpu_model, os.environ.get("GPU_DTYPE"))
+    """Return options for comparing texts. On a CPU, the model is a small one, because any text will do."""
+    return text_options(prepare_small_model() if ON_CPU else gpu_model, os.environ.get("GPU_DTYPE"))
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from container.gpus import gpu_count
-from tests.gpu.conftest import LONG, ON_CPU, TOKENS, OneServer
+from tests.gpu import conftest
+from tests.gpu.conftest import ON_CPU, TOKENS, OneServer
 from tests.live.continued_calls import kill
 from tests.live.server import Server, write_model
 from tests.waiting import wait_until
 
 PROMPTS = [f"{number} is a number, and the next one is" for number in range(6 if ON_CPU else 16)]
+LONG = 200 if ON_CPU else conftest.LONG  # A token of the small model takes milliseconds.
 COPIES = max(gpu_count(), 2)
 ON_ONE_GPU = ("tests.gpu.places_on_one_gpu", "slipway", "serve")
 

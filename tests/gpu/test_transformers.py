@@ -19,15 +19,16 @@ CONTEXT_MIB = 100
 
 
 @pytest.fixture(scope="module")
-def texts(gpu_model: Path) -> dict[str, str]:
+def texts(gpu_options: dict[str, object]) -> dict[str, str]:
     """Return the text that transformers generates for each prompt in a batch of one, on the server's device."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = "cpu" if ON_CPU else "cuda"
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[os.environ.get("GPU_DTYPE", "fp32")]
-    model = AutoModelForCausalLM.from_pretrained(gpu_model, dtype=dtype).to(device)
-    tokenizer = AutoTokenizer.from_pretrained(gpu_model)
+    path = gpu_options["model_id"]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(path)
     found = {}
     for prompt in PROMPTS:
         given = tokenizer(prompt, return_tensors="pt").to(device)
