@@ -110,26 +110,8 @@ def test_the_model_directory_is_where_the_handler_runs_and_imports(host: Server,
         assert answer["configuration"]["model_id"] == "org/name"
 
 
-@pytest.mark.parametrize(
-    ("fixture", "code", "expected"),
-    [
-        ("import_error", None, ["model.py", "line 1", "no_such_package_anywhere"]),
-        pytest.param("missing_handle", None, ["model.py", "handle"], marks=pytest.mark.slow),
-        pytest.param(
-            *("success", "def handle(inputs):\n    return (\n", ["SyntaxError", "model.py", "line 2"]),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_handler_that_cannot_be_loaded_fails_the_model_and_says_where(
-    tmp_path: Path, fixture: str, code: str | None, expected: list[str]
-) -> None:
-    source = HANDLERS / fixture
-    if code is not None:
-        source = tmp_path / "source"
-        source.mkdir()
-        (source / "model.py").write_text(code)
-    server = serving_copy(source, tmp_path)
+def test_a_handler_that_cannot_be_loaded_fails_the_model_and_says_where(tmp_path: Path) -> None:
+    server = serving_copy(HANDLERS / "import_error", tmp_path)
     try:
         wait_until(lambda: server.ping() in (200, 500), START_SECONDS, about=server.log_text)
         assert server.ping() == 500
@@ -137,20 +119,11 @@ def test_a_handler_that_cannot_be_loaded_fails_the_model_and_says_where(
         assert state["status"] == "FAILED"
         assert server.client.post("/invocations", json={}).status_code == 503
         assert server.process.wait(60) == 1
-        for text in expected:
+        for text in ("model.py", "line 1", "no_such_package_anywhere"):
             assert text in state["reason"]
             server.wait_for_log(text)
     finally:
         server.stop()
-
-
-def test_a_crash_beyond_the_threshold_fails_the_health_check_and_the_handler_still_serves(tmp_path: Path) -> None:
-    with serving_copy(HANDLERS / "echo", tmp_path) as server:
-        assert server.client.post("/invocations?abort=1").status_code == 503
-        response = server.client.get("/ping")
-        assert (response.status_code, response.json()["model"]["status"]) == (500, "FAILED")
-        assert response.json()["model"]["reason"]
-        assert server.client.post("/invocations", content=b"on").content == b"on"
 
 
 def test_a_stop_lets_a_call_finish_and_leaves_no_process(tmp_path: Path) -> None:
@@ -164,15 +137,6 @@ def test_a_stop_lets_a_call_finish_and_leaves_no_process(tmp_path: Path) -> None
             (tmp_path / "go").touch()
             assert call.result().text == "done"
         assert server.process.wait(60) == 0
-        _, alive = psutil.wait_procs(workers, timeout=METRIC_SECONDS)
-        assert workers
-        assert not alive
-
-
-def test_a_killed_server_leaves_no_worker_behind(tmp_path: Path) -> None:
-    with serving_copy(HANDLERS / "success", tmp_path) as server:
-        workers = psutil.Process(server.process.pid).children(recursive=True)
-        server.process.kill()
         _, alive = psutil.wait_procs(workers, timeout=METRIC_SECONDS)
         assert workers
         assert not alive
