@@ -61,15 +61,18 @@ class DeadlineConfig:
     answer: float | None = setting("option.answer_deadline", SECONDS, doc="Time until a whole answer ends as it is")
     stream: float | None = setting("option.stream_deadline", SECONDS, doc="Time until a stream ends as it is")
 
-    def of(self, arrived_at: float, time_limit: float | None, *, stream: bool) -> Deadline | None:
+    def of(self, arrived_at: float, time_limit: float | None, *, stream: bool | None) -> Deadline | None:
         """Return the deadline of a call, or None.
 
         Args:
             arrived_at: When the call's head arrived, by the monotonic clock.
             time_limit: The number of seconds that the call asks for. The model's deadline is its upper limit.
-            stream: True if the answer is streamed.
+            stream: True if the answer is streamed. None if that is not known: the later deadline applies.
         """
-        limits = [seconds for seconds in (time_limit, self.stream if stream else self.answer) if seconds is not None]
+        limit = self.stream if stream else self.answer
+        if stream is None and limit is not None:
+            limit = None if self.stream is None else max(limit, self.stream)
+        limits = [seconds for seconds in (time_limit, limit) if seconds is not None]
         return Deadline(min(limits), arrived_at + min(limits)) if limits else None
 
 

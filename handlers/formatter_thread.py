@@ -52,8 +52,7 @@ class FormatterThread:
             loop = asyncio.get_running_loop()
             self._overdue_at = loop.time() + self.time_limit
             job = loop.run_in_executor(self._executor, partial(_call, work))
-            # Reads the exception, because asyncio logs exceptions that are never read.
-            job.add_done_callback(lambda job: job.cancelled() or job.exception())
+            job.add_done_callback(self._forget)
             self._running = job
             try:
                 if await self._end_of(job):
@@ -82,6 +81,13 @@ class FormatterThread:
             job.cancel()
             self.stop()
         return ended
+
+    def _forget(self, job: asyncio.Future[Any]) -> None:
+        """Drop the result of a call that has ended, which nobody may wait for."""
+        if not job.cancelled():
+            job.exception()  # asyncio logs exceptions that are never read.
+        if self._running is job:
+            self._running = None
 
     def stop(self) -> None:
         """End the thread when its calls have returned. A later call starts a new thread."""

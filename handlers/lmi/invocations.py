@@ -13,7 +13,7 @@ from engines.errors import InvalidRequest, UnknownAdapter
 from handlers.contract import JSON, Call, ContractError, Handler, ReplyWriter, Running, adapter_header, media_type
 from handlers.custom.formatters import Formatters
 from handlers.djl_errors import FAILED_DEPENDENCY, unknown_adapter
-from handlers.explanation import Explained
+from handlers.explanation import Explained, explaining
 from handlers.lmi.adapter_choice import adapter_query, adapters_in, adapters_of
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.chat_answers import AsyncForm, LmiChatForm
@@ -26,6 +26,7 @@ from handlers.openai.body import Body, read_chat, read_completion
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.openai.handler import OpenAIHandler
 from handlers.parsing.json_limits import JsonDecoder, off_the_loop
+from handlers.queue import EngineQueue
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class InvocationsHandler:
         lmi: Handler,
         openai: OpenAIHandler | None,
         config: ModelConfig,
+        queue: EngineQueue,
         sessions: Sessions,
         overload_status: int = 503,
         contract: LmiAsyncContract | None = None,
@@ -66,13 +68,14 @@ class InvocationsHandler:
             lmi: Answers bodies with `inputs`.
             openai: Answers chats and completions. None if the engine is not vLLM.
             config: The model's settings.
+            queue: The queue of the model's engine.
             sessions: Answers bodies with `requestType`.
             overload_status: The status of a reply if the queue is full.
             contract: The contract of bodies with `inputs` in LMI's asynchronous mode.
             formatters: The formatters of the asynchronous mode. If there is an output formatter, vLLM's front end also
                 answers bodies with `inputs`.
         """
-        self._lmi, self._openai, self._config, self._sessions = lmi, openai, config, sessions
+        self._lmi, self._openai, self._config, self._queue, self._sessions = lmi, openai, config, queue, sessions
         self._overload_status, self._contract, self._formatters = overload_status, contract, formatters
         self._order = _ASYNCHRONOUS if config.lmi.async_mode else _ROLLING_BATCH
         self._forms = dict.fromkeys(_PATHS, VLLM_FORM)
@@ -87,7 +90,9 @@ class InvocationsHandler:
         if formatters is not None and formatters.input is not None:
             if call.explanation is not None:
                 call.explanation.once = True
-            call = await formatters.thread.read(partial(formatted_call, formatters.input, call))
+            queue = self._queue if call.explanation is None else explaining(self._queue, call)
+            formatting = formatters.thread.read(partial(formatted_call, formatters.input, call))
+            call = await queue.formatted(call, formatting)
         data, field, body = call.body, "inputs", None
         if b'"messages"' in data or b'"prompt"' in data or b'"requestType"' in data:
             call, field, body = await off_the_loop(data, self._read, call)

@@ -117,7 +117,7 @@ async def exchanged(case: dict[str, Any], directory: Path, engine: CaseEngine | 
     if engine.pooling is None:
         lmi = EngineHandler(queue, lmi_contract(settings.config, engine), refuse_unread=overloaded)
         invocations: Any = InvocationsHandler(
-            lmi, openai, settings.config, Sessions(None, overload_status), overload_status
+            lmi, openai, settings.config, queue, Sessions(None, overload_status), overload_status
         )
     else:
         invocations = pooling_invocations(settings.config, queue, engine.pooling, openai)

@@ -81,13 +81,15 @@ def token(text: str, sequence: int = 0, *, last: bool = False) -> TokenDelta:
     own=st.none() | st.floats(0.001, 1e6),
     answer=st.none() | st.floats(0.001, 1e6),
     stream=st.none() | st.floats(0.001, 1e6),
-    streams=st.booleans(),
+    streams=st.none() | st.booleans(),
 )
 def test_a_call_may_shorten_the_models_deadline_and_never_extend_it(
-    own: float | None, answer: float | None, stream: float | None, streams: bool
+    own: float | None, answer: float | None, stream: float | None, streams: bool | None
 ) -> None:
     deadline = DeadlineConfig(answer=answer, stream=stream).of(5.0, own, stream=streams)
     models = stream if streams else answer
+    if streams is None:  # The later deadline applies.
+        models = None if answer is None or stream is None else max(answer, stream)
     if own is None and models is None:
         assert deadline is None
         return

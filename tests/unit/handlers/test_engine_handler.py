@@ -7,6 +7,7 @@ import json
 import re
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,17 @@ import pytest
 from engines.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
 from engines.interface import Generation, Sink
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
-from handlers.contract import LONG_BODY, Call, ContractError, Exchange, Reply, not_held_header, read_steering
+from handlers.contract import (
+    LONG_BODY,
+    Answer,
+    Call,
+    ContractError,
+    Exchange,
+    Reply,
+    not_held_header,
+    read_steering,
+)
+from handlers.deadline import REACHED
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
 from handlers.formatter_thread import FormatterThread
@@ -337,6 +348,31 @@ async def test_a_contract_that_hangs_or_exits_while_it_reads_refuses_its_call(
     with pytest.raises(ContractError, match=reason) as refused:
         await contract.handle(Call(body=body, request_id="r"), CollectedReply())
     assert refused.value.reply.status == 424
+
+
+async def test_a_call_whose_input_formatter_runs_at_the_deadline_gets_the_error_and_leaves_nothing(
+    queue: EngineQueue, engine: ScriptedEngine
+) -> None:
+    class Waiting(ShoutingContract):
+        def parse(self, call: Call) -> Exchange:
+            if call.body:
+                release.wait()
+            exchange = super().parse(call)
+            parsed.append(weakref.ref(exchange.answer))
+            return exchange
+
+    release, parsed = threading.Event(), list[weakref.ref[Answer]]()
+    handler = EngineHandler(queue, Waiting(), thread=FormatterThread(60))
+    with pytest.raises(ContractError, match=r"no answer at its deadline \(0.05 s\)") as refused:
+        await handler.handle(Call(body=b"wait", request_id="r", time_limit=0.05), CollectedReply())
+    assert (refused.value.reply.status, refused.value.reply.headers) == (424, REACHED)
+    assert engine.statistics.deadlines == {"partial": 0, "nothing": 1}
+    assert (queue.open_sequences, queue.running, engine.sinks) == (0, {}, [])
+    del refused  # Its traceback holds the frames that wait for the formatter.
+    release.set()
+    await until(lambda: bool(parsed) and parsed[0]() is None)
+    await handler.handle(Call(body=b"", request_id="r", time_limit=60.0), CollectedReply())
+    assert len(engine.sinks) == 1
 
 
 async def test_nothing_more_is_formatted_for_a_client_that_has_gone(queue: EngineQueue, engine: ScriptedEngine) -> None:

@@ -16,8 +16,10 @@ from handlers.lmi.invocations import InvocationsHandler
 from handlers.lmi.sessions import Sessions
 from handlers.model_config import ModelConfig
 from handlers.openai.constraints import CHAT, COMPLETIONS
+from handlers.queue import EngineQueue
 from tests.settings import configured
 from tests.stand_ins.collected_reply import CollectedReply
+from tests.stand_ins.scripted_engine import ScriptedEngine
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -62,7 +64,7 @@ class OpenAI(Lmi):
 async def handled(document: Any, openai: OpenAI | None, content_type: str = "application/json", **options: Any) -> Lmi:
     lmi = Lmi()
     config = configured(ModelConfig(name="m", model_dir=Path("."), model_id="m"), **options)
-    handler = InvocationsHandler(lmi, openai, config, Sessions(None, 503))  # type: ignore[arg-type]
+    handler = InvocationsHandler(lmi, openai, config, EngineQueue(ScriptedEngine(), 10), Sessions(None, 503))  # type: ignore[arg-type]
     await handler.handle(call(document, content_type), CollectedReply())
     return lmi
 
@@ -155,10 +157,9 @@ async def test_an_engine_without_chat_says_what_is_needed(field: str) -> None:
 
 @pytest.mark.parametrize("variant", [False, True])
 async def test_a_session_is_checked_once_for_an_explained_call(variant: bool) -> None:
-    lmi, explanation = Lmi(), ExplainAsked(variant=variant)
-    handler = InvocationsHandler(
-        lmi, None, ModelConfig(name="m", model_dir=Path("."), model_id="m"), Sessions(None, 503)
-    )
+    lmi, explanation, queue = Lmi(), ExplainAsked(variant=variant), EngineQueue(ScriptedEngine(), 10)
+    config = ModelConfig(name="m", model_dir=Path("."), model_id="m")
+    handler = InvocationsHandler(lmi, None, config, queue, Sessions(None, 503))
     asked = replace(call({"inputs": "a"}), headers={b"x-amzn-sagemaker-session-id": b"one"}, explanation=explanation)
     with nullcontext() if variant else pytest.raises(ContractError, match="session"):
         await handler.handle(asked, CollectedReply())

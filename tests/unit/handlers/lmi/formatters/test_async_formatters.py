@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +21,12 @@ from handlers.lmi.chat_answers import AsyncForm
 from handlers.lmi.formatters.async_formatters import FormattedReply
 from handlers.lmi.invocations import InvocationsHandler
 from handlers.lmi.sessions import Sessions
+from handlers.queue import EngineQueue
 from tests.contracts.exchange import MODEL, call
 from tests.freed import bytes_in_cycles
 from tests.settings import configured
 from tests.stand_ins.collected_reply import CollectedReply
+from tests.stand_ins.scripted_engine import ScriptedEngine
 from tests.waiting import until
 
 Write = Callable[[Any], Any]
@@ -262,6 +265,7 @@ async def asked(document: Any, write: Write | None, read: Write | None = None) -
         None,  # type: ignore[arg-type]
         openai,  # type: ignore[arg-type]
         ASYNCHRONOUS,
+        EngineQueue(ScriptedEngine(), 10),
         Sessions(None, 503),
         contract=LmiAsyncContract(ASYNCHRONOUS),
         formatters=formatters(write, read),
@@ -309,8 +313,13 @@ async def test_parameters_without_effect_are_logged(caplog: pytest.LogCaptureFix
 async def test_a_hanging_input_formatter_refuses_its_request() -> None:
     release = threading.Event()
     given = formatters(marked, lambda payload: payload if release.wait() else {}, time_limit=0.2)
-    handler = InvocationsHandler(None, OpenAI(), ASYNCHRONOUS, Sessions(None, 503), formatters=given)  # type: ignore[arg-type]
+    queue, sessions = EngineQueue(ScriptedEngine(), 10), Sessions(None, 503)
+    handler = InvocationsHandler(None, OpenAI(), ASYNCHRONOUS, queue, sessions, formatters=given)  # type: ignore[arg-type]
+    asked = call({"inputs": "x"})
     with pytest.raises(ContractError, match="predict_timeout") as caught:
-        await handler.handle(call({"inputs": "x"}), CollectedReply())
+        await handler.handle(asked, CollectedReply())
+    with pytest.raises(ContractError, match="deadline") as late:
+        await handler.handle(replace(asked, time_limit=0.01), CollectedReply())
     release.set()
-    assert caught.value.reply.status == 424
+    assert caught.value.reply.status == late.value.reply.status == 424
+    assert queue.statistics.deadlines == {"partial": 0, "nothing": 1}
