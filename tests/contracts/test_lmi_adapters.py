@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engines.adapters import Adapter, AdapterOrder
@@ -196,6 +196,7 @@ JSON_VALUES = st.recursive(
 
 
 @given(JSON_VALUES, st.integers(1, 3))
+@example(["a", "", "b"], 3)
 def test_whatever_adapters_are_given_each_prompt_gets_one_or_the_call_is_refused(value: Any, prompts: int) -> None:
     names = value if isinstance(value, list) else [value] * prompts
     if len(names) != prompts or not all(name is None or isinstance(name, str) for name in names):
