@@ -52,6 +52,13 @@ async def test_a_length_may_have_any_number_of_digits(text: bytes, size: int) ->
     assert announced_size({b"content-length": text}) == size
 
 
+async def test_a_body_of_unknown_length_may_have_the_limit_and_not_a_byte_more() -> None:
+    longest = [b"x" * PIECE, b"y" * (MOST - PIECE)]
+    assert await read(BodyReader(None), Sender(longest)) == b"".join(longest)
+    with pytest.raises(BodyTooLarge, match=str(MOST)):
+        await read(BodyReader(None), Sender([*longest, b"z"]))
+
+
 async def test_a_long_body_counts_until_it_is_let_go() -> None:
     of_all = memory(MOST)
     reader = BodyReader(of_all)
