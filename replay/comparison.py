@@ -470,7 +470,7 @@ def _texts_of(value: Any, where: str) -> Iterator[tuple[str, str]]:
 def token_ids(records: Sequence[Any]) -> list[int]:
     """Return the token ids in a stream. Empty if the records do not contain them."""
     tokens = [record.get("token") for record in records if isinstance(record, dict)]
-    found = [token.get("id") for token in tokens if isinstance(token, dict)]
+    found: list[Any] = [token.get("id") for token in tokens if isinstance(token, dict)]
     return found if all(isinstance(number, int) for number in found) else []
 
 

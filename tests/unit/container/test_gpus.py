@@ -60,7 +60,12 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     directory = tmp_path / "dev"
     directory.mkdir()
     monkeypatch.setattr(container_devices, "_DEVICE_FILES", directory)
-    return lambda *names: [(directory / name).touch() for name in names] and None
+
+    def add(*names: str) -> None:
+        for name in names:
+            (directory / name).touch()
+
+    return add
 
 
 def test_gpus_are_counted_by_their_files_and_by_what_is_visible(dev: Callable[..., None]) -> None:
