@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.errors import RequestError
@@ -32,7 +32,6 @@ def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
     assert contract().parse(call(b'\xef\xbb\xbf{"prompt": "p"}')).requests[0].prompt == "p"
 
 
-@settings(deadline=None)
 @given(document=ENCODABLE | st.dictionaries(st.sampled_from(NAMES) | st.text(), ENCODABLE), stream=st.booleans())
 def test_any_json_is_understood_or_refused_with_a_detail(document: Any, stream: bool) -> None:
     refusal: Reply | None = None
@@ -45,7 +44,6 @@ def test_any_json_is_understood_or_refused_with_a_detail(document: Any, stream: 
         assert json.loads(refusal.body)["detail"]
 
 
-@settings(deadline=None)
 @given(body=st.binary())
 def test_any_bytes_are_understood_or_refused_with_a_detail(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:

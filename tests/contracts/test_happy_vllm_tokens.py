@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -220,7 +220,6 @@ def test_a_character_that_never_gets_complete_is_a_replacement_character() -> No
 
 
 @both
-@settings(deadline=None)
 @given(text=st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"])))
 def test_any_text_is_found_again(model: Model, text: str) -> None:
     answer = ask("/v1/tokenizer", {"text": text, "with_tokens_str": True, "vanilla": False}, model)
@@ -230,7 +229,6 @@ def test_any_text_is_found_again(model: Model, text: str) -> None:
 
 
 @both
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_ids_have_a_text_for_each(model: Model, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, len(model.tokenizer) - 1), max_size=30))
@@ -413,7 +411,6 @@ FIELDS = st.sampled_from(
 )
 
 
-@settings(deadline=None)
 @given(path=st.sampled_from(sorted(TELLS)), document=ENCODABLE | st.dictionaries(FIELDS, ENCODABLE))
 def test_any_json_has_an_answer_in_json(path: str, document: Any) -> None:
     answer = reply(path, document)

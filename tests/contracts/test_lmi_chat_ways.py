@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.errors import EngineDead, EngineFault, GenerationFailed, InvalidParameter, Overloaded, RequestError
@@ -141,7 +141,6 @@ def test_an_answer_from_deltas_has_the_bytes_of_a_converted_answer(form: AnswerF
     if not chat and isinstance(form, LmiChatForm):
         return  # The completions of the rolling batch are vLLM's.
 
-    @settings(max_examples=100, deadline=None)
     @given(scripts())
     def same(script: Script) -> None:
         own, converted = both(form, script, chat=chat)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.request import SamplingParameters
@@ -55,7 +55,6 @@ BODIES = st.binary(max_size=40) | st.one_of(
 ).map(lambda value: json.dumps(value).encode())
 
 
-@settings(max_examples=400)
 @given(st.sampled_from(ROUTES), BODIES, st.sampled_from(["application/json", "", "text/plain"]))
 def test_any_body_is_understood_or_refused_with_a_proper_error(path: str, body: bytes, content_type: str) -> None:
     outcome = attempt(path, body, content_type)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.errors import InvalidParameter
@@ -65,7 +65,6 @@ def test_text_values_stand_for_numbers_booleans_and_documents() -> None:
     assert read_vllm_parameters(as_text, TextReader) == read_vllm_parameters(typed)
 
 
-@settings(deadline=None)
 @given(
     values=st.dictionaries(st.sampled_from(NAMES) | st.text(), JSON),
     reader=st.sampled_from([ParameterReader, TextReader]),

@@ -22,7 +22,6 @@ from tests.live.small_model import MAX_MODEL_LEN
 EXAMPLES = int(os.environ.get("OPENAI_EXAMPLES", "50"))
 THOROUGH = settings(
     max_examples=EXAMPLES,
-    deadline=None,
     derandomize="OPENAI_EXAMPLES" not in os.environ,
     suppress_health_check=list(HealthCheck),
 )

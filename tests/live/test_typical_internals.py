@@ -37,7 +37,7 @@ def warped(logits: Any, mass: float | None, temperature: float = 1.0) -> Any:
     return logits.masked_fill(cut.isinf(), float("-inf"))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rows=ROWS)
 def test_each_row_keeps_the_same_tokens_as_with_transformers(
     rows: list[tuple[list[float], float | None, float]],
@@ -55,7 +55,7 @@ def test_each_row_keeps_the_same_tokens_as_with_transformers(
     assert torch.equal(processor.apply(logits.clone()), torch.stack(expected))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rows=ROWS, shift=st.integers(0, 5))
 def test_the_newer_runners_processor_keeps_the_same_tokens_at_any_temperature(
     rows: list[tuple[list[float], float | None, float]], shift: int

@@ -134,14 +134,14 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schema=JSON)
 async def test_any_schema_is_translated_or_refused(translator: ConstraintTranslator, schema: Any) -> None:
     with contextlib.suppress(InvalidParameter):  # nothing else may come
         assert (await translated(translator, json_schema=json.dumps(schema))).json
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(st.characters(codec="utf-8") | st.sampled_from('()[]{}|*+?\\"^$.:='), max_size=30))
 async def test_any_expression_or_grammar_is_translated_or_refused(translator: ConstraintTranslator, text: str) -> None:
     for kind in ("regex", "grammar"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -53,7 +53,6 @@ def test_arrays_come_back_from_an_nd_list(arrays: list[Any]) -> None:
 
 
 @given(ARRAYS)
-@settings(deadline=None)
 def test_arrays_come_back_from_an_npz(arrays: list[Any]) -> None:
     data = to_npz(arrays)
     for restored in (from_npz(data), from_nd_list(data)) if arrays else ():

@@ -17,7 +17,7 @@ from container.sources import location as model_location
 from handlers.model_config import ModelConfig
 from tests.settings import load_settings
 
-SAME_DIRECTORY = hypothesis_settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SAME_DIRECTORY = hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 NOT_SERVED = "not served by this version of Slipway"
 
 

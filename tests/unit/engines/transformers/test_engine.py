@@ -705,7 +705,7 @@ REQUESTS = st.builds(
 )
 
 
-@example_settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example_settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(REQUESTS, min_size=1, max_size=12), st.integers(1, 5), st.sampled_from([0.0, 0.01]))
 def test_in_any_mix_of_requests_each_gets_what_it_gets_alone(
     directory: Path, requests: list[GenerationRequest], batch_size: int, delay: float

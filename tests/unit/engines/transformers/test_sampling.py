@@ -155,7 +155,7 @@ PARAMETERS = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(PARAMETERS, st.permutations(range(5)), st.integers(1, 5))
 def test_a_sequence_draws_the_same_tokens_alone_and_at_any_place_of_a_batch(
     parameters: dict[str, Any], order: list[int], size: int

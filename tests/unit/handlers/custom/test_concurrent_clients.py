@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.handlers.custom.harness import serving
 
-few = settings(max_examples=8, deadline=None)
+few = settings(max_examples=8)
 
 
 @few

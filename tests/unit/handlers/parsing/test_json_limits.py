@@ -48,7 +48,6 @@ def counted(document: Any) -> JsonSize:
 
 @pytest.mark.slow
 @given(document=DOCUMENTS, ascii_only=st.booleans(), indent=st.none() | st.just(3))
-@settings(max_examples=200, deadline=None)
 def test_what_is_in_strings_does_not_count(document: Any, ascii_only: bool, indent: int | None) -> None:
     text = json.dumps(document, ensure_ascii=ascii_only, indent=indent).encode("utf-8", "surrogatepass")
     assert check_limits(text + PADDING) == counted(document)
@@ -119,7 +118,7 @@ def test_a_short_text_is_not_counted() -> None:
 
 
 @given(before=st.integers(0, 200_000), digits=st.integers(MOST_DIGITS - 2, MOST_DIGITS + 2))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_long_number_is_found_at_any_place(before: int, digits: int) -> None:
     text = b"[" + b" " * before + b"1," + b"7" * digits + b"]" + PADDING
     if digits <= MOST_DIGITS:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 import jsonschema
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.vllm.constraints.json_schema import KEYWORDS
@@ -414,7 +414,6 @@ def _keywords(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(st.booleans() | st.just({}), _keywords, max_leaves=6).filter(lambda each: isinstance(each, dict))
 
 
-@settings(deadline=None, max_examples=300)
 @given(schema=SCHEMAS, definition=SCHEMAS, values=st.lists(VALUES, min_size=10, max_size=10))
 def test_no_value_that_is_invalid_is_allowed_by_a_schema_that_is_held(
     schema: dict[str, Any], definition: dict[str, Any], values: list[Any]
@@ -432,7 +431,6 @@ def test_no_value_that_is_invalid_is_allowed_by_a_schema_that_is_held(
                 return
 
 
-@settings(deadline=None, max_examples=300)
 @given(
     schema=st.dictionaries(
         st.sampled_from(sorted(KEYWORDS)), VALUES | st.dictionaries(st.sampled_from(sorted(KEYWORDS)), VALUES)

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 import llguidance
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.vllm.constraints.patterns import complement, none_of, without_look_around
@@ -190,7 +190,6 @@ PATTERNS = st.tuples(
 TEXTS = st.lists(st.text(CHARACTERS + UNICODE, max_size=7), min_size=1, max_size=12)
 
 
-@settings(max_examples=400, deadline=None)
 @given(PATTERNS | PLAIN, TEXTS)
 def test_what_is_written_is_found_where_python_finds_the_pattern(pattern: str, texts: list[str]) -> None:
     expected = [text for text in texts if python(pattern).search(text)]
@@ -199,14 +198,12 @@ def test_what_is_written_is_found_where_python_finds_the_pattern(pattern: str, t
         assert written is None or found(written, texts) == expected
 
 
-@settings(max_examples=400, deadline=None)
 @given(PATTERNS | PLAIN, TEXTS)
 def test_a_complement_is_found_where_python_does_not_find_the_pattern(pattern: str, texts: list[str]) -> None:
     written = complement(pattern)
     assert written is None or found([written], texts) == [text for text in texts if not python(pattern).search(text)]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.text(CHARACTERS + UNICODE, max_size=5), max_size=8), TEXTS)
 def test_none_of_any_words(words: list[str], texts: list[str]) -> None:
     written = none_of(words)
@@ -215,7 +212,6 @@ def test_none_of_any_words(words: list[str], texts: list[str]) -> None:
     assert found([written], texts) == [text for text in texts if text not in words]
 
 
-@settings(max_examples=400, deadline=None)
 @given(st.sets(st.integers(0, 0x81), max_size=10), st.booleans())
 def test_a_class_has_its_characters_and_no_others(codes: set[int], negated: bool) -> None:
     shown = "".join([rf"\x{code:02x}" for code in codes]) or "é"
@@ -226,7 +222,6 @@ def test_a_class_has_its_characters_and_no_others(codes: set[int], negated: bool
     assert found(written, characters) == [text for text in characters if (ord(text) in codes) != negated]
 
 
-@settings(max_examples=500, deadline=None)
 @given(st.text(r"ab()[]{}^$\?*+|.-,=!<>:dwb1u0c&~", max_size=20))
 def test_any_text_is_rewritten_so_that_llguidance_takes_it_or_not_at_all(text: str) -> None:
     for written in (without_look_around(text), complement(text)):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.vllm.copies.choice import BLOCK, CopyChoice
@@ -181,7 +181,6 @@ requests = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 8), coming=st.lists(requests, max_size=60), randomness=st.randoms(use_true_random=False))
 def test_a_copy_gets_a_request_only_if_its_work_is_near_the_mean(
     count: int, coming: list[tuple[list[int], int, int]], randomness: random.Random
@@ -213,7 +212,6 @@ def test_a_copy_gets_a_request_only_if_its_work_is_near_the_mean(
             assert max(copy.work for copy in copies) <= 1.25 * mean + 4 * largest
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=4), st.integers(0, 5)), max_size=30), st.integers(2, 4))
 def test_the_expected_copy_is_the_chosen_one_and_is_not_remembered(
     calls: list[tuple[list[int], int]], count: int
