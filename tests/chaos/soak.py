@@ -171,9 +171,9 @@ def plot(samples: Sequence[Sample], file: Path) -> None:
         title: {name: [getattr(sample.processes.get(name), field, None) for sample in samples] for name in names}
         for field, title in titles.items()
     }
-    curves["/ping, longest, s"] = {"": [s.ping for s in samples]}
+    curves["/ping, s"] = {"longest": [s.ping for s in samples]}
     curves["requests, s"] = {"p50": [s.p50 for s in samples], "p99": [s.p99 for s in samples]}
-    curves["complete answers"] = {"": [s.requests for s in samples]}
+    curves["complete answers"] = {"answers": [s.requests for s in samples]}
     figure, axes = pyplot.subplots(3, 2, figsize=(12, 9), sharex=True, constrained_layout=True)
     for axis, (title, lines) in zip(axes.flat, curves.items(), strict=False):
         for name, values in lines.items():
