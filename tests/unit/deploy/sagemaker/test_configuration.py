@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from botocore.session import get_session
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deploy.sagemaker.configuration import (
@@ -294,7 +294,6 @@ _VALUES = st.recursive(
 _FIELDS = st.sampled_from([*Configuration.__struct_fields__, "async", "adapters", "nonsense"])
 
 
-@settings(deadline=None)
 @example({"instance_type": None})
 @example({"properties": {"EndpointConfiguration": {"ProductionVariants": {"VolumeSizeInGB": 1}}}})
 @given(st.dictionaries(_FIELDS, _VALUES, max_size=4))

@@ -47,7 +47,7 @@ def test_a_template_is_what_cloudformation_allows(name: str) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=15, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
 @given(configurations())
 def test_a_template_of_any_configuration_is_what_cloudformation_allows(read: Configuration) -> None:
     assert lint(as_yaml(template(read)), config=_LINT) == []
@@ -119,7 +119,6 @@ def test_scaling_comes_after_what_is_scaled_and_adapters_after_the_model() -> No
     assert template(configuration("real_time"))["Resources"]["ScalableTarget"]["DependsOn"] == "Endpoint"
 
 
-@settings(deadline=None, max_examples=100)
 @given(configurations())
 def test_a_rollout_is_how_an_update_replaces_what_runs(read: Configuration) -> None:
     for each in template(read)["Resources"].values():
@@ -127,7 +126,6 @@ def test_a_rollout_is_how_an_update_replaces_what_runs(read: Configuration) -> N
         assert ("DeploymentConfig" in each["Properties"]) is (rolls and read.rollout is not None)
 
 
-@settings(deadline=None, max_examples=100)
 @given(configurations())
 def test_every_arn_and_image_is_of_the_regions_partition(read: Configuration) -> None:
     text = json.dumps(template(read))
@@ -149,7 +147,6 @@ def _environment(read: Configuration) -> dict[str, str]:
     }
 
 
-@settings(deadline=None, max_examples=100)
 @given(configurations())
 def test_the_container_gets_its_environment(read: Configuration) -> None:
     made = _environment(read)
