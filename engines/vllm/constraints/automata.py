@@ -1,8 +1,11 @@
-"""Automata that accept the texts in which a pattern is found, and expressions for these texts or for all other texts.
+"""Automata that accept the texts in which a pattern is found.
 
-An automaton follows all paths through a pattern's tree at once. Each state is a formula over places in the tree. One
-alternative of the formula must match the rest of the text: all its places must match (look-ahead), except the negative
-places, which must not match (negative look-ahead). Removing the states one by one leaves an expression.
+`expression` turns an automaton into an expression for these texts, or for all other texts.
+
+An automaton follows all paths through a pattern's tree at once. Each state is a formula over places in the tree. The
+rest of the text must match one alternative of the formula. That means that all places of the alternative must match
+(look-ahead). Negative places must not match (negative look-ahead). When all states have been removed, one by one, an
+expression is left.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ from engines.vllm.constraints.pattern_trees import (
     class_text,
 )
 
-# The limits of one call. It takes at most about a second, and llguidance compiles the result quickly.
+# The limits of one call. With them, a call takes at most about a second, and llguidance compiles the result quickly.
 _MOST_READ, _MOST_WRITTEN, _MOST_NESTED = 4_096, 16_384, 55
 _MOST_STATES, _MOST_STEPS, _MOST_EDGES = 512, 200_000, 512
 
-_Formula = frozenset[frozenset[int]]  # An "or" of "and"s of places that must match. A negated place must not match.
+_Formula = frozenset[frozenset[int]]  # An "or" of "and"s of places. A negative place must not match.
 _NEVER: _Formula = frozenset()
 _ALWAYS: _Formula = frozenset([frozenset()])
 
@@ -61,14 +64,14 @@ class _Fork(NamedTuple):
 
 
 class _Condition(NamedTuple):
-    """Continues at a place if this edge is here."""
+    """Continues at a place if the edge matches here."""
 
     edge: str
     place: int
 
 
 class _Ahead(NamedTuple):
-    """Continues at `place` if the rest of the text matches at `sought`, or does not match there if `negated`."""
+    """Continues at `place` if the rest of the text matches at `sought`. If `negated`, it must not match there."""
 
     sought: int
     negated: bool
@@ -90,7 +93,10 @@ class Work:
 
 
 class _Alphabet:
-    """Classes of characters that a pattern does not distinguish. A set of classes is an integer with a bit for each."""
+    """The classes of characters. A pattern does not distinguish the characters of one class.
+
+    A set of classes is an integer with a bit for each class.
+    """
 
     def __init__(self, tree: Node) -> None:
         sets = {WORD, *_sets(tree)}
@@ -145,7 +151,7 @@ class Automaton:
         self._program: list[_Step | _Fork | _Condition | _Ahead] = [_Fork(())]  # Place 0 is the end of the pattern.
         self._ways: dict[tuple[int, Neighbour, Neighbour], list[tuple[int, frozenset[_Ahead]]]] = {}
         self._derivatives: dict[tuple[int, Neighbour, int], _Formula] = {}
-        self.rows: list[list[int]] = []  # The next state of each state, for each class of characters.
+        self.rows: list[list[int]] = []  # For each state: the next state for each class.
         self.accepting: list[bool] = []
         self._run(self._place(tree, 0), before)
 
@@ -169,7 +175,7 @@ class Automaton:
             self.accepting.append(self._ends(formula, before))
 
     def _place(self, node: Node, place: int) -> int:
-        """Compile a part of the tree that continues at `place`. Return the place at which the part begins."""
+        """Compile a part of the tree, which is followed by `place`. Return the place at which the part begins."""
         self._work.spend(1)
         if isinstance(node, Chain):
             for part in reversed(node.parts):
@@ -202,7 +208,7 @@ class Automaton:
         return len(self._program) - 1
 
     def _from(self, place: int, before: Neighbour, behind: Neighbour) -> list[tuple[int, frozenset[_Ahead]]]:
-        """Return the steps and ends that are reachable without a character, each with its look-aheads."""
+        """Return the steps and ends that are reachable without reading a character, each with its look-aheads."""
         key = (place, before, behind)
         if key in self._ways:
             return self._ways[key]
@@ -319,8 +325,8 @@ def expression(automaton: Automaton, work: Work, *, complemented: bool = False, 
     Args:
         automaton: The automaton.
         work: Counts the steps.
-        complemented: The expression is for all other texts.
-        backwards: The automaton reads texts from their ends.
+        complemented: Whether the expression is for all other texts.
+        backwards: Whether the automaton reads texts backwards.
     """
     states = _merged(automaton)
     classes: dict[tuple[int, int], int] = {}
@@ -365,7 +371,7 @@ class _Graph:
         self._work, self._backwards = work, backwards
         self._onward: defaultdict[int, dict[int, tuple[str, ...]]] = defaultdict(dict)
         self._back: defaultdict[int, set[int]] = defaultdict(set)
-        self._single = set[str]()  # Expressions that a sign of repetition can follow without a group.
+        self._single = set[str]()  # Expressions that need no group if a quantifier follows.
 
     def connect(self, before: int, after: int, text: str) -> None:
         self._work.spend(1 + len(text) // 8)
@@ -392,7 +398,7 @@ class _Graph:
         return None if texts is None else "|".join(texts)
 
     def _cost(self, state: int) -> int:
-        """Return how many more characters the expressions have if a state is removed."""
+        """Return by how many characters the expressions grow if a state is removed."""
         before = [self._onward[other][state] for other in self._back[state] if other != state]
         after = [texts for other, texts in self._onward[state].items() if other != state]
         loop = self._onward[state].get(state, ())
@@ -416,7 +422,7 @@ class _Graph:
         return back.union(onward)
 
     def _grouped(self, choices: Sequence[str], sign: str = "") -> str:
-        """Return alternatives as one part of an expression, with a sign of repetition."""
+        """Return alternatives as one part of an expression, with a quantifier."""
         texts = [text for text in choices if text]
         if not texts:
             return ""

@@ -4,8 +4,8 @@ llguidance reads expressions in Rust's syntax, in which `\d`, `\w` and `\s` are 
 classes of ECMA-262, which vLLM's default back end also uses. For example, clients read the answer with `Number(...)` or
 `^\d+$`. So these classes are replaced by their ASCII characters. Classes such as `\p{Nd}` stay unchanged.
 
-With the flag `i`, ASCII letters match only ASCII letters, as in ECMA-262 and in vLLM's default back end. In Unicode,
-`k` also matches the Kelvin sign, and `s` also matches the long s.
+With the flag `i`, ASCII letters match only ASCII letters, as in ECMA-262 and in vLLM's default back end. By Unicode's
+rules, `k` would also match the Kelvin sign, and `s` would also match the long s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 
-_Ranges = tuple[tuple[int, int], ...]  # Ranges of code points. Both ends belong to a range.
+_Ranges = tuple[tuple[int, int], ...]  # Ranges of code points, including both ends.
 
 _ASCII, _LAST = 0x7F, 0x10FFFF
 _NOT_ASCII = (_ASCII + 1, _LAST)
@@ -42,7 +42,7 @@ _CONTROLS = dict(zip("afnrtv", "\a\f\n\r\t\v", strict=True))
 _BRIDGES = (0x17F, 0x212A)  # The long s and the Kelvin sign, which Unicode case folding maps to ASCII letters.
 _FOLDED = frozenset("kKsS").union(map(chr, _BRIDGES))
 _HYPHEN: _Ranges = ((0x2D, 0x2D),)
-_DEEPEST = 250  # The deepest nesting of classes, as in regex-syntax.
+_DEEPEST = 250  # The maximum depth of nested classes, as in regex-syntax.
 
 _ESCAPE = re.compile(
     r"\\(?:[pP]\s*(?:\{[^}]{0,99}\}|.)|[xuU]\{[^}]{0,9}\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)", re.DOTALL
@@ -62,7 +62,7 @@ def ascii_expression(expression: str, flags: str = "") -> str:
 
     Args:
         expression: The expression, in Rust's syntax.
-        flags: The flags that are set at its start.
+        flags: The flags that are set at the start of the expression.
 
     Raises:
         ValueError: The expression is nested too deeply.
@@ -76,7 +76,7 @@ class _Expression:
     def __init__(self, text: str, flags: str) -> None:
         self._text, self._at = text, 0
         self._flags = frozenset(flags)
-        self._outer: list[frozenset[str]] = []  # The flags around each open group.
+        self._outer: list[frozenset[str]] = []  # For each open group: the flags outside of the group.
 
     def rewritten(self) -> str:
         parts: list[str] = []
@@ -262,7 +262,7 @@ def _shown(code: int) -> str:
     return character if character.isascii() and character.isalnum() else f"\\x{{{code:x}}}"
 
 
-# The parts of a Lark grammar that llguidance's lexer reads by their own rules.
+# The parts of a Lark grammar for which llguidance's lexer has separate rules.
 _OF_LARK = re.compile(
     r"""(?P<string>"(?:\\.|[^"\\\n])*"i?)
     | /(?P<expression>(?:\\.|[^/\\])+)/(?P<flags>[imslux]*)
@@ -270,8 +270,8 @@ _OF_LARK = re.compile(
     | <[^<>\s]+>""",
     re.VERBOSE,
 )
-_MARK = "%llguidance {}"  # It tells llguidance that a grammar is in Lark.
-# The first definition of a GBNF grammar, and the parts of such a grammar.
+_MARK = "%llguidance {}"  # Tells llguidance that a grammar is in Lark.
+# Two patterns: the first definition of a GBNF grammar, and a part of such a grammar.
 _IS_GBNF = re.compile(r"(?:\s|(?:#|//)[^\r\n]*+)*+[\w-]++\s*+::=").match
 _OF_GBNF = re.compile(
     r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\r\n]*|(?P<name>[\w-]+)(?P<defined>\s*::=)?', re.DOTALL
@@ -279,7 +279,7 @@ _OF_GBNF = re.compile(
 
 
 def grammar_for_guidance(grammar: str) -> str:
-    """Return a grammar with ASCII classes, for which llguidance finds the right dialect: Lark or GBNF.
+    """Return a grammar with ASCII classes, in a form that llguidance reads in the right dialect: Lark or GBNF.
 
     llguidance reads a grammar as Lark if a line begins with `start:`. But a GBNF grammar with a rule `start` may have
     such a line, and a Lark grammar may begin with `?start:`.
@@ -289,7 +289,7 @@ def grammar_for_guidance(grammar: str) -> str:
     """
     if _IS_GBNF(grammar):
         names = {found["name"] for found in _OF_GBNF.finditer(grammar)}
-        unused = "0" * max(map(len, filter(None, names)))  # No name contains so many digits.
+        unused = "0" * max(map(len, filter(None, names)))  # Makes the new name longer than any other.
         return _OF_GBNF.sub(lambda part: _gbnf_part(part, unused), grammar)
     return f"{_OF_LARK.sub(_lark_part, grammar)}\n{_MARK}\n"
 

@@ -1,7 +1,8 @@
 """The standard string formats of JSON schemas, as regular expressions.
 
-llguidance has some formats itself. By the standard, all other names are annotations, and they are ignored. `regex` and
-the formats of international e-mail addresses and host names are ignored as well, because no exact expression exists.
+llguidance itself supports some of the formats. By the standard, names of other formats are annotations, so they are
+ignored. `regex` and the formats of international e-mail addresses and host names are also ignored, because no exact
+expression exists for them.
 
 Source: RFC 3339, 3986, 3987, 4122, 6570, 6901; relative JSON pointers: draft-bhutton-relative-json-pointer.
 """
@@ -25,7 +26,7 @@ _NOT_ASCII = r"\u{A0}-\u{D7FF}\u{F900}-\u{FDCF}\u{FDF0}-\u{FFEF}\u{10000}-\u{1FF
 
 
 def _identifier(letters: str, *, relative: bool) -> str:
-    """Return the expression for URIs, or with further letters for IRIs. `relative`: the scheme is optional."""
+    """Return the expression for URIs. With further `letters`, it is for IRIs. If `relative`, the scheme is optional."""
     plain = rf"A-Za-z0-9\-._~!$&'()*+,;={letters}"
     character, segments = rf"(?:[{plain}:@]|{_OCTET})", rf"(?:/(?:[{plain}:@]|{_OCTET})*)*"
     host = rf"(?:\[(?:[0-9A-Fa-f]{{1,4}}:){{7}}[0-9A-Fa-f]{{1,4}}\]|(?:[{plain}]|{_OCTET})*)"

@@ -2,8 +2,8 @@
 
 llguidance refuses a whole schema if it does not know one of its keywords. So a schema is rewritten first: keywords
 without effect are removed, and keywords that other keywords can express are replaced. The remaining unknown keywords
-are not enforced. The caller gets their places, and decides. `KEYWORDS` has the treatment of each keyword, and the
-reason.
+are not enforced. The caller gets their places, and decides whether it accepts this. `KEYWORDS` says how each keyword is
+treated, and why.
 
 Except at these places, a rewritten schema never allows more than the original schema.
 
@@ -47,19 +47,20 @@ from engines.vllm.constraints.schema_values import (
     with_integers,
 )
 
-_MAX_CHARACTERS = 1 << 17  # The limit on a rewritten schema, which has no keywords without effect.
+_MAX_CHARACTERS = 1 << 17  # The maximum length of a schema without keywords that have no effect.
 WHOLE = "#"  # The place of the whole schema. It is returned if only the type of the schema is enforced.
-# The most schemas that rewriting may add, and the most schemas that may replace one keyword.
+# The maximum numbers of schemas that rewriting may add, and that may replace one keyword. A long item of `contains`
+# counts as several schemas: one more for each 64 characters.
 _MOST_ADDED, _MOST_ALTERNATIVES, _CHARACTERS_OF_A_SCHEMA = 2048, 128, 64
-_MOST_BRANCHES = 48  # The most branches of a `oneOf`, because each pair of branches is compared.
-_MOST_PLACES, _MOST_PLACE_CHARACTERS = 64, 8192  # The most places that are returned, and their total length.
+_MOST_BRANCHES = 48  # The maximum number of branches of a `oneOf`. Each pair of branches is compared.
+_MOST_PLACES, _MOST_PLACE_CHARACTERS = 64, 8192  # The limits on the number and the total length of returned places.
 _NO_SCHEMA, _TOO_DEEP = "it must be a JSON schema, which is a JSON object", "it is nested too deeply"
 _SURROGATE = "it must not hold half of a surrogate pair"
 
 # llguidance's options for the white space of JSON. In the schema, they replace the client's options.
 _FLEXIBLE = {"whitespace_flexible": True}
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-# An object with one of these keywords is not closed, because they define its further members.
+# An object with one of these keywords is not closed, because the keyword defines further members.
 _COMBINED = ("anyOf", "oneOf", "$ref", "if", "unevaluatedProperties", "additionalProperties", "dependentSchemas")
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef", "not")
 
@@ -70,11 +71,11 @@ def for_guidance(text: str, fault: Callable[[str], str], *, compact: bool) -> tu
     Args:
         text: The schema.
         fault: Returns llguidance's error for a schema; "" if llguidance accepts the schema.
-        compact: The JSON has no white space.
+        compact: Whether the JSON has no white space.
 
     Returns:
         The schema for llguidance; the places of the parts that are not enforced, as URI fragments; and llguidance's
-        error. The error is empty, unless the only place is `WHOLE`, or no text satisfies the whole schema.
+        error. There is an error only if the only place is `WHOLE`, or if no text satisfies the whole schema.
 
     Raises:
         ValueError: The text is not a JSON schema, is nested too deeply, or is too long.
@@ -141,9 +142,9 @@ class _Way(NamedTuple):
     """A way to rewrite a schema. If llguidance refuses the result, the next way is tried."""
 
     careful: bool = True  # Whether parts are first tested separately.
-    loose: bool = False  # If True, keywords that only other keywords can express are not enforced.
+    loose: bool = False  # If True, the keywords of `_EXPRESSED` are not enforced.
     closed: bool = True  # Whether objects are closed.
-    sealed: bool = True  # Whether the names of unnamed members can be spelled in only one way.
+    sealed: bool = True  # Whether members that the schema does not name have only one spelling.
 
 
 _WAYS = (
@@ -154,14 +155,14 @@ _WAYS = (
     _Way(loose=True),
     _Way(loose=True, closed=False, sealed=False),
 )
-# Work is measured in characters that llguidance reads. Beyond this limit, schemas are no longer compared, and only the
-# loose ways are tried. With a time limit instead, two servers might enforce different parts of a schema.
+# The unit of work is a character that llguidance reads. Beyond `_MOST_WORK`, schemas are no longer compared, and only
+# the loose ways are tried. With a time limit instead, two servers might enforce different parts of the same schema.
 _MOST_WORK, _WORK_OF_A_SCHEMA, _WORK_OF_COMPILING = 1_000_000, 20, 8
 
 
 @dataclass(slots=True)
 class _Node:
-    """One schema while it is rewritten."""
+    """A schema that is being rewritten."""
 
     given: dict[str, Any]
     place: str
@@ -172,7 +173,7 @@ class _Node:
     # Further schemas that must also hold, each with the keyword from which it comes.
     also: list[tuple[str, Schema]] = field(default_factory=list)
     keyword: str = ""  # The keyword that is being rewritten.
-    also_at: int = 0  # The position of the further schemas among the keywords, which decides the order of members.
+    also_at: int = 0  # The number of keywords before the further schemas. It decides the order of members.
 
     def add(self, *schemas: Schema) -> None:
         """Add schemas that must also hold."""
@@ -221,7 +222,7 @@ class _Rewriter:
         return self._fault(text)
 
     def schema(self, given: Any, place: str, closed: bool, *, exact: bool = False) -> Schema:
-        """Rewrite a schema. Except for parts that are not enforced, the result allows no further texts."""
+        """Rewrite a schema. The result allows further texts only because of parts that are not enforced."""
         if isinstance(given, bool):
             return given
         if not isinstance(given, dict):
@@ -262,10 +263,11 @@ class _Rewriter:
         return self._joined(node)
 
     def _seal(self, node: _Node) -> None:
-        """Allow only one spelling of the names of unnamed members.
+        """Allow only one spelling for the names of further members, which the schema does not name.
 
-        llguidance compares member names by their bytes, and allows any escapes in the names of unnamed members. So it
-        does not recognize the member `a` in `{"\\u0061": 1}`. In names that match a pattern, it allows no such escapes.
+        llguidance compares the names of members by their bytes, and allows any escapes in the names of further members.
+        So it does not recognize the member `a` in `{"\\u0061": 1}`. If names must match a pattern, llguidance allows no
+        such escapes.
         """
         out, further = node.out, node.out.get("additionalProperties", True)
         if further is False or not (node.also or out.keys() & _OF_OBJECTS):
@@ -297,9 +299,9 @@ class _Rewriter:
     def _is_closed(node: _Node) -> bool:
         """Return True if an object may have only the members that its schema names.
 
-        By the standard, an object may have any further members. But a model that may add members seldom stops, and
-        vLLM's usual back end does not allow them either. A schema stays open if it is combined with other schemas, or
-        if it requires unnamed members.
+        By the standard, an object may have any further members. But a model that may add members seldom stops adding
+        them, and vLLM's default back end does not allow them either. A schema stays open if it is combined with other
+        schemas, or if it requires members that it does not name.
         """
         given, named = node.given, node.given.get("properties")
         if not node.closed or node.exact or not isinstance(named, dict) or any(word in given for word in _COMBINED):
@@ -368,7 +370,7 @@ class _Rewriter:
         return self.work > _MOST_WORK
 
     def _spend(self, count: int) -> bool:
-        """Return True if rewriting may add this number of schemas."""
+        """Return True if rewriting may add this number of schemas. They then count as added."""
         if count > _MOST_ALTERNATIVES or count > self._left or self._late:
             return False
         self._left -= count
@@ -376,7 +378,7 @@ class _Rewriter:
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[dict[str, None]]:
-        """Do not record places in the `with` block. Yields the places that would have been recorded."""
+        """Do not record places in the `with` block. Yields the places that the block would have recorded."""
         kept, self.not_held = self.not_held, {}
         try:
             yield self.not_held
@@ -384,7 +386,7 @@ class _Rewriter:
             self.not_held = kept
 
     def _takes(self, fragment: dict[str, Any]) -> bool:
-        """Return True if llguidance accepts a fragment. Fragments are tested only if it refused the whole schema."""
+        """Return True if llguidance accepts a fragment. Not tested before the whole schema has been refused."""
         if not self._way.careful:
             return True
         text = json.dumps(fragment)
@@ -413,7 +415,7 @@ class _Rewriter:
         return True
 
     def _number(self, node: _Node, keyword: str, value: Any) -> bool:
-        if keyword.startswith("exclusive") and isinstance(value, bool):  # Draft 4: it modifies `minimum` or `maximum`.
+        if keyword.startswith("exclusive") and isinstance(value, bool):  # In draft 4, it changes the other bound.
             return True
         if not is_number(value):
             return False
@@ -456,7 +458,10 @@ class _Rewriter:
         return True
 
     def _patterns(self, value: Any, *, single: bool = False) -> tuple[str, ...] | None:
-        """Return expressions that together are equivalent, or a `single` one. None if llguidance has none."""
+        """Return expressions that together are equivalent to a pattern, or only one expression if `single`.
+
+        Returns None if llguidance supports no such expressions.
+        """
         if not isinstance(value, str):
             return None
         return patterns.without_look_around(value, single=single)
@@ -554,7 +559,7 @@ class _Rewriter:
         if len(held) == len(members) and self._takes({"patternProperties": dict.fromkeys(held, True)}):
             node.out[keyword] = held
             return True
-        # Members whose names match may then have any value.
+        # Then members with matching names may have any value.
         if None in names.values():
             node.out["additionalProperties"] = True
         else:
@@ -567,7 +572,7 @@ class _Rewriter:
         return True
 
     def _names_of_members(self, node: _Node, _: str, value: Any) -> bool:
-        """`propertyNames`: allow only members whose names match its expression, with `patternProperties`."""
+        """`propertyNames`: replace it by `properties` or `patternProperties`, which allow only matching names."""
         if self._late:
             return False
         with self._silent() as left:
@@ -642,7 +647,7 @@ class _Rewriter:
         return True
 
     def _dependent(self, node: _Node, keyword: str, value: Any) -> bool:
-        """`dependentRequired`, `dependentSchemas`, `dependencies`: a member is missing, or a condition holds."""
+        """`dependentRequired` and the like: require that a member is missing, or that a condition holds."""
         if not isinstance(value, dict):
             return False
         if not self._spend(1 << min(len(value), 30)):  # The choices multiply.
@@ -759,7 +764,7 @@ class _Rewriter:
         return None not in values and not [value for value in values[0] or () if value in (values[1] or ())]
 
     def _referred(self, schema: Schema) -> Schema:
-        """Return the definition that a schema stands for, if the schema is only a reference."""
+        """If a schema is only a reference, return its definition. Otherwise return the schema itself."""
         for _ in range(8):
             if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
                 break
@@ -767,7 +772,10 @@ class _Rewriter:
         return schema
 
     def _evaluated(self, node: _Node, keyword: str, value: Any) -> bool:
-        """`unevaluatedProperties` and `unevaluatedItems`: like `additional...` if no schemas are combined."""
+        """`unevaluatedProperties` or `unevaluatedItems`.
+
+        If no schemas are combined, they mean the same as `additionalProperties` or `items`.
+        """
         further = "additionalProperties" if keyword == "unevaluatedProperties" else "items"
         if value is True or value == {} or (further in node.given and not isinstance(node.given[further], list)):
             return True
@@ -779,7 +787,7 @@ class _Rewriter:
         return True
 
     def _evaluated_members(self, node: _Node, value: Any) -> bool:
-        """`unevaluatedProperties` next to `allOf` and `$ref`, which evaluate all members that they name."""
+        """`unevaluatedProperties` next to `allOf` and `$ref`: all members that these schemas name are evaluated."""
         names: dict[str, Schema] = {}
         expressions: dict[str, Schema] = {}
         waiting: list[Any] = [{key: each for key, each in node.given.items() if key != "unevaluatedProperties"}]
@@ -834,7 +842,7 @@ class _Rewriter:
         return True
 
     def _possible(self, schema: Schema) -> Schema:
-        """Return a definition; False if no text satisfies it. llguidance refuses such a definition even if unused."""
+        """Return a definition; False if no text satisfies it. llguidance refuses it even if nothing uses it."""
         if not self._way.careful or isinstance(schema, bool) or self._late:
             return schema
         return not _is_empty(self._complaint({"allOf": [schema]})) and schema
@@ -864,7 +872,7 @@ class _Rewriter:
         if kept is not None:
             rest = with_integers(types) - with_integers(kept)
             if "integer" in kept and "number" in rest and "number" not in kept:
-                return None  # It would have to allow all numbers except integers.
+                return None  # The result would have to allow all numbers except integers.
             alternatives += [{"type": kind} for kind in type_names(rest)]
             types = types & with_integers(kept) or types
         for keyword, value in given.items():
@@ -949,7 +957,7 @@ _MEMBERS = ("properties", "patternProperties", "additionalProperties")
 _OF_OBJECTS = frozenset({*_MEMBERS, "required", "minProperties", "maxProperties"})
 _ANY_NAME = r"^[\s\S]*$"
 _EVERY_NAME = frozenset({"", "^", ".*", "^.*", ".*$"})  # Patterns for all names.
-# Patterns for all names except the empty name or names with line breaks.
+# Patterns for nearly all names. Some of them do not match the empty name, or names with line breaks.
 _NEARLY_EVERY_NAME = frozenset({"^.*$", ".", ".+", "^.+$", "^.+"})
 _OF_NAMES = frozenset({"type", "pattern", "minLength", "maxLength"})
 _CERTAIN = frozenset({"$ref", "allOf"})  # Applicators whose schemas always hold.
@@ -968,7 +976,7 @@ def _other_size(keyword: str, value: Any) -> Sequence[Schema] | None:
 
 
 def _none_of(values: Any, types: frozenset[str]) -> Sequence[Schema] | None:
-    """Return schemas that together allow exactly the values other than these. None if that is impossible."""
+    """Return schemas that together allow exactly the values that are not listed. None if that is impossible."""
     if not isinstance(values, list) or not all(map(is_exact, values)):
         return None
     by_type: dict[str, list[Any]] = {}
@@ -1016,7 +1024,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _can_be_merged(part: Schema, out: Mapping[str, Any]) -> TypeGuard[dict[str, Any]]:
-    """Return True if the keywords of two schemas can be joined in one schema without a change of their meaning."""
+    """Return True if the keywords of two schemas can be joined in one schema and keep their meaning."""
     if isinstance(part, bool) or part.keys() & out.keys():
         return False
     return not (part.keys() & _NEIGHBOURS and out.keys() & _NEIGHBOURS)
@@ -1095,7 +1103,7 @@ KEYWORDS: Mapping[str, Keyword] = {
     "$dynamicRef": Keyword(_Rewriter._reference, "`$ref`, if the anchor is there once"),
     "$recursiveRef": Keyword(_Rewriter._reference, "`$ref`, if the anchor is there once"),
 }
-# Keywords that only other keywords can express.
+# Keywords that llguidance does not enforce, or not always. Other keywords can express them.
 _EXPRESSED = frozenset(
     {
         *("uniqueItems", "contains", "propertyNames", "minProperties", "maxProperties", "if", "not"),

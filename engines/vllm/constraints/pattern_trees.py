@@ -1,7 +1,7 @@
 r"""Reads the patterns of JSON schemas into trees.
 
-A pattern is an ECMA-262 expression, with the flag `u` or without it as browsers read it. A pattern that has another
-meaning in Rust or Python is refused, unless the client certainly means the standard's meaning.
+A pattern is an ECMA-262 expression. It may be written for the flag `u`, or without this flag, as browsers read it. A
+pattern that has another meaning in Rust or Python is refused, unless the client certainly means the standard's meaning.
 
 The classes are the same as in llguidance: `\d` and `\w` are ASCII, `\s` is Unicode, and `.` is any character except the
 newline.
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_Ranges = tuple[tuple[int, int], ...]  # Sorted ranges of code points. Both ends belong to a range.
+_Ranges = tuple[tuple[int, int], ...]  # Sorted ranges of code points, including both ends.
 
 LAST, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
 
@@ -142,7 +142,7 @@ class Parser:
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
-        self.differs = False  # llguidance would refuse or misread the text of a part, but can enforce the part.
+        self.differs = False  # Whether a part needs another text, because llguidance would refuse or misread it.
 
     def read(self) -> Node:
         tree = self._either()
@@ -321,7 +321,7 @@ def _is_one(characters: Characters) -> bool:
 
 
 def is_plain(node: Node, *, first: bool = True, last: bool = True) -> bool:
-    """Return True if llguidance supports a part. `first`, `last`: the part is the first or last one of its pattern."""
+    """Return True if llguidance supports a part. `first` and `last`: whether the part begins or ends its pattern."""
     if isinstance(node, Edge):
         return (first and node.kind == "^") or (last and node.kind == "$")
     if isinstance(node, Chain):
@@ -361,10 +361,10 @@ def rust_text(node: Node) -> str:
 
 
 def quotable(characters: Characters) -> Characters:
-    r"""Return a set that keeps its meaning in JSON. NUL is removed if the quotation mark or the backslash is missing.
+    r"""Return a set that keeps its meaning in JSON. A set without the quotation mark or the backslash loses NUL.
 
     JSON writes these two characters as `\"` and `\\`. llguidance allows both in every set that has all control
-    characters, even in `[^"]`.
+    characters, even in `[^"]`. A set without NUL does not have all control characters.
     """
     if not _has(characters, 0) or (_has(characters, ord('"')) and _has(characters, ord("\\"))):
         return characters
@@ -399,7 +399,7 @@ def parts_of(node: Node) -> tuple[Node, ...]:
 
 
 def is_look(node: Node, *, behind: bool) -> bool:
-    """Return True for a look-behind or, if `behind` is False, for a look-ahead."""
+    """Return True if a node is a look-behind. If `behind` is False, return True if it is a look-ahead."""
     return isinstance(node, Look) and node.behind == behind
 
 
@@ -413,7 +413,7 @@ def looks_behind(node: Node) -> bool:
 
 
 def reversed_tree(node: Node) -> Node:
-    """Return a tree for texts that are read from their ends."""
+    """Return a tree for texts that are read backwards."""
     if isinstance(node, Chain):
         return Chain(tuple(map(reversed_tree, reversed(node.parts))))
     if isinstance(node, Either):

@@ -1,7 +1,7 @@
-"""Rewrites patterns of JSON schemas that llguidance does not support as patterns that it supports.
+"""Replaces patterns of JSON schemas that llguidance does not support by patterns that it supports.
 
 A pattern is an expression that is found somewhere in a text. llguidance does not support look-around, word boundaries,
-`^` and `$` inside an expression, and complements. All of these are regular: an automaton can express them, and the
+complements, or `^` and `$` inside an expression. All of these are regular: an automaton can express them, and the
 automaton can be written as an expression.
 
 In this module, "exactly" does not include texts with NUL, because some classes lose this character
@@ -34,7 +34,7 @@ from engines.vllm.constraints.pattern_trees import (
 
 
 def complement(pattern: str) -> str | None:
-    """Return a pattern that is found in exactly the texts in which this one is not; None if it would be too large."""
+    """Return a pattern for exactly the texts in which the given pattern is not found; None if it would be too large."""
     try:
         return _one_pattern(Parser(pattern).read(), Work(len(pattern)), complemented=True)
     except (BeyondError, RecursionError):
@@ -67,7 +67,7 @@ def without_look_around(pattern: str, *, single: bool = False) -> tuple[str, ...
 
     Args:
         pattern: The pattern.
-        single: Return only one pattern.
+        single: Whether to return only one pattern.
 
     Returns:
         The patterns. None if this module cannot read the pattern, or if the result would be too large.
@@ -84,7 +84,10 @@ def without_look_around(pattern: str, *, single: bool = False) -> tuple[str, ...
 
 
 def _patterns(tree: Node, work: Work) -> list[str]:
-    """Return plain patterns that together are equivalent to a tree. Look-aheads at the start become separate ones."""
+    """Return plain patterns that together are equivalent to a tree.
+
+    Look-aheads at the start and look-behinds at the end become separate patterns.
+    """
     parts = list(parts_of(tree))
     found: list[str] = []
     while parts[:1] == [BEGIN] and len(parts) > 1 and is_look(parts[1], behind=False):

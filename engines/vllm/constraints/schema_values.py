@@ -48,7 +48,7 @@ def allowed_types(schema: dict[str, Any]) -> frozenset[str]:
 
 
 def allowed_values(schema: Schema, most: int) -> Sequence[Any] | None:
-    """Return all values that a rewritten schema allows; None if they are unknown, or more than `most`."""
+    """Return all values that a rewritten schema allows; None if they are unknown, or too many."""
     if not isinstance(schema, dict):
         return None
     values: list[Any]
@@ -87,7 +87,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_size(value: Any) -> bool:
-    """Return True for a number of characters, items or members that llguidance can read."""
+    """Return True if a value is a count (of characters, items or members) that llguidance can read."""
     return is_whole(value) and 0 <= value < 1 << 63
 
 
@@ -108,13 +108,13 @@ def is_exact(value: Any) -> bool:
 
 
 def bound_of(value: float, *, least: bool, exclusive: bool, whole: bool) -> dict[str, Any]:
-    """Return the keyword for a bound that llguidance can enforce, and that never allows more than the given bound.
+    """Return a keyword with a bound that llguidance can enforce. It never allows more than the given bound.
 
     Args:
-        value: The bound.
-        least: It is a lower bound.
-        exclusive: The bound itself is not allowed.
-        whole: The numbers are integers.
+        value: The given bound.
+        least: Whether it is a lower bound.
+        exclusive: Whether the bound itself is not allowed.
+        whole: Whether the numbers are integers.
     """
     if whole and not least and value >= _LARGEST_INTEGER:
         # This bound is not a double, but llguidance reads it correctly.
@@ -124,8 +124,8 @@ def bound_of(value: float, *, least: bool, exclusive: bool, whole: bool) -> dict
     if near != value and (near < value) is least:
         near = math.nextafter(near, inward)
     if exclusive and not whole:
-        # llguidance reads a number that is nearer to the bound as the bound itself. It also wrongly allows an exclusive
-        # integer bound if the distance between both bounds is less than 1.
+        # llguidance reads a number whose distance from the bound is less than `_STEP` as the bound itself. It also
+        # wrongly allows an exclusive integer bound if the distance between both bounds is less than 1.
         near, exclusive = sorted((math.nextafter(near, inward), near + math.copysign(_STEP, inward)))[least], False
     keyword = "inimum" if least else "aximum"
     return {f"exclusiveM{keyword}" if exclusive else f"m{keyword}": plain(near)}

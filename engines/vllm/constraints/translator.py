@@ -1,9 +1,9 @@
 """Translates a request's constraint to vLLM's structured outputs.
 
-vLLM has several back ends for constraints, but an engine uses only one. With vLLM's setting `auto`, each request is
-checked against the back end that suits it best, but the back end of the first request enforces it. So Slipway chooses
-the back end when the model is loaded. It chooses `guidance` (llguidance), which refuses constraints that it cannot
-enforce, and limits their cost.
+vLLM has several back ends for constraints, but an engine uses only one. With vLLM's setting `auto`, vLLM checks each
+request against the back end that suits the request best. But the back end of the first request enforces all
+constraints. So Slipway chooses the back end when the model is loaded. It chooses `guidance` (llguidance), which refuses
+constraints that it cannot enforce, and limits their cost.
 
 A constraint is a program that a client has sent. So a separate process (`trials`) rewrites and compiles it before the
 engine gets it.
@@ -29,9 +29,9 @@ from engines.vllm.constraints.trial_process import Trial
 from engines.vllm.constraints.trials import GrammarTrials
 from engines.vllm.patches.grammars import tried
 
-# The limit on an expression or a grammar. People write at most a hundredth of that.
+# The maximum length of an expression or a grammar. People write at most a hundredth of that.
 _MAX_CHARACTERS = 1 << 17
-# The most characters of each kind of constraint, by vLLM's names.
+# The maximum number of characters of a constraint, by vLLM's name of its kind.
 _MOST_CHARACTERS = {
     "json": 1 << 20,  # The client's schema. The rewritten schema has another limit.
     "choice": 1 << 21,  # All choices together. They cost the engine less, because each is plain text.
@@ -49,7 +49,7 @@ _WHITE_SPACE = "disable_any_whitespace"
 
 
 def choose_backend(config: VllmConfig, option: str) -> None:
-    """Choose the back end, and make JSON compact, unless `structured_outputs_config` sets them.
+    """Choose the back end, and make JSON compact. Options that `structured_outputs_config` sets are kept.
 
     A model that may write any white space sometimes writes nothing else.
 
@@ -88,8 +88,8 @@ class ConstraintTranslator:
         """Create the translator.
 
         Args:
-            drafts: The engine uses speculative decoding, so it may reject tokens of a draft.
-            partial_schemas: A JSON schema may be enforced in part, unless its contract requires otherwise.
+            drafts: Whether the engine uses speculative decoding, and so may reject tokens of a draft.
+            partial_schemas: Whether a JSON schema may be enforced in part if the request leaves `strict` open.
         """
         self._partial = partial_schemas
         self._guidance = config.backend == "guidance"
@@ -117,11 +117,11 @@ class ConstraintTranslator:
         return await self._checked(constraint.parameter, outputs, sampling, [SchemaPart(strict=constraint.strict)])
 
     async def checked(self, parameter: str, params: SamplingParams, parts: Sequence[SchemaPart]) -> CheckedConstraint:
-        """Return the structured outputs of a request that vLLM's front end has parsed, as the engine enforces them.
+        """Check the structured outputs of a request, and return them as the engine enforces them.
 
         Args:
             parameter: The client's name for the structured outputs.
-            params: vLLM's sampling parameters, with structured outputs.
+            params: The sampling parameters, as vLLM's front end has parsed them. They have structured outputs.
             parts: The parts of the JSON schema.
 
         Raises:
@@ -144,7 +144,7 @@ class ConstraintTranslator:
             raise InvalidParameter(f"{parameter}.structural_tag", _NO_TAGS)
         compact = self._compact or outputs.disable_any_whitespace
         if self._guidance and outputs.json_object:
-            # Outside of a schema, the back end uses only the white-space option of the whole engine.
+            # Without a schema, the back end uses the white-space option of the engine, not that of the request.
             outputs = dataclasses.replace(outputs, json={"type": "object"}, json_object=None)
         for kind, most in _MOST_CHARACTERS.items():  # At most one of them is set.
             if (value := getattr(outputs, kind)) is None:
@@ -152,7 +152,7 @@ class ConstraintTranslator:
             if not value and kind == "choice":
                 raise InvalidParameter(parameter, "must have at least one choice")
             text = value if isinstance(value, str) else _written(parameter, value)
-            # Only a trial removes the descriptions from a schema. So without it, the lower limit counts.
+            # Only a trial removes the descriptions from a schema. Without a trial, the lower limit applies.
             _check_size(parameter, text, _MAX_CHARACTERS if kind == "json" and self._trials is None else most)
             if self._trials is None:
                 continue
@@ -183,7 +183,7 @@ class ConstraintTranslator:
         raise InvalidParameter(name or parameter, f"cannot be held whole: {why}; {advice}")
 
     def check_answer(self, constraint: CheckedConstraint, statistics: EngineStatistics, answer: str | None) -> None:
-        """Queue the check of a finished answer against its whole schema. The verdict is counted.
+        """Queue the check of a finished answer against its whole schema. The verdict is counted later.
 
         Args:
             constraint: The constraint of the request. A part of its schema is not enforced.
@@ -202,10 +202,10 @@ class ConstraintTranslator:
 
 
 def _named(places: Sequence[str], parts: Sequence[SchemaPart]) -> list[tuple[SchemaPart, str]]:
-    """Return places of a schema by the client's names, each with the part of the schema that contains it.
+    """Translate places of a schema to the client's names. Return each with the part of the schema that contains it.
 
     A place that contains several parts is returned once for each of them. A place outside of all parts keeps its name.
-    Clients choose the number of places and of parts. So the time is linear in both numbers, and not in their product.
+    Clients choose the number of places and the number of parts. So the time is linear in both, not in their product.
     """
     at = {part.place: part for part in parts}
     above: dict[str, list[SchemaPart]] = {}

@@ -52,8 +52,8 @@ def trial(tokenizer: Any, kind: str, text: str, *, compact: bool = True, drafts:
         tokenizer: llguidance's tokenizer.
         kind: The kind of constraint, by its name in vLLM's `structured_outputs`.
         text: The constraint.
-        compact: JSON has no white space.
-        drafts: The engine uses speculative decoding, so it may reject tokens of a draft.
+        compact: Whether JSON has no white space.
+        drafts: Whether the engine uses speculative decoding, and so may reject tokens of a draft.
     """
     matcher: Any = None
 
@@ -85,7 +85,10 @@ def trial(tokenizer: Any, kind: str, text: str, *, compact: bool = True, drafts:
 
 
 def _walk(first: Any, end_token: int, drafts: bool) -> str:
-    """Generate some tokens with the grammar. A grammar that compiles may match no text, or be slow for one token."""
+    """Generate some tokens with the grammar, and return an error or "".
+
+    A grammar that compiles may still match no text, or be slow for one token.
+    """
     chance = random.Random(0)
     matcher = first.deep_copy()  # Some constraints cannot be reset.
     for _ in range(STEPS):
@@ -131,7 +134,7 @@ class _TooSlow(BaseException):
 def verdict(schema: str, answer: str) -> str:
     """Check an answer against its schema. Returns one of `engines.statistics.VERDICTS`.
 
-    Patterns are searched for with Python's `re`, which a signal can interrupt.
+    The patterns of the schema are matched with Python's `re`, which a signal can interrupt.
     """
     from jsonschema.validators import Draft202012Validator, validator_for
     from jsonschema_specifications import REGISTRY  # Its registry fetches no schemas.
@@ -140,7 +143,7 @@ def verdict(schema: str, answer: str) -> str:
         document = json.loads(answer)
     except json.JSONDecodeError:
         return "incomplete"
-    except (ValueError, RecursionError):  # Such as a number with thousands of digits, or thousands of brackets.
+    except (ValueError, RecursionError):  # For example, thousands of digits in a number, or of brackets.
         return "unchecked"
     checking = True
 
@@ -178,7 +181,7 @@ def _limit() -> None:
 def main() -> None:
     """Answer each line of the standard input. The process ends at once if the server ends.
 
-    There is no handler for the timer's signal, so the signal ends the process.
+    A timer limits each trial. Its signal has no handler, so it ends the process.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")

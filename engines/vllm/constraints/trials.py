@@ -33,13 +33,14 @@ _T = TypeVar("_T")
 # A request is refused if the trial of its constraint takes longer than this, including the wait for earlier trials.
 WAIT_SECONDS = 60.0
 # The limits of elapsed time for the start of the process, and for one constraint. The process itself limits processor
-# time. The limits here are longer, because a process gets little processor time on a busy machine.
+# time. The limits of elapsed time are longer, because a process gets little processor time on a busy machine.
 START_SECONDS, CLOCK_SECONDS = 60.0, 20.0
 _REMEMBERED, _REMEMBERED_CHARACTERS = 1024, 1 << 24
-# The most answers that wait for their check, and the most characters of an answer. Other answers are not checked.
+# The maximum number of answers that wait for their check, and the maximum length of an answer. Further answers and
+# longer answers are not checked.
 _WAITING_ANSWERS, _ANSWER_CHARACTERS = 64, 1 << 18
 NO_VERDICT = "the constraint could not be compiled; try again later"
-# The signals that end the process because of a constraint: it exceeded the processor time, the memory or the stack.
+# The signals that end the process if a constraint exceeds the processor time, the memory or the stack.
 _VERDICTS = {-number for number in (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)}
 _STOPPING = "the server is stopping; the request was not completed"
 
@@ -53,7 +54,7 @@ class _Answer(NamedTuple):
 
 
 class GrammarTrials:
-    """Tests constraints one after another in a separate process, which the first constraint starts.
+    """Tests constraints one by one in a separate process, which is started for the first constraint.
 
     Results are cached. The process also checks answers. A trial waits for at most one check.
     """
@@ -82,11 +83,11 @@ class GrammarTrials:
         Args:
             kind: The kind of constraint, by its name in vLLM's `structured_outputs`.
             text: The constraint.
-            compact: JSON has no white space.
+            compact: Whether JSON has no white space.
 
         Raises:
             GenerationFailed: No process can be started.
-            Overloaded: Too many constraints are ahead of this one, or the process ended for another reason.
+            Overloaded: The constraint has waited too long, or the process ended, but not because of this constraint.
             EngineDead: The server is stopping.
         """
         key = hashlib.sha256(f"{kind}\0{compact}\0{text}".encode()).digest()
@@ -121,7 +122,7 @@ class GrammarTrials:
         return result
 
     def _tried(self, message: dict[str, Any]) -> Trial | None:
-        """Return the result from the process. None if the process ended for another reason than the constraint.
+        """Return the result from the process. None if the process ended for a reason other than the constraint.
 
         Raises:
             GenerationFailed, Overloaded, EngineDead: as `trial`.
@@ -230,7 +231,7 @@ def _close_pipes(process: Popen[str]) -> None:
 
 @contextlib.contextmanager
 def _ended_after(seconds: float, process: Popen[str]) -> Iterator[None]:
-    """Kill a process that takes longer. A suspended process would block the writer, because it reads nothing."""
+    """Kill the process if the `with` block takes longer. A suspended process would block the writing thread forever."""
     timer = threading.Timer(seconds, process.kill)
     timer.daemon = True
     timer.start()
