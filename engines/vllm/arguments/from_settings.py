@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 _cli_args = module_of("FrontendArgs")
 
-_LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}  # Values that have another name in LMI.
+_LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}  # LMI's names of vLLM's values.
 # The form of `limit_mm_per_prompt` in LMI v0.31: image=2,video=1.
 _COUNTS = re.compile(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*")
 _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
-# If only some prompts of a batch have an adapter, vLLM's CPU kernels use the slot -1 for the others. So they add the
-# weights of the last slot, which must stay empty (zeros). vLLM's GPU kernels skip such rows. The CPU kernels of vLLM
-# 0.33 do so as well, so this constant can then be removed.
+# If only some prompts of a batch have an adapter, vLLM's CPU kernels use the slot -1 for the other prompts. That is the
+# last slot, and the kernels add its weights. So the last slot must stay empty (zeros). vLLM's GPU kernels skip the rows
+# of such prompts. The CPU kernels of vLLM 0.33 also skip them, so this constant can then be removed.
 EMPTY_SLOTS_ON_CPU = 1
 _PATHS = frozenset({"chat_template", "tool_parser_plugin"})
 
@@ -42,13 +42,14 @@ _PATHS = frozenset({"chat_template", "tool_parser_plugin"})
 def engine_arguments(config: EngineConfig, on_cpu: bool) -> dict[str, Any]:
     """Return keyword arguments for vLLM's `AsyncEngineArgs`. `serve_defaults` has the values of all other arguments.
 
-    Raises EngineStartError: vLLM's argument parser refuses the value of an option. The message names the option.
+    Raises:
+        EngineStartError: vLLM's argument parser refuses the value of an option. The message names the option.
     """
     given = {name: text for name, text in config.engine_arguments.items() if name not in FRONT_END}
     passed = _parse(AsyncEngineArgs.add_cli_args, config, given)
     arguments: dict[str, Any] = {
         "model": config.model_id,
-        "served_model_name": list(config.public_names),  # vLLM's errors show it. They would show a path instead.
+        "served_model_name": list(config.public_names),  # vLLM's errors show this name instead of a path.
         "revision": config.revision,
         "trust_remote_code": config.trust_remote_code,
         "dtype": config.dtype,
@@ -68,7 +69,7 @@ def engine_arguments(config: EngineConfig, on_cpu: bool) -> dict[str, Any]:
     if config.enable_lora:
         arguments |= _lora_arguments(passed, on_cpu)
     if config.task in ("embed", "classify"):
-        # These tasks turn a model that generates text into a pooling model. For a pooling model, they change nothing.
+        # These tasks turn a model that generates text into a pooling model. They do not change a pooling model.
         arguments = {"runner": "pooling", "convert": config.task, **arguments}
     if config.pooling is not None:
         arguments.setdefault("pooler_config", PoolerConfig(seq_pooling_type=config.pooling))
@@ -83,10 +84,12 @@ def serve_defaults() -> dict[str, Any]:
 
 
 def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
-    """On a CPU, make a slot for each adapter in memory, and one more slot, which stays empty.
+    """Return the arguments for LoRA.
+
+    On a CPU, each adapter in memory has a slot, and one more slot stays empty.
 
     On a GPU, vLLM reserves the memory of `max_loras` slots, and further adapters wait in main memory. The GPU kernels
-    skip the rows of prompts without an adapter, so no slot must be empty.
+    skip the rows of prompts without an adapter, so they need no empty slot.
     """
     arguments = {"enable_lora": True, "max_loras": passed.get("max_loras", DEFAULT_MAX_LORAS)}
     if on_cpu:
@@ -118,7 +121,10 @@ def frontend_arguments(config: EngineConfig) -> dict[str, Any]:
 
 
 def _in_model_dir(config: EngineConfig, text: str) -> str:
-    """Return the path of a file in the model directory, which is LMI's working directory, or else the text itself."""
+    """Return the path of a file in the model directory. If there is no such file, return the text itself.
+
+    The model directory is LMI's working directory.
+    """
     path = os.path.join(config.model_dir, text)
     return path if os.path.isfile(path) else text
 
@@ -171,7 +177,7 @@ def _parse(add_arguments: Callable[[Any], Any], config: EngineConfig, given: Map
 
 
 class _Parser(FlexibleArgumentParser):
-    """Raises an error where argparse would exit the process."""
+    """Raises an error for wrong arguments. argparse itself would exit the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -203,7 +209,7 @@ def _as_vllm_writes(name: str, text: str) -> str:
 
 
 def _switch(flag: str, text: str, action: Any) -> list[str]:
-    """Return a flag or its negation. A few flags have no negation. Such a flag is left out if the value is false."""
+    """Return a flag or its negation. If the value is false and the flag has no negation, return nothing."""
     value = text.lower()
     if value in TRUE or not value:
         return [flag]

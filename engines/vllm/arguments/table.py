@@ -2,12 +2,13 @@
 
 `table.json` has a row for each argument, with these fields:
 
-- `kind`: the kind of value that `vllm serve` accepts. It is a key of `KINDS`, or the list of allowed words. null: `vllm
-  serve` has no such argument.
+- `kind`: the kind of value that `vllm serve` accepts. It is a key of `KINDS`, or the list of allowed words. It is null
+  if `vllm serve` has no such argument.
 - `of`: "engine" for a field of `AsyncEngineArgs`, or "front end" for an argument that vLLM's OpenAI front end reads in
   Slipway. Other arguments belong to vLLM's own server.
-- `without_effect`: the reason if the argument has no effect in Slipway. Users see it.
-- `since`: the release of vLLM that adds the argument, if that is the next release. Earlier releases ignore the row.
+- `without_effect`: the reason why the argument has no effect in Slipway. Users see this text. Arguments that have an
+  effect do not have this field.
+- `since`: the next release of vLLM, if that release adds the argument. With an earlier release, the row is ignored.
 
 A test compares the kinds with vLLM's parser. With `UPDATE_TABLES=1`, the test writes the kinds. vLLM itself checks each
 value again when a model is loaded.
@@ -38,7 +39,7 @@ def _matches(pattern: str) -> Callable[[str], bool]:
     return lambda text: compiled.fullmatch(text) is not None
 
 
-# For each kind: a check of a value without blanks at its ends, and a description of the allowed values.
+# For each kind: a check of a value, and a description of the allowed values. A checked value has no blanks at its ends.
 KINDS: Mapping[str, tuple[Callable[[str], bool], str]] = {
     "boolean": (lambda text: text.lower() in TRUE | FALSE | {""}, TRUE_OR_FALSE),
     "integer": (_matches(r"[+-]?\d+|none"), "an integer"),
