@@ -1,4 +1,4 @@
-"""vLLM's front end `AsyncLLM`: the loop that handles the engine's messages, and the sequences of the engine."""
+"""Access to vLLM's front end `AsyncLLM`: to its loop that handles the engine's messages, and to its sequences."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def begin_output(
         reports: The logger of statistics, which replaces vLLM's loggers.
         statistics: Counts the tokens.
     """
-    # The output loop reads this variable for each request, and vLLM looks it up in the environment each time. vLLM 0.33
-    # reads it once a step, so this line can then be removed.
+    # The output loop reads this variable for each request. Without this line, vLLM looks the variable up in the
+    # environment each time. vLLM 0.33 reads the variable once a step, so this line can then be removed.
     envs.VLLM_COMPUTE_NANS_IN_LOGITS = envs.VLLM_COMPUTE_NANS_IN_LOGITS
     llm.logger_manager = reports
     llm.output_processor.__class__ = LeanOutputProcessor
@@ -67,7 +67,7 @@ def stat_loggers(llm: AsyncLLM) -> Sequence[Any]:
 
 
 def keep_eos_token_id(llm: AsyncLLM) -> None:
-    """Cache the id of the end token. For each request vLLM asks the tokenizer, which searches its whole vocabulary."""
+    """Cache the id of the end token. Otherwise the tokenizer searches its whole vocabulary for each request."""
     eos_token_id = llm.renderer.get_eos_token_id()
     llm.renderer.get_eos_token_id = lambda: eos_token_id
 
@@ -125,17 +125,17 @@ def running_sequence(state: RequestState, copy: int | None) -> RunningSequence:
 
 
 def register(llm: AsyncLLM, state: RequestState) -> None:
-    """Register a sequence. Call this before the engine gets the request, so that no output comes first."""
+    """Register a sequence. Call this before the engine gets the request. Otherwise output may come too early."""
     llm.output_processor.request_states[state.request_id] = state
     llm.output_processor.external_req_ids[state.external_req_id].append(state.request_id)
 
 
 async def abort(llm: AsyncLLM, ids: Iterable[str], *, internal: bool = True) -> None:
-    """End sequences. If the engine has died, they are only forgotten.
+    """End sequences. If the engine has died, the sequences are only removed from the front end.
 
     Args:
-        ids: The ids of the sequences.
-        internal: False if `ids` are ids of requests instead.
+        ids: The ids of the sequences or of their requests.
+        internal: Whether `ids` are ids of sequences.
     """
     with contextlib.suppress(EngineDeadError):
         await llm.abort(ids, internal=internal)

@@ -1,12 +1,12 @@
 """Beam search, which vLLM's engine does not support.
 
-Each step asks the engine for the next token of each beam, with the `2 * width` most probable alternatives, and keeps
-the best beams. With the engine's prefix cache, a step costs about one token for each beam. The score of a beam is the
-sum of the model's log probabilities, divided by `length ** length_penalty` (as in transformers). Sampling parameters
-and penalties have no effect.
+Each step asks the engine for the `2 * width` most probable next tokens of each beam, and keeps the best beams. With the
+engine's prefix cache, a step costs about one token for each beam. The score of a beam is the sum of the model's log
+probabilities, divided by `length ** length_penalty` (as in transformers). Sampling parameters and penalties have no
+effect.
 
-The metrics count one prompt, the returned sequences, and every token that the engine generates. vLLM counts the tokens
-of its candidates in the same way.
+The metrics count one prompt, the returned sequences, and every token that the engine generates. With vLLM's own beam
+search, the metrics count tokens in the same way.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Submit = Callable[[GenerationRequest, Sink, EngineStatistics], Awaitable[Genera
 
 
 def most_new_tokens(request: GenerationRequest, room: int) -> int:
-    """Return the largest number of tokens of a beam. `room`: the rest of the context after the prompt."""
+    """Return the maximum number of tokens of a beam. `room` is the number of tokens that fit after the prompt."""
     return min(request.sampling.max_tokens or room, room)
 
 
@@ -63,7 +63,7 @@ class BeamSearchTask:
         self._running, self._finished = [_Beam()], list[_Beam]()
         self._stop_ids = set(request.sampling.stop_token_ids)
         self._eos_ids: frozenset[int] = frozenset() if request.sampling.ignore_eos else engine.eos_token_ids
-        # Tokens that are forbidden before `min_tokens`, even with `ignore_eos`, as in vLLM's sampler.
+        # As in vLLM's sampler, these tokens are forbidden before `min_tokens`, even with `ignore_eos`.
         self._ending = engine.eos_token_ids | self._stop_ids
         self._limit = most_new_tokens(request, engine.max_model_len - len(self._prompt_ids))
         self._statistics.prompt(len(self._prompt_ids))
@@ -140,14 +140,14 @@ class BeamSearchTask:
         return self._ranked(self._finished + self._running)
 
     def _settled(self) -> bool:
-        """Return True if no running beam can displace a finished one."""
+        """Return True if no running beam can replace a finished beam."""
         if len(self._finished) < self._options.width:
             return False
         if self._options.early_stopping:
             return True
         penalty = self._options.length_penalty
         worst = self._ranked(self._finished)[-1].score(penalty)
-        # As in transformers, a running beam is compared at its present length.
+        # As in transformers, the score of a running beam is calculated with its current length.
         return self._running[0].score(penalty) <= worst
 
     def _ranked(self, beams: list[_Beam]) -> list[_Beam]:
@@ -193,7 +193,7 @@ class BeamSearchTask:
         stop = self._request.sampling.stop
         if not stop:
             return False
-        # If a stop string ends in the last token, it spans at most as many tokens as it has bytes.
+        # A stop string that ends in the last token has at most one token for each of its bytes.
         reach = 4 * max(map(len, stop)) + 1
         ids = [token.id for token in beam.tokens]
         tail = self._engine.detokenize(ids[-reach:], self._request.sampling.skip_special_tokens, ids[:-reach][-8:])
@@ -238,7 +238,7 @@ class BeamSearchTask:
 
 
 def _cut(tokens: list[Token], stop: Sequence[str]) -> None:
-    """Remove the stop string that ends in the last token from the texts of the tokens."""
+    """Remove the stop string from the texts of the tokens. The stop string ends in the last token."""
     strings = StopStrings(stop, include=False)
     for token in tokens[:-1]:
         strings.add(token.text, count=False)
