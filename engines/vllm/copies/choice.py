@@ -16,7 +16,7 @@ _MOST_BLOCKS = 64  # Only this many blocks of a prompt are compared. The rest of
 # A copy with the prompt's blocks is chosen if its work is at most this multiple of the mean work of the other copies,
 # plus the work of this many requests.
 _MORE_THAN_MEAN, _MORE_REQUESTS = 1.25, 3
-# The most tokens of an answer that count as work. Limits on tokens are often far above the true length.
+# The maximum number of tokens of an answer that count as work. Answers are often far shorter than the client's limit.
 MOST_ANSWER_TOKENS = 512
 
 
@@ -26,7 +26,7 @@ class Choosable(Protocol):
     number: int
     cached_tokens: int  # The size of the copy's prefix cache, in tokens.
     work: int  # The number of tokens that the copy's requests are expected to have.
-    chosen: int  # A counter: the larger it is, the more recently the copy was chosen.
+    chosen: int  # The larger the number, the more recently the copy was chosen.
     stalled: bool  # Whether the copy has work and makes no progress.
 
 
@@ -74,12 +74,16 @@ class CopyChoice:
         return keys, self._with_prefix(copies, keys, work) or min(copies, key=_load)
 
     def _with_prefix(self, copies: Sequence[AnyCopy], keys: Sequence[int], work: int) -> AnyCopy | None:
-        """Of the copies that hold most of the prompt, return the least busy. None if even that copy is too busy."""
+        """Return the least busy of the copies that hold the longest beginning of the prompt.
+
+        None if this copy is too busy, or if no copy holds the first block.
+        """
         lengths = [self._cached(copy.number, keys) for copy in copies]
         if not (longest := max(lengths)):
             return None
         least = min((copy for copy, length in zip(copies, lengths, strict=True) if length == longest), key=_load)
-        # With a mean of all copies, one of five copies would stay idle if all prompts begin with the same blocks.
+        # The mean is that of the other copies. With a mean of all copies, one of five copies would stay idle if all
+        # prompts begin with the same blocks.
         others = [copy.work for copy, length in zip(copies, lengths, strict=True) if length < longest]
         is_near = not others or least.work <= _MORE_THAN_MEAN * sum(others) / len(others) + _MORE_REQUESTS * work
         return least if is_near else None

@@ -27,28 +27,28 @@ from engines.vllm.copies.choice import MOST_ANSWER_TOKENS, CopyChoice
 from engines.vllm.copies.places import Place
 
 _ANYWHERE = Place()
-_MOST_QUERIES = 4096  # The most queries whose documents are still expected.
+_MOST_QUERIES = 4096  # The maximum number of queries whose copy is remembered for their documents.
 
 
 class Copy:
-    """The processes of a copy, from their start to their end. A restarted copy is a new object of the same number."""
+    """The processes of a copy, from their start to their end. A restarted copy is a new object with the same number."""
 
     def __init__(self, number: int, place: Place = _ANYWHERE) -> None:
         self.number, self.place = number, place
         self.state = CopyState.STARTING
         self.started_at = time.time()
-        self.threads = LastingThreads(f"copy {number}")  # Start the processes, which end with these threads.
+        self.threads = LastingThreads(f"copy {number}")  # They start the processes, and the processes end with them.
         self.client: AsyncMPClient | None = None  # None until the model is loaded.
-        self.workers: Mapping[psutil.Process, str] = {}  # The workers and their titles, when the model was loaded.
-        # The engines and workers that are not processes of this server, as text for people.
+        self.workers: Mapping[psutil.Process, str] = {}  # The workers and their titles, at the end of loading.
+        # Descriptions of the engines and workers that are not processes of this server.
         self.elsewhere: Sequence[str] = ()
         self.given_up = False  # Whether the copy has died and will not be restarted.
         self.end = ""  # How the processes have ended, if the copy has died.
         self.progress = Progress()
-        self.stalled = False  # As `progress` showed when it was last recorded.
+        self.stalled = False  # Whether it was stalled when `progress` was last recorded.
         self.messages = 0  # The number of messages from the processes. Steps of a long prompt also send messages.
         self.work = 0  # The number of tokens that the copy's requests are expected to have.
-        self.chosen = 0  # A counter: the larger it is, the more recently the copy was chosen.
+        self.chosen = 0  # The larger the number, the more recently the copy was chosen.
         self.cached_tokens = 0  # The size of the prefix cache, in tokens.
 
     @property
@@ -67,7 +67,7 @@ class _Messages:
 
     def __init__(self, copy: Copy, client: CopiesClient, died: Callable[[Copy], None]) -> None:
         self._copy, self._client, self._died = copy, client, died
-        # The number of the engine in vLLM's metrics. None: vLLM's own number, such as that of a data-parallel rank.
+        # The number of the engine in vLLM's metrics. None: vLLM's own number, for example of a data-parallel rank.
         self._engine = copy.number - 1 or None
 
     def put_nowait(self, message: Any) -> None:
@@ -77,9 +77,9 @@ class _Messages:
         if self._copy.state is CopyState.DEAD:
             return  # Its requests continue on other copies.
         if message.outputs and message.outputs[0].finish_reason == FinishReason.ABORT:
-            # A process aborts all its sequences if it is told to end, such as after the death of another data-parallel
-            # rank. The message would end these sequences without an error that the copy has died. If the server aborts
-            # a sequence, no such message comes.
+            # A process aborts all its sequences if it is told to end, for example after the death of another
+            # data-parallel rank. This message would end the sequences without an error, although the copy has died. The
+            # process sends no such message if the server aborts a sequence.
             return
         if self._engine is not None:
             message.engine_index = self._engine
@@ -104,25 +104,25 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
 
         Args:
             siblings: Returns the ids of all sequences of a request.
-            holds: Returns True if a request waits when no copy can accept it. If False, the request gets an error.
+            holds: Returns whether requests wait when no copy can accept them. If not, they get an error.
         """
         # The constructor of `AsyncMPClient` would start processes.
         self._siblings, self.holds = siblings, holds
         self.messages: asyncio.Queue[Any] = asyncio.Queue()  # Messages that vLLM's output loop has not read.
         self.came = 0  # The number of messages that have arrived from all copies.
         self._handled = 0  # The number of messages that vLLM's output loop has handled, or that were dropped.
-        # The waiters, each with the number of messages that must be handled first.
+        # The waiting tasks, each with the number of messages that must be handled first.
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._choice = CopyChoice()
         self._chosen = 0  # The number of requests that were sent to a copy.
         self.resources = SimpleNamespace(engine_dead=False)  # vLLM reads `engine_dead`.
         self._running: list[Copy] = []  # The copies whose processes run.
         self.ready: list[Copy] = []  # The copies that accept new requests.
-        self._queries: OrderedDict[str, Copy] = OrderedDict()  # The copy that keeps the vectors of each query.
+        self._queries: OrderedDict[str, Copy] = OrderedDict()  # For each query: the copy that keeps its vectors.
         self.placed: dict[str, Placed] = {}  # The copy of each request, by the request's id.
 
     def add(self, copy: Copy, died: Callable[[Copy], None]) -> None:
-        """Add a copy that has been loaded. It gets only requests that name this copy, until it is opened.
+        """Add a copy that has been loaded. Until `open` is called, it gets only requests that are sent to this copy.
 
         Args:
             copy: The copy.
@@ -248,7 +248,8 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
 
         Returns:
             The number, and how many prompt tokens the copy's prefix cache may hold. The number is None if no copy
-            accepts requests. The tokens are None if there is only one copy, because only its process knows them.
+            accepts requests. The tokens are None if fewer than two copies accept requests. Then the server does not
+            track them: only the copy's process knows them.
         """
         if len(self.ready) < 2:
             return next((copy.number for copy in self.ready), None), None

@@ -1,4 +1,4 @@
-"""Continues the requests of a dead copy in another copy, or in the copy that replaces it.
+"""Continues the requests of a dead copy in another copy, or in its replacement.
 
 The other copy gets the prompt and the received tokens as one prompt. The state of the sequence in the server's process
 stays, with its text, its counts and its log probabilities. So the client gets each token once.
@@ -119,12 +119,12 @@ def advance(grammar: Any, request: Any) -> None:
 class Continuations:
     """The sequences of an engine, which outlive the copies that run them.
 
-    If a copy dies, its sequences go to the copies that serve, or wait for the next copy. A sequence that was running at
+    If a copy dies, its sequences go to the copies that serve, or wait for the next copy. A sequence that has survived
     more deaths than allowed is a suspect, because it may have killed the copies. Suspects wait for the next copy that
-    is started, and are sent to it before all other sequences. They are sent one by one, and each waits until the one
-    before it has a new token. If the copy dies again, the last suspect gets the error. It is the likely cause, but not
-    a certain one: an earlier suspect may kill the copy with a later token. So a sequence can kill at most two copies,
-    and then the copy that tries it.
+    is started, and are sent to it before all other sequences. They are sent one by one: each suspect waits until the
+    suspect before it has a new token. If this copy dies too, the suspect that was sent last gets the error. It is the
+    likely cause, but not a certain one: an earlier suspect may kill the copy with a later token. So a sequence can kill
+    one copy more than allowed, and then the copy that tries it.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Continuations:
         """Create the continuations.
 
         Args:
-            deaths: The number of deaths up to which a sequence continues together with others.
+            deaths: The allowed number of deaths. A sequence with more deaths is a suspect.
         """
         self._llm, self._client, self._statistics = llm, client, statistics
         self._adapters, self._allowed = adapters, deaths
@@ -207,7 +207,7 @@ class Continuations:
         for state in states:
             if await self._send(state, refused, copy):
                 sent.add(state.external_req_id)
-            await asyncio.sleep(0)  # Other tasks get their turn.
+            await asyncio.sleep(0)  # Let other tasks run.
         self._statistics.continued_requests += len(sent)
         if sent or refused:
             lost = "; ".join(f"{count} cannot be: {why}" for why, count in refused.items())

@@ -41,7 +41,7 @@ def end_processes(client: EngineCoreClient, seconds: float) -> None:
 
 
 def engine_process_ids(client: EngineCoreClient) -> list[int]:
-    """Return the ids of the engine's processes. If Ray runs the engine, they are not child processes."""
+    """Return the ids of the engine's processes. Empty if Ray runs the engine, because then they are not children."""
     manager = client.resources.engine_manager
     return [process.pid for process in getattr(manager, "processes", ())]
 
@@ -73,8 +73,8 @@ def _end(code: int | None) -> str:
 def devices_kept(config: VllmConfig) -> Iterator[None]:
     """Restore the devices of a configuration after processes have started with it.
 
-    vLLM writes the devices of each data-parallel rank into the configuration. At the next start, it would use those of
-    the last rank for all ranks.
+    vLLM writes the devices of each data-parallel rank into the configuration. At the next start, it would use the
+    devices of the last rank for all ranks.
     """
     parallel = config.parallel_config
     devices = parallel.assigned_physical_gpu_ids
@@ -85,7 +85,7 @@ def devices_kept(config: VllmConfig) -> Iterator[None]:
 
 
 def physical_gpus(engine_args: AsyncEngineArgs, gpus: Sequence[int]) -> list[int]:
-    """Return the machine's indices of GPUs. `gpus` are the indices among the GPUs that are visible to this process."""
+    """Translate indices of GPUs. `gpus` count the GPUs that this process sees. The result counts all of the machine."""
     physical: list[int] | None = dataclasses.replace(engine_args, device_ids=list(gpus))._resolve_device_ids()
     assert physical is not None, "GPUs are named"
     return physical
@@ -101,15 +101,15 @@ def config_of_copy(config: VllmConfig, gpus: Sequence[int], physical_gpus: Seque
     """
     own = copy.copy(config)
     own.cache_config, own.parallel_config = copy.copy(config.cache_config), copy.copy(config.parallel_config)
-    own.cache_config.num_gpu_blocks = None  # The processes report it, and the client adds it up.
-    # vLLM names shared memory after these ids, such as the memory of `kv_offloading_size`.
+    own.cache_config.num_gpu_blocks = None  # The processes report their blocks, and the client adds them up.
+    # vLLM names shared memory after the following ids, for example the memory of `kv_offloading_size`.
     own.instance_id = uuid.uuid4().hex
     if config.kv_transfer_config is not None:
         own.kv_transfer_config = copy.copy(config.kv_transfer_config)
         own.kv_transfer_config.engine_id = own.instance_id
     if physical_gpus is not None:
         own.parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
-        # These lists have entries for all GPUs. For every copy, vLLM would read the first entries.
+        # These lists have entries for all GPUs. Without a change, vLLM would read the first entries for every copy.
         for name in ("numa_bind_nodes", "numa_bind_cpus"):
             bindings = getattr(config.parallel_config, name)
             if bindings and max(gpus) < len(bindings):
@@ -131,7 +131,7 @@ def send_at_once(core: Any) -> None:
 
     # This is not a coroutine: the call sends the message, and vLLM may await the result later.
     def send_message(message: Sequence[Any], engine: bytes) -> Awaitable[Any]:
-        # Large arrays follow as frames, and pyzmq sends large frames without a copy.
+        # vLLM's method sends large messages. Large arrays follow as frames, which pyzmq sends without a copy.
         if len(message) != 2 or len(message[1]) >= zmq.COPY_THRESHOLD:
             later: Awaitable[Any] = send_later(message, engine)
             return later
@@ -188,6 +188,6 @@ def query_key(request: EngineCoreRequest) -> str | None:
 
 
 def is_compared_with_query(request: EngineCoreRequest) -> bool:
-    """Return True for a document of a late-interaction query. It would crash an engine without the query's vectors."""
+    """Return True for a document of a late-interaction query. An engine without the query's vectors would crash."""
     params = request.pooling_params and request.pooling_params.late_interaction_params
     return params is not None and params.mode == LATE_INTERACTION_MODE_SCORE_DOC

@@ -48,7 +48,7 @@ class Copies:
             first: The first copy.
             config: The settings of the model.
             statistics: Counts the continued requests, and the seconds in which no copy accepted requests.
-            waits: Returns True if requests wait when no copy runs. If False, they get an error.
+            waits: Returns whether requests wait when no copy runs. If not, they get an error.
         """
         self._llm, self._places, self._config = loaded.llm, loaded.places, config
         self._reports, self._statistics, self._waits = loaded.reports, statistics, waits
@@ -56,12 +56,12 @@ class Copies:
         self._most = len(self._places[: config.max_copies])
         self._least = min(config.min_copies or self._most, self._most)
         self._sends_whole_media = self._most > 1
-        # Set while a copy accepts new requests, and if no copy will ever accept requests again. Requests that have
-        # survived a death are sent before it is set.
+        # This event is set while a copy accepts new requests. It is also set when no copy will ever accept requests
+        # again. Requests that have survived a death are sent before the event is set.
         self.up = asyncio.Event()
         self._down_since = 0.0
         self.gave_up = False  # No copy runs, and no copy will be started.
-        self._turns = asyncio.Semaphore(len(self._places) if config.parallel_loading else 1)  # Limits loads.
+        self._turns = asyncio.Semaphore(len(self._places) if config.parallel_loading else 1)  # For loading.
         self._openings: dict[Copy, asyncio.Task[None]] = {}
         self._ends: dict[int, asyncio.Task[None]] = {}  # Ends former copies and frees their memory.
         self._tasks = BackgroundTasks(_log_error)
@@ -104,7 +104,7 @@ class Copies:
 
     @property
     def sequences(self) -> int:
-        """The number of sequences that run together in all copies."""
+        """The maximum number of sequences that run at the same time, in all copies together."""
         config = self._llm.vllm_config
         return int(config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size * self._most)
 
@@ -180,7 +180,9 @@ class Copies:
             self._continuations.fail_suspects()
 
     async def restart(self) -> None:
-        """Restart the dead copies. If none is dead, restart the stalled copy with the most quiet seconds.
+        """Restart the dead copies. If no copy is dead, restart the copy with the most quiet seconds.
+
+        Stalled copies are restarted before other copies.
 
         Raises:
             EngineStartError: A copy cannot be started.
@@ -216,7 +218,7 @@ class Copies:
             )
         self._least, self._most = min(least, most), most
         for copy in [copy for copy in self._by_number.values() if copy.given_up]:
-            del self._by_number[copy.number]  # If there are too few copies, a new one takes its place.
+            del self._by_number[copy.number]  # If there are too few copies, a new copy takes its place.
         copies = [copy for copy in self._by_number.values() if copy.state is not CopyState.DRAINING]
         useful = {CopyState.READY: 0, CopyState.STARTING: 1, CopyState.DEAD: 2}
         copies.sort(key=lambda copy: (useful[copy.state], copy.number))
@@ -278,7 +280,7 @@ class Copies:
             copies.append(copy)
         results = asyncio.gather(*map(self._start, copies), return_exceptions=True)
         errors = [error for error in await results if isinstance(error, BaseException)]
-        del results  # Otherwise the error and this frame would be a reference cycle, which keeps vLLM's client.
+        del results  # Otherwise the error and this frame would form a reference cycle that keeps vLLM's client.
         if errors:
             raise errors.pop(0)
         return copies

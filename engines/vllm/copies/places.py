@@ -34,7 +34,7 @@ class Place:
 
 
 def processor_places(copies: int) -> list[Place]:
-    """Return the places of copies on a CPU. Each has an equal share of the processors, and at least one."""
+    """Return the places of copies on a CPU. Each has an equal share of the processors, and at least one processor."""
     if copies == 1 or os.environ.get(_BINDING, "auto") != "auto":  # The user has bound the threads.
         return [Place()] * copies
     # The order keeps the processors of a NUMA node and of a core together.
@@ -50,8 +50,8 @@ def processor_places(copies: int) -> list[Place]:
 def gpu_places(engine_args: AsyncEngineArgs, config: EngineConfig) -> list[Place]:
     """Return a place for each copy for which the GPUs have room.
 
-    If the tensor-parallel size is not given, it is set in `engine_args`. So are the GPUs of the first copy, which are
-    the first of `devices`.
+    This function sets the tensor-parallel size in `engine_args` if the size is not given. It also sets the GPUs of the
+    first copy. They are the first of `devices`.
 
     Raises:
         EngineStartError: The model needs more GPUs than there are.
@@ -83,7 +83,7 @@ def gpu_places(engine_args: AsyncEngineArgs, config: EngineConfig) -> list[Place
 
 
 def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: bool) -> None:
-    """Set the tensor-parallel size to the fewest GPUs that hold the model, or with `most` to as many as possible."""
+    """Set the tensor-parallel size to the fewest GPUs that hold the model. If `most`, set it to as many as possible."""
     platform = vllm.platforms.current_platform
     gpus = len(devices)
     layout = Layout.of(vars(engine_args))
@@ -100,7 +100,7 @@ def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: boo
             weights_of(model.model, model.revision, engine_args.speculative_config, layout),
             layout,
             memory_share=engine_args.gpu_memory_utilization,
-            # With -1, vLLM itself chooses the length by the memory.
+            # With -1, vLLM itself chooses a length that fits into memory.
             max_model_len=0 if engine_args.max_model_len == -1 else model.max_model_len,
             cache_element_bytes=1 if "fp8" in engine_args.kv_cache_dtype else model.dtype.itemsize,
         )
