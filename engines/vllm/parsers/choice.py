@@ -53,7 +53,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models that write their calls and their reasoning in the same syntax."""
+    """A family of models. They share one syntax for calls, and one for reasoning."""
 
     name: str
     tools: str = ""  # The tool-call parser. "": vLLM has none.
@@ -157,7 +157,7 @@ class Choice:
     """The parser of a model, and the reason for the choice."""
 
     parser: str  # "": no parser.
-    reason: str = ""  # "": an option, or its default, makes the choice.
+    reason: str = ""  # "" if an option or its default makes the choice.
 
 
 def choose(kind: str, template: str | None, architectures: Collection[str]) -> Choice:
@@ -168,7 +168,7 @@ def choose(kind: str, template: str | None, architectures: Collection[str]) -> C
         template: The chat template for chats with tools. None: the model has no template.
         architectures: The architectures in config.json.
     """
-    text = (template or "").replace('\\"', '"')  # A template may have its texts in quotes.
+    text = (template or "").replace('\\"', '"')  # In a template, quotation marks may be escaped.
     fitting = [family for family in FAMILIES if _fits(family, text, architectures)]
     rendered = [family for family in fitting if not family.markers]
     if kind == TOOLS and template and not rendered and not _READS_TOOLS.search(text):
@@ -196,7 +196,7 @@ def _fits(family: Family, template: str, architectures: Collection[str]) -> bool
 
 
 def _most_specific(families: Sequence[Family]) -> list[Family]:
-    """Drop each family if another one has all its markers, and also has further markers or an architecture."""
+    """Drop each family whose markers another family has, together with further markers or an architecture."""
 
     def marks(family: Family) -> set[str]:
         return {*family.markers, *(["an architecture"] if family.architectures else [])}
@@ -286,7 +286,7 @@ class _Files:
 
     @property
     def are_known(self) -> bool:
-        """False for a model on the hub if the hub does not answer. Each further request would time out as well."""
+        """Whether the files can be looked up. If the hub does not answer, each further request would time out too."""
         return os.path.isdir(self._model) or self.path("config.json") is not None
 
     def path(self, name: str) -> Path | None:
@@ -309,7 +309,7 @@ class _Files:
         return content if isinstance(content, dict) else {}
 
     def template(self) -> str | None:
-        """Return the chat template for chats with tools, in the place where transformers looks; None without one."""
+        """Return the template for chats with tools, from the places where transformers looks; None if there is none."""
         if (template := self.text("chat_template.jinja")) is not None:
             return self.text("additional_chat_templates/tool_use.jinja") or template
         for name in ("tokenizer_config.json", "chat_template.json"):

@@ -3,16 +3,17 @@
 If a request forces a tool call, one of two grammars enforces it. The first is the model's own syntax, through vLLM's
 structural tags, which only xgrammar supports. The second is the JSON schema of the calls, which every back end
 supports. The parser must read the syntax that the grammar produces. vLLM chooses the grammar once in a process, when
-the class of a parser is created. This module chooses it for each model, so that it does not depend on the order of
-imports or on other models.
+the class of a parser is created. This module chooses the grammar for each model, so that the choice does not depend on
+the order of imports or on other models.
 
 With a reasoning parser, vLLM constrains an answer after the end of its reasoning. A parser that cannot find the end
-(`granite`) would leave all answers unconstrained. So they are constrained from the start, and have no reasoning.
+(`granite`) would leave all answers unconstrained. So with such a parser, answers are constrained from the start, and
+have no reasoning.
 
 The module relies on these private names of vLLM, which are in the table of `engines.vllm.internals`:
 - `ToolParser.__init_subclass__` only sets `supports_required_and_named` to False.
 - `ParserManager.get_parser` returns the class of the parser, a `DelegatingParser`, to every serving object. The
-  parser's `_stream_state` has a flag that reasoning has ended.
+  parser's `_stream_state` has a flag for the end of reasoning.
 - A reasoning parser that cannot find the end of reasoning inherits `ReasoningParser.is_reasoning_end`.
 - The JSON schema of required calls has the schema of each tool in `items.anyOf`.
 - `Hermes2ProToolParser` reads a streamed call with the three methods that `_Hermes` replaces. In a complete answer, it
@@ -58,8 +59,10 @@ _VALUE = regex.compile(
 
 
 class _Enforcing:
-    """Enforces the schema of a forced tool call. If neither the parser nor the back end has a grammar for the call, the
-    request is refused. vLLM would let the model decide in both cases.
+    """Enforces the schema of a forced tool call.
+
+    If no grammar for the call fits both the parser and the back end, the request is refused. vLLM would let the model
+    decide whether it calls the tool.
     """
 
     tool_strict_level: ToolStrictLevel | None  # In vLLM 0.33, None means the level of the model's parser.
@@ -98,7 +101,7 @@ class _Enforcing:
 
 
 class _WithoutReasoning:
-    """For a reasoning parser that cannot find the end of reasoning: the answer with a forced call is only the call."""
+    """For reasoning parsers that cannot find the end of reasoning. If a call is forced, the answer is only the call."""
 
     _stream_state: Any
 
@@ -116,7 +119,7 @@ class _WithoutReasoning:
 
 
 class _Hermes:
-    """Reads the JSON of a streamed call in the same way as that of a complete answer.
+    """Reads the JSON of a call in the same way in a stream and in a complete answer.
 
     vLLM itself would use the first `"name"`, and all text after the first `"arguments"`. It would end a call at the end
     marker even within a string. Clients would then get arguments that are not JSON.
@@ -201,7 +204,7 @@ def constrained_text(config: VllmConfig, tokenizer: Any, state: Any, options: Ma
     """
     outputs_config = config.structured_outputs_config
     ended = options.get("reasoning_ended")
-    try:  # A plugin may be the parser.
+    try:  # The parser may be a plugin, which may raise any error.
         whole = str(state.detokenizer.output_text)
         if ended or outputs_config.enable_in_reasoning:
             return whole
@@ -258,7 +261,7 @@ def _with_references(schema: dict[str, Any]) -> dict[str, Any]:
     """Keep the references within each tool's schema valid in the schema of all calls.
 
     Args:
-        schema: vLLM's schema. The schema of a tool that has references becomes one of its `$defs`.
+        schema: vLLM's schema of all calls. If a tool's schema has references, it becomes one of the `$defs`.
     """
     definitions: dict[str, Any] = {}
     for index, call in enumerate(schema["items"]["anyOf"]):
@@ -270,10 +273,10 @@ def _with_references(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _moved(part: Any, place: str, *, is_map: bool = False) -> Any:
-    """Return a part of a schema, with references that fit the schema's place in another schema.
+    """Return a part of a schema. Its references are adjusted to the schema's place in another schema.
 
     Args:
-        is_map: The keys of the part are names, not keywords.
+        is_map: Whether the keys of the part are names, not keywords.
     """
     if isinstance(part, list):
         return [_moved(each, place) for each in part]
