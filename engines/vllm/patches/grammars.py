@@ -17,7 +17,7 @@ class TriedOutputs(StructuredOutputsParams):
 
 
 def tried(outputs: StructuredOutputsParams, **changes: Any) -> TriedOutputs:
-    """Return a copy with these changes, which vLLM does not compile for a check (`patch_checks`)."""
+    """Return a copy with these changes. vLLM does not compile the copy for a check (`patch_checks`)."""
     fields = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs) if field.init}
     return TriedOutputs(**fields | changes)
 

@@ -52,10 +52,10 @@ def patch_media_ids(rename: Callable[[str], str]) -> None:
 
 
 def drop_two_frames(error: BaseException) -> None:
-    """Drop two frames from an error's traceback: the caller's frame, and that of the vLLM function that it called.
+    """Drop two frames from an error's traceback: the frame of the caller, and the frame of the called vLLM function.
 
-    A variable of this vLLM function holds the error. With the traceback, that is a reference cycle, which keeps the
-    variables of both frames in memory.
+    A variable of this vLLM function holds the error. Together with the traceback, this is a reference cycle, which
+    keeps the variables of both frames in memory.
     """
     if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
         error.__traceback__ = error.__traceback__.tb_next.tb_next
@@ -82,6 +82,7 @@ def free_loaded_media() -> None:
 def send_whole_media(engine_args: Any) -> None:
     """Send the media with each request, so that any copy can answer it.
 
-    By default, vLLM omits media that it has sent before. It sends them again if several front ends share an engine.
+    By default, vLLM omits media that it has sent before. It omits nothing if several front ends share an engine. So
+    this function makes vLLM assume two front ends.
     """
     engine_args._api_process_count = 2

@@ -34,7 +34,7 @@ cgroup_usage: Callable[[], int | None] = cpu_resource_utils.get_cgroup_memory_us
 
 
 def patch_server(context: Callable[[], BaseContext], run: Callable[[Callable[[], Any]], Any]) -> None:
-    """Patch the server's process, so that the fork server forks vLLM's processes. They need not import vLLM again.
+    """Patch the server's process, so that the fork server forks vLLM's processes. They do not import vLLM again.
 
     Args:
         context: Returns the context that starts the engine process, and the coordinator of data-parallel ranks.
@@ -52,8 +52,8 @@ def patch_engine_process(
 ) -> None:
     """Patch the engine process.
 
-    After the patch, the workers are forked as well. vLLM itself would wait 8 seconds for the other workers if one of
-    them has died, and would leave the file through which workers find each other in /tmp.
+    After the patch, the workers are forked as well. If a worker has died, vLLM itself would wait 8 seconds for the
+    other workers. It would also leave a file in /tmp, through which workers find each other.
 
     Args:
         context: Returns the context that starts workers.
@@ -67,7 +67,7 @@ def patch_engine_process(
 
 
 def patch_executor(started: Callable[[Executor], None]) -> None:
-    """Patch the engine process. vLLM does not tell the server about workers in Ray or on other machines.
+    """Patch the engine process to report workers in Ray or on other machines. vLLM does not tell the server about them.
 
     Args:
         started: Called with the executor when its workers have started.
@@ -84,7 +84,7 @@ def patch_executor(started: Callable[[Executor], None]) -> None:
 def patch_worker(wrap_start: Callable[[Callable[..., None]], Callable[..., None]], memory_used: Any) -> None:
     """Patch a worker process.
 
-    vLLM only logs the error of a worker that cannot start. It also counts cached pages of files as used memory.
+    vLLM itself only logs the error of a worker that cannot start, and counts cached pages of files as used memory.
 
     Args:
         wrap_start: Takes the method that starts the worker, and returns its replacement.
