@@ -1,24 +1,25 @@
-"""vLLM's processes: starts them, ends them together with the server, and reports errors of their start.
+"""Starts vLLM's processes, ends them together with the server, and reports errors of their start.
 
 vLLM starts its processes with the multiprocessing context that `get_mp_context` returns. The server starts the engine
 process, and the coordinator if there are several data-parallel ranks. The engine process starts its workers. Slipway's
 contexts make each process run a function first (`_Tied`).
 
 Start: if possible, the processes are forked from a process that has imported vLLM (`fork_server`). A forked process
-inherits the fork server's old environment. So it gets the current environment, and repeats the effects that variables
-have when libraries are loaded (`fork_server.apply_environment`).
+inherits the fork server's old environment. So the current environment is set in it, and it repeats the effects that
+variables have when libraries are loaded (`fork_server.apply_environment`).
 
-End: however the server ends, the kernel kills the fork server with the server's main thread, and the forked processes
-with the fork server. A spawned process ends with the thread that started it. vLLM's own mechanism is not enough: its
-workers notice the end of the engine process only between two steps, and a suspended process notices nothing. If a
-worker has died, the workers that wait for it are killed, so that the engine process reports the death at once.
+End: when the server's main thread ends for any reason, the kernel kills the fork server. When the fork server ends, the
+kernel kills the forked processes. A spawned process ends with the thread that started it. vLLM's own mechanism is not
+enough: its workers notice the end of the engine process only between two steps, and a suspended process notices
+nothing. If a worker has died, the workers that wait for it are killed, so that the engine process reports the death at
+once.
 tests/live/test_health_live.py kills a server and checks that no process is left.
 
 Workers elsewhere: the engine process reports the workers that run in Ray or on other machines (`elsewhere`).
 
 Failures: vLLM only logs the errors of its processes. With this module, the engine process reports an error of the
 function that vLLM runs in it, and each worker reports an error of `WorkerProc()`. tests/live/test_management_live.py
-makes an engine fail by lack of memory.
+makes an engine run out of memory.
 
 Each engine process has its own process group. Ctrl-C in a terminal goes to a whole group, and would otherwise end the
 engine while the server finishes its requests. tests/live/test_process_live.py checks that. All groups stay in the
@@ -116,14 +117,17 @@ _this_thread = threading.local()
 
 @contextlib.contextmanager
 def tied_to_this_thread(processors: Collection[int] = (), *, spawned: bool = False) -> Iterator[Connection]:
-    """Start vLLM's processes in the `with` block as the module describes. Yields the connection for `first_failure`.
+    """Make vLLM start its processes as the module describes, in the `with` block.
+
+    Yields the connection for `first_failure`.
 
     Several threads may start engines at the same time, one for each model or copy. If processes are spawned, the
     calling thread must outlive them.
 
     Args:
         processors: The processors to which the threads of workers are bound. Empty: vLLM chooses.
-        spawned: Spawn the processes even if there is a fork server, because vLLM binds them to NUMA nodes only then.
+        spawned: Whether to spawn the processes even if there is a fork server. vLLM binds only spawned processes to
+            NUMA nodes.
     """
     _remove_shared_memory(())  # A failed start may have left shared memory.
     reader, writer = multiprocessing.Pipe(duplex=False)
@@ -193,7 +197,7 @@ def _remove_shared_memory(ended: Collection[int]) -> None:
     """Remove the shared memory of process groups that have ended. A killed process does not remove it.
 
     Args:
-        ended: Groups that have ended. Other groups are removed if they no longer exist.
+        ended: Groups that have ended. The shared memory of other groups is removed if they no longer exist.
     """
     for kind, prefix in (("shared_memory", ""), ("semaphore", _SEMAPHORE)):
         begin = f"{prefix}{_server_name()}-"
@@ -235,7 +239,7 @@ def _of_groups(groups: Collection[int]) -> list[int]:
 
 
 def worker_processes(client: EngineCoreClient) -> dict[psutil.Process, str]:
-    """Return the workers of an engine with their titles. If Ray runs the engine, they are not child processes."""
+    """Return the workers of an engine with their titles. Empty if Ray runs the engine: they are not children."""
     engines = core_client.engine_process_ids(client)
     found = {}
     for number in _of_groups(engines) if engines else []:
@@ -246,7 +250,10 @@ def worker_processes(client: EngineCoreClient) -> dict[psutil.Process, str]:
 
 
 def ended_workers(workers: Mapping[psutil.Process, str]) -> str:
-    """Return a text for people that names the workers that have ended. Only the engine process gets exit codes."""
+    """Return a text for people that names the workers that have ended.
+
+    It has no exit codes, because only the engine process gets them.
+    """
     ended = (f"process {worker.pid} ({title}) has ended" for worker, title in workers.items() if _has_ended(worker))
     return "; ".join(ended)
 

@@ -1,4 +1,4 @@
-"""Replacements of vLLM's functions that are slow or wrong on a CPU, for `engines.vllm.patches.processes`."""
+"""Replacements for vLLM's functions that are slow or wrong on a CPU (`engines.vllm.patches.processes`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from engines.memory.cpu_memory import page_cache
 from engines.vllm.patches import processes
 
-_SPIN_SECONDS = 0.002  # The wait between two steps is shorter, so it has no pauses.
+_SPIN_SECONDS = 0.002  # The wait between two steps is shorter than this, so it has no pauses.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.002  # Seconds.
 _PAUSE_SHARE = 1 / 64  # The largest delay of a message, as a share of the time for which the process has waited.
-_NEW_WAIT_SECONDS = 0.0005  # A longer time between two polls is a step. A poll takes only microseconds.
+_NEW_WAIT_SECONDS = 0.0005  # If more time is between two polls, a step has run. A poll takes only microseconds.
 
 
 class Pause:
@@ -23,7 +23,7 @@ class Pause:
 
     The engine process polls its workers for answers, and each worker polls for its next step. After a second without
     messages, they block. Between two polls, vLLM only yields the processor, so each process keeps a processor busy. On
-    a CPU, the model and the front end need these processors. Here, the pause grows with the wait.
+    a CPU, the model and the front end need these processors. Here, the pause grows with the waiting time.
     """
 
     def __init__(self) -> None:
@@ -41,19 +41,22 @@ class Pause:
 
 
 def token_ranks(logprobs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Count the tokens of each row that are at least as likely as the chosen one: [n, vocabulary] and [n, 1] to [n].
+    """Count the tokens of each row that are at least as likely as the chosen token.
+
+    The arguments have the shapes [n, vocabulary] and [n, 1]. The result has the shape [n].
 
     On a CPU, it replaces the sampler's function, which vLLM compiles for 15 to 90 seconds at the first log probability.
-    Uncompiled, the sampler's function takes eleven times as long as this one: a fifth of a step of 128 sequences.
+    Without compilation, the sampler's function takes eleven times as long as this function. It then takes a fifth of
+    the time of a step with 128 sequences.
     """
     as_likely = (logprobs >= chosen).numpy()
     return torch.tensor([np.count_nonzero(row) for row in as_likely])
 
 
 def usage_without_page_cache() -> int | None:
-    """Return the memory that a container uses. vLLM checks with it whether its KV cache fits.
+    """Return the memory that a container uses. vLLM needs it to check whether the KV cache fits.
 
-    vLLM's own function counts the pages of files as used. So no cache would fit just after the weights were read.
+    vLLM's own function counts cached pages of files as used. So no KV cache would fit just after the weights were read.
     """
     used = processes.cgroup_usage()
     if used is None:

@@ -1,6 +1,7 @@
 """The workers of an engine that are not processes of the server, because they run in Ray or on other machines.
 
-The server cannot ask these workers for their stacks. It knows them and their machines from the engine process.
+The server cannot ask these workers for their stacks. The engine process tells the server which workers these are, and
+on which machines they run.
 """
 
 from __future__ import annotations

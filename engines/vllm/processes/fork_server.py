@@ -1,4 +1,4 @@
-"""A process that has imported vLLM and forks vLLM's processes. Otherwise each would take 8 seconds to import vLLM.
+"""A process that has imported vLLM and forks vLLM's processes. Without it, each takes 8 seconds to import vLLM.
 
 It is Python's own fork server (`multiprocessing`), which first imports `preload`. It starts and ends with the server's
 process. So both processes import vLLM at the same time.
@@ -92,7 +92,7 @@ def _must_not_fork() -> bool:
 
 
 def start_no_other() -> None:
-    """Make multiprocessing use the existing fork server. It would start another in child processes and threads."""
+    """Make multiprocessing use the existing fork server. Otherwise child processes and threads would start another."""
     setattr(forkserver._forkserver, "ensure_running", lambda: None)  # noqa: B010
 
 
@@ -139,7 +139,7 @@ def _environment() -> Iterator[None]:
     """Set the environment for the fork server during the `with` block.
 
     The fork server imports from the same places as this process. It never imports from the working directory, which may
-    be a model's. OpenBLAS starts no threads, because a fork would lose them.
+    be a model directory. OpenBLAS starts no threads, because a fork would lose them.
     """
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
@@ -156,7 +156,7 @@ def _environment() -> Iterator[None]:
 
 
 def _needs_spawn() -> bool:
-    """Return True if processes must be spawned, because a setting has no effect in a forked process.
+    """Return True if processes must be spawned, because a library or a setting does not work in a forked process.
 
     On WSL, the library of the NVIDIA driver does not work after a fork, and vLLM itself spawns its processes. CUDA's
     compatibility libraries are found through LD_LIBRARY_PATH, which vLLM sets. Intel's OpenMP binds its threads when it

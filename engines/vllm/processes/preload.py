@@ -3,7 +3,7 @@
 The import of this module has side effects and takes seconds. Only the fork server imports it.
 
 A fork copies only one thread, and no CUDA context. So nothing here may start a thread or initialize CUDA. If an import
-does so, the fork server logs that and ends, and vLLM's processes are spawned.
+does so, the fork server logs the reason and ends. Then vLLM's processes are spawned.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _import_vllm(openmp: bool) -> str:
                 return "torch has no copy of libgomp, whose threads could be bound to processors"
             for name in _CPU:
                 importlib.import_module(name)
-        # The room for a title is found only once, next to the environment with which the process was started.
+        # The title is stored next to the environment of the process's start. The space for it is found only once.
         set_process_title("ForkServer")
     except Exception as error:  # The server's own import fails as well, and its client gets the error.
         return f"importing vLLM failed: {error}"
