@@ -120,7 +120,7 @@ class VllmEngine:
             raise EngineStartError("the engine has died right after its start; the log has its error") from None
         self.pooling = model_of(llm.model_config, self.tasks, self.frontend_arguments, self._config)
         self._answers_prompts = "generate" in self.tasks or self.pooling is not None
-        media = llm.renderer.mm_processor  # None if the model, or its limits, allow texts only.
+        media = llm.renderer.mm_processor  # None if the model or its limits allow only texts.
         self.takes_images = media is not None and media.info.allowed_mm_limits.get("image", 0) > 0
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool of tokenizers.
         tokenizer, given = own_tokenizer(llm.model_config), loaded.frontend_arguments
@@ -200,7 +200,7 @@ class VllmEngine:
         if prepared.checked is None:
             return BeamSearchTask(self, request, sink, prepared.token_ids, partial(self._submit, adapter=adapter))
         pooling, constraint, params = request.pooling, prepared.constraint, prepared.params
-        # Preparation may wait for the tokenizing of a long prompt, or for a constraint. Copies may have died since.
+        # Preparation may wait for the tokenizing of a long prompt, or for a constraint. Copies may have died meanwhile.
         if not self._copies.client.ready or self._stopped or self._watchdog.failure:
             await self.wait_until_ready()
         target, siblings, check_answer = sink, None, None
@@ -263,7 +263,7 @@ class VllmEngine:
         return generation
 
     async def _prepared(self, request: GenerationRequest, adapter: LoRARequest | None) -> _Prepared:
-        """Tokenize the prompt, and let vLLM check the parameters unless it has checked them before.
+        """Tokenize the prompt, and let vLLM check the parameters, unless vLLM has checked them before.
 
         Args:
             request: The request.
@@ -301,8 +301,9 @@ class VllmEngine:
             and memo.checked is not None
             and (isinstance(request.prompt, str) or self._has_tokens(request.prompt))
         ):
-            # vLLM's checks and additions depend on the parameters and on the model. They also depend on the prompt's
-            # length, which `PromptTokenizer` checks, and on its tokens. A text has only tokens of the model.
+            # vLLM's earlier checks and additions are still right, because the parameters and the model are the same.
+            # They also depend on the prompt. `PromptTokenizer` checks the prompt's length. The prompt's tokens must be
+            # tokens of the model, which is always true for a text.
             checked = memo.checked
         else:
             prompt = prompt or TokensPrompt(type="token", prompt_token_ids=token_ids)
@@ -324,7 +325,7 @@ class VllmEngine:
         return _Prepared(token_ids, checked, params, pooling_params, constraint, prompt, arrived_at)
 
     def _has_tokens(self, prompt: tuple[int, ...]) -> bool:
-        """Return True if the model has all tokens of a prompt. False for a long prompt, which may still be cut."""
+        """Return True if the model has all tokens of a prompt. False if it is too long, because it may still be cut."""
         return len(prompt) <= self.max_model_len and min(prompt) >= 0 and max(prompt) < self._vocabulary_size
 
     def _checked_pooling(self, request: GenerationRequest, pooling: Pooling, token_ids: list[int]) -> EngineCoreRequest:
@@ -396,7 +397,7 @@ class VllmEngine:
     async def _checked(
         self, request: GenerationRequest, prompt: Any, tokens: int, adapter: LoRARequest | None
     ) -> tuple[EngineCoreRequest, CheckedConstraint | None]:
-        """Return vLLM's request for a prompt, which vLLM has checked, and the constraint.
+        """Let vLLM check a request. Return vLLM's form of the request, and the constraint.
 
         Args:
             request: The request.
@@ -424,7 +425,7 @@ class VllmEngine:
     def _processed(
         self, request: GenerationRequest, prompt: Any, params: Any, adapter: LoRARequest | None
     ) -> EngineCoreRequest:
-        """Return vLLM's request, which vLLM has checked.
+        """Let vLLM check a request, and return vLLM's form of the request.
 
         Raises:
             InvalidRequest: vLLM refuses the request.
@@ -445,7 +446,7 @@ class VllmEngine:
             if adapter is None:
                 raise UnknownAdapter(request.adapter)
         prepared = await self._prepared(request, adapter)
-        await self.wait_until_ready()  # Like a call, an explanation is refused by a dead engine.
+        await self.wait_until_ready()  # A dead engine refuses an explanation, as it refuses a call.
         if prepared.checked is None:
             assert request.beam_search is not None
             room = self.max_model_len - len(prepared.token_ids)
@@ -495,7 +496,7 @@ class VllmEngine:
         return split_text(texts.tokenizer, token_ids, texts.special_ids, skip_special_tokens, prompt_ids)
 
     async def _look(self) -> bool:
-        """End requests that would wait forever: each request without progress, and all if the engine is gone."""
+        """End requests that would wait forever: requests without progress, or all requests if the engine is gone."""
         self._copies.look()
         if self._copies.gave_up:
             self._copies.fail_all(EngineDead())
@@ -584,7 +585,7 @@ class VllmGeneration(msgspec.Struct):
         return any(state.token_count for state in self.states)
 
     def _stop(self, end: Callable[[OwnState], None]) -> None:
-        """End the sequences that are still in vLLM, once."""
+        """End the sequences that are still in vLLM. A second call does nothing."""
         states, self.states = self.states, []
         running: list[str] = []
         for state in states:

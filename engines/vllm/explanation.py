@@ -1,4 +1,4 @@
-"""A request as vLLM's engine would get it, in values of JSON."""
+"""Describes a request as vLLM's engine would get it, in JSON values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from engines.request import BeamSearch, GenerationRequest
 from engines.vllm.beam_search import most_new_tokens
 from engines.vllm.copies.client import CopiesClient
 
-# They say how Slipway takes the tokens, or are made of other parameters.
+# These parameters say how Slipway receives the tokens, or vLLM calculates them from other parameters.
 _OWN = frozenset({"output_kind", "skip_clone", "stream_interval", "output_text_buffer_length"})
 _GENERATION_CONFIG, _OVERRIDE = "generation_config.json", "option.override_generation_config"
-_MOST_CHARACTERS = 100_000  # The most characters of a schema or a grammar that are shown.
+_MOST_CHARACTERS = 100_000  # The maximum number of characters that are shown of a schema or a grammar.
 
 
 def explained_request(
@@ -33,7 +33,7 @@ def explained_request(
 
     Args:
         request: vLLM's request, with its prompt and its parameters.
-        client: The client of the copies. It chooses the copy, and remembers nothing of it.
+        client: The client of the copies. It chooses the copy, but does not record the choice.
         defaults: The result of `model_defaults`.
         sequences: The number of sequences that are generated.
         not_held: The parts of the JSON schema that the engine does not enforce.
@@ -60,9 +60,9 @@ def explained_search(
 
     Args:
         request: The request.
-        search: The options of its search.
-        token_ids: Its prompt.
-        room: The rest of the context after the prompt.
+        search: The options of the beam search.
+        token_ids: The prompt of the request.
+        room: The number of tokens that fit into the context after the prompt.
     """
     sampling = request.sampling
     return ExplainedRequest(
@@ -82,13 +82,13 @@ def explained_search(
 
 
 def shown_parameters(params: msgspec.Struct) -> dict[str, Any]:
-    """Return parameters by vLLM's names, as values of JSON. vLLM's private parameters are left out."""
+    """Return parameters by vLLM's names, as JSON values. vLLM's private parameters are left out."""
     fields = (field.name for field in msgspec.structs.fields(type(params)))
     return {name: _shown(getattr(params, name)) for name in fields if not name.startswith("_") and name not in _OWN}
 
 
 def model_defaults(model_config: ModelConfig, sampling: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
-    """Return the model's own sampling parameters: the value, and the place that has it.
+    """Return the model's own sampling parameters. Each has a value, and the file or option that sets the value.
 
     Args:
         model_config: vLLM's configuration of the model.
@@ -106,7 +106,7 @@ def _shown(value: Any) -> Any:
         return {
             name: _cut(part) for name, part in parts.items() if not name.startswith("_") and part not in (None, False)
         }
-    # JSON has no number that is infinite or none, so that is null.
+    # JSON has no infinity and no NaN, so such values become null.
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=repr))
 
 

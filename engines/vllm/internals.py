@@ -594,8 +594,8 @@ NAMES = _rows(_TABLE)
 - `{first, second}` are all fields of a struct or a dataclass, without the fields of its bases.
 - `name: type = default` is a field whose type and default matter. At the start, only the name is checked.
 
-The next release adds parameters and fields that are marked with "?". `module | module` are the places of a name in this
-release and in the next release.
+Only the next release has the parameters and fields that are marked with "?". `module | module` are the places of a name
+in this release and in the next release.
 """
 
 

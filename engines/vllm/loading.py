@@ -1,4 +1,4 @@
-"""Starts vLLM's engine processes and loads a model into them, from the model's settings."""
+"""Starts vLLM's engine processes with a model's settings, and loads the model into them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class StartedEngine:
 
 
 class VllmLoader:
-    """Loads one copy of a model, once."""
+    """Loads one copy of a model. A loader is used only once."""
 
     def __init__(self, config: EngineConfig, threads: LastingThreads) -> None:
         """Create the vLLM loader.
@@ -81,7 +81,7 @@ class VllmLoader:
         """
         self._config = config
         self._threads = threads
-        self._abandoned = False  # True if nothing waits for the copy any longer.
+        self._abandoned = False  # Whether nothing waits for the copy any longer.
         self.elsewhere: Sequence[
             str
         ] = ()  # The workers that Ray or another machine runs. Known when the copy is loaded.
@@ -90,7 +90,7 @@ class VllmLoader:
         self._cannot = f"vLLM cannot load {config.model_id}" + (f" with {given}" if given else "")
 
     async def load(self) -> StartedEngine:
-        """Load the first copy. It takes half a minute or more, in a thread.
+        """Load the first copy in a thread. This takes half a minute or more.
 
         Raises:
             EngineStartError: vLLM cannot load the model, or loading exceeds `model_loading_timeout`.
@@ -181,7 +181,10 @@ class VllmLoader:
             return started
 
     def _start_on_cpu(self, vllm_config: VllmConfig, places: Sequence[Place]) -> AsyncLLM:
-        """Choose the size of the KV cache. If vLLM refuses it and names the available memory, choose a smaller one."""
+        """Choose the size of the KV cache, and start vLLM.
+
+        If vLLM refuses the size and names the available memory, retry with a smaller size.
+        """
         demand = cache_demand(vllm_config, len(places))
         limits = memory_limits(vllm_config.parallel_config.local_world_size)
         vllm_config.cache_config.kv_cache_memory_bytes = kv_cache_size(demand, limits)
@@ -214,22 +217,25 @@ def own_tokenizer(config: ModelConfig) -> Any:
 
 
 def image_mark(llm: AsyncLLM) -> Callable[[int], str] | None:
-    """Return a function that returns an image's mark in a prompt, by its number; None if prompts cannot have images."""
+    """Return a function that returns the mark of an image in a prompt; None if prompts cannot have images.
+
+    The function takes the number of the image.
+    """
     config = llm.model_config
     if not config.is_multimodal_model or config.is_encoder_decoder:
         return None
     if "image" not in llm.renderer.get_mm_processor().info.supported_mm_limits:
         return None
-    # If a model has no mark, vLLM itself finds the place of the images.
+    # If a model has no such marks, vLLM itself finds the place of the images.
     return lambda number: get_model_cls(config).get_placeholder_str("image", number) or ""
 
 
 def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
     """Switch torch's compilation off if no compiler is installed. Returns True if it was switched off.
 
-    vLLM compiles some of its functions at their first call, even if it runs the model eagerly. If that fails, its
-    process dies. torch reads the variable at its import, so the variable affects only processes that start later. If
-    the variable is already set, it stays.
+    vLLM compiles some of its functions at their first call, even if it runs the model eagerly. If compilation fails,
+    the process dies. torch reads the variable when torch is imported, so the variable affects only processes that start
+    later. If the variable is already set, it stays.
     """
     compiler = environ.get("CXX", _COMPILER)  # torch looks for the same program.
     if _SWITCH in environ or environ.get(_INSTALLS_ONE) or shutil.which(compiler, path=environ.get("PATH", os.defpath)):

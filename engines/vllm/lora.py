@@ -6,13 +6,14 @@ dies. vLLM also treats all adapters with the same name as one adapter. So:
 - This module decides which adapters are in memory. It never loads more adapters than vLLM's cache holds, so vLLM never
   drops an adapter. No adapter is dropped while a request uses it. So vLLM never reads a file within a step, and a
   failed load is only an error for the request.
-- Each registration gets a new name in vLLM, which no later registration reuses. So requests of an adapter that is
-  registered again never share a batch with requests of the former adapter, and never use its prefix-cache blocks.
+- Each registration gets a new name in vLLM, which no later registration reuses. If an adapter is registered again, its
+  requests never share a batch with requests of the former adapter. They never use the former adapter's blocks in the
+  prefix cache.
 
-vLLM's own pinning is not used. It makes a pinned adapter occupy one of the slots of a batch, but vLLM's scheduler still
-fills batches with as many adapters as there are slots.
+vLLM's own pinning is not used. With it, a pinned adapter occupies one of the slots of a batch, but vLLM's scheduler
+still fills batches with as many adapters as there are slots.
 
-`AsyncLLM.add_lora` raises the errors of loading. tests/live/test_adapters_live.py checks that.
+If an adapter cannot be loaded, `AsyncLLM.add_lora` raises the error. tests/live/test_adapters_live.py checks that.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from engines.vllm.lora_files import CHANGED, AdapterFiles, Shapes, base_shapes, 
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two checks of the running requests. An abort reaches the engine within this time, so that its adapter
-# can then be removed.
+# Seconds between two checks of the running requests. An abort reaches the engine within this time. Then the adapter of
+# the aborted request can be removed.
 _POLL = 0.05
 _REMOVE_SECONDS = 30.0  # The longest time for which `remove` waits for requests.
 _FAILURE = "Call to add_lora method failed: "  # vLLM's text before an error from its engine process.
@@ -90,7 +91,7 @@ class _Held:
 
 
 def _replaces(held: _Held, other: _Held) -> bool:
-    """Return True if both are the same adapter, or have the same name, so that one replaces the other."""
+    """Return True if one adapter replaces the other: both have the same name, or are the same adapter."""
     return held.adapter.name == other.adapter.name
 
 
@@ -102,7 +103,7 @@ class VllmAdapters:
 
         Args:
             patience: The limit in seconds for loading an adapter, and for waiting for a place in memory.
-            empty_slots: The number of vLLM's places that stay empty.
+            empty_slots: The number of vLLM's slots that stay empty.
         """
         lora: Any = llm.vllm_config.lora_config
         self._llm, self._patience = llm, patience
@@ -159,7 +160,7 @@ class VllmAdapters:
             await asyncio.wait({freeing}, timeout=_REMOVE_SECONDS)
 
     async def claim(self, name: str) -> Claim:
-        """Return a claim on the adapter of this name, which stays in memory until the claim is released.
+        """Return a claim on the adapter of this name. The adapter stays in memory until the claim is released.
 
         Raises:
             UnknownAdapter: No adapter has this name.
@@ -188,8 +189,8 @@ class VllmAdapters:
 
         Args:
             add: Loads an adapter into the copy.
-            is_only: No other copy serves. So an adapter that is not preloaded, pinned or in use is loaded only by its
-                next request.
+            is_only: Whether no other copy serves. If so, an adapter that is not preloaded, pinned or in use is loaded
+                only when a request needs it.
 
         Raises:
             EngineDeadError: The copy has died.
@@ -199,7 +200,7 @@ class VllmAdapters:
             idle = self._idle(lost) if is_only else ()
             for held in lost:
                 held.resident = held.adapter.pin or held.adapter.preload or held not in idle
-                if not held.resident or held.adapter.id not in self._held:  # Removed during the earlier loads.
+                if not held.resident or held.adapter.id not in self._held:  # It was removed during earlier loads.
                     continue
                 try:
                     found = await asyncio.to_thread(read_ahead, held.adapter.path, self._max_rank, self._base)

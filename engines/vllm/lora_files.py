@@ -66,7 +66,8 @@ class AdapterFiles:
 def check_adapter(directory: Path, max_rank: int) -> None:
     """Refuse a directory that is not an adapter, or whose rank is too large. May block.
 
-    Raises AdapterFailed: a file is missing or broken, or the rank is too large. The message names the file.
+    Raises:
+        AdapterFailed: A file is missing or broken, or the rank is too large. The message names the file.
     """
     if not os.path.isdir(directory):
         raise AdapterMissing(f"src: there is no directory {directory}")
@@ -81,7 +82,8 @@ def check_adapter(directory: Path, max_rank: int) -> None:
 def file_states(directory: Path) -> tuple[tuple[str | int, ...], ...]:
     """Return the states of the files (`AdapterFiles.states`). May block.
 
-    Raises AdapterFailed: a file is missing.
+    Raises:
+        AdapterFailed: A file is missing.
     """
     found: list[tuple[str | int, ...]] = []
     for path in (directory / CONFIG, _weights(directory)):
@@ -129,7 +131,7 @@ def base_shapes(model: Path) -> Shapes:
         try:
             found.update(_plain_shapes(path))
         except (OSError, SafetensorError):
-            return {}  # The engine has loaded the model, so this module does not know the kind of file.
+            return {}  # The engine has loaded the model, so only this module cannot read the file.
     return found
 
 
@@ -177,8 +179,8 @@ def _check_pairs(names: Collection[str]) -> None:
 def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Refuse weights that are NaN or infinite, such as after a training run that diverged.
 
-    On vLLM's CPU backend, one request with such an adapter breaks later requests, with other adapters or without one,
-    even after the adapter is removed. Dozens of requests had empty answers, presumably because of the KV cache.
+    On vLLM's CPU backend, one request with such an adapter breaks later requests, even requests without this adapter,
+    and even after the adapter is removed. Dozens of requests had empty answers, presumably because of the KV cache.
     """
     import torch
 

@@ -32,10 +32,10 @@ _STEP_HISTOGRAMS = {
     "n_params_iter": "histogram_n_request",
     "time_to_first_tokens_iter": "histogram_time_to_first_token",
 }
-# The value of a finished request for each histogram.
+# For each histogram: the value of a finished request.
 _REQUEST_HISTOGRAMS: dict[str, Callable[[Any], float]] = {
     "histogram_e2e_time_request": attrgetter("e2e_latency"),
-    # The difference is negative for a continued request, because vLLM keeps the time at which it first ran.
+    # `queued_time` is negative for a continued request, because vLLM keeps the time at which the request first ran.
     "histogram_queue_time_request": lambda each: max(each.queued_time, 0.0),
     "histogram_prefill_time_request": attrgetter("prefill_time"),
     "histogram_inference_time_request": attrgetter("inference_time"),
@@ -60,7 +60,7 @@ class _ReportHistogram(Histogram):
 
 
 class _Waiting:
-    """The numbers of one engine that were not counted yet."""
+    """The numbers of one engine that are not counted yet."""
 
     def __init__(self) -> None:
         self.scheduler: Any = None  # The last report. It includes the prefix-cache look-ups of earlier reports.
@@ -75,7 +75,7 @@ class EngineReports(PrometheusStatLogger, Collector):
     """Receives a report from vLLM's output loop for each message of the engine process.
 
     vLLM would create its metrics in the registry of the process, and each new engine would replace the metrics of the
-    engine before it. These metrics are in a registry of their engine, and are freed together with it.
+    engine before it. Here, each engine has its own registry, which is freed together with the engine.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Passes the outputs of vLLM's engine to our sinks.
+"""Passes the outputs of vLLM's engine to Slipway's sinks.
 
 vLLM's `OutputProcessor` keeps a `RequestState` for each sequence. For each engine step, it calls in this order:
 `detokenizer.update`, `logprobs_processor.update_from_output`, `make_request_output`. Slipway registers its own state,
@@ -8,7 +8,7 @@ detokenizing and aborts.
 
 A common token of an answer without stop strings skips these calls. `LeanOutputProcessor` passes it to
 `PushedState.take`, which does the same work in one call. If an answer is not streamed, has no stop strings and shows no
-tokens, its text is made at its end.
+tokens, its text is made only when the answer ends.
 
 In each row of `EngineCoreOutput.new_logprobs` and `new_prompt_logprobs_tensors`, the log probability of the chosen
 token comes first, and those of the most probable tokens follow. A separate array has the chosen token's rank, from 1.
@@ -75,7 +75,7 @@ class TokensApart:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
-        # Takes a token and the tokens before it. A token that ends a character has no text by itself.
+        # Returns the text of a token that follows other tokens. A token that ends a character has no text by itself.
         self._correct = LogprobsProcessor(tokenizer, None, None, None, None, None)._correct_decoded_token
 
     def text(self, token_id: int, before: Sequence[int]) -> str:
@@ -89,9 +89,9 @@ class TokensApart:
         return corrected
 
 
-_CHARACTER_TOKENS = 4  # How many earlier tokens vLLM uses to find the character that a token ends.
-_END_OF_PROMPT = 16  # How many tokens show whether a prompt ends within a character.
-_BLOCK = 1024  # How many tokens are decoded together if a text ends in a row of U+FFFD.
+_CHARACTER_TOKENS = 4  # The number of earlier tokens with which vLLM finds the character that a token ends.
+_END_OF_PROMPT = 16  # The number of last tokens that show whether a prompt ends within a character.
+_BLOCK = 1024  # The number of tokens that are decoded together if a text ends in a row of U+FFFD.
 
 
 class _StepLogprobs:
@@ -116,7 +116,7 @@ _ENDED = _NoQueue()
 
 
 class Siblings(ParentRequest):
-    """The sequences of one request, for vLLM's statistics. They count the request when its last sequence ends."""
+    """The sequences of one request. vLLM's statistics count the request when its last sequence ends."""
 
     def __init__(self, sequences: int) -> None:
         self.request_id = ""  # vLLM looks the id up among its own parents, and finds nothing.
@@ -132,7 +132,7 @@ class Siblings(ParentRequest):
 def _own_error(error: Exception) -> RequestError:
     """Return Slipway's error for an error from vLLM. vLLM 0.33 also raises errors for single requests."""
     match error:
-        case VLLMClientError():  # Such as a grammar that cannot be compiled.
+        case VLLMClientError():  # For example, a grammar cannot be compiled.
             return InvalidRequest(str(error))
         case RetryableRequestError():  # The engine is paused.
             return Overloaded(str(error))
@@ -142,7 +142,7 @@ def _own_error(error: Exception) -> RequestError:
 
 
 class OwnState(TokenTaker):
-    """One sequence, or one pooled prompt, of Slipway. vLLM's output processor keeps it until it ends."""
+    """A sequence or a pooled prompt of Slipway. vLLM's output processor keeps this state until the sequence ends."""
 
     takes_tokens = False
     token_count = 0  # The number of tokens so far.
@@ -159,8 +159,9 @@ class OwnState(TokenTaker):
         return max(last_token_at, self.submitted_at)
 
     def put(self, output: Any) -> None:
-        """Receive an object that vLLM puts into the state's `queue`. vLLM puts only errors there, because
-        `make_request_output` returns no output.
+        """Receive an object that vLLM puts into the state's `queue`.
+
+        vLLM puts only errors there, because `make_request_output` returns no output.
         """
         if isinstance(output, Exception):
             self.fail(_own_error(output))
@@ -185,9 +186,9 @@ class OwnState(TokenTaker):
             logger.exception("request %s: internal error while handling an error", self.external_req_id)
 
     def fail_internally(self, part: str) -> None:
-        """Log the current exception, and fail. `part`: the part of the answer that caused the exception."""
+        """Log the current exception, and fail. `part` names the part of the answer that caused the exception."""
         logger.exception("request %s: internal error while handling %s", self.external_req_id, part)
-        self.ended = False  # It was already set if the last delta failed.
+        self.ended = False  # If the last delta failed, this was already True.
         self.fail(GenerationFailed(f"internal error while handling {part}"))
 
     def end(self) -> None:
@@ -294,7 +295,7 @@ class PushedState(OwnState):
         params = request.sampling_params
         assert params is not None
         self.core_request = kept(request)
-        # True if the text of all tokens is made at the end.
+        # Whether the text is made only at the end, from all tokens.
         self.whole = (
             not (generation.stream or self.want_tokens or params.stop)
             and texts.joins_bytes
@@ -345,7 +346,7 @@ class PushedState(OwnState):
         self.prompt_tokens_due = generation.want_prompt_tokens
         self.cumulative_logprob: float | None = None
         self.submitted_at, self.ended = time.monotonic(), False
-        # True if the engine's outputs have only tokens and their log probabilities.
+        # Whether the engine's outputs have only tokens and their log probabilities.
         plain = not (self.top_tokens or self.want_ranks or self.prompt_tokens_due or params.stop)
         self.takes_tokens = plain and (self.whole or isinstance(detokenizer, FastIncrementalDetokenizer))
 
@@ -372,7 +373,7 @@ class PushedState(OwnState):
             if self.token_count < self.due:
                 return
             text, tokens = detokenizer.get_next_output_text(False, True), self.tokens
-            # In vLLM's contracts, each token has a part, even a token within a character.
+            # In vLLM's contracts, a part is sent for each token, even for a token within a character.
             if text or tokens or self.apart is not None:
                 self.tokens = []
                 count = self.token_count
@@ -392,7 +393,7 @@ class PushedState(OwnState):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Push the step to the sink. vLLM calls this for each step. It queues nothing, because the result is None."""
+        """Push a step to the sink. vLLM calls this method for each step, and queues nothing, as the result is None."""
         if self.ended:
             return
         # An exception here would end vLLM's output loop and with it every other request.
@@ -493,7 +494,7 @@ class PushedState(OwnState):
             self.check_answer(text if self.whole else detokenizer.output_text)
 
     def _whole_text(self, finish_reason: Any) -> str:
-        """Return the text of all tokens. It is the same text that vLLM's detokenizer makes of them one by one.
+        """Return the text of all tokens. vLLM's detokenizer makes the same text from single tokens.
 
         If the prompt ends with a whole character, this is the text of the joined bytes, without an incomplete character
         at the end.
@@ -531,9 +532,9 @@ class PushedState(OwnState):
 
 
 def _without_incomplete_end(decode: Callable[[list[int]], str], ids: list[int]) -> str:
-    """Return the text of tokens up to the last whole character that ends with a token, as in a stream.
+    """Return the text of tokens up to the last token that ends a character, as in a stream.
 
-    A stream treats U+FFFD at the end, or a whole row of them, as the beginning of a character.
+    A stream treats one U+FFFD or several at the end as the beginning of a character.
     """
     silent = {token_id for token_id in set(ids) if not decode([token_id])}
     ids = [token_id for token_id in ids if token_id not in silent]

@@ -24,7 +24,7 @@ from engines.statistics import EngineStatistics
 class SentLogprobs:
     """The log probabilities of one output, as the engine sent them.
 
-    They are three arrays. A common token needs only one number from them, so the arrays are not created.
+    The engine sends three arrays. A common token needs only one number from them, so the arrays are not created.
     """
 
     __slots__ = ("_buffers", "_parts")
@@ -63,7 +63,7 @@ class SentNumbers:
     __slots__ = ("_buffers", "_decoder", "_part")
 
     def __init__(self, part: Sequence[Any], decoder: MsgpackDecoder) -> None:
-        """Keep the parts. For large data, the part has the index of a frame of the message."""
+        """Keep the parts. Instead of large data, the part has the index of a frame of the message."""
         self._part, self._decoder, self._buffers = part, decoder, decoder.aux_buffers
 
     def array(self) -> np.ndarray:
@@ -116,10 +116,11 @@ class LeanDecoder(MsgpackDecoder):
 class TokenTaker(RequestState):
     """A sequence that can handle common tokens itself.
 
-    A token is common if it is the only token of its output, is neither first nor last, and comes without other data.
+    A token is common if it is the only token of its output, comes without other data, and neither begins nor ends the
+    answer.
     """
 
-    takes_tokens: bool  # False: vLLM's output processor handles all tokens of the sequence.
+    takes_tokens: bool  # If False, vLLM's output processor handles all tokens of the sequence.
     statistics: EngineStatistics  # Counts the tokens that are not common.
 
     def take(self, token_id: int, logprob: float | None) -> None:

@@ -37,13 +37,14 @@ def model_of(
         config: Slipway's settings of the model.
 
     Raises:
-        EngineStartError: The model has no prompt named `default_prompt_name`, or `default_prompt` is given as well.
+        EngineStartError: The model has no prompt named `default_prompt_name`, or both `default_prompt_name` and
+            `default_prompt` are given.
     """
     if "generate" in tasks or not frozenset(tasks).intersection(POOLING_TASKS):
         return None
     task: Any = model_config.get_pooling_task(tuple(tasks))
     hf_config = model_config.hf_config
-    # transformers gives a configuration without labels two labels: `LABEL_0` and `LABEL_1`.
+    # If a configuration has no labels, transformers adds two: `LABEL_0` and `LABEL_1`.
     labels = {int(number): str(name) for number, name in (getattr(hf_config, "id2label", None) or {}).items()}
     pooler = model_config.pooler_config
     sparse = model_config.architecture == _SPARSE
@@ -101,7 +102,7 @@ def check_pooling(pooling: Pooling | None, model: PoolingModel | None) -> None:
 
 
 def _pairs_refusal(model_config: ModelConfig, frontend: Mapping[str, Any]) -> str:
-    """Return the reason why the model's pairs cannot be tokenized together; "" if they can.
+    """Return the reason why the texts of a pair cannot be tokenized together for the model; "" if they can.
 
     Rerankers that are made from generative models have a template for pairs. Only vLLM's own routes apply it.
     """

@@ -1,10 +1,10 @@
-"""Converts our sampling parameters to vLLM's, with checks that protect the engine process. Locally typical sampling.
+"""Converts Slipway's sampling parameters to vLLM's, with checks that protect the engine process.
 
-TGI and lmi-dist have `typical_p`, but vLLM does not. So it is a custom logits processor, which runs inside vLLM's
-engine process. vLLM has two interfaces for such processors, one for each of its model runners. On a GPU, the newer
-runner is the default. Both processors here cut the same tokens. They handle all rows of a step at once, without waiting
-for the device. The results differ only if `min_p` is also given: the older runner applies `min_p` before the processor,
-and the newer runner applies it after the processor.
+The module also implements locally typical sampling. TGI and lmi-dist have `typical_p`, but vLLM does not. So Slipway
+has custom logits processors, which run inside vLLM's engine process. vLLM has two interfaces for such processors, one
+for each of its model runners. On a GPU, the newer runner is the default. Both processors here cut the same tokens. They
+handle all rows of a step at once, without waiting for the device. The results differ only if `min_p` is also given: the
+older runner applies `min_p` before the processor, and the newer runner applies it after the processor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engines.tokenization import check_beams, check_token_ids
 # The limits of vLLM's newer model runner. If they are exceeded, the engine dies with all its requests.
 _LISTED_TOKENS = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
 MAX_BAD_WORD_TOKENS = 1024
-_CHARACTERS_PER_TOKEN = 64  # The highest average length of a token in bad words, in characters.
+_CHARACTERS_PER_TOKEN = 64  # The maximum average length of a token in bad words, in characters.
 TYPICAL_P = "typical_p"
 _PROMPT_LOGPROBS = "log probabilities of the prompt (prompt_logprobs, decoder_input_details, echo with logprobs)"
 
@@ -151,7 +151,8 @@ class SamplingTranslator:
 def check_bad_texts(words: Sequence[str]) -> None:
     """Refuse bad words that take a long time to tokenize. Call it before vLLM tokenizes them on the event loop.
 
-    Raises InvalidParameter: there are too many bad words, or their total length is too large.
+    Raises:
+        InvalidParameter: There are too many bad words, or their total length is too large.
     """
     most = MAX_BAD_WORD_TOKENS * _CHARACTERS_PER_TOKEN
     if len(words) > MAX_BAD_WORD_TOKENS or sum(map(len, words)) > most:
@@ -163,7 +164,8 @@ def check_bad_texts(words: Sequence[str]) -> None:
 def check_bad_words(params: SamplingParams) -> None:
     """Refuse bad words with more tokens than the engine has room for. Call it after vLLM has tokenized them.
 
-    Raises InvalidParameter: there are too many tokens.
+    Raises:
+        InvalidParameter: There are too many tokens.
     """
     count = sum(len(token_ids) for token_ids in params.bad_words_token_ids or ())
     if count > MAX_BAD_WORD_TOKENS:
@@ -173,7 +175,8 @@ def check_bad_words(params: SamplingParams) -> None:
 def load_typical(config: VllmConfig) -> str:
     """Make the engine load the processor for `typical_p` that fits its model runner.
 
-    Returns the reason if it cannot, as a sentence without its subject, the parameter's name. "" if it can.
+    Returns "", or the reason why the engine cannot load it. The reason is a sentence without its subject, which is the
+    name of the parameter.
     """
     if config.speculative_config is not None:
         return "cannot be used together with speculative decoding"
@@ -189,8 +192,9 @@ def prompt_logprobs_refusal(config: VllmConfig) -> str:
     """Return why the engine would not survive requests for log probabilities of the prompt; "" if it would.
 
     With adapters, `LogitsProcessorWithLoRA` passes tokens of the prompt to `add_lora_logits`, which has an index for
-    each sequence of the step. On a CPU, it fails if the step has several sequences, and the engine process ends. On a
-    GPU, it changes the wrong rows, and writes beyond their end if there are more sequences than rows.
+    each sequence of the step. On a CPU, this function fails if the step has several sequences, and the engine process
+    ends. On a GPU, it changes the wrong rows. If there are more sequences than rows, it writes beyond their end.
+
     With `kv_sharing_fast_prefill`, vLLM's model runner asserts that no request asks for these log probabilities. vLLM
     itself refuses such a request only if it also asks for alternatives.
     """
@@ -204,8 +208,9 @@ def prompt_logprobs_refusal(config: VllmConfig) -> str:
 def is_atypical(logits: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
     """Return which tokens locally typical sampling removes. `masses` has the probability mass to keep in each row.
 
-    It keeps the tokens whose information content is nearest to the distribution's entropy, up to this mass: Meister et
-    al., "Locally Typical Sampling" (2022). transformers' `TypicalLogitsWarper` removes the same tokens.
+    Locally typical sampling keeps the tokens whose information content is nearest to the distribution's entropy, up to
+    this mass (Meister et al., "Locally Typical Sampling", 2022). transformers' `TypicalLogitsWarper` removes the same
+    tokens.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     probabilities = logprobs.exp()
