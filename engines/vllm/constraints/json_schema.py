@@ -49,8 +49,8 @@ from engines.vllm.constraints.schema_values import (
 
 _MAX_CHARACTERS = 1 << 17  # The maximum length of a schema without keywords that have no effect.
 WHOLE = "#"  # The place of the whole schema. It is returned if only the type of the schema is enforced.
-# The maximum numbers of schemas that rewriting may add, and that may replace one keyword. A long item of `contains`
-# counts as several schemas: one more for each 64 characters.
+# Limits on the number of schemas that rewriting adds: in total, and for one keyword. A long item of `contains` counts
+# as several schemas: one more for each 64 characters.
 _MOST_ADDED, _MOST_ALTERNATIVES, _CHARACTERS_OF_A_SCHEMA = 2048, 128, 64
 _MOST_BRANCHES = 48  # The maximum number of branches of a `oneOf`. Each pair of branches is compared.
 _MOST_PLACES, _MOST_PLACE_CHARACTERS = 64, 8192  # The limits on the number and the total length of returned places.
@@ -386,7 +386,7 @@ class _Rewriter:
             self.not_held = kept
 
     def _takes(self, fragment: dict[str, Any]) -> bool:
-        """Return True if llguidance accepts a fragment. Not tested before the whole schema has been refused."""
+        """Return True if llguidance accepts a fragment. It is tested only after the whole schema was refused."""
         if not self._way.careful:
             return True
         text = json.dumps(fragment)
@@ -712,7 +712,7 @@ class _Rewriter:
     def _exclusive(
         self, given: Sequence[Any], held: Sequence[Schema], types: frozenset[str], needed: frozenset[str]
     ) -> Sequence[Schema] | None:
-        """Return the branches of a `oneOf`, made mutually exclusive. None if that is not possible.
+        """Make the branches of a `oneOf` mutually exclusive, and return them. None if that is not possible.
 
         Args:
             given: The branches, as the client wrote them.

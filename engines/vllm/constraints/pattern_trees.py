@@ -1,7 +1,8 @@
 r"""Reads the patterns of JSON schemas into trees.
 
-A pattern is an ECMA-262 expression. It may be written for the flag `u`, or without this flag, as browsers read it. A
-pattern that has another meaning in Rust or Python is refused, unless the client certainly means the standard's meaning.
+A pattern is an ECMA-262 expression. It may be meant for the flag `u`, or without the flag and by the rules of browsers.
+If a pattern has another meaning in Rust or Python, it is refused, unless the client certainly means the standard's
+meaning.
 
 The classes are the same as in llguidance: `\d` and `\w` are ASCII, `\s` is Unicode, and `.` is any character except the
 newline.

@@ -108,7 +108,7 @@ def is_exact(value: Any) -> bool:
 
 
 def bound_of(value: float, *, least: bool, exclusive: bool, whole: bool) -> dict[str, Any]:
-    """Return a keyword with a bound that llguidance can enforce. It never allows more than the given bound.
+    """Return a keyword with a bound that llguidance can enforce. The bound never allows more than the given bound.
 
     Args:
         value: The given bound.

@@ -139,7 +139,7 @@ class ConstraintTranslator:
         parts: Sequence[SchemaPart],
     ) -> CheckedConstraint:
         _check_company(parameter, sampling)
-        # The text between the tags may be anything, even tags without their schema.
+        # With `guidance`, the text between the tags may be anything, even a tag that does not follow its schema.
         if self._guidance and outputs.structural_tag is not None:
             raise InvalidParameter(f"{parameter}.structural_tag", _NO_TAGS)
         compact = self._compact or outputs.disable_any_whitespace

@@ -143,7 +143,7 @@ def verdict(schema: str, answer: str) -> str:
         document = json.loads(answer)
     except json.JSONDecodeError:
         return "incomplete"
-    except (ValueError, RecursionError):  # For example, thousands of digits in a number, or of brackets.
+    except (ValueError, RecursionError):  # For example, a number has thousands of digits.
         return "unchecked"
     checking = True
 

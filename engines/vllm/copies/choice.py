@@ -13,8 +13,8 @@ from typing import Protocol, TypeVar
 
 BLOCK = 128  # The number of tokens in a block. A shorter common beginning saves too little.
 _MOST_BLOCKS = 64  # Only this many blocks of a prompt are compared. The rest of the prompt is ignored.
-# A copy with the prompt's blocks is chosen if its work is at most this multiple of the mean work of the other copies,
-# plus the work of this many requests.
+# The limit on the work of a copy that is chosen because it has the prompt's blocks. It is this multiple of the mean
+# work of the other copies, plus the work of this number of requests.
 _MORE_THAN_MEAN, _MORE_REQUESTS = 1.25, 3
 # The maximum number of tokens of an answer that count as work. Answers are often far shorter than the client's limit.
 MOST_ANSWER_TOKENS = 512
@@ -82,8 +82,8 @@ class CopyChoice:
         if not (longest := max(lengths)):
             return None
         least = min((copy for copy, length in zip(copies, lengths, strict=True) if length == longest), key=_load)
-        # The mean is that of the other copies. With a mean of all copies, one of five copies would stay idle if all
-        # prompts begin with the same blocks.
+        # The mean is taken over the other copies. With a mean over all copies, one of five copies would stay idle if
+        # all prompts begin with the same blocks.
         others = [copy.work for copy, length in zip(copies, lengths, strict=True) if length < longest]
         is_near = not others or least.work <= _MORE_THAN_MEAN * sum(others) / len(others) + _MORE_REQUESTS * work
         return least if is_near else None

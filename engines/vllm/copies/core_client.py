@@ -41,13 +41,13 @@ def end_processes(client: EngineCoreClient, seconds: float) -> None:
 
 
 def engine_process_ids(client: EngineCoreClient) -> list[int]:
-    """Return the ids of the engine's processes. Empty if Ray runs the engine, because then they are not children."""
+    """Return the ids of the engine's processes. Empty if Ray runs the engine."""
     manager = client.resources.engine_manager
     return [process.pid for process in getattr(manager, "processes", ())]
 
 
 def engines_elsewhere(client: EngineCoreClient) -> tuple[str, ...]:
-    """Describe how many of the client's engines are not processes of this server. Empty if all of them are."""
+    """Describe how many of the client's engines are not processes of this server. Empty if all engines are."""
     parallel = client.vllm_config.parallel_config
     count = parallel.data_parallel_size - len(engine_process_ids(client))
     if count <= 0 or parallel.local_engines_only:
@@ -85,7 +85,7 @@ def devices_kept(config: VllmConfig) -> Iterator[None]:
 
 
 def physical_gpus(engine_args: AsyncEngineArgs, gpus: Sequence[int]) -> list[int]:
-    """Translate indices of GPUs. `gpus` count the GPUs that this process sees. The result counts all of the machine."""
+    """Return the indices of GPUs in the machine. `gpus` are their indices among the GPUs that this process sees."""
     physical: list[int] | None = dataclasses.replace(engine_args, device_ids=list(gpus))._resolve_device_ids()
     assert physical is not None, "GPUs are named"
     return physical

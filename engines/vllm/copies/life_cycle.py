@@ -60,10 +60,11 @@ class Copies:
         # again. Requests that have survived a death are sent before the event is set.
         self.up = asyncio.Event()
         self._down_since = 0.0
-        self.gave_up = False  # No copy runs, and no copy will be started.
-        self._turns = asyncio.Semaphore(len(self._places) if config.parallel_loading else 1)  # For loading.
+        self.gave_up = False  # True if no copy runs and no copy will be started.
+        # Limits the number of copies that are loaded at the same time.
+        self._turns = asyncio.Semaphore(len(self._places) if config.parallel_loading else 1)
         self._openings: dict[Copy, asyncio.Task[None]] = {}
-        self._ends: dict[int, asyncio.Task[None]] = {}  # Ends former copies and frees their memory.
+        self._ends: dict[int, asyncio.Task[None]] = {}  # The tasks that end former copies and free their memory.
         self._tasks = BackgroundTasks(_log_error)
         self._adapters: VllmAdapters | None = None
         self._continuations: Continuations | None = None  # None until the first copy takes requests.
