@@ -125,7 +125,7 @@ def running_sequence(state: RequestState, copy: int | None) -> RunningSequence:
 
 
 def register(llm: AsyncLLM, state: RequestState) -> None:
-    """Register a sequence. Call this before the engine gets the request. Otherwise output may come too early."""
+    """Register a sequence. Call this before the engine gets the request, so that no output arrives earlier."""
     llm.output_processor.request_states[state.request_id] = state
     llm.output_processor.external_req_ids[state.external_req_id].append(state.request_id)
 

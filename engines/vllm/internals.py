@@ -570,13 +570,13 @@ tests/live/test_start_failure_internals.py
         _check_enough_kv_cache_memory(available_memory, get_needed_memory, max_model_len, estimate_max_model_len)
 """
 
-# Matches fields, a function with its parameters, a field with its type and its default, or a name.
+# Matches a list of fields, a function with its parameters, a field with its type and its default, or a name.
 _MEMBER = re.compile(r"\{[^}]*\}|\w+\([^)]*\)|\w+: .*|\w+")
 _NEW = re.compile(r"(, )?[*\w]+=?\?")
 
 
 def _rows(table: str) -> Mapping[str, Mapping[str, Sequence[str]]]:
-    """Return the members of each owner, by the file of Slipway that uses them."""
+    """Return the members of vLLM's modules and classes, by the file of Slipway that uses them."""
     rows: dict[str, dict[str, list[str]]] = {}
     for file, owners in re.findall(r"^(\S+)\n((?: .*\n)+)", table, re.MULTILINE):
         found = re.findall(r"^ {4}(\S.*)\n((?: {8}.*\n)+)", owners, re.MULTILINE)
@@ -600,7 +600,7 @@ in this release and in the next release.
 
 
 def member_name(member: str) -> str:
-    """Return the name in a member; "its fields" for fields."""
+    """Return the name of a member. For a list of fields, return "its fields"."""
     found = re.match(r"\w+", member)
     return found[0] if found else "its fields"
 

@@ -90,7 +90,7 @@ class TokensApart:
 
 
 _CHARACTER_TOKENS = 4  # The number of earlier tokens with which vLLM finds the character that a token ends.
-_END_OF_PROMPT = 16  # The number of last tokens that show whether a prompt ends within a character.
+_END_OF_PROMPT = 16  # The number of tokens at a prompt's end that show whether it ends within a character.
 _BLOCK = 1024  # The number of tokens that are decoded together if a text ends in a row of U+FFFD.
 
 
@@ -239,7 +239,7 @@ class PooledState(OwnState):
             self.fail(GenerationFailed("the request was aborted"))
             return
         self.end()
-        # An exception here would end vLLM's output loop and with it every other request.
+        # An exception here would end vLLM's output loop, and so all other requests.
         try:
             numbers = pooling_output.array()
             queued = seconds_in_queue(self)
@@ -396,7 +396,7 @@ class PushedState(OwnState):
         """Push a step to the sink. vLLM calls this method for each step, and queues nothing, as the result is None."""
         if self.ended:
             return
-        # An exception here would end vLLM's output loop and with it every other request.
+        # An exception here would end vLLM's output loop, and so all other requests.
         try:
             if new_token_ids:
                 self.token_count += len(new_token_ids)
@@ -534,7 +534,7 @@ class PushedState(OwnState):
 def _without_incomplete_end(decode: Callable[[list[int]], str], ids: list[int]) -> str:
     """Return the text of tokens up to the last token that ends a character, as in a stream.
 
-    A stream treats one U+FFFD or several at the end as the beginning of a character.
+    A stream treats one or more U+FFFD at the end as the beginning of a character.
     """
     silent = {token_id for token_id in set(ids) if not decode([token_id])}
     ids = [token_id for token_id in ids if token_id not in silent]

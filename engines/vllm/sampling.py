@@ -121,7 +121,7 @@ class SamplingTranslator:
         """Check the token ids in parameters of Slipway or of vLLM.
 
         Raises:
-            InvalidParameter: A token id is not in the vocabulary, or there are too many.
+            InvalidParameter: A token id is not in the vocabulary, or there are too many token ids.
         """
         for name, most in _LISTED_TOKENS.items():
             token_ids = getattr(params, name) or ()

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _cli_args = module_of("FrontendArgs")
 
-_LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}  # LMI's names of vLLM's values.
+_LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}  # Values that LMI names differently from vLLM.
 # The form of `limit_mm_per_prompt` in LMI v0.31: image=2,video=1.
 _COUNTS = re.compile(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*")
 _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")

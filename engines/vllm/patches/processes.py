@@ -95,7 +95,7 @@ def patch_worker(wrap_start: Callable[[Callable[..., None]], Callable[..., None]
 
 
 def patch_waiting(pause: Callable[[], None]) -> None:
-    """Replace the pause between two polls in which the engine process or a worker looks for messages.
+    """Replace the pause between two polls for messages, in the engine process or in a worker.
 
     vLLM's pause only yields the processor, so each of these processes keeps a processor busy.
     """
@@ -103,7 +103,7 @@ def patch_waiting(pause: Callable[[], None]) -> None:
 
 
 def patch_token_ranks(token_ranks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """Replace the sampler's function that ranks the chosen tokens. vLLM takes up to 90 seconds to compile it."""
+    """Replace the sampler's function that ranks the chosen tokens. vLLM would compile it for up to 90 seconds."""
     sampler.batched_count_greater_than = token_ranks
 
 

@@ -5,8 +5,8 @@ process, and the coordinator if there are several data-parallel ranks. The engin
 contexts make each process run a function first (`_Tied`).
 
 Start: if possible, the processes are forked from a process that has imported vLLM (`fork_server`). A forked process
-inherits the fork server's old environment. So the current environment is set in it, and it repeats the effects that
-variables have when libraries are loaded (`fork_server.apply_environment`).
+inherits the fork server's old environment. So Slipway sets the current environment in the process. Some variables have
+an effect only when a library is loaded. The process repeats these effects (`fork_server.apply_environment`).
 
 End: when the server's main thread ends for any reason, the kernel kills the fork server. When the fork server ends, the
 kernel kills the forked processes. A spawned process ends with the thread that started it. vLLM's own mechanism is not
@@ -76,7 +76,7 @@ _EXIT_SECONDS = 10.0  # A killed process first frees its GPU memory, which may t
 
 
 class _Tied:
-    """The main function of a process: it sets the environment of its start, and runs `prepare` and `function`."""
+    """The main function of a process. It sets the environment, and then runs `prepare` and `function`."""
 
     def __init__(
         self, function: Callable[..., None], prepare: Callable[[Connection], None], report: Connection
@@ -239,7 +239,7 @@ def _of_groups(groups: Collection[int]) -> list[int]:
 
 
 def worker_processes(client: EngineCoreClient) -> dict[psutil.Process, str]:
-    """Return the workers of an engine with their titles. Empty if Ray runs the engine: they are not children."""
+    """Return the workers of an engine with their titles. Empty if Ray runs the engine."""
     engines = core_client.engine_process_ids(client)
     found = {}
     for number in _of_groups(engines) if engines else []:

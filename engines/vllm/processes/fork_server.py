@@ -1,7 +1,8 @@
-"""A process that has imported vLLM and forks vLLM's processes. Without it, each takes 8 seconds to import vLLM.
+"""A process that has imported vLLM, and forks vLLM's processes.
 
-It is Python's own fork server (`multiprocessing`), which first imports `preload`. It starts and ends with the server's
-process. So both processes import vLLM at the same time.
+Without this fork server, each process takes 8 seconds to import vLLM. It is Python's own fork server
+(`multiprocessing`), which first imports `preload`. It starts and ends with the server's process. So both processes
+import vLLM at the same time.
 
 `VLLM_WORKER_MULTIPROC_METHOD=spawn` in the environment switches it off. Each process then imports vLLM itself.
 """
