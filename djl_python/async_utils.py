@@ -1,4 +1,4 @@
-"""Creates the answers of handlers in async mode."""
+"""Creates the answers of handlers that run in async mode."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def handle_streaming_response(
         response: The chunks.
         stream_output_formatter: Called with a chunk and `kwargs`. It returns `(text, last)`. If `accumulate_chunks` is
             set, it also receives `history`, and returns `(text, last, history)`.
-        accumulate_chunks: Pass each result's `history` to the next call.
+        accumulate_chunks: Whether to pass each result's `history` to the next call.
         kwargs: Further arguments of the formatter.
     """
     history: Any = []

@@ -16,7 +16,7 @@ _CSV_HEADERS = ("question", "context", "inputs")
 
 
 def decode(inputs: Input, content_type: str | None, key: str | None = None, require_csv_headers: bool = True) -> Any:
-    """Return the request's document: JSON unchanged, and other content as `{"inputs": ...}`.
+    """Return the request's document. JSON is returned unchanged, and other content as `{"inputs": ...}`.
 
     Raises:
         KeyError: The request has no content with this key.
@@ -40,7 +40,7 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
 
 
 def encode(outputs: Output, prediction: Any, content_type: str | None, key: str | None = None) -> None:
-    """Add a prediction as JSON, CSV or npz if the content type names that format, and otherwise as NDList.
+    """Add a prediction as JSON, CSV or npz if the content type names that format. Otherwise add it as NDList.
 
     Raises:
         TypeError: The format does not support the prediction's type.
@@ -67,8 +67,8 @@ def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = No
     The column `inputs` holds the inputs. If the header has no such column, each row as a whole is an input.
 
     Raises:
-        ValueError: The header has none of the columns `question`, `context` and `inputs`. Or the CSV has no header, and
-            a cell is not a number.
+        ValueError: The header has none of the columns `question`, `context` and `inputs`, or a cell of CSV without a
+            header is not a number.
     """
     text = (inputs.get_as_string(key=key) if key else inputs.get_as_string()).removeprefix("\ufeff")
     if not require_headers:
@@ -86,7 +86,7 @@ def encode_csv(content: Any) -> str:
     """Return CSV for a list of mappings or for rows of values. For mappings, the header lists all their keys.
 
     Raises:
-        ValueError: The content is neither of these.
+        ValueError: The content is neither a list of mappings nor rows of values.
     """
     rows = [content] if isinstance(content, Mapping) else content.tolist() if hasattr(content, "tolist") else content
     if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):

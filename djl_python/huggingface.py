@@ -41,7 +41,7 @@ _TASK_OF_SUFFIX = {
 def get_rolling_batch_class_from_str(rolling_batch_type: str) -> Callable[..., RollingBatch]:
     """Refuse a rolling batch, because rolling batches run in the server's engine.
 
-    Tests replace this function with one that returns a class. The class is called with the model and the model's
+    Tests replace this function with a function that returns a class. The class is called with the model and the model's
     properties.
 
     Raises:
@@ -51,7 +51,7 @@ def get_rolling_batch_class_from_str(rolling_batch_type: str) -> Callable[..., R
 
 
 class HuggingFaceService:
-    """A handler that runs a transformers pipeline. It answers dynamic batches, or streams the answer to one request."""
+    """A handler that runs a transformers pipeline. It answers dynamic batches, or streams one answer."""
 
     def __init__(self) -> None:
         self.initialized = False
@@ -126,7 +126,10 @@ class HuggingFaceService:
         return output
 
     def _checked(self, parsed: ParsedInput) -> dict[int, TextInput]:
-        """Return the valid requests by index in the batch, with lists as `input_text`. Add errors for the others."""
+        """Return the valid requests by their index in the batch, and add errors for the other requests.
+
+        The `input_text` of each valid request becomes a list.
+        """
         generates = self.hf_pipeline is None or isinstance(self.hf_pipeline, GenerationPipeline)
         places = [index for index in range(len(parsed.batch)) if index not in parsed.errors]
         requests = {}
@@ -145,7 +148,7 @@ class HuggingFaceService:
         if not requests:
             return {}
         if isinstance(self.hf_pipeline, GenerationPipeline):
-            # All prompts of all requests are in one batch.
+            # The prompts of all requests run in one batch.
             prompts, sizes, parameters, _ = get_input_details(parsed.requests, parsed.errors, parsed.batch)
             texts = iter(self.hf_pipeline(prompts, **parameters))
             return {index: [next(texts) for _ in range(sizes[index])] for index in requests}
@@ -172,10 +175,9 @@ class HuggingFaceService:
 
 
 class StopWord:
-    """A stopping criterion for transformers: the regular expression `stop_seq` matches at the end of the sequence.
+    """A stopping criterion for transformers: stop when the regular expression `stop_seq` matches in the last tokens.
 
-    Only the first sequence is checked. The number of tokens that are checked at its end equals the number of characters
-    in `stop_seq`.
+    Only the first sequence is checked. If `stop_seq` has N characters, the last N tokens are checked.
     """
 
     def __init__(self, tokenizer: Any, stop_seq: str) -> None:
@@ -248,7 +250,7 @@ def load(model_class: Any, settings: HuggingFaceProperties) -> tuple[Any, Any]:
 
 
 class GenerationPipeline:
-    """Text generation with all prompts in one padded batch. A causal model's text starts with the prompt."""
+    """Generates text for all prompts in one padded batch. A causal model's text starts with the prompt."""
 
     def __init__(self, model_class: Any, settings: HuggingFaceProperties, padding_side: str) -> None:
         self.model, self.tokenizer = load(model_class, settings)

@@ -62,20 +62,20 @@ def _marked(function: _Function, mark: str) -> _Function:
 class ParsedInput:
     """The requests in a call."""
 
-    errors: dict[int, str] = field(default_factory=dict)  # The parse errors of requests, by the index in the batch.
+    errors: dict[int, str] = field(default_factory=dict)  # The parse errors, by the request's index in the batch.
     requests: list[Request] = field(default_factory=list)  # The parsed new requests.
     # All requests of the call. In a rolling batch, the known requests come first and have no data.
     batch: list[Input] = field(default_factory=list)
 
 
 def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
-    """Parse the new requests of a call, each with `configs.input_formatter`, or else with `format_input`.
+    """Parse the new requests of a call with `configs.input_formatter`, or with `format_input` if there is none.
 
     Args:
         inputs: The call.
-        kwargs: `configs`, the model's settings, such as a `Properties`. `rolling_batch`, which is required unless
-            `configs.rolling_batch` is `disable`. Other arguments, such as `tokenizer` and `adapter_registry`. All of
-            them are passed to the formatter.
+        kwargs: All arguments are passed to the formatter. `configs` has the model's settings, and can be a
+            `Properties`. `rolling_batch` is required unless `configs.rolling_batch` is `disable`. Other arguments can
+            be, for example, `tokenizer` and `adapter_registry`.
     """
     configs = kwargs.get("configs")
     rolling_batch: Any = kwargs.get("rolling_batch")
@@ -84,7 +84,7 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
         rolling_batch.reset()
     parsed = ParsedInput(batch=inputs.get_batches())
     known = 0
-    if rolling:  # A new request may also be empty.
+    if rolling:  # Known requests are empty, but a new request may be empty as well.
         known = min(sum(not item.get_as_bytes() for item in parsed.batch), len(rolling_batch.active_requests))
     for index, item in enumerate(parsed.batch[known:], known):
         try:
@@ -165,7 +165,7 @@ def _object(parameters: Any) -> dict[str, Any]:
 
 
 def _parse_dynamic(document: Any) -> TextInput:
-    """Return the request. If the document has no `inputs`, the document without `parameters` is the input."""
+    """Return the request. If the document has no `inputs`, all of it except `parameters` is the input."""
     if not isinstance(document, dict):
         return TextInput(input_text=document)
     parameters = _object(document.get("parameters") or {})
@@ -217,7 +217,7 @@ def _parse_bedrock(document: Any, item: Input) -> TextInput:
 
 
 def _adapters(request: TextInput, document: Any, item: Input, registry: Mapping[str, Any]) -> Any:
-    """Return the registry's entries for the request's adapters, one for each input. A single entry is not wrapped."""
+    """Return the registry's entries for the request's adapters, one for each input. A single entry is not in a list."""
     named = document.get("adapters") if isinstance(document, dict) else None
     if item.contains_key("adapter"):
         named = item.get_as_string("adapter")

@@ -1,4 +1,4 @@
-"""The input of a handler: its properties, and its content, which can be read in several formats."""
+"""The input of a handler: its properties and its content. The content can be read in several formats."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _NAME = slice(10, None)
 
 
 Body = bytes | bytearray
-# The number of missing cells allowed in a CSV body. Each takes memory, although the client has not sent it.
+# The maximum number of missing cells in a CSV body. A missing cell takes memory, although the client has not sent it.
 _MISSING_CELLS = 1_000_000
 
 
-# The method that reads each kind of content. LMI's class has all these methods, but requests may be of other classes.
+# The method that reads each kind of content. All these methods exist in LMI's class, but a request may have another
+# class.
 READERS = {
     "application/json": "get_as_json",
     "text/csv": "get_as_string",
@@ -40,7 +41,7 @@ READERS = {
     "image/": "get_as_image",
     "": "get_as_bytes",
 }
-# LMI's `decode` reads these kinds, but its `get_data` does not.
+# LMI's `decode` reads these kinds of content, but LMI's `get_data` does not.
 _ONLY_DECODED = ("application/x-npy", "application/x-www-form-urlencoded")
 
 
@@ -50,7 +51,7 @@ def kind_of(content_type: str | None) -> str:
 
 
 class Input:
-    """A request, a batch of requests, or the call that initializes a handler. That call has no content."""
+    """A request, a batch of requests, or the call that initializes a handler. The initializing call has no content."""
 
     def __init__(self) -> None:
         self.function_name: str | None = None
@@ -89,11 +90,11 @@ class Input:
     def get_batches(self) -> list[Input]:
         """Return the requests of a batch, or `[self]` if this is not a batch.
 
-        A key in a batch is `batch_NNN.name`. Any other character may replace the dot. Properties without this prefix
-        belong to the whole batch and are left out.
+        A key in a batch is `batch_NNN.name`. The dot can be any other character. Properties without this prefix belong
+        to the whole batch, and are left out.
 
         Raises:
-            ValueError: A content key lacks the prefix, or its number is not below the batch size.
+            ValueError: A content key does not have the prefix, or the number in its prefix is not below the batch size.
         """
         if not self.is_batch():
             return [self]
@@ -129,7 +130,7 @@ class Input:
         """Return the bytes of a content entry, or None if the input has no content.
 
         Args:
-            key: The entry's name. The default is `data`, or else the first entry.
+            key: The entry's name. The default is the entry `data`, or the first entry if there is no `data`.
 
         Raises:
             KeyError: The input has no content with this key.
@@ -263,7 +264,7 @@ def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
         names, rows, cells = list(reader.fieldnames or ()), [], 0
         for row in reader:
             cells += len(names)
-            # Each cell in the text takes at least one character, the separator.
+            # Each cell in the text takes at least one character: the separator.
             if cells > len(text) + _MISSING_CELLS:
                 raise ValueError(f"The body is not CSV: rows lack too many of the header's {len(names)} columns")
             rows.append(row)
@@ -285,6 +286,10 @@ def _read_image(body: Body) -> Image:
 
 @cache
 def _image_error() -> type[Exception]:
-    """Return the class for image errors. LMI's handlers catch Pillow's error, and malformed content is a ValueError."""
+    """Return the class for image errors.
+
+    It inherits from Pillow's error, which LMI's handlers catch, and from ValueError, which stands for malformed
+    content.
+    """
     unidentified = require("PIL", "an image body", "Pillow").UnidentifiedImageError
     return type("ImageError", (unidentified, ValueError), {"__doc__": "An image cannot be read."})

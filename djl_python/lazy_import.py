@@ -15,7 +15,7 @@ def require(module: str, purpose: str, package: str | None = None) -> Any:
 
     Args:
         module: The module's name.
-        purpose: The feature that needs the module, for the error message.
+        purpose: The feature that needs the module. The error message names it.
         package: The package's name, if it differs from the module's.
 
     Raises:

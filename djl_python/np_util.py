@@ -41,7 +41,9 @@ def to_nd_list(np_list: Any) -> bytearray:
 
 
 def from_nd_list(encoded: bytes | bytearray | memoryview) -> list[NDArray[Any]]:
-    """Return the writable arrays from NDList bytes, or from an npz or npy file. The first bytes determine the format.
+    """Return the arrays in NDList bytes, or in an npz or npy file. The arrays are writable.
+
+    The first bytes determine the format.
 
     Raises:
         ValueError: The bytes are malformed, or contain Python objects.
@@ -94,7 +96,7 @@ def from_npy(data: bytes | bytearray) -> NDArray[Any]:
     numpy = require("numpy", "an npy body")
     try:
         return _read_npy(numpy, io.BytesIO(data))
-    except Exception as error:  # This includes MemoryError, if the header declares a huge array.
+    except Exception as error:  # The error may be a MemoryError, if the header declares a huge array.
         raise ValueError(f"The npy body cannot be read: {error}") from error
 
 
@@ -161,7 +163,7 @@ class _Reader:
         return int(struct.unpack(">" + code, self.take(struct.calcsize(">" + code)))[0])
 
     def string(self) -> str:
-        """Read the next string, which follows its 16-bit length."""
+        """Read the next string. Its 16-bit length precedes it."""
         return bytes(self.take(self.integer("h"))).decode("utf-8")
 
 
@@ -172,7 +174,7 @@ def _read_array(reader: _Reader) -> NDArray[Any]:
         shown = f"{magic[:_SHOWN_TEXT]!r} {version}"
         raise ValueError(f"NDList array begins with {shown} instead of {MAGIC_NUMBER!r} {VERSION}")
     if reader.take(1)[0] == 1:
-        reader.string()  # The name. Arrays in numpy have none.
+        reader.string()  # Skip the name, because numpy's arrays have no names.
     reader.string()  # The storage format.
     name = reader.string()
     plain = "bool" if name == "BOOLEAN" else name.lower()

@@ -37,9 +37,9 @@ def get_output_formatter(
     """Return the formatter and its content type. The content type of a custom formatter is None.
 
     Args:
-        output_formatter: A function, or the name of a built-in formatter. None and unknown names select the default.
-            It is JSON, or for a stream JSON lines, or server-sent events if `tgi_compat` is also True. Unknown names
-            are logged.
+        output_formatter: A function, or the name of a built-in formatter. None and unknown names select the default,
+            and unknown names are logged. The default is JSON. For a stream, the default is JSON lines, or server-sent
+            events if `tgi_compat` is True.
         stream: Whether the client requests a stream.
         tgi_compat: Whether the client is a TGI client.
     """
@@ -62,8 +62,8 @@ def get_generated_text(sequence: Sequence, request_output: TextGenerationOutput)
 def takes_request_output(function: Callable[..., Any]) -> bool:
     """Return True if an output formatter is called with the output. A legacy formatter is called with single tokens.
 
-    The annotation of the first parameter decides. It may be a string. A function with one parameter is not a legacy
-    formatter.
+    The annotation of the first parameter decides; the annotation may be a string. A function with fewer than two
+    parameters is not a legacy formatter.
 
     Raises:
         TypeError: The object is not callable.
@@ -81,8 +81,9 @@ def takes_request_output(function: Callable[..., Any]) -> bool:
 def legacy_call_arguments(request_output: TextGenerationOutput, next_token: NextToken) -> LegacyArguments:
     """Return the arguments of a legacy formatter for a token that `Sequence.advance` returned.
 
-    The details are empty unless the request sets `details` or has failed. With the last token, the text is the text of
-    all tokens. With earlier tokens, it is empty, or the prompt if the request sets `return_full_text`.
+    The details are empty unless the request sets `details` or has failed. For the last token, the text is the text of
+    all tokens. For earlier tokens, the text is empty. If the request sets `return_full_text`, the text starts with the
+    prompt in both cases.
     """
     token, _, is_first, is_last = next_token
     sequence = request_output.best_sequence
@@ -248,7 +249,8 @@ def _next_chat_chunk(output: TextGenerationOutput) -> tuple[str, bool]:
     choice = {
         "index": 0,
         "delta": delta,
-        # As in LMI's tests and documentation, this is an array, and a number replaces the alternative's text.
+        # As in LMI's tests and documentation, `logprobs` is an array, and the alternative has a log probability instead
+        # of its text.
         "logprobs": [{"content": [_logprob(token, token.log_prob)]}] if _wants_logprobs(output) else None,
         "finish_reason": output.best_sequence.finish_reason if is_last else None,
     }

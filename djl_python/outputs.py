@@ -36,7 +36,7 @@ def _encode_json(value: Any) -> bytes:
 
 
 def _items(stream: Any) -> Iterator[Any]:
-    """Yield the items of an object that has only `__next__`, which is enough in LMI."""
+    """Yield the items of an object that has only `__next__`. LMI also accepts such an object."""
     while True:
         try:
             item = next(stream)
@@ -51,7 +51,7 @@ def default_stream_formatter(item: Any) -> bytes:
 
 
 class Output:
-    """The answer of a handler. Methods that change the answer return it, so that calls can be chained."""
+    """The answer of a handler. Methods that change the answer also return it, so that calls can be chained."""
 
     def __init__(self, code: int = 200, message: str = "OK") -> None:
         """Create an answer without content.
@@ -122,7 +122,7 @@ class Output:
 
         Raises:
             TypeError: JSON does not support the type of the value.
-            ValueError: JSON cannot represent the value, such as NaN and infinity.
+            ValueError: JSON cannot represent the value, for example NaN or infinity.
         """
         if key is not None and not isinstance(key, str):
             logging.warning("Output key should be str type, got %s", type(key))
@@ -162,8 +162,8 @@ class Output:
 
         Args:
             stream_content: The items.
-            output_formatter: Called with each item. Without a formatter, strings and bytes are sent unchanged, and
-                other items as JSON.
+            output_formatter: The function that is called with each item. Without it, strings and bytes are sent
+                unchanged, and other items as JSON.
         """
         self.stream_content = stream_content
         self.stream_output_formatter = output_formatter
@@ -185,7 +185,7 @@ class Output:
         return self.finalize_function(*(self.finalize_args or ())) if self.finalize_function else None
 
     def send(self, cl_socket: socket) -> None:
-        """Write the answer in LMI's binary format. An error in a stream ends the stream with the error's text."""
+        """Write the answer in LMI's binary format. If a stream fails, it ends with the error's text."""
         head = wire.int16(self.code) + wire.utf8(self.message) + wire.string_map(self.properties)
         if self.stream_content is None:
             pairs = zip(self.content.keys, self.content.values, strict=True)

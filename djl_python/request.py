@@ -13,7 +13,7 @@ class Request:
     """A request of a rolling batch."""
 
     def __init__(self, request_input: TextInput) -> None:
-        """Prepare the request. If it has no `server_parameters`, they become a copy of the client's parameters."""
+        """Prepare the request. If `server_parameters` is empty, it becomes a copy of the client's parameters."""
         self.id = request_input.request_id
         self.request_input = request_input
         self.input_text = request_input.input_text
@@ -49,7 +49,7 @@ class Request:
             self.request_output.finished = True
 
     def get_next_token(self) -> str:
-        """Return the text to send now. It stays the same until `reset_next_token` is called.
+        """Return the text to send now. The text stays the same until `reset_next_token` is called.
 
         Raises:
             RuntimeError: A custom formatter for a streamed request does not read the next token.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-# An environment variable. If it is 3, `Sequence.get_next_token` returns the same tuples as in LMI up to 0.31.
+# An environment variable. If its value is 3, `Sequence.get_next_token` returns the same tuples as in LMI up to 0.31.
 NEXT_TOKEN_ARITY = "SLIPWAY_NEXT_TOKEN_ARITY"
 
 
@@ -58,7 +58,7 @@ class NextToken(NamedTuple):
 
 @dataclass
 class Sequence:
-    """A generated sequence. Its tokens are read once, from the first to the last."""
+    """A generated sequence. Each token is read once, from the first to the last."""
 
     tokens: list[Token] = field(default_factory=list)
     top_tokens: list[list[Token]] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Sequence:
         return tuple(following) if arity == "4" else (following.token, following.is_first, following.is_last)
 
     def get_last_token(self) -> Token | None:
-        """Return the token that was set as the last one, or None before that."""
+        """Return the token that was set as the last token, or None if none was set yet."""
         return None if self._last_token_index is None else self.tokens[self._last_token_index]
 
     def get_next_top_tokens(self) -> list[Token] | None:

@@ -16,7 +16,7 @@ from typing import Any
 from djl_python.inputs import Input
 
 MODEL_FILE = "model.py"
-# For each decorator's mark: the function in SageMaker's script mode, and its allowed lists of parameter names.
+# For each decorator's mark: the name of the same function in SageMaker's script mode, and its allowed parameter lists.
 _SAGEMAKER_FUNCTIONS = {
     "is_init_handler": ("model_fn", [["model_dir"]]),
     "is_input_formatter": (
@@ -56,7 +56,7 @@ def load_model_service(
     """Load the entry point. If it is a file, each call runs the file again.
 
     A file can import modules from its directory only if the directory is on `sys.path`. The process that serves the
-    model adds it.
+    model adds this directory to `sys.path`.
 
     Args:
         model_dir: The model's directory.
@@ -84,7 +84,9 @@ def has_function_in_module(module: Any, function_name: str) -> bool:
 
 
 def find_decorated_function(module: Any, decorator_attribute: str) -> Callable[..., Any] | None:
-    """Return the first callable in a module, in order of names, that a decorator has marked, or None.
+    """Return the callable in a module that a decorator has marked, or None.
+
+    If there are several, return the first in the order of names.
 
     Args:
         module: The imported module.
@@ -97,11 +99,11 @@ def find_decorated_function(module: Any, decorator_attribute: str) -> Callable[.
 def get_annotated_function(
     model_dir: str, decorator_attribute: str, namespace: str | None = None
 ) -> Callable[..., Any] | None:
-    """Return the function of `model.py` that a decorator has marked, or the one that SageMaker's script mode defines.
+    """Return the function in `model.py` that a decorator has marked, or else SageMaker's script-mode function.
 
     Returns:
-        The function. None if the model has no `model.py` or no such function. Also None if the parameters of script
-        mode's function are not named as SageMaker requires.
+        The function. None if there is no such function or no `model.py`. Also None if the script-mode function does not
+        have the parameter names that SageMaker requires.
 
     Raises:
         Exception: The file raised this exception.

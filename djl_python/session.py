@@ -1,4 +1,4 @@
-"""A client's session: values on disk that persist between requests."""
+"""A client's session. Its values are on disk, and persist between requests."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from djl_python.lazy_import import require
 if TYPE_CHECKING:
     import numpy as np
 
-EXPIRATION = ".expiration_ts"  # The key for the time at which a session ends, in seconds since the epoch.
+EXPIRATION = ".expiration_ts"  # The key whose value is the time at which the session ends, in seconds since the epoch.
 PARTIAL = ".put-"  # The prefix of files whose value is still incomplete.
-# An array may contain a client's bytes, so it must never be unpickled. Therefore array files have their own suffix.
+# Array files have their own suffix. An array may contain a client's bytes, so it must never be unpickled.
 _VALUE, _ARRAY = ".value", ".array"
 
 
@@ -63,7 +63,7 @@ class Session:
     def get_as_numpy(
         self, key: str, shape: int | Sequence[int], dtype: Any = "float32", create: bool = False
     ) -> np.memmap[Any, Any]:
-        """Return an array that is memory-mapped to the key's file. Changes to the array are stored.
+        """Return an array that is mapped to the key's file in memory. Changes to the array are stored in the file.
 
         Raises:
             FileNotFoundError: The session does not have this array, and `create` is False.

@@ -1,4 +1,4 @@
-"""Sessions that clients create, use and close, and their copies in S3.
+"""Manages the sessions that clients create, use and close, and the copies of sessions in S3.
 
 All state is on disk, because several worker processes share the directory.
 """
@@ -68,7 +68,8 @@ class SessionManager:
         self.make_directory()
         self.remove_expired()
         session_id, ends = str(uuid.uuid4()), time.time() + self.expiration
-        # The directory is renamed once it is complete, so that no other process sees a session without its expiration.
+        # The directory gets its final name when it is complete. So no other process sees a session without its
+        # expiration.
         unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.sessions_path)
         Session(os.path.basename(unfinished), self.sessions_path, ends).put(EXPIRATION, ends)
         os.rename(unfinished, os.path.join(self.sessions_path, session_id))
@@ -77,7 +78,7 @@ class SessionManager:
         return Session(session_id, self.sessions_path, ends)
 
     def get_session(self, session_id: str | None) -> Session | None:
-        """Return a session. None if it has expired, or if the id is empty or `NEW_SESSION`.
+        """Return a session. Return None if it has expired, or if there is no id yet (empty or `NEW_SESSION`).
 
         Raises:
             ValueError: The session does not exist.
@@ -101,7 +102,7 @@ class SessionManager:
         session.remove()
 
     def remove_expired(self) -> None:
-        """Remove expired sessions and unfinished directories of killed processes."""
+        """Remove expired sessions, and the unfinished directories of killed processes."""
         with os.scandir(self.sessions_path) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # Another worker has renamed or removed the directory.
@@ -127,14 +128,14 @@ class SessionManager:
         if not self._backup:
             return False
         target = os.path.join(self.sessions_path, session_id)
-        # The directory is renamed once it is complete, so that no other process sees a partial session.
+        # The directory gets its final name when it is complete. So no other process sees a partial session.
         unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.sessions_path)
         try:
             if not self._backup.restore(session_id, unfinished):
                 return False
             os.rename(unfinished, target)
         except OSError:
-            # Another worker may have been faster. In that case, its directory is used.
+            # Another worker may have restored the session first. In that case, its directory is used.
             if not os.path.isdir(target):
                 raise
         finally:
@@ -169,8 +170,8 @@ def _default_path() -> str:
 class SessionBackup:
     """A thread that copies the sessions of this process to S3 soon after they change.
 
-    A process that is told to stop has only a few seconds. That is too short to copy many sessions, so only the latest
-    changes are saved at that point.
+    A process that is told to stop has only a few seconds. That is too short to copy many sessions. Because of the
+    earlier copies, only the latest changes are left to save.
     """
 
     def __init__(self, url: str, sessions_path: str, interval_s: float = _INTERVAL_S) -> None:
@@ -200,7 +201,7 @@ class SessionBackup:
         atexit.register(self.close)
 
     def watch(self, session_id: str) -> None:
-        """Copy the session to S3 from now on, until its directory is removed."""
+        """From now on, copy the session to S3 when it changes, until its directory is removed."""
         self._saved.setdefault(session_id, {})
 
     def restore(self, session_id: str, directory: str) -> bool:
@@ -263,13 +264,13 @@ class SessionBackup:
             if saved is None:  # The session has been closed or removed.
                 return
             try:
-                # The files' states are read before copying. Changes that are made during the copy are thus copied the
-                # next time.
+                # The states of the files are read before copying. So changes that are made during the copy are copied
+                # the next time.
                 files = _files(directory)
                 for name in files:
                     if files[name] != saved.get(name):
                         self.save(os.path.join(directory, name))
-            except Exception as error:  # OSError, and many types of exceptions from botocore.
+            except Exception as error:  # An OSError, or one of botocore's many types of exceptions.
                 logging.warning("Session %s cannot be saved to S3: %s", session_id, error)
             else:
                 self._saved[session_id] = files

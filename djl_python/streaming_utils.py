@@ -10,12 +10,12 @@ from typing import Any
 from djl_python.lazy_import import require
 
 DEFAULT_MAX_NEW_TOKENS = 50
-# The defaults of the sampling parameters for a request that sets at least one of them.
+# The defaults of the other sampling parameters if a request sets one of them, or sets `do_sample`.
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "typical_p": 1.0}
 
 
 class StreamingUtils:
-    """The names under which customers' handlers import the functions."""
+    """Has the functions under the names that customers' handlers use."""
 
     DEFAULT_MAX_NEW_TOKENS = DEFAULT_MAX_NEW_TOKENS
 
@@ -45,7 +45,7 @@ def stream_tokens(
 ) -> Iterator[list[str]]:
     """Yield a list of texts at each step, one for each prompt.
 
-    A finished prompt yields the padding token's text until all prompts have finished.
+    The text of a finished prompt is the padding token's text, until all prompts have finished.
 
     Args:
         model: The transformers model.
@@ -82,7 +82,7 @@ def _sampling(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Streamer:
-    """A streamer for `generate`. transformers' own streamers support only one prompt."""
+    """A streamer for `generate` with several prompts. transformers' own streamers support only one prompt."""
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -106,7 +106,7 @@ def _generate(
     arguments: Mapping[str, Any],
     skip_special_tokens: bool,
 ) -> Iterator[list[str]]:
-    """Yield the prompts, and then the texts of each step of `generate`, which runs in a thread."""
+    """Run `generate` in a thread. Yield the prompts, and then the texts of each step."""
     prompts = [inputs] if isinstance(inputs, str) else list(inputs)
     if not prompts:
         raise ValueError("Streaming needs at least one prompt")
@@ -128,7 +128,7 @@ def _generate(
                 streamer=streamer,
                 stopping_criteria=[stop_when_abandoned],
             )
-        except Exception as error:  # The thread that reads the stream raises this exception again.
+        except Exception as error:  # The thread that reads the stream raises this exception.
             streamer.texts.put(error)
 
     threading.Thread(target=generate, name="generate", daemon=True).start()

@@ -51,7 +51,7 @@ def load_properties(properties_dir: str | None) -> dict[str, str]:
 
 
 def update_properties_with_env_vars(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Add `HF_MODEL_ID` as `model_id`, and each `OPTION_*` variable. Existing properties are kept."""
+    """Add the variable `HF_MODEL_ID` as `model_id`, and each variable `OPTION_*`. Existing properties are kept."""
     for name, value in os.environ.items():
         if name == "HF_MODEL_ID":
             kwargs.setdefault("model_id", value)
@@ -71,7 +71,8 @@ class TestHandler:
 
         Args:
             entry_point: A module, or a file in the model directory.
-            model_dir: The model directory. If the entry point is a file, this becomes the working directory.
+            model_dir: The model directory. If the entry point is a file, the model directory becomes the working
+                directory.
 
         Raises:
             ValueError: The file does not exist, or a file was given without a model directory.
@@ -121,7 +122,7 @@ class TestHandler:
     ) -> dict[int, str]:
         """Call a rolling-batch handler until all requests have finished. Return the whole text of each request.
 
-        After the first call, the requests have no data and no properties, as when the server sends them.
+        In later calls, the requests have no data and no properties, as in the server's calls.
 
         Raises:
             RuntimeError: The handler failed, or the number of answers differs from the number of requests in the call.
@@ -167,7 +168,7 @@ class TestHandler:
 
 
 async def _completed(answer: Any) -> Any:
-    """Return the answer of a handler in async mode. Chunks become one Output with all texts and the first headers."""
+    """Return the answer of an async handler. Its chunks become one Output with all texts and the first headers."""
     if inspect.isawaitable(answer):
         answer = await answer
     if not isinstance(answer, AsyncIterator):
@@ -185,8 +186,8 @@ async def _completed(answer: Any) -> Any:
 def create_request(input_files: Sequence[str], parameters: Iterable[str] | None = None) -> Input:
     """Return a request whose content comes from files or texts.
 
-    The request's content type is that of the entry `data`, or else that of the first entry. A file's extension
-    determines its type. Text in braces is JSON, and other text is plain text.
+    The request has the content type of the entry `data`, or of the first entry if there is no `data`. A file's
+    extension determines its content type. Text in braces is JSON, and other text is plain text.
 
     Args:
         input_files: Entries `[key=]<file or text>`.
@@ -251,7 +252,7 @@ def create_concurrent_batch_request(
     """Return several requests as one Input. A request with data also gets a seed.
 
     Args:
-        inputs: The data of each request: bytes, or a JSON document.
+        inputs: The data of each request, as bytes or as a JSON document.
         properties: The properties of each request.
         serving_properties: Properties of the whole batch.
     """

@@ -82,8 +82,8 @@ def get_input_details(
     """Return the inputs of a dynamic batch. Each request's `input_text` becomes a list.
 
     Returns:
-        All inputs; the number of inputs in each request, or 0 if it could not be parsed; the parameters; and the
-        adapters, or None if no request names one.
+        All inputs; the number of inputs in each request (0 if it could not be parsed); the parameters; and the adapters
+        (None if no request names an adapter).
 
     Raises:
         ValueError: The requests have different parameters.

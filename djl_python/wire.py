@@ -1,6 +1,7 @@
 """The binary format of requests and answers between LMI's server and its Python workers.
 
-All integers are big-endian. A string is its length in bytes as an int32, followed by UTF-8. None is the length -1.
+All integers are big-endian. A string is written as its length in bytes (an int32), followed by its UTF-8 bytes. None is
+written as the length -1.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import Any
 
 MORE_CHUNKS = b"\1"
 LAST_CHUNK = b"\0"
-STREAMED_CONTENT = -1  # Stands in place of the number of content entries if chunks follow.
+STREAMED_CONTENT = -1  # If chunks follow, this replaces the number of content entries.
 
 
 def read_exactly(connection: socket, size: int) -> bytearray:
     """Read the next `size` bytes.
 
     Raises:
-        ValueError: The connection closes before that.
+        ValueError: The connection closes before all bytes are read.
     """
     data = bytearray()
     while len(data) < size:
@@ -42,7 +43,7 @@ def read_utf8(connection: socket) -> str | None:
 
 
 def int16(value: int) -> bytes:
-    """Encode a status or a count of entries.
+    """Encode a status code or a number of entries.
 
     Raises:
         ValueError: The value does not fit into 16 bits.

@@ -1,7 +1,9 @@
-"""LMI's service for vLLM: the customer's `handle` gets each call first, and the model's engine answers the rest.
+"""LMI's service for vLLM.
+
+The customer's `handle` gets each call first. The model's engine answers the calls that `handle` does not answer.
 
 The service runs in a worker process, but the engine runs in the server's process. The service calls the engine over the
-worker's connection. So `service` has those methods of LMI's service that load the engine and generate, but it has no
+worker's connection. So `service` has the methods of LMI's service that load the engine and that generate, but it has no
 vLLM objects.
 """
 
@@ -23,7 +25,7 @@ Answer = Output | AsyncGenerator[Output, None]
 
 
 class Engine(Protocol):
-    """The engine, which the worker calls over its connection."""
+    """The engine. The worker calls it over the worker's connection."""
 
     async def call(self, inputs: Input) -> Answer:
         """Return the answer to a request. An input without content only loads the engine."""
@@ -55,7 +57,7 @@ class VLLMHandler:
         """Load the engine if it is not loaded yet.
 
         Args:
-            properties: Ignored. They may come from a request, and a client must not choose the model.
+            properties: Ignored. The properties may come from a request, and a client must not choose the model.
 
         Raises:
             RuntimeError: The engine cannot be loaded, or the model has no engine.
@@ -66,7 +68,9 @@ class VLLMHandler:
         self.initialized = True
 
     async def inference(self, inputs: Input) -> Answer:
-        """Return the engine's answer to a request. Its schema is that of a model without a `handle`.
+        """Return the engine's answer to a request.
+
+        The answer has the same schema as the answer of a model without a `handle`.
 
         Returns:
             An Output, or an async generator of Outputs for a stream. The answer to a refused request is an Output whose
@@ -100,7 +104,7 @@ class VLLMHandler:
 
 
 service = VLLMHandler()
-_model: ModelService | None = None  # The customer's `model.py`, once it is loaded.
+_model: ModelService | None = None  # The customer's `model.py`. None until it is loaded.
 
 
 async def handle(inputs: Input) -> Any:

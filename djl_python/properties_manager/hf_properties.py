@@ -17,7 +17,7 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 class HuggingFaceProperties(Properties):
     """The settings of `HuggingFaceService`."""
 
-    rolling_batch: Any = "disable"  # The name of a rolling batch that the handler runs.
+    rolling_batch: Any = "disable"  # The name of the rolling batch that the handler runs.
     device_id: int = -1
     task: str | None = None
     dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
@@ -54,7 +54,7 @@ class HuggingFaceProperties(Properties):
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Further arguments for the model's `from_pretrained`.
+        """Additional arguments for the model's `from_pretrained`.
 
         Raises:
             ValueError: The settings enable quantization without `device_map`.

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, mod
 
 
 class RollingBatchEnum(StrEnum):
-    """The values of `option.rolling_batch`. LMI 0.36 has removed the last two, but models still use them."""
+    """The values of `option.rolling_batch`. LMI 0.36 has removed the last two values, but models still use them."""
 
     vllm = "vllm"
     auto = "auto"
@@ -33,7 +33,7 @@ class StreamingEnum(StrEnum):
 
 
 def is_streaming_enabled(enable_streaming: StreamingEnum) -> bool:
-    """Return True if a model without a rolling batch streams."""
+    """Return True if answers of a model without a rolling batch are streamed."""
     return enable_streaming is not StreamingEnum.false
 
 
@@ -53,7 +53,7 @@ class Properties(BaseModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
-    model_id_or_path: str  # `model_id`, or else `model_dir`.
+    model_id_or_path: str  # The value of `model_id`, or of `model_dir` if `model_id` is not given.
     model_dir: str | None = None
     rolling_batch: RollingBatchEnum = RollingBatchEnum.auto
     tensor_parallel_degree: int = 1

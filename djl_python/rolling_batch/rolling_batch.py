@@ -33,7 +33,7 @@ class RollingBatch(ABC):
 
     @abstractmethod
     def inference(self, new_requests: list[Request]) -> Results:
-        """Run one step and return a result for each request: first the active requests, then the new ones."""
+        """Run one step, and return one result for each request: for the active requests, then for the new requests."""
 
     def add_new_requests(self, requests: list[Request]) -> None:
         self.active_requests.extend(requests)
