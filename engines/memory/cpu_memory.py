@@ -1,4 +1,4 @@
-"""Main memory: the available memory, and the share of it for the KV cache of vLLM's CPU backend.
+"""Finds out how much main memory is available, and how much of it the KV cache of vLLM's CPU backend gets.
 
 By default, vLLM would use nearly all memory for its cache. It would refuse to start if another limit allows less. Each
 worker binds its memory to one NUMA node, which may have far less memory than the machine. A control group (a
@@ -30,12 +30,12 @@ _LEAST_BYTES = 64 << 20  # The smallest useful KV cache.
 _SHARE = 0.5
 _LARGEST_SHARE = 0.9  # The share that is used if one sequence would not fit otherwise.
 # The largest KV cache, as a multiple of the weights. Each step of the engine reads all weights once, and the cache of
-# every sequence. With this cache, the engine has four fifths of the throughput that it has with an unlimited cache. A
+# every sequence. With a cache of this size, the throughput is four fifths of the throughput with an unlimited cache. A
 # larger cache would delay the start, because vLLM writes the whole cache.
 _TIMES_WEIGHTS = 4
-# The files of a control group with its limit and its use.
+# The names of a control group's files for its memory limit and its memory use.
 _VERSION_1, _VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
-# The memory that vLLM counts as available on a NUMA node (`utils/cpu_resource_utils.py`).
+# The parts of a NUMA node's memory that vLLM counts as available (`utils/cpu_resource_utils.py`).
 _NODE_PARTS = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
 # The message of `CPUWorker.determine_available_memory`.
 _REFUSED = re.compile(r"Available memory on node \S+ \(([\d.]+)/[\d.]+ GiB\) on kv cache allocation is less than")
@@ -66,7 +66,7 @@ class Demand:
 def kv_cache_size(demand: Demand, limits: Collection[Limit]) -> int:
     """Choose the size of each worker's KV cache, and log it. The strictest limit decides.
 
-    If memory allows, the cache holds at least one sequence of the longest context, because vLLM refuses a smaller one.
+    If memory allows, the cache holds at least one sequence of the longest context. vLLM refuses a smaller cache.
 
     Raises:
         EngineOutOfMemory: The memory is too small for the model. The message has the figures.
@@ -91,7 +91,7 @@ def kv_cache_size(demand: Demand, limits: Collection[Limit]) -> int:
 
 
 def smaller_size(demand: Demand, message: str) -> int | None:
-    """Choose a smaller KV cache after vLLM has refused one. None if no smaller size is possible.
+    """Choose a smaller size after vLLM has refused the KV cache. Return None if no smaller size is possible.
 
     Args:
         demand: The memory that vLLM needs.
@@ -110,8 +110,8 @@ def _gib(size: float) -> str:
 def memory_limits(workers: int, root: Path = _ROOT) -> list[Limit]:
     """Return the limits of `machine_limits`, and the memory of the NUMA nodes for an engine with `workers` workers.
 
-    vLLM binds each worker to a node. This function assumes the nodes with the most memory. If vLLM uses other nodes, it
-    may refuse the size, and its message then names their memory.
+    vLLM binds each worker to a node. This function assumes that vLLM uses the nodes with the most available memory. If
+    vLLM uses other nodes, it may refuse the size of the KV cache. Its message then names the memory of these nodes.
     """
     nodes = []
     for path in root.glob("sys/devices/system/node/node[0-9]*/meminfo"):
@@ -159,7 +159,7 @@ def page_cache(group: Path) -> int:
     These pages count as used memory, but the kernel drops them if memory is needed.
     """
     stat = dict(line.partition(" ")[::2] for line in _lines(group / "memory.stat"))
-    # In version 1, `inactive_file` counts a group's own pages, and `total_` includes the groups below it.
+    # In version 1, `inactive_file` counts only a group's own pages. `total_inactive_file` includes the groups below it.
     return sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in ("inactive_file", "active_file"))
 
 

@@ -1,8 +1,9 @@
 """Controls the garbage collector: during imports, after a model is loaded, and after a model is unloaded.
 
 A full collection stops all threads, including the event loop with every stream. After the import of vLLM, it would scan
-a million objects. That takes half a second on an idle machine, and several seconds on a busy machine. A loaded model is
-about 15,000 objects. Imported objects live as long as the process, so they are exempt from collection (`gc.freeze`).
+a million objects. That takes half a second on an idle machine, and several seconds on a busy machine. A loaded model
+consists of about 15,000 objects. Imported objects live as long as the process, so they are exempt from collection
+(`gc.freeze`).
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
-# Requests leave no reference cycles behind, except for small ones of chats, so collections find little.
+# Requests leave few reference cycles behind: only small cycles, from chats. So collections find little.
 _THRESHOLDS = (20_000, 50, 50)
 
 _collecting = threading.Lock()
-_loaded = False  # True if a model was loaded into this process.
-_models_exempt = False  # True if objects of a model are exempt as well, because of an import after the load.
+_loaded = False  # Whether a model was loaded into this process.
+_models_exempt = False  # Whether a model's objects are exempt too, because an import followed the load.
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
     """Switch automatic collections off during imports, and then exempt the new objects from collection.
 
-    Collections would find nothing, and would take a quarter of the time for the import of vLLM.
+    Collections would find nothing, and would take a quarter of vLLM's import time.
     """
     global _models_exempt
     known = len(sys.modules)
@@ -48,7 +49,7 @@ def collect_after_load(*, model_is_here: bool) -> None:
     """Collect the garbage of loading, and make automatic collections rare.
 
     Args:
-        model_is_here: The model's objects are in this process.
+        model_is_here: Whether the model's objects are in this process.
     """
     global _loaded
     with _collecting:
@@ -60,7 +61,7 @@ def collect_after_load(*, model_is_here: bool) -> None:
 def release_memory() -> None:
     """Collect garbage, including unloaded models, and return the memory to the system and the GPUs.
 
-    The amount of free memory decides which further models fit.
+    The amount of free memory decides which other models fit.
     """
     with _collecting:
         if _models_exempt:
@@ -69,7 +70,8 @@ def release_memory() -> None:
         if _models_exempt:
             gc.freeze()
     cuda = sys.modules.get("torch.cuda")
-    is_initialized = getattr(cuda, "is_initialized", None)  # Missing while another thread imports PyTorch.
+    # The function is missing while another thread imports PyTorch.
+    is_initialized = getattr(cuda, "is_initialized", None)
     if cuda is not None and is_initialized is not None and is_initialized():
         try:
             cuda.empty_cache()  # PyTorch keeps freed GPU memory for its own use.

@@ -1,6 +1,6 @@
 """The GPUs of a model: how many share each layer, how many the model needs, and how many copies of the model fit.
 
-Everything is computed from the model's config.json. So it is known before an engine starts and vLLM is imported.
+The numbers are computed from the model's files. So they are known before an engine starts, and before vLLM is imported.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ Config = Mapping[str, Any]
 
 _GIB = 1 << 30
 MEMORY_SHARE = 0.92  # The share of a GPU's memory that vLLM uses by default (`gpu_memory_utilization`).
-_CACHE_SHARE = 0.2  # The smallest useful KV cache, as a share of that memory. With less, few sequences run together.
-# Activations, CUDA graphs and the CUDA context need the larger of this size and this share of a GPU's memory, because
-# vLLM's batches are larger on larger GPUs.
+# The smallest useful KV cache, as a share of the memory that vLLM uses. With a smaller cache, few sequences run
+# together.
+_CACHE_SHARE = 0.2
+# The memory for activations, CUDA graphs and the CUDA context is the larger of this size and this share of a GPU's
+# memory. There is a share because vLLM's batches are larger on larger GPUs.
 _OVERHEAD_BYTES = 2 << 30
 _OVERHEAD_SHARE = 0.04
 _VOCABULARY_PADDING = 64  # vLLM pads the vocabulary to a multiple of this size, and divides the result among the GPUs.
-# vLLM splits the blocks of FP8 scales of experts down to this size if the blocks straddle two GPUs.
+# If blocks of the experts' FP8 scales straddle two GPUs, vLLM splits them into blocks of at least this size.
 _LEAST_REFINED_BLOCK = 32
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -40,16 +42,17 @@ _STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 _WINDOWED = frozenset({"sliding_attention", "chunked_attention"})
 # Kinds of layers that keep a state of fixed size for each sequence, or no state.
 _WITHOUT_CACHE = frozenset({"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"})
-# For families whose config.json does not list the layers: one in this number of layers sees the whole context.
+# For model families whose config.json does not list the kinds of layers: N, if one in N layers sees the whole context.
 _SLIDING_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How an engine uses its GPUs, as in vLLM's ParallelConfig, without tensor parallelism."""
+    """How an engine uses its GPUs, apart from tensor parallelism. The values are as in vLLM's ParallelConfig."""
 
     stages: int = 1  # The number of pipeline stages.
-    context: int = 1  # How many GPUs share the prefill of a prompt. Each has a copy of all weights except the experts.
+    # The number of GPUs that share a prompt's prefill. Each has a copy of all weights except the experts.
+    context: int = 1
     replicas: int = 1  # The number of data-parallel replicas, including those on other machines.
     replicas_here: int = 1
     nodes: int = 1  # The number of machines. Each has the same number of the engine's GPUs.
@@ -69,7 +72,7 @@ class Layout:
 
     @property
     def expert_ranks(self) -> int:
-        """The number of times that vLLM divides a layer's experts beyond the GPUs that share the layer."""
+        """The factor by which vLLM divides a layer's experts further than the layer's other weights."""
         return self.context * self.replicas
 
     def gpus(self, size: int) -> int:
@@ -107,7 +110,7 @@ def copies_that_fit(gpus: int, per_copy: int, most: int | None) -> int:
 
     Args:
         gpus: The number of GPUs that the model may use.
-        per_copy: The number of GPUs of a copy.
+        per_copy: The number of GPUs that each copy uses.
         most: The limit on copies. None: no limit.
     """
     fit = max(gpus // per_copy, 1)
@@ -133,7 +136,7 @@ def _is_on(value: Any) -> bool:
 
 
 # Engine arguments that limit a model to one copy, each with a check of its value. With such an argument, vLLM itself
-# divides the model among GPUs or machines, or opens fixed ports.
+# distributes the model, or opens fixed ports.
 _OF_ONE_COPY: Mapping[str, Callable[[Any], bool]] = {
     "data_parallel_size": _is_above_one,
     "nnodes": _is_above_one,
@@ -147,7 +150,7 @@ _OF_ONE_COPY: Mapping[str, Callable[[Any], bool]] = {
     "enable_expert_parallel": _is_on,
     "enable_fault_tolerance": _is_on,
 }
-# The arguments among these with which vLLM, and not Slipway, chooses the GPUs.
+# The arguments in `_OF_ONE_COPY` that take the choice of the GPUs away from Slipway.
 _OF_CHOSEN_GPUS = frozenset({"nnodes", "device_ids", "distributed_executor_backend", "data_parallel_backend"})
 
 
@@ -161,7 +164,7 @@ def why_one_copy(arguments: Mapping[str, Any]) -> str:
 
 
 def chooses_gpus(arguments: Mapping[str, Any]) -> bool:
-    """Return True if vLLM or an argument chooses the GPUs, and not Slipway. `arguments`: as in `why_one_copy`."""
+    """Return True if vLLM or an argument chooses the GPUs instead of Slipway. `arguments`: as in `why_one_copy`."""
     return any(_OF_ONE_COPY[name](arguments.get(name)) for name in _OF_CHOSEN_GPUS)
 
 
@@ -190,7 +193,7 @@ class ModelMemory:
     given_cache_bytes: int | None = None  # The size of the KV cache on each GPU, if a setting gives it.
 
     def fewest(self, sizes: Sequence[int], gpu_bytes: int) -> tuple[int, str]:
-        """Return the first of these sizes with which the model fits, or else the last, and the reason in words.
+        """Return the first size with which the model fits, or else the last size. Also return the reason in words.
 
         Args:
             sizes: Numbers of GPUs that share each layer.
@@ -212,14 +215,15 @@ class ModelMemory:
         return self.cache_bytes(size, gpu_bytes) >= max(self.sequence_bytes(size), least)
 
     def cache_bytes(self, size: int, gpu_bytes: int) -> int:
-        """Return the bytes that remain for the KV cache on each GPU. Below 0 if the weights do not fit."""
+        """Return the bytes that remain for the KV cache on each GPU. It is negative if the weights do not fit."""
         overhead = max(_OVERHEAD_BYTES, int(gpu_bytes * _OVERHEAD_SHARE))
         return int(gpu_bytes * self.memory_share) - overhead - self.weights.each(size, self.layout)
 
     def cache_tokens(self, size: int, gpu_bytes: int) -> int | None:
-        """Return about how many tokens the KV cache of a replica holds; None if that is unknown.
+        """Return approximately how many tokens the KV cache of a replica holds; None if unknown.
 
-        It is assumed that sequences have the full length, of which layers with a sliding window keep only a part.
+        The estimate assumes sequences of the full length. Layers with a sliding window keep only a part of such a
+        sequence.
         """
         length = self.max_model_len or _first(_text(self.config), _CONTEXT)
         sequence = replace(self, max_model_len=length).sequence_bytes(size)
@@ -229,9 +233,10 @@ class ModelMemory:
         return max(free, 0) * length // sequence
 
     def sequence_bytes(self, size: int) -> int:
-        """Return the size of the longest sequence in the KV cache of each of `size` GPUs; 0 if unknown.
+        """Return how many bytes the longest sequence takes in the KV cache of each GPU; 0 if unknown.
 
-        Layers with a sliding window keep only the window. Layers with a recurrent state keep nothing in the cache.
+        `size` GPUs share each layer. Layers with a sliding window keep only the window. Layers with a recurrent state
+        keep nothing in the cache.
         """
         text = _text(self.config)
         length = _first(text, _CONTEXT) if self.max_model_len is None else self.max_model_len
@@ -274,7 +279,7 @@ def _accepted(config: Config, size: int) -> bool:
 
 
 def _heads_fit(text: Config, size: int) -> bool:
-    """Return True if attention heads divide evenly among the GPUs, and KV heads divide evenly or are copied evenly."""
+    """Return True if all GPUs get equal numbers of attention heads, and of KV heads or copies of KV heads."""
     heads, kv_heads = _first(text, _HEADS), _kv_heads(text)
     if heads % size or not kv_heads:
         return not heads % size
@@ -288,7 +293,7 @@ def _widths_fit(text: Config, size: int) -> bool:
 
 
 def _state_fits(text: Config, size: int) -> bool:
-    """Return True if the heads of recurrent layers divide evenly, and their groups as well unless there is only one."""
+    """Return True if the heads of recurrent layers divide evenly, and so do their groups if there are several."""
     heads = _numbers([text.get(name) for name in _STATE_HEADS])
     groups = _first(text, _STATE_GROUPS)
     return all(count % size == 0 for count in heads) and (groups in (0, 1) or groups % size == 0)
@@ -301,7 +306,7 @@ def _vision_fits(vision: Config, size: int) -> bool:
 
 
 def _blocks_fit(text: Config, quantization: Config, size: int) -> bool:
-    """Return True if no block of quantized weights with one scale is divided between two GPUs."""
+    """Return True if no two GPUs share a block of quantized weights that has a single scale."""
     block = _scale_block(quantization)
     if block <= 1:
         return True
@@ -361,6 +366,6 @@ def _first(part: Config, names: tuple[str, ...]) -> int:
 
 
 def _numbers(values: list[Any]) -> list[int]:
-    """Return the positive integers among the values and in their lists."""
+    """Return the positive integers among the values, and in those values that are lists."""
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return [item for item in flat if isinstance(item, int) and not isinstance(item, bool) and item > 0]

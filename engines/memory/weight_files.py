@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _HEADER_LENGTH = 8  # A safetensors file begins with the length of its header, a number of 8 bytes.
-_MOST_HEADER = 100_000_000  # The limit of the safetensors library on the header, in bytes.
-# Matches the names of tensors of experts that only some tokens use. Experts that all tokens use are `shared_experts`.
+_MOST_HEADER = 100_000_000  # The safetensors library's limit on the header's length, in bytes.
+# Matches the tensor names of experts that only some tokens use. Experts that all tokens use are named `shared_experts`.
 _EXPERT = re.compile(r"(^|\.)experts\.")
 # Files that training writes next to the weights. vLLM skips the same names.
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"})
 
 
 def weight_files(model: Path | str) -> tuple[Path, ...]:
-    """Return the weight files, sorted by name; none if `model` is not a path, such as a hub id.
+    """Return the weight files, sorted by name. There are none if `model` is not a path (a hub id, for example).
 
     If an index lists files, they are returned. Otherwise the files of one format are returned: safetensors if there are
     any, else another format. Subdirectories are ignored.
@@ -55,7 +55,7 @@ def weight_bytes(model: Path | str) -> int:
 
 
 def is_expert(tensor: str) -> bool:
-    """Return True if a tensor, by its name, belongs to experts that only some tokens use."""
+    """Return True if a tensor's name is that of an expert that only some tokens use."""
     return _EXPERT.search(tensor) is not None
 
 
@@ -82,7 +82,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def draft_model(speculative_config: object) -> str:
-    """Return the draft model in vLLM's `speculative_config`, which may be JSON text; "" if it has none."""
+    """Return the draft model that vLLM's `speculative_config` names, or "". The config may be JSON text."""
     if isinstance(speculative_config, str):
         try:
             speculative_config = json.loads(speculative_config)
@@ -147,5 +147,5 @@ def _indexed(index: Path) -> tuple[Path, ...]:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
         files = tuple(sorted(index.parent / name for name in names))
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        return ()  # The index does not exist, or cannot be read. Then the engine reports that.
+        return ()  # The index does not exist, or cannot be read. In the second case, the engine reports it.
     return files if all(file.is_file() for file in files) else ()
