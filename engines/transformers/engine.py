@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Hashable)
 
-# The minimum batch size if answers are streamed, because a client's list of prompts must be one stream.
+# The minimum batch size if answers are streamed. All prompts of a client's list must be answered in one stream.
 STREAMED_TOGETHER = 32
 _STUCK_SECONDS = 30.0  # If an abandoned batch does not end within this time, the engine counts as dead.
 _STOP_SECONDS = 1.0
@@ -66,14 +66,14 @@ _NOT_SHARED = {
 class _Waiting(NamedTuple):
     key: Hashable
     weight: int
-    deadline: float  # The item waits for others until this time.
+    deadline: float  # The item waits for other items until this time.
 
 
 class BatchQueue(Generic[T]):
     """A queue of items that run in batches. All items of a batch have the same key. Not thread-safe.
 
-    The next batch contains the oldest item. It is due when it is full, or when this item has waited for `delay`
-    seconds. `size` is the weight of a full batch. A heavier item has a batch of its own.
+    The next batch contains the oldest item. The batch is due when it is full, or when the oldest item has waited for
+    `delay` seconds. `size` is the weight of a full batch. A heavier item has a batch of its own.
     """
 
     def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -196,7 +196,7 @@ class BatchEngine:
         self.max_model_len, self.eos_token_ids = model.max_model_len, model.eos_token_ids
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        """Check a request fully, because an error would affect the other requests of its batch. Then queue it."""
+        """Check a request completely, and queue it. A later error would affect the other requests of its batch."""
         self._check_alive()
         check_request(request, self._model)
         job = self._job(request, await self.prompt_token_ids(request), sink)
@@ -310,7 +310,7 @@ class BatchEngine:
             job.sink.on_delta(delta)
         except Exception:
             logger.exception("request %s: internal error while handling a token", job.request.request_id)
-            job.ended = False  # It was already set if the last delta failed.
+            job.ended = False  # `ended` is already True if the last delta failed.
             job.open_sequences = max(job.open_sequences, 1)
             self.fail(job, GenerationFailed("internal error while handling a token"))
 
@@ -320,7 +320,7 @@ class BatchEngine:
             self.statistics.failed_requests += job.open_sequences
             try:
                 job.sink.on_error(error)
-            except Exception:  # The other jobs still have to be told.
+            except Exception:  # The other jobs must still get their errors.
                 logger.exception("request %s: internal error while handling an error", job.request.request_id)
 
     def cancel(self, job: Job) -> None:

@@ -1,9 +1,10 @@
 """Runs one batch of requests with transformers' `model.generate`, in the engine's thread.
 
 `generate` manages padding, the KV cache, the steps and the beams. Without beams, the batch's `Sampler` chooses the
-tokens of each step, and each sequence ends by its own rules (`BatchSequence`). `generate` calls both through a logits
-processor and a stopping criterion. Each sequence keeps its generated tokens, so a batch that fails continues from these
-tokens. If memory ran out, the batch continues in halves. After any other error, each sequence continues alone.
+tokens of each step, and each sequence ends by its own rules (`BatchSequence`). `generate` calls the sampler through a
+logits processor. A stopping criterion tells `generate` which sequences have ended. Each sequence keeps its generated
+tokens, so a batch that fails continues from these tokens. If memory ran out, the batch continues in halves. After any
+other error, each sequence continues alone.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ class Job:
     arrived_at: float = field(default_factory=time.monotonic)
     rows: list[Row] = field(default_factory=list)
     ended: bool = False  # If True, nothing more reaches the sink. The engine's thread reads this before each step.
-    aborted: bool = False  # The request must end with its text so far. The engine's thread reads it before each step.
+    # Whether the request must end with its text so far. The engine's thread reads this before each step.
+    aborted: bool = False
     at_deadline: bool = False  # Whether the request was aborted at the deadline of its call.
-    searched: bool = False  # Whether the beams have a token. The engine's thread sets this.
+    searched: bool = False  # Whether the beams have their first token. The engine's thread sets this.
 
 
 # Receives the result of a step: its time, the sequences that got a token, and the deltas.
@@ -81,9 +83,10 @@ class BatchRunner:
 
     def __init__(self, model: TransformersModel, post: Post) -> None:
         self._model, self._post = model, post
-        # True if prompts of different lengths can run together. A model without a mask would treat padding as text.
+        # Whether prompts of different lengths can run together. A model without a mask would treat padding as text.
         self.pads = "attention_mask" in inspect.signature(model.model.forward).parameters
-        # Only the request sets parameters. transformers would add the parameters of the model's own configuration.
+        # Only the request sets parameters. Otherwise transformers would add parameters from the model's own
+        # configuration.
         model.model.generation_config = GenerationConfig(pad_token_id=model.pad_token_id)
 
     def try_out(self) -> None:
@@ -138,7 +141,8 @@ class BatchRunner:
                 known = row.job.rows[0].sequence.prompt_logprobs
                 row.sequence.prompt_logprobs = known or read_prompt(self._model, row.job.prompt_ids)
                 batch.moved_at = time.monotonic()
-        # Each call also pads the rows that have finished, and even these must not exceed the model's context.
+        # Each call of `generate` also pads the rows that have finished. Even these rows must not exceed the model's
+        # context.
         while rows:
             self._generate_within(batch, rows)
             rows = [row for row in rows if not row.done]
@@ -211,7 +215,8 @@ class BatchRunner:
             ),
             stopping_criteria=StoppingCriteriaList([stopped]),
         )
-        # The padding after a beam's tokens can have the same ids as tokens.
+        # The lengths come from `beam_indices`, because the padding after a beam's tokens can have the same ids as real
+        # tokens.
         lengths = (found.beam_indices >= 0).sum(dim=1).tolist()
         beams = [ids[:length] for ids, length in zip(found.sequences[:, start:].tolist(), lengths, strict=True)]
         outcomes = []
@@ -293,7 +298,8 @@ def beam_deltas(job: Job, beams: Sequence[Sequence[int]], model: TransformersMod
         token_ids = beams[rank] if rank < len(beams) else ()
         if not job.aborted:
             sequence.limit = len(token_ids)
-        # The sequence may end before the beam's last token, because their rules for the end differ slightly.
+        # `BatchSequence` may end before the beam's last token, because its rules for the end differ slightly from those
+        # of `generate`.
         added = (sequence.add(Choice(token_id)) for token_id in token_ids)
         delta = next((delta for delta in added if delta is not None), None) or sequence.abort(job.at_deadline)
         assert delta is not None
@@ -397,7 +403,8 @@ class BatchSequence:
     def _reason(self, token_id: int) -> FinishReason | None:
         s, eos = self._request.sampling, self._model.eos_token_ids
         ends = token_id in eos and not s.ignore_eos
-        # An end token that the request lists counts as its stop token, except for the tokenizer's own end token.
+        # If the request lists an end token as a stop token, it counts as a stop token. The tokenizer's own end token is
+        # an exception.
         if ends and (token_id not in s.stop_token_ids or token_id == self._model.tokenizer.eos_token_id):
             return FinishReason.EOS
         if token_id in s.stop_token_ids:

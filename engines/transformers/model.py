@@ -1,4 +1,4 @@
-"""Loads a causal language model with transformers, for the dynamic batch, which runs the model in this process.
+"""Loads a causal language model with transformers for the dynamic batch. The model runs in this process.
 
 This package uses only documented parts of transformers: `from_pretrained`, `generate` with a logits processor and a
 stopping criterion, the processors themselves, and configurations. One exception: in the result of a beam search,
@@ -71,17 +71,18 @@ class TransformersModel:
 
 
 def load_model(config: EngineConfig) -> TransformersModel:
-    """Load the model and its tokenizer. It blocks until both are loaded.
+    """Load the model and its tokenizer. The call blocks until both are loaded.
 
     Raises:
         EngineStartError: The model cannot be loaded, or a setting does not fit. The message gives the reason.
     """
     arguments = model_arguments(config)
     device = _device(config)
-    disable_progress_bar()  # In a log, each of its steps would be a line.
+    disable_progress_bar()  # In a log, each step of a progress bar would be a line.
     try:
         if config.devices and device.type == "cuda":
-            torch.cuda.set_device(device)  # For this thread. transformers sizes the KV cache by the current device.
+            # Set for this thread, because transformers sizes the KV cache by the current device.
+            torch.cuda.set_device(device)
         name = loading_arguments(config).tokenizer
         tokenizer = AutoTokenizer.from_pretrained(
             name or config.model_id,
@@ -181,7 +182,7 @@ def source(config: EngineConfig, name: str) -> str:
 
 
 def check_kind(config: EngineConfig, hf_config: Any) -> None:
-    """Refuse a model that is not a causal language model, even if transformers would load a part of it as such.
+    """Refuse a model that is not a causal language model, even if transformers would load a part of it as one.
 
     Raises EngineStartError: the model is an encoder-decoder model, or an encoder.
     """

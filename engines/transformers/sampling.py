@@ -22,9 +22,11 @@ from engines.transformers.model import TransformersModel
 
 MAX_TOP_TOKENS = 20
 _MAX_STOP_TOKEN_IDS_OF_BEAMS = 64
-# The number of bad words, and their total length. The limits bound the time of a step, which looks for every word.
+# The maximum number of bad words, and of their characters together. A step looks for every word, so this limits its
+# time.
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 16384
-_LOWEST_TEMPERATURE = 0.01  # vLLM raises lower temperatures to 0.01 as well, because the quotients would overflow.
+# Lower temperatures are raised to this one, as in vLLM, because the quotients would overflow.
+_LOWEST_TEMPERATURE = 0.01
 _NEVER = -math.inf
 # The range of the random numbers, so that their logarithms are neither infinite nor 0.
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
@@ -85,9 +87,9 @@ class Sampler:
         """Create the sampler.
 
         Args:
-            request: Any request of the batch. They differ only in prompt, seed and limit.
+            request: Any request of the batch. The requests differ only in prompt, seed and limit.
             generated: The tokens of each sequence so far. The caller adds the chosen tokens.
-            generators: The source of random numbers of each sequence. With a seed, a sequence draws the same numbers in
+            generators: The source of random numbers for each sequence. A sequence with a seed draws the same numbers in
                 every batch.
         """
         s = request.sampling
