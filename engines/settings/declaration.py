@@ -1,7 +1,7 @@
 """The declaration of a setting: its names, parser, default and meaning, in one place.
 
 The default of a field declares a setting: `max_best_of: int = setting("option.max_best_of", ...)`. The part of Slipway
-that uses a setting declares it: an engine, a contract, or the server. `container.settings` reads the values from their
+that uses a setting (an engine, a contract or the server) declares it. `container.settings` reads the values from their
 sources. The tables in docs/configuration.md are made from the declarations.
 """
 
@@ -26,7 +26,7 @@ class Setting(Generic[T]):
     default: str | None = None  # The default value as text, which the parser reads. None: no default.
     _: KW_ONLY
     doc: str = ""  # The setting's meaning, in Markdown, for a table of the documentation.
-    # Other keys for this setting. Two of them with different values are an error, unless `first_counts` is set.
+    # Other keys for this setting. It is an error if the keys have different values, unless `first_counts` is set.
     aliases: tuple[str, ...] = ()
     # If the key and its aliases have different values, the first one counts, and a warning names the others.
     first_counts: bool = False
@@ -58,7 +58,7 @@ class Setting(Generic[T]):
 
 
 def refused(key: str, parser: Parser[T], serves: tuple[Scalar, ...], advice: str) -> Setting[T]:
-    """Return a setting of LMI. The server starts only with its values in `serves`."""
+    """Return a setting of LMI. The server does not start if the value is not in `serves`."""
     return Setting(key, parser, shows_default=False, serves=frozenset(serves), advice=advice)
 
 

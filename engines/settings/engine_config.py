@@ -29,8 +29,8 @@ RollingBatch = Literal["auto", "vllm", "lmi-dist", "scheduler", "trtllm", "disab
 Streaming = Literal["false", "true", "huggingface"]
 Task = Literal["auto", "generate", "embed", "classify"]
 
-# The most images, videos and audio clips of a request, unless `option.limit_mm_per_prompt` is set. vLLM's default is
-# 999 of each. `vision_chunk` is vLLM's name for images and videos, for models that treat both alike.
+# The maximum numbers of images, videos and audio clips in a request, unless `option.limit_mm_per_prompt` is set. vLLM's
+# default is 999 of each. `vision_chunk` is vLLM's name for images and videos, for models that treat both alike.
 DEFAULT_MEDIA_COUNTS = {"image": 100, "vision_chunk": 100, "video": 4, "audio": 4}
 
 DEFAULT_MAX_LORAS = 4  # LMI's default for `option.max_loras`. vLLM's default is 1.
@@ -123,8 +123,8 @@ class EngineConfig:
     served_model_names: tuple[str, ...] = setting(
         "option.served_model_name", NAMES, unset=(), doc="Names for OpenAI's clients; default: the model's name"
     )
-    # If the engine cannot enforce a whole JSON schema, enforce the rest of it, unless the request is `strict`. False:
-    # only OpenAI's forms without `strict` allow that.
+    # Whether the engine may enforce only a part of a JSON schema if it cannot enforce the whole schema. A `strict`
+    # request never allows that. False: only OpenAI's forms without `strict` allow it.
     partial_schemas: bool = setting(
         "option.partial_schemas",
         BOOLEAN,
@@ -135,7 +135,7 @@ class EngineConfig:
     max_prompt_tokens: int | None = setting(
         "option.max_prompt_tokens", integer(1), doc="Tokens of the longest prompt; default: the context"
     )
-    # LoRA adapters can be registered, and requests can name one.
+    # Whether LoRA adapters can be registered and named in requests.
     enable_lora: bool = setting("option.enable_lora", BOOLEAN, "false", doc="Serve [LoRA adapters](adapters.md)")
     # The adapters to register at the start, by their names: a directory, an `s3://` URL or an `hf://` URL.
     adapters: Mapping[str, str] = field(default_factory=dict, metadata=LORA_MODULES.metadata)
@@ -146,12 +146,12 @@ class EngineConfig:
         aliases=("option.data_type",),
         doc="Type of weights; for int8 use `option.quantize`",
     )
-    # The number of GPUs that share each layer. None: the fewest that hold the model, or with `tensor_parallel_max` the
-    # most.
+    # The number of GPUs that share each layer. None: the smallest number that holds the model, or the largest possible
+    # number if `tensor_parallel_max` is set.
     tensor_parallel_degree: int | None = field(default=None, metadata=TENSOR_PARALLEL_DEGREE.metadata)
-    tensor_parallel_max: bool = False  # The setting is "max": use as many GPUs as the model allows.
-    # The CUDA indices of the GPUs that the engine may use. It takes as many as it needs, beginning with the first.
-    # None: all GPUs. Empty: the CPU.
+    tensor_parallel_max: bool = False  # Whether the setting is "max", which uses as many GPUs as the model allows.
+    # The CUDA indices of the GPUs that the engine may use. The engine uses as many as it needs, beginning with the
+    # first. None: all GPUs. Empty: the CPU.
     devices: tuple[int, ...] | None = field(default=None, metadata=DEVICES.metadata)
     pipeline_parallel_degree: int = setting(
         "option.pipeline_parallel_degree",
@@ -165,7 +165,7 @@ class EngineConfig:
     # fit on `devices`.
     max_copies: int | None = 1
     min_copies: int | None = None  # The number of copies that must serve before the model is ready. None: all.
-    # All copies after the first are loaded at the same time. False: they are loaded one by one.
+    # Whether all copies after the first are loaded at the same time. Otherwise they are loaded one by one.
     parallel_loading: bool = setting(
         "option.parallel_loading", BOOLEAN, "false", doc="Load [copies](#how-many-copies-run) together"
     )
@@ -210,8 +210,9 @@ class EngineConfig:
     default_prompt_name: str | None = setting(
         "option.default_prompt_name", TEXT, shows_default=False, doc="Its name among the model's prompts"
     )
-    djl_engine: bool = False  # `engine` is Rust, OnnxRuntime or PyTorch.
-    # How many engine deaths a request may survive. After one more, it is retried alone. 0: requests survive no death.
+    djl_engine: bool = False  # Whether the setting `engine` is Rust, OnnxRuntime or PyTorch.
+    # The number of engine deaths that a request may survive. After one more death, the request is retried alone. 0:
+    # requests survive no death.
     continue_calls: int = 0
     stall_timeout: float | None = None  # The limit of `Progress.is_stalled`.
     # Environment variables of the process that runs the engine.
@@ -228,7 +229,7 @@ class EngineConfig:
 
     @property
     def rolling_batch_size(self) -> int:
-        """The number of sequences that run together. If it is not set: LMI's default, which is not vLLM's."""
+        """The number of sequences that run together. The default is LMI's, which differs from vLLM's."""
         return self.max_rolling_batch_size or LMI_ROLLING_BATCH_SIZE
 
     @property
@@ -277,7 +278,8 @@ ENGINE_ARGUMENTS: Mapping[str, Setting[Any]] = {
     DRAFT_MODEL.name: DRAFT_MODEL,
     DRAFT_LENGTH.name: DRAFT_LENGTH,
 }
-# DJL's engines other than Python serve embedding, reranking and classification. Slipway answers in their form.
+# DJL's engines other than Python serve embedding, reranking and classification. Slipway's answers have the form of
+# their answers.
 DJL_ENGINES = ("Rust", "OnnxRuntime", "PyTorch")
 _ALL_ENGINES = ("Python", "MPI", *DJL_ENGINES)
 ENGINE = Setting(

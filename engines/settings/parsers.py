@@ -19,7 +19,7 @@ FALSE = frozenset({"false", "0", "no", "off"})
 TRUE_OR_FALSE = "true or false (also 1/0, yes/no, on/off)"
 # Like vLLM, this allows decimals only with the units of 1000: `1.5k`, but not `1.5K`.
 SIZE_WITH_UNIT = r"\d+(?:\.\d+)?[kmgt]|\d+[KMGT]"
-_LONGEST = 10**9  # Seconds. Python's clocks and timeouts fail with far larger numbers.
+_LONGEST = 10**9  # The longest time in seconds. Python's clocks and timeouts fail with far larger numbers.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _SIZE = re.compile(SIZE_WITH_UNIT)
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
@@ -34,9 +34,9 @@ class Parser(Generic[T]):
     # Takes text without blanks at its ends. Raises ValueError for a value that is not allowed.
     convert: Callable[[str], T]
     allowed: str
-    keeps_blanks: bool = False  # Blanks at the ends of the text belong to the value.
+    keeps_blanks: bool = False  # Whether blanks at the ends of the text belong to the value.
     words: tuple[str, ...] = ()  # The allowed words, if the value must be one of a few words.
-    writes_json: bool = False  # Reports show the value as JSON instead of the given text.
+    writes_json: bool = False  # Whether reports show the value as JSON instead of the given text.
 
     def __call__(self, text: str) -> T:
         """Convert `text`.
@@ -148,7 +148,10 @@ _JSON = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return the names in a JSON array, or in a list with commas or blanks. Quotes and empty names are dropped."""
+    """Return the names in a JSON array, or in a list with commas or blanks as separators.
+
+    Quotes and empty names are dropped.
+    """
     if text.lstrip().startswith("["):
         values = json_value(text)
     else:
@@ -157,9 +160,9 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def _assignments(text: str) -> dict[str, str]:
-    """Return the variables in `K=V,K=V`. A comma that no `K=` follows belongs to the value before it.
+    """Return the variables in `K=V,K=V`. A comma without a `K=` after it belongs to the value before it.
 
-    Blanks around names and values, and a comma at the end, are dropped as in LMI.
+    As in LMI, blanks around names and values are dropped, and so is a comma at the end.
 
     Raises:
         ValueError: The text does not begin with a name and `=`.
@@ -200,7 +203,7 @@ def _positive(text: str) -> float:
 
 
 def _strings(text: str) -> tuple[str, ...]:
-    """Return the strings of a JSON array, or of a Python list, as in LMI's examples."""
+    """Return the strings of a JSON array, or of a Python list. LMI's examples have Python lists."""
     try:
         values = json_value(text)
     except ValueError:
