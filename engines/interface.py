@@ -26,23 +26,24 @@ _DEATH_POLL_SECONDS = 0.2
 
 _SUBMITS_PER_TURN = 16
 _WATCH_SECONDS = 0.25
-# The most seconds between two looks that count. More time passes only if this process itself stalled.
+# The maximum number of seconds that count between two looks. More time passes only if this process itself stalled.
 _LONGEST_LOOK = 2.0
 STALL_SECONDS = 60.0
-NEW_ENGINE_STALL_SECONDS = 300.0  # A GPU's kernels are compiled during the first requests that need them.
+# The stall limit of a new engine, which compiles a GPU's kernels during the first requests that need them.
+NEW_ENGINE_STALL_SECONDS = 300.0
 NEW_ENGINE_SECONDS = 600.0  # An engine counts as new during this many seconds of work.
 
 
 class Progress:
-    """The signs of life of an engine, or of a copy. Not thread-safe."""
+    """Records the signs of life of an engine, or of one copy of the model. Not thread-safe."""
 
     __slots__ = ("_clock", "_looked_at", "mark", "quiet_seconds", "worked_seconds")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._looked_at = clock, clock()
         self.mark = 0.0  # The `mark` of the last call of `look`.
-        # Seconds with work since the last sign of life. Time without work does not count, but it does not reset the
-        # seconds: the work may have ended only because clients left or a time limit was reached.
+        # Seconds with work since the last sign of life. Time without work does not count, but does not reset the
+        # seconds either. The work may have ended only because clients left or a time limit was reached.
         self.quiet_seconds = 0.0
         self.worked_seconds = 0.0  # Total seconds with work, up to the last sign of life.
 
@@ -63,10 +64,11 @@ class Progress:
         self.mark = mark
 
     def is_stalled(self, limit: float | None) -> bool:
-        """Return True if there was work and no sign of life for too long, and until the next sign of life.
+        """Return True if there was work, but no sign of life, for too long. This ends with the next sign of life.
 
         Args:
-            limit: The limit in seconds. 0: no limit. None: `STALL_SECONDS`, or more for a new engine.
+            limit: The limit in seconds. 0: no limit. None: `STALL_SECONDS`, or `NEW_ENGINE_STALL_SECONDS` for a new
+                engine.
         """
         if limit is None:
             limit = NEW_ENGINE_STALL_SECONDS if self.worked_seconds < NEW_ENGINE_SECONDS else STALL_SECONDS
@@ -74,7 +76,7 @@ class Progress:
 
 
 class Watchdog:
-    """Calls `look` four times a second, until it returns False.
+    """Calls `look` four times a second, until `look` returns False.
 
     If `look` raises, the first error is logged and makes the engine unhealthy (`failure`). The calls continue.
     """
@@ -83,17 +85,18 @@ class Watchdog:
         """Create the watchdog.
 
         Args:
-            look: Ends work that would otherwise wait forever. Returns False if nothing is left to watch.
+            look: A function that ends work that would otherwise wait forever. It returns False if nothing is left to
+                watch.
         """
         self._look = look
         self._task: asyncio.Task[None] | None = None
-        self.failure = ""  # The reason why the engine must no longer serve. "": it may serve.
+        self.failure = ""  # The reason why the engine must no longer serve. "" if it may serve.
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
 
     def stop(self) -> None:
-        """Stop the calls. Harmless if the watchdog was never started."""
+        """Stop the calls. This has no effect if the watchdog was never started."""
         if self._task is not None:
             self._task.cancel()
 
@@ -132,19 +135,19 @@ class Generation(Protocol):
     """A running request."""
 
     def cancel(self) -> None:
-        """Stop generating. Nothing more reaches the sink. Harmless if the request has ended."""
+        """Stop generating. Nothing more reaches the sink. This has no effect if the request has ended."""
 
     def abort(self, *, at_deadline: bool = False) -> None:
         """Stop generating. Each unfinished sequence soon ends with a last delta.
 
         The last delta has the tokens that the sink has not received yet, and the final counts. Its finish reason is
-        `FinishReason.ABORT`. At a deadline it is `FinishReason.LENGTH`, with `DEADLINE` as stop reason. Harmless if
-        the request has ended.
+        `FinishReason.ABORT`. At a deadline, the finish reason is `FinishReason.LENGTH` and the stop reason is
+        `DEADLINE`. `abort` has no effect if the request has ended.
         """
 
     @property
     def begun(self) -> bool:
-        """True if a token has been generated. Always False for a request with `pooling`."""
+        """Whether a token has been generated. It is always False for a request with `pooling`."""
 
 
 Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]  # A function with the signature of `Engine.submit`.
@@ -198,7 +201,7 @@ class ExplainedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as an engine would get it."""
 
     token_ids: list[int]  # The prompt.
-    parameters: Mapping[str, Any]  # JSON values by the engine's names for the parameters.
+    parameters: Mapping[str, Any]  # The parameters as JSON values, keyed by the engine's names.
     not_held: Sequence[str] = ()  # The parts of the JSON schema that the engine does not enforce.
     media: bool = False  # Whether the prompt has images, audio or videos.
     cache_salt: str | None = None  # The request shares cached prompts only with requests that have the same salt.
@@ -207,7 +210,7 @@ class ExplainedRequest(msgspec.Struct, frozen=True, kw_only=True):
     copy: int | None = None
     # The number of prompt tokens that this copy's prefix cache probably holds. None: unknown.
     cached_tokens: int | None = None
-    # For each parameter for which the model has its own default: the default and its source, by the engine's name.
+    # The model's own defaults: the default and its source, keyed by the engine's name of the parameter.
     model_defaults: Mapping[str, tuple[Any, str]] = {}
 
 
@@ -220,11 +223,12 @@ class EngineAdapters(Protocol):
     async def add(self, adapter: Adapter) -> None:
         """Make an adapter available to requests. It replaces an adapter of the same name.
 
-        With `preload`, the adapter is loaded first. Otherwise its files are checked, and its first request loads it.
+        If the adapter has `preload`, it is loaded first. Otherwise its files are checked, and its first request loads
+        it.
 
         Raises:
-            AdapterFailed: The adapter cannot be used with this model. The message gives the reason. No trace of the
-                adapter stays.
+            AdapterFailed: The adapter cannot be used with this model. The message gives the reason. The adapter leaves
+                no trace.
             NoRoomForAdapter: Every loaded adapter is pinned or in use.
         """
 
@@ -238,7 +242,8 @@ class EngineAdapters(Protocol):
         """Refuse new requests for the adapter, and free it when its running requests have ended.
 
         Args:
-            wait: Return when the adapter is freed, or after half a minute. It is freed even if that takes longer.
+            wait: Whether to wait until the adapter is freed, for at most half a minute. The adapter is freed even if
+                that takes longer.
         """
 
 
@@ -259,7 +264,7 @@ class Engine(LoadedModel, Protocol):
         """Begin generating. The answer goes to `sink`.
 
         Raises:
-            InvalidRequest: The engine would refuse the request, such as for its length or for a value.
+            InvalidRequest: The engine would refuse the request, for example because of its length.
             UnknownAdapter: The request names an adapter that was not added.
             AdapterUnusable: The request's adapter can no longer be loaded.
             Overloaded: The engine has no room for the request's adapter.
@@ -283,17 +288,17 @@ class Engine(LoadedModel, Protocol):
         """
 
     def health(self) -> EngineHealth:
-        """Return whether the engine can serve. It is cheap, because it asks no other process."""
+        """Return whether the engine can serve. The call is cheap, because it asks no other process."""
 
     @property
     def waits(self) -> bool:
-        """True if requests wait for `restart` when the engine has died. If False, they get an error."""
+        """Whether requests wait for `restart` after the engine has died. If False, they get an error."""
 
     async def restart(self) -> None:
         """Restart the engine after it has died or stalled. The waiting requests then continue.
 
-        If the engine has several copies, this restarts the dead copies. If none is dead, it restarts the copy with the
-        most quiet seconds. Call it only if the engine `waits`, or if a copy still serves.
+        If the engine has several copies, this restarts the dead copies. If no copy is dead, this restarts the copy with
+        the most `quiet_seconds`. Call `restart` only if the engine `waits`, or if a copy still serves.
 
         Raises:
             EngineStartError: The engine or a copy cannot be started. The requests still wait.
@@ -310,8 +315,8 @@ class Engine(LoadedModel, Protocol):
         """Begin to add or to remove copies. A copy that is removed drains first.
 
         Args:
-            least: The minimum number of copies. With fewer, the engine counts as broken.
-            most: The number of copies that are to serve, at least 1.
+            least: The minimum number of copies. With fewer copies, the engine counts as broken.
+            most: The number of copies that should serve, at least 1.
 
         Raises:
             InvalidRequest: The machine has no room for this number of copies, or the engine supports only one.
@@ -355,7 +360,7 @@ async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
         return await sink.delta
     finally:
         generation.cancel()
-        del sink  # It holds an error, whose traceback holds this frame.
+        del sink  # The sink references an error, whose traceback references this frame.
 
 
 async def unless_dead(work: Coroutine[Any, Any, _T], is_dead: Callable[[], bool]) -> _T:
@@ -379,8 +384,8 @@ class SequenceGroup:
     """Joins the sequences of one request into one answer.
 
     If the answer is streamed and every candidate is returned, each delta goes to the sink at once. Otherwise the
-    sequences go to the sink when all have finished: the most probable first, by cumulative log probability. Their
-    `sequence` is then their rank.
+    sequences go to the sink when all have finished. They are sorted by cumulative log probability, the most probable
+    sequence first. In this case, `TokenDelta.sequence` is the rank.
     """
 
     def __init__(self, sink: Sink, sequences: int, candidates: int, stream: bool) -> None:

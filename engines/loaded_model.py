@@ -20,13 +20,13 @@ _CHARACTERS_PER_TOKEN = 256  # The assumed length of the longest token, if the t
 
 
 def fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
-    """Return the tokenizer of the library `tokenizers` inside a Hugging Face tokenizer; None if it has none."""
+    """Return the `tokenizers.Tokenizer` inside a Hugging Face tokenizer; None if there is none."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     return fast if isinstance(fast, Tokenizer) else None
 
 
 def copied(tokenizer: Any) -> Any:
-    """Return a copy with separate truncation and padding. A tokenizer without such state is returned unchanged."""
+    """Return a copy with its own truncation and padding. A tokenizer without such state is returned itself."""
     return tokenizer if fast_tokenizer(tokenizer) is None else copy.deepcopy(tokenizer)
 
 
@@ -34,18 +34,18 @@ class ModelTexts:
     """Converts texts to a model's token ids, and back."""
 
     def __init__(self, tokenizer: Any, image_mark: Callable[[int], str] | None = None) -> None:
-        """Create the texts.
+        """Create the converter.
 
         Args:
             tokenizer: A tokenizer that no other code changes.
-            image_mark: Returns the mark that stands for an image in a prompt, by the image's number from 1. None: the
-                model takes text only.
+            image_mark: A function that returns the mark of an image in a prompt. Its argument is the image's number,
+                from 1. None: the model takes text only.
         """
         self.tokenizer, self.image_mark = tokenizer, image_mark
         self._fast = fast = fast_tokenizer(tokenizer)
         if fast is not None:
-            # A tokenizer's file may still set truncation and padding for training. The Hugging Face class also
-            # switches both off.
+            # A tokenizer's file may still set truncation and padding for training. Switch both off, as the Hugging Face
+            # class does.
             fast.no_truncation()
             fast.no_padding()
         segments = by_segments(fast) if fast is not None else None
@@ -64,7 +64,7 @@ class ModelTexts:
 
     @cached_property
     def joins_bytes(self) -> bool:
-        """True if the text of tokens depends only on their joined bytes, and not on the tokens before them."""
+        """Whether the text of tokens depends only on their joined bytes, and not on the tokens before them."""
         return self._fast is not None and isinstance(self._fast.decoder, decoders.ByteLevel)
 
     @property
@@ -94,16 +94,17 @@ class ModelTexts:
         Args:
             text: The text.
             second: The second text of a pair.
-            most: The largest number of tokens, at least the number of special tokens.
+            most: The maximum number of tokens. It must be at least the number of special tokens.
             side: The side at which texts are cut.
-            special: Include the special tokens that the model wants around a text.
+            special: Whether to include the special tokens that the model wants around a text.
 
         Returns:
             The ids, and the position of the first id that belongs to the second text.
         """
         if self._fast is None:
             return self._encode_cut_slowly(text, second, most, side, special)
-        # The truncation of `tokenizers` would also encode all parts that it cuts off, and all pairs of these parts.
+        # The truncation of `tokenizers` is not used. It would also encode all parts that it cuts off, and all pairs of
+        # them.
         around = _Surroundings() if not special else self._around_pair if second is not None else self._around_text
         room = max(most - around.length, 0)
         ids = self.encode(text, special=False)
@@ -139,7 +140,7 @@ class ModelTexts:
         return list(found["input_ids"]), _first_of_second(types if types is not None else [0] * len(found["input_ids"]))
 
     def places(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]] | None]:
-        """Return the token ids, and the range of characters of each token; None if the tokenizer has no ranges."""
+        """Return the token ids and each token's character range. The ranges are None if the tokenizer has none."""
         if self._fast is None:
             return self.encode(text, special=special), None
         encoding = self._fast.encode_batch([text], add_special_tokens=special)[0]
@@ -168,7 +169,8 @@ class _Surroundings:
     before: tuple[int, ...] = ()
     between: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
-    # How many tokens of `between` have the first text's token type. None: no token has the second text's type.
+    # The number of tokens in `between` that have the first text's token type. None: no token has the second text's
+    # type.
     of_second: int | None = 0
 
     @property
@@ -196,7 +198,7 @@ def _cut(ids: list[int], most: int, side: Side) -> list[int]:
 
 
 def _shares(first: int, second: int, most: int) -> tuple[int, int]:
-    """Return how many tokens each of two texts keeps, if the longer one is cut first."""
+    """Return how many tokens each of two texts keeps, if the longer text is cut first."""
     if first + second <= most:
         return first, second
     half = most // 2
@@ -204,12 +206,12 @@ def _shares(first: int, second: int, most: int) -> tuple[int, int]:
         return first, most - first
     if second <= half:
         return most - second, second
-    # As in `tokenizers`, the longer text gets the extra token of an odd number.
+    # If `most` is odd, the longer text gets the extra token, as in `tokenizers`.
     return (half, most - half) if first <= second else (most - half, half)
 
 
 def _first_of_second(types: Sequence[int]) -> int:
-    """Return the position of the first token of type 1, or the number of tokens."""
+    """Return the position of the first token of type 1, or the number of tokens if there is none."""
     return next((place for place, kind in enumerate(types) if kind), len(types))
 
 
@@ -224,7 +226,7 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningSequence:
-    """A running or waiting sequence of an engine. It has no part of the prompt or of the answer."""
+    """A running or waiting sequence of an engine. It contains no text of the prompt or the answer."""
 
     request_id: str
     seconds: float  # Seconds since the request arrived.
@@ -241,7 +243,7 @@ class LoadedModel(Protocol):
 
     statistics: EngineStatistics
     max_model_len: int  # The limit on the tokens of prompt and answer together.
-    max_top_tokens: int  # The limit on the alternatives of a token.
+    max_top_tokens: int  # The maximum number of alternatives of a token.
     eos_token_ids: frozenset[int]
     pooling: PoolingModel | None  # None if the model generates text.
     takes_images: bool  # Whether messages may contain images.
@@ -257,4 +259,4 @@ class LoadedModel(Protocol):
     def status(self) -> EngineStatus: ...
 
     def sequences(self) -> Sequence[RunningSequence]:
-        """Return the running and waiting sequences. Other threads may call this."""
+        """Return the running and waiting sequences. Other threads may call this method."""

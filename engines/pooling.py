@@ -38,19 +38,21 @@ class PoolingModel:
     tasks: frozenset[str]  # All tasks of the model.
     vector_size: int  # The number of dimensions of a vector. 0 if the model makes no vectors.
     labels: Mapping[int, str] = field(default_factory=dict)  # The names of the classes by their numbers.
-    # How the tokens' vectors become one vector, by vLLM's names: "CLS", "MEAN" or "LAST". "SPLADE": the vector has a
-    # weight for each token of the vocabulary.
+    # The method that makes one vector from the tokens' vectors, by vLLM's name: "CLS", "MEAN" or "LAST". "SPLADE": the
+    # vector has a weight for each token of the vocabulary.
     pooling: str = ""
     dtype: str = ""  # The type of the weights, such as "float16".
-    # The value of transformers' configuration: "regression", "single_label_classification" or
+    # The value in transformers' configuration: "regression", "single_label_classification" or
     # "multi_label_classification". Empty if the model's files have none.
     problem_type: str = ""
-    lower_case: bool = False  # vLLM's front end takes texts in lower case (sentence-transformers' `do_lower_case`).
-    pairs_refusal: str = ""  # Why pairs of texts cannot be scored by tokenizing them together. Empty if they can.
+    # Whether vLLM's front end converts texts to lower case (sentence-transformers' `do_lower_case`).
+    lower_case: bool = False
+    # The reason why the model cannot score two texts that are tokenized together. Empty if it can.
+    pairs_refusal: str = ""
     # The prefixes for texts, keyed by name (sentence-transformers' `prompts`).
     prompts: Mapping[str, str] = field(default_factory=dict)
-    # The prefix if a request names none. It is used for texts on TEI's routes, and for texts on LMI's routes that
-    # become vectors.
+    # The prefix for requests that name none. TEI's routes use it for texts. LMI's routes use it for texts that become
+    # vectors.
     default_prompt: str | None = None
 
 

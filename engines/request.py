@@ -30,7 +30,7 @@ DEADLINE = "deadline"
 
 
 class SchemaPart(NamedTuple):
-    """A part of an answer's JSON schema that the client wrote. A schema for forced tools has several."""
+    """A part of an answer's JSON schema that the client wrote. A schema for forced tools has several parts."""
 
     place: str = "#"  # The part's place in the answer's schema, as a URI fragment.
     # The part's place in the client's body, as a URI fragment. If several fields have schemas, the field's name comes
@@ -53,10 +53,9 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     json_object: bool = False  # The answer is any JSON object.
     regex: str | None = None  # The whole answer matches this regular expression.
     grammar: str | None = None  # The answer is a text of this grammar, which is written in the engine's EBNF.
-    any_whitespace: bool = (
-        True  # JSON may have any white space if the model's settings allow it. False: JSON has no white space.
-    )
-    # The constraint goes to vLLM unchanged: `any_whitespace` has no effect.
+    # Whether JSON may have any white space, if the model's settings allow it. If False, JSON has no white space.
+    any_whitespace: bool = True
+    # Whether the constraint goes to vLLM unchanged. If so, `any_whitespace` has no effect.
     as_is: bool = False
     strict: bool | None = None  # As in `SchemaPart`.
 
@@ -130,10 +129,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str = ""
     prompt: str | tuple[int, ...] = ""  # Text, or token ids.
-    # Put the model's special tokens around a text. False for a chat, whose template has written them already.
+    # Whether to put the model's special tokens around a text. False for a chat, whose template has already written
+    # them.
     add_special_tokens: bool = True
     sampling: SamplingParameters = SamplingParameters()
-    # Each delta comes as soon as it is generated. False: each finished sequence has a single delta.
+    # True: each delta is sent as soon as it is generated. False: each finished sequence has a single delta.
     stream: bool = False
     sequences: int = 1  # The number of sequences that are returned.
     # The number of sequences that are generated, at least `sequences`. The most probable of them are returned.
@@ -143,16 +143,16 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: int | None = None  # Keep only this many tokens at the prompt's end.
     # The number of tokens at the end of the prompt that were generated before. `max_prompt_tokens` ignores them.
     generated_before: int = 0
-    # The number of new tokens for which the context must have room, at least 1. Without this room, the request is
-    # refused. A larger `max_tokens` is cut to the free room. 0 for pooling.
+    # The number of new tokens for which the context must have room: at least 1, or 0 for pooling. Without this room,
+    # the request is refused. If `max_tokens` is larger than the free room, it is reduced to that room.
     room: int = 1
     want_tokens: bool = False  # Whether deltas have `tokens` in addition to their text.
     want_logprobs: bool = False  # Whether tokens have their log probability.
     want_ranks: bool = False  # Whether tokens also have their rank. Allowed only with `want_logprobs`.
     want_prompt_tokens: bool = False  # Whether the first delta has the prompt's tokens and their log probabilities.
     top_tokens: int = 0  # The number of most probable alternatives that each token has.
-    # A token's text does not depend on its neighbours, and tokens do not wait for text that is held back. So each step
-    # has a delta, possibly without text.
+    # Whether tokens are independent: a token's text does not depend on its neighbours, and no token waits for text that
+    # is held back. So each step has a delta, possibly without text.
     tokens_apart: bool = False
     adapter: str | None = None
     trace_context: Mapping[str, str] | None = None  # `traceparent` and `tracestate` of the client's trace.
@@ -162,8 +162,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # engine has the prompt.
     images: Sequence[Any] = ()
     priority: int = 0  # With vLLM's scheduling policy `priority`, lower numbers run first.
-    # Shared by requests with equal parameters. They may differ in the prompt, adapter, images, id, trace, salt and
-    # priority. None: the engine checks this request alone.
+    # The cache that requests with equal parameters share. These requests may differ in the prompt, adapter, images, id,
+    # trace, salt and priority. None: the engine checks this request alone.
     memo: EngineMemo | None = None
 
     @property
@@ -215,8 +215,8 @@ class TokenDelta(msgspec.Struct, gc=False):
     # The numbers of a request with `pooling`, as an array of float32. `token_embed` and `token_classify` give a row for
     # each token. Such a request has one delta.
     numbers: Any = None
-    # Set on the last delta of a sequence: the monotonic time at which the prompt went to the engine, and its seconds in
-    # the queue. Both are 0 for a beam search.
+    # Set on the last delta of a sequence: the monotonic time at which the prompt went to the engine, and the seconds
+    # that it waited in the queue. Both are 0 for a beam search.
     submitted_at: float = 0.0
     queued_seconds: float = 0.0
 

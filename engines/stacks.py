@@ -1,13 +1,14 @@
 """The Python stacks of the threads of other processes.
 
-A process registers. Then a thread of it waits for a byte in a pipe, the bell, and writes the stacks with Python's lock.
-A process that hangs in a call of C with the lock cannot answer, and gets a signal. `faulthandler` writes the stacks in
-the signal's handler, in C and without the lock. That is safe only while no thread runs Python: the handler reads the
-frames of all threads, and a frame that changes at that moment ends the process.
+After a process has registered, one of its threads waits for a byte in a pipe, which is called the bell. When a byte
+arrives, the thread takes Python's lock (the GIL) and writes the stacks. If the process hangs in C code that holds the
+lock, the thread cannot run. Such a process gets a signal instead, and `faulthandler` writes the stacks in the signal's
+handler. The handler is written in C, and does not take the lock. It is safe only while no thread runs Python code: the
+handler reads the frames of all threads, and a frame that changes meanwhile can crash the process.
 
-The stacks go to a file without a name, which the process has open from its start. Other processes open it and the
-bell by `/proc/PID/fd`. Nothing of them is left when the process has ended. Workers of custom handlers load this module
-by its path, so it imports only the standard library.
+The stacks go to a file without a name, which the process keeps open. Other processes open the file and the bell through
+`/proc/PID/fd`. Both disappear when the process ends. Workers of custom handlers load this module by its path, so it
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -30,30 +31,30 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-SIGNAL = signal.SIGRTMIN + 9  # The processes may run other code, which uses the signals with names.
+SIGNAL = signal.SIGRTMIN + 9  # A real-time signal, because other code in the processes may use the signals with names.
 
 _BIT = 1 << (SIGNAL - 1)  # The bit of `SIGNAL` in the kernel's masks of a process's signals.
 _FILE = re.compile(r"slipway-stacks-(\d+)-")  # The file's name contains the number of the bell's descriptor.
 _PROCESSES = Path("/proc")
 _POLL_SECONDS = 0.01
-_BELL_SECONDS = 1.0  # A process that has not answered the bell by then hangs, and gets the signal.
+_BELL_SECONDS = 1.0  # The time to answer the bell. A process that takes longer gets the signal.
 _BYTES_READ = 4096  # Several processes may have rung, so more than one byte is read.
 _LONGEST = 4 << 20  # The maximum number of bytes that are read.
 _MOST_FRAMES, _MOST_STACKS = 100, 100  # The limits of `faulthandler`.
 _HEAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+).*$", re.MULTILINE)
-_ANSWER = re.compile(r"^\[\[.*\]\]$", re.MULTILINE)  # The line that is written for the bell.
+_ANSWER = re.compile(r"^\[\[.*\]\]$", re.MULTILINE)  # The line that answers the bell.
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The stack of one thread or of several equal threads, the innermost frame first."""
+    """The stack of one thread, or of several threads with equal stacks. The innermost frame is first."""
 
     thread: str  # The name of the thread, or its number if the name is not known.
     frames: tuple[str, ...]
     threads: int = 1
 
     def shown(self) -> dict[str, Any]:
-        """Return it as data for JSON."""
+        """Return the stack as data for JSON."""
         return {"thread": self.thread, "threads": self.threads, "frames": list(self.frames)}
 
 
@@ -64,20 +65,20 @@ class _Registration:
         self._descriptors: list[int] = []
 
     def begin(self) -> None:
-        """Let this process write its stacks, and each process that it forks. Repeated calls change nothing."""
+        """Let this process, and each process that it forks, write its stacks. Repeated calls have no effect."""
         if not self._descriptors:
             self._open()
             os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
-        # The files are the parent's, and its thread has not been forked.
+        # The descriptors are those of the parent, and the parent's thread does not exist in the child.
         for descriptor in self._descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         self._open()
 
     def _open(self) -> None:
-        bell, writer = os.pipe()  # This process keeps the writer: without one, the bell would be at its end.
+        bell, writer = os.pipe()  # Keep the writer open. Without a writer, reading the bell would return at once.
         file = _new_file(f"slipway-stacks-{bell}-")
         self._descriptors = [file, bell, writer]
         faulthandler.register(SIGNAL, file, all_threads=True)
@@ -99,14 +100,14 @@ def _new_file(name: str) -> int:
 
 
 def _answer(bell: int, file: int) -> None:
-    """Write the stacks of this process each time when the bell rings."""
+    """Write the stacks of this process each time the bell rings."""
     with contextlib.suppress(OSError):  # A program may close the descriptors that it does not know.
         while os.read(bell, _BYTES_READ):
             os.write(file, json.dumps([astuple(stack) for stack in own_stacks()]).encode() + b"\n")
 
 
 def own_stacks() -> list[Stack]:
-    """Return the stacks of this process, the main thread first."""
+    """Return the stacks of this process, except that of the calling thread. The main thread is first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     found = []
@@ -119,13 +120,14 @@ def own_stacks() -> list[Stack]:
 
 
 def stacks_of(processes: Collection[int], seconds: float) -> dict[int, list[Stack]]:
-    """Have processes write their stacks, and return the stacks of those that did, the main thread first.
+    """Ask processes for their stacks, and return the stacks of the processes that answered.
 
-    A process that did not register gets no signal.
+    The stack of the main thread is first. A process that has not registered gets no signal.
 
     Args:
         processes: The processes' ids.
-        seconds: The time for all of them. Half of it is for an answer to the bell, at most `_BELL_SECONDS`.
+        seconds: The time limit for all processes together. Half of it is for answers to the bell, but at most
+            `_BELL_SECONDS`.
     """
     found: dict[int, list[Stack]] = {}
     began, signalled = time.monotonic(), False
@@ -156,12 +158,12 @@ def stacks_of(processes: Collection[int], seconds: float) -> dict[int, list[Stac
 
 
 def is_registered(process: int) -> bool:
-    """Return True if a process has registered: no other program has such a file and such a handler."""
+    """Return True if a process has registered. No other program has both such a file and such a handler."""
     return catches(process, SIGNAL) and _descriptors_of(process) is not None
 
 
 def catches(process: int, number: int) -> bool:
-    """Return True if a process has a handler for a signal. Without one, the signal may end the process."""
+    """Return True if a process has a handler for a signal. Without a handler, the signal may end the process."""
     try:
         return bool(_signals(process).get("SigCgt", 0) & 1 << (number - 1))
     except OSError:  # It has ended.
@@ -179,13 +181,13 @@ def _descriptors_of(process: int) -> tuple[Path, Path] | None:
 
 
 def _opened(process: int, deadline: float) -> tuple[int, Path] | None:
-    """Empty and return the file of a process. Also return the bell's path. None: the process cannot be asked now.
+    """Open and empty a process's file. Return it and the bell's path, or None if the process cannot be asked now.
 
-    The file is locked until it is closed. So nobody else empties it before it is read.
+    The file is locked until it is closed, so that no other process empties it before it is read.
     """
     if (paths := _descriptors_of(process)) is None:
         return None
-    with contextlib.suppress(OSError):  # It has ended, or another process asks it for too long.
+    with contextlib.suppress(OSError):  # The process has ended, or another process has locked the file for too long.
         file = os.open(paths[0], os.O_RDWR | os.O_CLOEXEC)
         try:
             while not _locked(file):
@@ -209,7 +211,7 @@ def _locked(file: int) -> bool:
 
 
 def _ring(path: Path) -> None:
-    with contextlib.suppress(OSError):  # Nothing reads the bell, or nothing has read it for long.
+    with contextlib.suppress(OSError):  # No thread reads the bell, or the pipe is full.
         bell = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             os.write(bell, b"!")
@@ -218,7 +220,7 @@ def _ring(path: Path) -> None:
 
 
 def _in_handler(process: int) -> bool:
-    """Return True if the signal waits for a process, or if its main thread is in the signal's handler."""
+    """Return True if the signal is pending for a process, or if its main thread runs the signal's handler."""
     try:
         signals = _signals(process)
     except OSError:
@@ -227,17 +229,18 @@ def _in_handler(process: int) -> bool:
 
 
 def _signals(process: int) -> dict[str, int]:
-    """Return the sets of signals of a process, by the names in its status."""
+    """Return a process's masks of signals, by their names in its status file."""
     lines = (_PROCESSES / str(process) / "status").read_text().splitlines()
     pairs = (line.split(":\t") for line in lines if line.startswith(("Sig", "Shd")))
     return {name: int(bits, 16) for name, bits in pairs if name != "SigQ"}
 
 
 def _parsed(text: str) -> list[Stack]:
-    """Read the stacks that a process has written. Empty if they are not complete."""
+    """Parse the stacks that a process has written. The list is empty if they are not complete."""
     if (answer := _ANSWER.search(text)) is not None:
         return [Stack(thread, tuple(frames), threads) for thread, frames, threads in json.loads(answer[0])]
-    _, *parts = _HEAD.split(text)  # by `faulthandler`; the main thread is the one that got the signal
+    # `faulthandler` wrote the text. The current thread in it is the main thread, which got the signal.
+    _, *parts = _HEAD.split(text)
     found: list[Stack] = []
     for kind, number, lines in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         frames = tuple(line.strip() for line in lines.splitlines() if line.startswith("  "))
@@ -246,7 +249,7 @@ def _parsed(text: str) -> list[Stack]:
 
 
 def _joined(stacks: list[Stack]) -> list[Stack]:
-    """Join equal stacks, such as the stacks of idle threads."""
+    """Merge equal stacks, such as the stacks of idle threads, into one."""
     counts: dict[tuple[str, ...], int] = {}
     for stack in stacks:
         counts[stack.frames] = counts.get(stack.frames, 0) + 1

@@ -1,9 +1,9 @@
 """The reason why an engine could not start, and whether the reason is a lack of memory.
 
-If memory is the reason, SageMaker unloads other models. So an error counts as a lack of memory only by its type, or by
-a phrase from a message of vLLM or PyTorch. vLLM's messages are in `v1/core/kv_cache_utils.py` (in vLLM 0.33
-`v1/core/kv_cache_planning.py`), `v1/worker/utils.py`, `gpu_model_runner.py` and `cpu_worker.py`. If another process
-fails, vLLM's executor and engine manager pass on only the text of the error.
+If memory is the reason, SageMaker unloads other models. So an error counts as a lack of memory only if its type says
+so, or if it contains a known phrase of vLLM or PyTorch. vLLM's messages are in `v1/core/kv_cache_utils.py` (in vLLM
+0.33 `v1/core/kv_cache_planning.py`), `v1/worker/utils.py`, `gpu_model_runner.py` and `cpu_worker.py`. If another
+process fails, vLLM's executor and engine manager pass on only the text of the error.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from engines.interface import EngineOutOfMemory, EngineStartError
 
-_SHOWN = 800  # The most characters of a message: it must fit into a pipe at once.
-# The error classes of Python and PyTorch, by name, because PyTorch is not imported here.
+_SHOWN = 800  # The maximum number of characters of a message, which must fit into a pipe at once.
+# The error classes of Python and PyTorch. They are listed by name, because PyTorch is not imported here.
 _OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})
 _SIGNS = re.compile(
     r"No available memory for the cache blocks"
@@ -35,7 +35,7 @@ _ADVICE = re.compile(
     r"Try increasing `gpu_memory_utilization`.*?for more details\.",
     re.DOTALL,
 )
-# vLLM's engine process got SIGKILL. The kernel kills a process this way when memory runs out.
+# Matches if vLLM's engine process got SIGKILL. The kernel kills a process this way when memory runs out.
 _KILLED = re.compile(r"Engine core initialization failed\..*Failed core proc\(s\): \{[^}]*: -9\b", re.DOTALL)
 
 

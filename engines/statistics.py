@@ -1,6 +1,6 @@
 """Counts and timings of generation, updated in the hot path.
 
-They are plain numbers and lists, without locks and label look-ups, because everything happens on one event loop.
+They are plain numbers and lists. They need no locks, because everything happens on one event loop.
 `container.observability.metrics` turns them into Prometheus metrics when `/metrics` is scraped.
 """
 
@@ -17,14 +17,14 @@ from prometheus_client.registry import Collector
 
 
 class StartupTimes:
-    """The seconds of each phase of the start, in the order in which the phases ended. For the log and `/metrics`."""
+    """The duration of each phase of the start, for the log and `/metrics`. The phase that ended first comes first."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the duration of the `with` block. A phase that fails is not kept."""
+        """Measure the duration of the `with` block. A phase that fails is not recorded."""
         started = time.monotonic()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
@@ -36,14 +36,15 @@ class StartupTimes:
 TIME_TO_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
-# Seconds. TGI's buckets, up to two and a half minutes.
+# In seconds: TGI's buckets, up to two and a half minutes.
 DURATION_BUCKETS = tuple(float(f"{0.0001 * 1.5**power:.4g}") for power in range(1, 36))
-# Tokens. TGI instead divides its longest length into a hundred equal buckets.
+# In tokens. TGI instead divides the range up to its longest length into a hundred equal buckets.
 LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 
-# The results of the check of an answer whose JSON schema is enforced only in part. "incomplete": a token limit or a
-# stop string cut the answer short. "unchecked": the check takes too long, cannot read the schema, or its queue is full.
+# The possible results of checking an answer whose JSON schema is enforced only in part. "incomplete": a token limit or
+# a stop string cut the answer short. "unchecked": the check takes too long, cannot read the schema, or its queue is
+# full.
 VERDICTS = ("valid", "invalid", "incomplete", "unchecked")
 
 
@@ -104,7 +105,7 @@ class Distribution:
 
 @dataclass(slots=True)
 class CallCounts:
-    """The HTTP requests of all contracts that an engine has answered."""
+    """Counts the HTTP requests that an engine has answered, for all contracts together."""
 
     succeeded: int = 0
     failed: int = 0
@@ -127,7 +128,7 @@ class CallCounts:
 
 # A step of the engine: the arrival time of its message, in seconds since the epoch; the numbers of running and of
 # waiting requests; the number of prompt and answer tokens that it computed; the used share of the KV cache. It is a
-# tuple, because one is made for each step.
+# tuple because tuples are fast to create, and each step creates one.
 Step = tuple[float, int, int, int, float]
 MOST_STEPS = 8192
 """The number of steps that are kept for each copy. If a step takes at least 7 ms, they cover the last minute."""
@@ -142,9 +143,9 @@ class EngineStatistics:
     finished_requests: int = 0
     aborted_requests: int = 0
     failed_requests: int = 0
-    continued_requests: int = 0  # How often a request was continued after an engine process had died.
+    continued_requests: int = 0  # The number of times that a request was continued after an engine process had died.
     down_seconds: float = 0.0  # Seconds in which no engine process accepted requests.
-    partial_requests: int = 0  # Prompts whose JSON schema is enforced only in part.
+    partial_requests: int = 0  # The number of prompts whose JSON schema is enforced only in part.
     partial_answers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(VERDICTS, 0))  # By verdict.
     deadlines: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AT_DEADLINE, 0))  # By result.
     prompt_tokens: int = 0
@@ -153,7 +154,8 @@ class EngineStatistics:
     inter_token: Distribution = field(default_factory=lambda: Distribution(INTER_TOKEN_BUCKETS))
     queue_time: Distribution = field(default_factory=lambda: Distribution(TIME_TO_FIRST_TOKEN_BUCKETS))
     prompt_lengths: Distribution = field(default_factory=lambda: Distribution(LENGTH_BUCKETS))
-    # Of finished sequences: the tokens, the seconds from the first step to the last token, and the seconds per token.
+    # For finished sequences: the number of tokens, the seconds from the first step to the last token, and the seconds
+    # per token.
     lengths: Distribution = field(default_factory=lambda: Distribution(LENGTH_BUCKETS))
     inference: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))
     mean_times: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))

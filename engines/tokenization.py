@@ -1,4 +1,4 @@
-"""Converts texts to token ids and back with any Hugging Face tokenizer, within bounds of time and memory."""
+"""Converts texts to token ids and back with any Hugging Face tokenizer, within limits on time and memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabular
 
 
 def end_token_ids(configured: int | list[int] | None, tokenizer: Any) -> frozenset[int]:
-    """Return the end tokens: `configured` from the model's generation config, and the tokenizer's end token."""
+    """Return the ids of the end tokens: `configured` (from the model's generation config), and the tokenizer's own."""
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(token_id for token_id in (*ids, tokenizer.eos_token_id) if token_id is not None)
 
@@ -56,8 +56,8 @@ _NOT_WITH_BEAMS = "cannot be used together with beam search"
 _PROMPT_CONTEXT = 16
 _CONTEXT = 8  # The number of preceding tokens that a slow tokenizer needs to decode the next token.
 _LONGEST_CHARACTER = 4  # A character consists of at most this many tokens, which then have one byte each.
-_MOST_SILENT = 8  # After more tokens in a row without text, a new stream may begin.
-_MOST_BROKEN = 64  # After more such tokens, a new stream begins even within a character.
+_MOST_SILENT = 8  # If more tokens in a row have no text, a new stream may begin.
+_MOST_BROKEN = 64  # If more such tokens come, a new stream begins even within a character.
 # The start of the error message of `tokenizers` for a stream that cannot continue.
 _INVALID_PREFIX = "Invalid prefix encountered"
 
@@ -74,8 +74,9 @@ class TokenTexts:
         self._window = _decoding_context(tokenizer, prompt_ids, skip_special)
         self._known = len(self._window)
         self._hidden: frozenset[int] = frozenset()
-        self._recent = deque(self._window, maxlen=_PROMPT_CONTEXT)  # The last tokens, up to the last one with a text.
-        self._silent: list[int] = []  # The tokens after these, which have no text yet.
+        # The last tokens, up to the last token that has text.
+        self._recent = deque(self._window, maxlen=_PROMPT_CONTEXT)
+        self._silent: list[int] = []  # The tokens after `_recent`, which have no text yet.
         if self._fast is not None:
             self._stream = DecodeStream(ids=self._window, skip_special_tokens=skip_special)
         if skip_special:
@@ -83,7 +84,8 @@ class TokenTexts:
 
     def add(self, token_id: int) -> str:
         if token_id in self._hidden:
-            return ""  # The token has no text. Otherwise a row of such tokens would be decoded again at each step.
+            # Hidden tokens have no text. If they were decoded, a whole row of them would be decoded again at each step.
+            return ""
         if self._fast is None:
             return self._step_slow(token_id)
         text = self._step_fast(token_id)
@@ -96,7 +98,7 @@ class TokenTexts:
         return text
 
     def _without_stream(self) -> str:
-        """Return the text of a row of U+FFFD, which a stream takes for an incomplete character.
+        """Return the text of a row of U+FFFD. A stream takes such a row for an incomplete character.
 
         The stream would decode the whole row again at each step. The last tokens stay silent, because they may belong
         to an incomplete character.
@@ -104,7 +106,8 @@ class TokenTexts:
         silent, whole = self._silent, self._decode(self._silent)
         if whole.strip("\ufffd"):
             return ""
-        # A cut within a character would give both parts a U+FFFD for it. So the joined texts would differ.
+        # A cut within a character would put a U+FFFD into both parts. Then the joined parts would differ from the whole
+        # text.
         cuts = (len(silent) - rest for rest in range(_LONGEST_CHARACTER, 2 * _LONGEST_CHARACTER))
         texts = ((cut, self._decode(silent[:cut])) for cut in cuts)
         found = next((each for each in texts if each[1] + self._decode(silent[each[0] :]) == whole), None)
@@ -127,7 +130,7 @@ class TokenTexts:
         try:
             return self._stream.step(self._fast, token_id) or ""
         except Exception as error:
-            # The stream fails if a tokenizer writes invalid UTF-8. vLLM begins a new stream as well.
+            # The stream fails if a tokenizer writes invalid UTF-8. In this case, vLLM also begins a new stream.
             if not str(error).startswith(_INVALID_PREFIX):
                 raise
             self._stream = DecodeStream(skip_special_tokens=self._skip_special)
@@ -148,10 +151,10 @@ class TokenTexts:
 
 
 def _decoding_context(tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> list[int]:
-    """Return the last tokens of a prompt, on which the texts of the answer's tokens may depend.
+    """Return the last tokens of a prompt. The texts of the answer's tokens may depend on them.
 
-    Return nothing if the prompt ends within a character, or with U+FFFD, which looks the same. A decoder would wait for
-    the rest of this character, and then return the end of the prompt as part of the answer.
+    Return nothing if the prompt ends within a character. A prompt that ends with U+FFFD looks the same. A decoder would
+    wait for the rest of this character, and then return the end of the prompt as part of the answer.
     """
     end = list(prompt_ids[-_PROMPT_CONTEXT:])
     text: str = tokenizer.decode(end, skip_special_tokens=skip_special) if end else ""
@@ -175,7 +178,8 @@ class HeldTokens:
 
         Args:
             characters: The number of further characters of the answer that may be shown.
-            finished: Return all tokens, without the text that belongs to a stop string.
+            finished: Whether the answer has ended. If so, all tokens are returned, without the text that belongs to a
+                stop string.
         """
         tokens = self._tokens
         self._free += characters
@@ -192,7 +196,10 @@ class HeldTokens:
 
 
 def _near(text: str, most: int, side: Side) -> str:
-    """Cut a text to the characters that can remain after truncation. Tokenizing megabytes would cost gigabytes."""
+    """Cut a text to the characters that can remain after truncation.
+
+    Tokenizing megabytes of text would take gigabytes of memory.
+    """
     return text[:most] if side == "right" else text[-most:]
 
 
@@ -234,7 +241,8 @@ class PromptTokenizer:
         """Create the prompt tokenizer.
 
         Args:
-            max_prompt_tokens: Longer prompts are refused even if the context has room for them.
+            max_prompt_tokens: The maximum number of tokens of a prompt. Longer prompts are refused even if the context
+                has room for them.
         """
         self._texts, self._most = texts, max_prompt_tokens
         self._max_model_len = max_model_len
@@ -246,7 +254,7 @@ class PromptTokenizer:
         Args:
             text: The text, or the first one.
             pooling: Gives the second text, and the side at which texts that are too long are cut.
-            special: Include the special tokens that the model wants around a text.
+            special: Whether to include the special tokens that the model wants around a text.
 
         Returns:
             The ids, and the position of the first id that belongs to the second text.
@@ -281,7 +289,8 @@ class PromptTokenizer:
             ids = list(prompt)
         else:
             if len(prompt) > self._most_characters:
-                # No tokens can make it fit, and tokenizing megabytes would cost seconds and gigabytes.
+                # The prompt is too long for any tokenization. Trying it with megabytes of text would take seconds and
+                # gigabytes of memory.
                 if most is None:
                     raise self._too_long(len(prompt))
                 prompt = prompt[-self._most_characters :]
@@ -338,7 +347,7 @@ class StopStrings:
         self._tail = ""
 
     def add(self, text: str, count: bool) -> int | None:
-        """Add text. If a stop string ends in it, return the number of characters to remove.
+        """Add text. If a stop string ends in it, return how many characters to remove from the end.
 
         If `count` is False, stop strings that end in this text are ignored.
         """

@@ -1,8 +1,8 @@
-"""Tokenizes the segments between a prompt's added tokens separately, and caches the results.
+"""Tokenizes a prompt in segments, and caches the token ids of each segment.
 
-Clients send the whole conversation with each turn, and many conversations begin with the same system prompt. A
-tokenizer of the library `tokenizers` first cuts a text at its added tokens, such as `<|im_end|>`. So the token ids of a
-segment do not depend on the other segments.
+The cache helps because clients send the whole conversation with each turn, and many conversations begin with the same
+system prompt. A tokenizer of the library `tokenizers` first cuts a text at its added tokens, such as `<|im_end|>`. So
+the token ids of the segment between two added tokens do not depend on other segments.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-# A text with more characters is tokenized in a thread. A shorter text blocks the event loop for less than a step.
+# A text with more characters is tokenized in a thread. A shorter text blocks the event loop for less time than a step
+# of the engine takes.
 LONG_TEXT = 4096
-# The most characters of all cached segments together. Their ids take about as many bytes.
+# The maximum number of characters in all cached segments together. Their token ids take about as many bytes.
 _MOST_CHARACTERS = 16 * 1024 * 1024
 _END = ""  # Marks the end of a text in a tree of characters.
 _TRIALS = ("a b", " a\n", "\n\na ", "\u4f60 1")
@@ -28,7 +29,7 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool) -> 
     """Return the token ids of each text.
 
     Args:
-        special: Include the special tokens that the model wants around each text.
+        special: Whether to include the special tokens that the model wants around each text.
     """
     if sum(map(len, texts)) > LONG_TEXT:  # `encode` would hold the interpreter's lock, and so block all other threads.
         return [each.ids for each in tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
@@ -43,7 +44,7 @@ class SegmentTokenizer:
         self._tokenizer = tokenizer
         self._before, self._after = special_tokens_around(tokenizer)
         cut = _cutting_tokens(tokenizer)
-        # The ids of added tokens, keyed by text. Segments between two added tokens can be empty.
+        # The ids of added tokens, keyed by text. An empty segment between two added tokens has no ids.
         self._added = {"": array("I"), **{text: array("I", [token_id]) for text, token_id in cut.items()}}
         # Like the tokenizer, this matches the longest added token at each place.
         self._cut = re.compile(f"({longest_of(cut)})").split
@@ -86,7 +87,8 @@ class SegmentTokenizer:
 def longest_of(texts: Iterable[str]) -> str:
     """Return a regular expression that matches the longest of these texts at a position.
 
-    It shares common beginnings, because a plain list of alternatives would be tried one by one at each place.
+    In the expression, texts share common beginnings. A plain list of alternatives would be tried one by one at each
+    place.
     """
     tree: dict[str, Any] = {}
     for text in texts:
