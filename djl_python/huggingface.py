@@ -101,7 +101,7 @@ class HuggingFaceService:
     def inference(self, inputs: Input) -> Output:
         """Answer a request or the requests of a batch.
 
-        A request that cannot be parsed gets LMI's error body. If it is not in a batch, the status is 424.
+        A request that cannot be parsed gets LMI's error body. If the request is not in a batch, the status is 424.
 
         Raises:
             ValueError: The requests in a batch have different parameters, or the model refuses them.

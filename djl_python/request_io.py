@@ -88,7 +88,7 @@ class Sequence:
         return self._next_top_tokens < len(self.top_tokens)
 
     def advance(self) -> NextToken:
-        """Read the next token. If all tokens have been read, return None, 0, False and False."""
+        """Read the next token. If all tokens have been read, the returned `token` is None."""
         if not self.has_next_token():
             return NextToken(None, 0, False, False)
         index = self._next_token

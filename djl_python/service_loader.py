@@ -53,7 +53,7 @@ class ModelService:
 def load_model_service(
     model_dir: str, entry_point: str, device_id: Any = "-1", namespace: str | None = None
 ) -> ModelService:
-    """Load the entry point. If it is a file, each call runs the file again.
+    """Load the entry point. If the entry point is a file, each call runs the file again.
 
     A file can import modules from its directory only if the directory is on `sys.path`. The process that serves the
     model adds this directory to `sys.path`.

@@ -41,7 +41,7 @@ _SEED_LIMIT = 2**31
 
 
 def load_properties(properties_dir: str | None) -> dict[str, str]:
-    """Return the directory's `serving.properties` without the prefix `option.`, or an empty dictionary."""
+    """Return the settings of a directory's `serving.properties`, without the prefix `option.`; {} without this file."""
     path = os.path.join(properties_dir or "", "serving.properties")
     if not properties_dir or not os.path.isfile(path):
         return {}

@@ -1,4 +1,4 @@
-"""The settings of the Hugging Face handler as a pydantic model."""
+"""The settings of the Hugging Face handler, as a pydantic class."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HuggingFaceProperties(Properties):
     @field_validator("stop_sequence", mode="before")
     @classmethod
     def validate_stop_sequence(cls, text: Any) -> Any:
-        """Parse JSON or, as LMI does, a list whose items are unquoted or in single quotes."""
+        """Parse a list in JSON. As in LMI, the items may also have single quotes, or no quotes."""
         try:
             strings = json.loads(text)
         except ValueError:

@@ -1,6 +1,7 @@
-"""The settings of a model as a pydantic model. Rolling batches receive it, and customers extend it.
+"""The settings of a served model, as a pydantic class.
 
-In `djl_python`, only `properties_manager` imports pydantic.
+Rolling batches receive an instance, and customers write subclasses. In `djl_python`, only `properties_manager` imports
+pydantic.
 """
 
 from __future__ import annotations
