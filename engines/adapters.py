@@ -71,8 +71,8 @@ class Adapter:
 class AdapterHost(Protocol):
     """Loads the adapters of one model.
 
-    Methods return the message for the client; "" means the usual message. Every method may raise AdapterError. Then it
-    has changed nothing.
+    Methods return the message for the client; "" means the usual message. A method that raises AdapterError has changed
+    nothing.
     """
 
     # Whether the host itself interprets `src`. If so, an update can change `src`. Otherwise the host needs a directory.
@@ -219,7 +219,7 @@ class AdapterRegistry:
         return await self._complete(self._register(adapter), busy=order.name)
 
     async def update(self, order: AdapterOrder) -> str:
-        """Change an adapter's `preload`, `pin` and options. If its host reads `src`, `src` can change as well.
+        """Change an adapter's `preload`, `pin` and options. If the host reads `src`, the update can also change `src`.
 
         Returns the host's message, or "".
 

@@ -64,7 +64,9 @@ class Progress:
         self.mark = mark
 
     def is_stalled(self, limit: float | None) -> bool:
-        """Return True if there was work, but no sign of life, for too long. This ends with the next sign of life.
+        """Return True if there was work, but no sign of life, for too long.
+
+        After the next sign of life, the result is False again.
 
         Args:
             limit: The limit in seconds. 0: no limit. None: `STALL_SECONDS`, or `NEW_ENGINE_STALL_SECONDS` for a new
@@ -118,7 +120,8 @@ class Sink(Protocol):
     def on_not_held(self, places: Sequence[str]) -> None:
         """Receive the parts of the request's JSON schema that the engine does not enforce.
 
-        The answer may violate these parts. Called before the first delta, and only if there are such parts.
+        The answer may violate these parts. The engine calls this method before the first delta, and only if there are
+        such parts.
 
         Args:
             places: The location of each part in the client's body (`SchemaPart.name`).
@@ -172,8 +175,9 @@ class EngineHealth:
     quiet_seconds: float = 0.0  # `Progress.quiet_seconds` of the copy with the most quiet seconds.
     stalled: bool = False  # Whether a copy is stalled (`Progress.is_stalled`).
     ready_copies: int = 1  # The number of copies that accept requests.
-    missing: str = ""  # The dead copies that `restart` restarts, if other copies still serve.
-    lost: str = ""  # Not empty if dead copies will not be restarted and fewer copies than the minimum are left.
+    missing: str = ""  # A text that names the dead copies that `restart` restarts, if other copies still serve.
+    # What is wrong if dead copies will not be restarted and fewer copies than the minimum are left. Otherwise empty.
+    lost: str = ""
 
 
 class CopyState(Enum):

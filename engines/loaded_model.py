@@ -26,7 +26,7 @@ def fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
 
 
 def copied(tokenizer: Any) -> Any:
-    """Return a copy with its own truncation and padding. A tokenizer without such state is returned itself."""
+    """Return a copy with its own truncation and padding. A tokenizer without such state is returned as it is."""
     return tokenizer if fast_tokenizer(tokenizer) is None else copy.deepcopy(tokenizer)
 
 
@@ -78,7 +78,7 @@ class ModelTexts:
 
     def _encode_whole(self, text: str, *, special: bool = True) -> list[int]:
         if (fast := self._fast) is not None:
-            # For a short text, the Hugging Face class takes longer than the tokenizing itself.
+            # Skip the Hugging Face class, which takes longer than the tokenization itself if the text is short.
             return encode_all(fast, [text], special=special)[0]
         tokenizer = self.tokenizer
         return list(tokenizer.encode(text) if special else tokenizer.encode(text, add_special_tokens=False))
@@ -86,7 +86,7 @@ class ModelTexts:
     def encode_cut(
         self, text: str, second: str | None, most: int, side: Side, *, special: bool = True
     ) -> tuple[list[int], int]:
-        """Return the token ids of a text or of a pair of texts, at most `most` of them.
+        """Return at most `most` token ids of a text, or of a pair of texts.
 
         A text that is too long is cut at `side`, and keeps its special tokens. If a pair is too long, the longer text
         is cut first.
@@ -217,7 +217,7 @@ def _first_of_second(types: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """The load of an engine, from its scheduler."""
+    """The load of an engine, as its scheduler reports it."""
 
     running_requests: int
     waiting_requests: int

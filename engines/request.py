@@ -16,7 +16,7 @@ from engines.pooling import Pooling
 
 
 class FinishReason(Enum):
-    """Why a sequence ended, in terms that every contract can translate."""
+    """The reason why a sequence ended, in terms that every contract can translate."""
 
     LENGTH = "length"  # The limit on new tokens, the model's context, or the deadline of the call was reached.
     EOS = "eos"  # The model produced its end-of-sequence token.
@@ -76,7 +76,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     max_tokens: int | None = None  # The limit on new tokens, at least 1. None: the rest of the context.
     min_tokens: int = 0
-    temperature: float = 0.0  # 0 is greedy decoding; anything above is sampling.
+    temperature: float = 0.0  # 0 means greedy decoding. A higher value means sampling.
     top_k: int = 0  # 0 keeps the whole vocabulary.
     top_p: float = 1.0
     min_p: float = 0.0
@@ -139,8 +139,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # The number of sequences that are generated, at least `sequences`. The most probable of them are returned.
     candidates: int = 1
     beam_search: BeamSearch | None = None
-    pooling: Pooling | None = None  # The answer is numbers instead of text. `sampling` then has no effect.
-    truncate_prompt_tokens: int | None = None  # Keep only this many tokens at the prompt's end.
+    pooling: Pooling | None = None  # If set, the answer is numbers instead of text, and `sampling` has no effect.
+    truncate_prompt_tokens: int | None = None  # The number of tokens to keep at the prompt's end. None: keep all.
     # The number of tokens at the end of the prompt that were generated before. `max_prompt_tokens` ignores them.
     generated_before: int = 0
     # The number of new tokens for which the context must have room: at least 1, or 0 for pooling. Without this room,
@@ -187,8 +187,8 @@ class Token(msgspec.Struct, gc=False):
     """One token of the prompt or of the answer."""
 
     id: int
-    # The text that this token adds. The joined texts of all tokens are the whole answer. Empty while a character is
-    # incomplete, and for special tokens that are not shown.
+    # The text that this token adds. The joined texts of all tokens are the whole answer. The text is empty while a
+    # character is incomplete, and for special tokens that are not shown.
     text: str
     logprob: float | None = None
     special: bool = False

@@ -1,4 +1,4 @@
-"""The Python stacks of the threads of other processes.
+"""Reads the Python stacks of all threads of other processes.
 
 After a process has registered, one of its threads waits for a byte in a pipe, which is called the bell. When a byte
 arrives, the thread takes Python's lock (the GIL) and writes the stacks. If the process hangs in C code that holds the
@@ -38,7 +38,7 @@ _FILE = re.compile(r"slipway-stacks-(\d+)-")  # The file's name contains the num
 _PROCESSES = Path("/proc")
 _POLL_SECONDS = 0.01
 _BELL_SECONDS = 1.0  # The time to answer the bell. A process that takes longer gets the signal.
-_BYTES_READ = 4096  # Several processes may have rung, so more than one byte is read.
+_BYTES_READ = 4096  # Several processes may have rung the bell, so more than one byte is read.
 _LONGEST = 4 << 20  # The maximum number of bytes that are read.
 _MOST_FRAMES, _MOST_STACKS = 100, 100  # The limits of `faulthandler`.
 _HEAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+).*$", re.MULTILINE)
@@ -92,7 +92,7 @@ register = _registration.begin
 def _new_file(name: str) -> int:
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create(name)
-    else:  # An interpreter that was built with an old C library.
+    else:  # The interpreter was built with an old C library.
         descriptor, path = tempfile.mkstemp(prefix=name)
         os.unlink(path)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
@@ -173,7 +173,7 @@ def catches(process: int, number: int) -> bool:
 def _descriptors_of(process: int) -> tuple[Path, Path] | None:
     """Return the paths of a process's file and bell, or None if it has not registered."""
     descriptors = _PROCESSES / str(process) / "fd"
-    with contextlib.suppress(OSError):  # It has ended, or belongs to another user.
+    with contextlib.suppress(OSError):  # The process has ended, or belongs to another user.
         for link in descriptors.iterdir():
             if (name := _FILE.search(os.readlink(link))) is not None:
                 return link, descriptors / name[1]

@@ -1,7 +1,7 @@
 """Finds out how much main memory is available, and how much of it the KV cache of vLLM's CPU backend gets.
 
-By default, vLLM would use nearly all memory for its cache. It would refuse to start if another limit allows less. Each
-worker binds its memory to one NUMA node, which may have far less memory than the machine. A control group (a
+By default, vLLM would use nearly all memory for its cache. If another limit allows less, vLLM would refuse to start.
+Each worker binds its memory to one NUMA node, which may have far less memory than the machine. A control group (a
 container's limit) may allow even less. This module does not import vLLM.
 """
 
@@ -108,7 +108,7 @@ def _gib(size: float) -> str:
 
 
 def memory_limits(workers: int, root: Path = _ROOT) -> list[Limit]:
-    """Return the limits of `machine_limits`, and the memory of the NUMA nodes for an engine with `workers` workers.
+    """Return the limits of `machine_limits`, and the memory of the NUMA nodes that `workers` workers use.
 
     vLLM binds each worker to a node. This function assumes that vLLM uses the nodes with the most available memory. If
     vLLM uses other nodes, it may refuse the size of the KV cache. Its message then names the memory of these nodes.

@@ -55,7 +55,7 @@ def weight_bytes(model: Path | str) -> int:
 
 
 def is_expert(tensor: str) -> bool:
-    """Return True if a tensor's name is that of an expert that only some tokens use."""
+    """Return True if a tensor's name shows that it belongs to an expert that only some tokens use."""
     return _EXPERT.search(tensor) is not None
 
 

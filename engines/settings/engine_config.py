@@ -192,7 +192,7 @@ class EngineConfig:
         "transformers' pipelines",
         doc="`auto`: by the model's files. Also names of LMI and transformers (`text-embedding`, ...)",
     )
-    # How the tokens' vectors become one vector, by vLLM's names. None: the model's files decide.
+    # The method that makes one vector from the tokens' vectors, by vLLM's name. None: the model's files decide.
     pooling: str | None = setting(
         "option.pooling",
         choice({"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST", "last-token": "LAST"}),
@@ -200,7 +200,7 @@ class EngineConfig:
         shows_default=False,
         doc="The way to one vector; default: that of the model's files",
     )
-    # The prefix for texts if a request names none (`PoolingModel.default_prompt`).
+    # The prefix for the texts of requests that name none (`PoolingModel.default_prompt`).
     default_prompt: str | None = setting(
         "option.default_prompt",
         PROMPT,

@@ -234,8 +234,8 @@ class BatchEngine:
     def _key(self, job: Job) -> bytes:
         """Return the parameters that all jobs of a batch share.
 
-        Each sequence has its own prompt, seed and limit. The other omitted fields have no effect here. Prompts, for
-        example, are already truncated.
+        The prompt, seed and limit are omitted, because each sequence has its own. The other omitted fields have no
+        effect here. Prompts, for example, are already truncated.
         """
         sampling = msgspec.structs.replace(job.request.sampling, seed=None, max_tokens=None)
         request = msgspec.structs.replace(job.request, sampling=sampling, **_NOT_SHARED)
@@ -334,7 +334,7 @@ class BatchEngine:
         """End a request with its text so far: at once if it is queued, otherwise before its batch's next step."""
         if job.ended:
             return
-        job.at_deadline = at_deadline  # Set before `aborted`, because the engine's thread reads it after `aborted`.
+        job.at_deadline = at_deadline  # Set this before `aborted`, because the engine's thread reads `aborted` first.
         job.aborted = True
         if not self._waiting.discard(job):
             return

@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request with all its sequences. Only the event loop uses it, except `rows`."""
+    """A request with all its sequences. Only the event loop changes it, except for `rows` and `searched`."""
 
     request: GenerationRequest
     prompt_ids: list[int]

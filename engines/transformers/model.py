@@ -177,7 +177,7 @@ def _device_map(config: EngineConfig, text: str) -> Any:
 
 
 def source(config: EngineConfig, name: str) -> str:
-    """Return where an engine argument was set, for messages."""
+    """Return the place where an engine argument was set, for messages."""
     return config.engine_argument_sources.get(name, f"option.{name}")
 
 

@@ -28,7 +28,7 @@ MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 16384
 # Lower temperatures are raised to this one, as in vLLM, because the quotients would overflow.
 _LOWEST_TEMPERATURE = 0.01
 _NEVER = -math.inf
-# The range of the random numbers, so that their logarithms are neither infinite nor 0.
+# The limits of the random numbers. Within these limits, a logarithm is finite and below 0.
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
 
 
@@ -128,7 +128,7 @@ class Sampler:
             scores += self._bias
         if self._bad_words is not None:
             scores = self._bad_words(input_ids, scores)
-        # Unfinished sequences have the same number of tokens, and at least as many as the finished sequences.
+        # All unfinished sequences have the same number of tokens. No finished sequence has more tokens.
         if max(map(len, self._generated)) < s.min_tokens:
             scores[:, self._ending] = _NEVER
         if self._in_prompt is None and not s.presence_penalty and not s.frequency_penalty:
