@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EXPIRATION = ".expiration_ts"  # The key whose value is the time at which the session ends, in seconds since the epoch.
 PARTIAL = ".put-"  # The prefix of files whose value is still incomplete.
-# Array files have their own suffix. An array may contain a client's bytes, so it must never be unpickled.
+# Array files have their own suffix, so that they are never unpickled. An array may contain a client's bytes.
 _VALUE, _ARRAY = ".value", ".array"
 
 
