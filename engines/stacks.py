@@ -31,7 +31,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-SIGNAL = signal.SIGRTMIN + 9  # A real-time signal, because other code in the processes may use the signals with names.
+SIGNAL = signal.SIGRTMIN + 9  # A real-time signal, because other code in the processes may use the named signals.
 
 _BIT = 1 << (SIGNAL - 1)  # The bit of `SIGNAL` in the kernel's masks of a process's signals.
 _FILE = re.compile(r"slipway-stacks-(\d+)-")  # The file's name contains the number of the bell's descriptor.

@@ -289,7 +289,7 @@ class PromptTokenizer:
             ids = list(prompt)
         else:
             if len(prompt) > self._most_characters:
-                # The prompt is too long for any tokenization. Trying it with megabytes of text would take seconds and
+                # The prompt is too long, however it is tokenized. Tokenizing megabytes of text would take seconds and
                 # gigabytes of memory.
                 if most is None:
                     raise self._too_long(len(prompt))

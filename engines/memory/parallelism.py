@@ -20,7 +20,7 @@ MEMORY_SHARE = 0.92  # The share of a GPU's memory that vLLM uses by default (`g
 # together.
 _CACHE_SHARE = 0.2
 # The memory for activations, CUDA graphs and the CUDA context is the larger of this size and this share of a GPU's
-# memory. There is a share because vLLM's batches are larger on larger GPUs.
+# memory. A fixed size alone is not enough, because vLLM's batches are larger on larger GPUs.
 _OVERHEAD_BYTES = 2 << 30
 _OVERHEAD_SHARE = 0.04
 _VOCABULARY_PADDING = 64  # vLLM pads the vocabulary to a multiple of this size, and divides the result among the GPUs.
@@ -215,7 +215,7 @@ class ModelMemory:
         return self.cache_bytes(size, gpu_bytes) >= max(self.sequence_bytes(size), least)
 
     def cache_bytes(self, size: int, gpu_bytes: int) -> int:
-        """Return the bytes that remain for the KV cache on each GPU. It is negative if the weights do not fit."""
+        """Return the number of bytes that remain for each GPU's KV cache. It is negative if the weights do not fit."""
         overhead = max(_OVERHEAD_BYTES, int(gpu_bytes * _OVERHEAD_SHARE))
         return int(gpu_bytes * self.memory_share) - overhead - self.weights.each(size, self.layout)
 

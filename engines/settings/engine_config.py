@@ -278,8 +278,8 @@ ENGINE_ARGUMENTS: Mapping[str, Setting[Any]] = {
     DRAFT_MODEL.name: DRAFT_MODEL,
     DRAFT_LENGTH.name: DRAFT_LENGTH,
 }
-# DJL's engines other than Python serve embedding, reranking and classification. Slipway's answers have the form of
-# their answers.
+# DJL's engines other than Python serve embedding, reranking and classification. If `engine` names one of them,
+# Slipway's answers have the form of that engine's answers.
 DJL_ENGINES = ("Rust", "OnnxRuntime", "PyTorch")
 _ALL_ENGINES = ("Python", "MPI", *DJL_ENGINES)
 ENGINE = Setting(
