@@ -40,7 +40,7 @@ def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
     """Return the adapter of each prompt. None means the model itself.
 
     Args:
-        call: The call, for its header and its query.
+        call: The call. Its header and its query may name an adapter.
         given: The body's field `adapters`: one name for all prompts, or a list with a name for each prompt.
         prompts: The number of prompts.
 

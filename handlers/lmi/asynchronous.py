@@ -1,6 +1,6 @@
-"""LMI's contract for the asynchronous mode (option.async_mode=true), for bodies with `inputs`.
+"""LMI's contract for bodies with `inputs` in the asynchronous mode (option.async_mode=true).
 
-This mode's form of chats and completions is in `handlers.lmi.chat_answers`. Source: djl_python,
+The form of chats and completions in this mode is in `handlers.lmi.chat_answers`. Source: djl_python,
 `lmi_vllm/request_response_utils.py` and `async_utils.py`.
 """
 
@@ -48,7 +48,7 @@ VLLM_PARAMETERS = frozenset(
 # The parameters that a model's generation config may set.
 _MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 _FORM = TokenForm(token=('{"id": ', ', "text": ', ', "logprob": '), nulls=True)
-# The members of `details` in a document, and at the end of a stream.
+# The members of `details`: `_DETAILS` in a document, `_LAST` at the end of a stream.
 _DETAILS = ("finish_reason", "generated_tokens", "seed", "prefill", "tokens")
 _LAST = ("finish_reason", "seed", "generated_tokens", "input_length")
 
@@ -143,7 +143,8 @@ class LmiAsyncContract:
 def _prompts(inputs: Any) -> tuple[str, ...]:
     """Return the prompt.
 
-    LMI answers the first prompt of an array and drops the others. Here an array with several prompts is refused.
+    LMI answers the first prompt of an array and drops the others. This contract refuses an array with several
+    prompts.
     """
     if isinstance(inputs, list) and len(inputs) == 1:
         inputs = inputs[0]
@@ -225,7 +226,7 @@ class WholeAnswer(TokenDocument):
 
 
 class StreamAnswer(TokenStream):
-    """A line for each token."""
+    """A stream with a line for each token."""
 
     content_type = "application/jsonlines"
     head, after = '{"index": 0, "token": ', "\n"

@@ -21,7 +21,8 @@ from handlers.parsing.forms import form_fields, is_form
 from handlers.parsing.json_fields import JsonError, decode_json, json_kind
 from handlers.parsing.json_limits import JsonDecoder
 
-# A line of 64 MiB has 33 million cells. Splitting it takes 2 s, in which no other thread runs. Each row is a prompt.
+# The maximum size of a CSV body in bytes, and its maximum number of rows. Splitting a line of 64 MiB into its 33
+# million cells takes 2 s, and blocks all other threads. Each row is a prompt.
 _MOST_CSV, _MOST_ROWS = 4 * 1024 * 1024, 10_000
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"
@@ -48,7 +49,7 @@ def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: 
 
     Args:
         call: The call.
-        prompts_of: Returns the prompts of `inputs`. It is not called if `inputs` is a string that is not empty.
+        prompts_of: Returns the prompts of `inputs`. Not called if `inputs` is a non-empty string.
         wanted: The name of the expected field, for the error message.
 
     Raises:
@@ -74,14 +75,14 @@ def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: 
 def decode(body: bytes, content_type: str) -> Any:
     """Return a body as a JSON document.
 
-    - text/plain is the prompt.
-    - text/csv has a prompt in each row, in the column `inputs`. A single cell is the prompt.
-    - A form has the prompt in `inputs`, or else in `data`, or else in the first field that is not named `parameters`,
-      `stream`, `adapters` or `adapter`.
+    - text/plain: The body is the prompt.
+    - text/csv: Each row has a prompt in the column `inputs`. If the body is a single cell, the cell is the prompt.
+    - A form: The prompt is the field `inputs`. Without this field, it is the field `data`. Without both, it is the
+      first field whose name is not in `_NO_PROMPT`.
     - JSON is also accepted without a content type, as application/octet-stream, or with curl's default content type.
 
     Raises:
-        InvalidRequest: The body does not match its content type, or this content type cannot hold a prompt.
+        InvalidRequest: The body does not match its content type, or a body of this type cannot hold a prompt.
     """
     kind = media_type(content_type)
     if JSON in kind or kind in ("", "application/octet-stream"):
@@ -161,7 +162,7 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
 
 
 def _refuse_constraints(fields: Mapping[str, str], body: str) -> None:
-    """Refuse fields that would constrain the text, because LMI reads only the prompt of such a body."""
+    """Refuse fields that would constrain the text. LMI reads only the prompt of a CSV body or a form."""
     parameters = decoded(fields.get("parameters")) or {}
     if not isinstance(parameters, dict):
         raise InvalidRequest(f"`parameters` must be an object, got {json_kind(parameters)}")

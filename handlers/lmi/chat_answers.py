@@ -102,7 +102,7 @@ class LmiChatForm(AnswerForm):
 
 
 class LmiChatStream(Answer):
-    """A record for each step of a sequence. The role is in the record with the first text, after the text."""
+    """A record for each step of a sequence. The first record with text also has the role, after the text."""
 
     def __init__(self, options: AnswerOptions, form: AnswerForm) -> None:
         self._options, self._form = options, form
@@ -114,12 +114,12 @@ class LmiChatStream(Answer):
         self._heads = [f'{self._head}{{"index": {index}, "delta": {{' for index in range(options.sequences)]
         self._plain_end = f'}}, "logprobs": null, "finish_reason": null}}]}}{form.after}'
         self._begun = [False] * options.sequences
-        # True if each record before the sequence's last record has only text.
+        # For each sequence: True if all further records except the last have only text.
         self._plain = [False] * options.sequences
-        self._tokens = 0  # The tokens of the sequences that have ended.
+        self._tokens = 0  # The number of tokens of the sequences that have ended.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return the record of a step. The hot path: called for each token of each stream."""
+        """Return the record of a step. This is the hot path: it runs for each token of each stream."""
         if self._plain[delta.sequence] and delta.finish_reason is None:
             text = delta.text
             return f'{self._heads[delta.sequence]}"content": {quote(text)}{self._plain_end}'.encode() if text else b""
@@ -186,7 +186,7 @@ def _usage(prompt_tokens: int, new_tokens: int) -> str:
 def _ending(
     tokens: Iterable[Token], options: AnswerOptions, finish_reason: FinishReason | None, stop_reason: int | str | None
 ) -> str:
-    """Return the members after the text of a choice."""
+    """Return the members of a choice that follow its text."""
     logprobs = "null"
     if options.logprobs:
         logprobs = f'{{"content": [{", ".join([_logprob(token, options.top) for token in tokens])}]}}'

@@ -1,6 +1,6 @@
 """Converts the replies of vLLM's serving classes to LMI's form.
 
-`handlers.lmi.chat_answers` writes the same bytes of chats from the engine's deltas.
+For chats, `handlers.lmi.chat_answers` writes the same bytes from the engine's deltas.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ShapedReply:
         self._started = self._ended = False
 
     def reply(self, reply: Reply) -> None:
-        # A stream that comes in one piece has one token, or an early error.
+        # If a stream comes in one piece, it has only one token or an early error.
         if reply.status == 200 and reply.content_type.startswith("text/event-stream"):
             self.start(reply.status, reply.content_type, reply.headers)
             self.end(reply.body)
@@ -182,7 +182,7 @@ def reason_of_stop(stop_reason: int | str | None, stop_token_ids: Collection[int
 
     Args:
         stop_reason: The stop string or the stop token.
-        stop_token_ids: The stop tokens of the request. vLLM reports further end tokens of the model as stop tokens.
+        stop_token_ids: The stop tokens of the request. vLLM may report an end token of the model as a stop token.
     """
     return "stop_sequence" if isinstance(stop_reason, str) or stop_reason in stop_token_ids else "eos_token"
 
@@ -240,7 +240,7 @@ class LmiChatShape:
     def _delta(self, choice: _Choice) -> bytes:
         """Return the record of a chunk.
 
-        vLLM sends the role in a separate chunk. LMI sends it with the first text, after the text.
+        vLLM sends the role in a separate chunk. LMI sends it in the first record with text, after the text.
         """
         delta = choice.delta or _Message()
         if delta.role is not None:

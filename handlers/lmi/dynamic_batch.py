@@ -26,17 +26,17 @@ from handlers.parsing.parameter_memo import ParameterMemo
 STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on the new tokens of a streamed answer.
 
 _FIELDS = frozenset({"inputs", "parameters"})
-# Parameters of the rolling batch that this contract's answers cannot show.
+# Parameters of the rolling batch that have no effect on this contract's answers.
 _WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_n_tokens")
 
 
 def default_max_new_tokens(config: ModelConfig) -> int:
-    """Return the limit on new tokens of a request that does not set one."""
+    """Return the default limit on the number of a request's new tokens."""
     return DEFAULT_MAX_NEW_TOKENS if config.enable_streaming == "false" else STREAMED_MAX_NEW_TOKENS
 
 
 def parameter_rules(config: ModelConfig) -> ParameterRules:
-    """Return the rules by which parameters are read under these settings."""
+    """Return the model's rules for reading parameters."""
     return ParameterRules(
         do_sample_inferred=config.do_sample_inferred,
         typical_p=True,
@@ -159,8 +159,9 @@ class ListAnswer(TokenDocument):
 class RecordListAnswer(Answer):
     """A record for each step, with an entry for each prompt.
 
-    A record is sent when every unfinished prompt has an entry. It is sent earlier if a prompt gets a second entry. In
-    that case, the other prompts run in another batch or hold back their text, and their entries are empty.
+    A record is sent when every unfinished prompt has an entry. If a prompt gets a second entry before that, the record
+    is sent with empty entries for the prompts that have none. These prompts run in another batch, or hold back their
+    text.
     """
 
     content_type = "application/jsonlines"

@@ -1,6 +1,6 @@
 """LMI's error bodies for generation, byte for byte.
 
-LMI's schema has objects for a wrong generation parameter and for a failed generation. Here these objects also have the
+LMI's schema has objects for a wrong generation parameter and for a failed generation. Slipway's objects also have the
 keys `error` and `code`, so that clients find the reason under the same keys in all errors. Source: LMI schema v0.31,
 "Error Responses".
 """
@@ -54,7 +54,7 @@ def status_of(error: RequestError) -> int:
 
 
 def tgi_error_type(error: RequestError) -> str:
-    """Return TGI's `error_type`, by which TGI's clients choose their exception."""
+    """Return TGI's `error_type`. It tells TGI's clients which exception to raise."""
     if isinstance(error, InvalidRequest):
         return "validation"
     return "overloaded" if isinstance(error, Overloaded) else "generation"

@@ -31,7 +31,8 @@ def invocation(config: ModelConfig, for_vllm: Mapping[str, Schema]) -> Operation
 
     Args:
         config: The model's settings.
-        for_vllm: The schemas of the bodies that vLLM's front end answers there, by vLLM's path for them.
+        for_vllm: The schemas of the other bodies that `/invocations` accepts. vLLM's front end answers these bodies.
+            The keys are vLLM's paths for them.
     """
     if config.handler is not None:
         return _custom_handler(config.handler)
@@ -101,7 +102,7 @@ def _answers(meaning: str, *kinds: str) -> dict[str, tuple[str, Mapping[str, Sch
 
     Args:
         meaning: The meaning of a successful answer.
-        kinds: Its media types.
+        kinds: The media types of a successful answer.
     """
     return {
         "200": (meaning, dict.fromkeys(kinds, ANYTHING)),
@@ -118,7 +119,7 @@ def _answers(meaning: str, *kinds: str) -> dict[str, tuple[str, Mapping[str, Sch
 def _operation(summary: str, *, creates: bool = False) -> Operation:
     """Return the description of a management call.
 
-    Parameters are in the query, or in a JSON object for a registration.
+    The parameters are in the query. A registration may have them in a JSON object instead.
     """
     return Operation(summary=summary, request=OBJECT if creates else None, answers={"200": ("Done", {JSON: OBJECT})})
 
@@ -128,7 +129,7 @@ def _model_operation(summary: str, failures: str, *, creates: bool = False) -> O
 
     Args:
         summary: The summary.
-        failures: The statuses of its errors, separated by spaces.
+        failures: The statuses of the call's errors, separated by spaces.
         creates: True if the call registers a model.
     """
     about = _operation(summary, creates=creates)

@@ -1,4 +1,4 @@
-"""Reads LMI's generation parameters: their types, ranges and defaults, and the translation for an engine.
+"""Reads LMI's generation parameters: checks their types and ranges, adds defaults, and translates them for an engine.
 
 Source: LMI schema v0.31, "GenerationParameters", with the tables for LMI Dist, vLLM and TensorRT-LLM.
 """
@@ -30,7 +30,7 @@ _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
 class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
     """The validated and translated parameters of a request."""
 
-    request: GenerationRequest  # The request without the id, the prompt and the contents of the answer.
+    request: GenerationRequest  # Without the id, the prompt, and the settings of the answer.
     details: bool
     return_full_text: bool
     decoder_input_details: bool
@@ -47,9 +47,10 @@ class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
 
     do_sample_inferred: bool = True
     details_by_default: bool = False
-    # Locally typical sampling is available, as in lmi-dist. Otherwise the parameter has no effect, as in LMI with vLLM.
+    # Whether locally typical sampling is available, as in lmi-dist. If not, the parameter has no effect, as in LMI with
+    # vLLM.
     typical_p: bool = False
-    trtllm: bool = False  # Use the names and defaults of TensorRT-LLM.
+    trtllm: bool = False  # Whether to use the names and defaults of TensorRT-LLM.
     max_sequences: int = 256
     strict: bool = False
     token_logprobs: bool = True
@@ -108,7 +109,7 @@ def read_parameters(
 def _sequences(read: ParameterReader, rules: ParameterRules) -> tuple[int, int]:
     n = read.integer("n", 1, minimum=1, maximum=rules.max_sequences)
     best_of = read.integer("best_of", 1, minimum=1, maximum=rules.max_sequences)
-    if best_of == 1:  # 1 is the default. Clients also send it with n.
+    if best_of == 1:  # 1 is the default. Some clients also send this default if `n` is larger.
         return n, n
     if not read.has("n"):
         return best_of, best_of
@@ -140,8 +141,8 @@ def _sampling(read: ParameterReader, rules: ParameterRules) -> SamplingParameter
     stop = read.strings("stop_sequences") + read.strings("stop")
     samples = _samples(read, rules)
     if rules.trtllm:
-        # TensorRT-LLM has no do_sample. It decodes greedily if both top_k and top_p are 0. If only top_p is 0, top_p is
-        # off.
+        # TensorRT-LLM has no do_sample. It decodes greedily if both top_k and top_p are 0. If only top_p is 0, top_p
+        # has no effect.
         samples = samples and (top_k > 0 or top_p > 0.0)
         top_k, top_p = (top_k, top_p or 1.0) if samples else (0, 1.0)
     return SamplingParameters(

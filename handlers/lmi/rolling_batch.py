@@ -26,8 +26,8 @@ from handlers.parsing.parameter_memo import ParameterMemo
 _FORM = TokenForm(token=('{"id": ', ', "text": ', ', "log_prob": '), ends=("}", ', "special_token": true}'))
 # The form with option.tgi_compat.
 _TGI_FORM = TokenForm(token=('{"id": ', ', "text": ', ', "logprob": '), ends=("}", ', "special": true}'))
-# The members of `details` in a document, in a document with several sequences, and at the end of a stream. `_OTHER` has
-# the members of a further sequence.
+# The members of `details`: `_DETAILS` in a document with one sequence, `_SEVERAL` in a document with several sequences,
+# `_LAST` at the end of a stream. `_OTHER` has the members of each sequence after the first.
 _COUNTS = ("finish_reason", "generated_tokens")
 _DETAILS = (*_COUNTS, "inputs", "tokens", "prefill", "top_tokens")
 _SEVERAL = ("inputs", *_COUNTS, "tokens", "prefill", "top_tokens", "best_of_sequences")
@@ -38,7 +38,7 @@ _FIELDS = frozenset({"inputs", "parameters", "stream"})
 
 
 def parameter_rules(config: ModelConfig) -> ParameterRules:
-    """Return the rules by which parameters are read under these settings."""
+    """Return the model's rules for reading parameters."""
     return ParameterRules(
         do_sample_inferred=config.do_sample_inferred,
         details_by_default=config.lmi.tgi_compat,
@@ -51,7 +51,7 @@ def parameter_rules(config: ModelConfig) -> ParameterRules:
 
 
 class _ParsedParameters(msgspec.Struct, frozen=True):
-    """The results of parsing a request's parameters, which do not depend on its prompts."""
+    """The results of parsing a request's parameters. These results do not depend on the prompts."""
 
     formatter: str
     form: TokenForm
@@ -180,7 +180,7 @@ class JsonAnswer(TokenDocument):
 
 
 class RecordAnswer(TokenStream):
-    """A record for each token, as a line or as a server-sent event."""
+    """A stream with a record for each token. Each record is a line or a server-sent event."""
 
     def __init__(self, form: TokenForm, prompt: str, *, sse: bool, tgi: bool) -> None:
         self.content_type = "text/event-stream" if sse else "application/jsonlines"

@@ -30,10 +30,10 @@ _SHOWN = 1024  # The maximum number of characters of an unknown path in the erro
 
 
 def named_model(served: Container[str], head: Head) -> tuple[str | None, str | None]:
-    """Return the model and the version that a request's head names. None for a part that the head does not name.
+    """Return the model and the version that a request's head names. If it does not name a part, this part is None.
 
-    These sources take precedence in this order: the path, the query, the headers `model_name` and `model_version`,
-    SageMaker's custom attributes, SageMaker's Target-Model header.
+    If several sources name a part, the first of them counts. Their order is: the path, the query, the headers
+    `model_name` and `model_version`, SageMaker's custom attributes, SageMaker's Target-Model header.
     """
     path, headers = head.path_parameters, head.headers
     if not (path or head.query or head.attributes) and _NAMING.isdisjoint(headers):
@@ -43,7 +43,7 @@ def named_model(served: Container[str], head: Head) -> tuple[str | None, str | N
         found.setdefault(attribute.decode("latin-1"), value.decode("latin-1"))
     asked = parse_qs(head.query.decode("latin-1")) if head.query else {}
     name = path.get("model") or next(iter(asked.get(_NAME, ())), None) or found.get(_NAME)
-    if not name and _TARGET_MODEL in headers:  # For example `small.tar.gz`. Other endpoints may get it, too.
+    if not name and _TARGET_MODEL in headers:  # For example `small.tar.gz`. An endpoint for one model may also get it.
         artifact = headers[_TARGET_MODEL].decode("latin-1")
         names = (artifact, artifact.rpartition("/")[2].removesuffix(".tar.gz"))
         name = next((known for known in names if known in served), None)
@@ -52,7 +52,7 @@ def named_model(served: Container[str], head: Head) -> tuple[str | None, str | N
 
 
 def _refuse_token(head: Head) -> Reply | None:
-    """Refuse a call that asks for a token to fetch the answer later, because answers are not kept."""
+    """Refuse a call that asks for a token instead of the answer. Answers are not kept, so no token could fetch one."""
     for given in (head.headers, dict(head.attributes)):
         if head.method != "OPTIONS" and (_TOKEN in given or given.get(_SYNCHRONOUS, b"true").lower() != b"true"):
             return front_end_reply(400, "BadRequestException", _NO_TOKENS)

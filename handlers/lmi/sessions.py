@@ -1,8 +1,8 @@
 """LMI's stateful sessions for the built-in handlers. Threads create, check and close sessions.
 
-The built-in handlers store no data in a session. Because of the session, SageMaker sends a client's requests to the
-same instance, whose KV cache has their common prefix. Sources: djl_python, `session_manager.py`; Amazon SageMaker,
-"Stateful sessions with Amazon SageMaker AI models".
+The built-in handlers store no data in a session. A session makes SageMaker send all requests of a client to one
+instance. This instance then has their common prefix in its KV cache. Sources: djl_python, `session_manager.py`; Amazon
+SageMaker, "Stateful sessions with Amazon SageMaker AI models".
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ NEW_SESSION_ID = "X-Amzn-SageMaker-New-Session-Id"
 CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
 NEW_SESSION = "NEW_SESSION"  # The id that SageMaker's client sends before it has a session.
 CLOSE = "CLOSE"
-# A session is a directory with a small file, which takes 4 KiB of disk or shared memory. Creating a session lists all
-# sessions. With this many sessions, listing them takes a thread less than 0.1 s.
+# The maximum number of open sessions. Each is a directory with a small file, and takes 4 KiB of disk or shared memory.
+# Each creation of a session lists all sessions. A thread lists this many in less than 0.1 s.
 MOST_SESSIONS = 2_000
 _THREADS = 4
 _MOST_WAITING = 256  # The maximum number of calls that may wait for their sessions.
@@ -94,7 +94,7 @@ class Sessions:
         return closed(session_id)
 
     async def stop(self) -> None:
-        """End the threads, and wait a few seconds for sessions to be saved to S3."""
+        """Stop the threads, and wait a few seconds until the sessions are saved to S3."""
         self._stopped = True
         self._threads.shutdown(wait=False)
         if self._manager is None:
@@ -130,7 +130,7 @@ class Sessions:
         path = self._manager.sessions_path
         for session_id in self._created:
             shutil.rmtree(os.path.join(path, session_id), ignore_errors=True)
-        with contextlib.suppress(OSError):  # Another server has sessions in the directory.
+        with contextlib.suppress(OSError):  # Another server may have sessions in the directory.
             os.rmdir(path)
 
     async def _run(self, work: Callable[[], T]) -> T:
@@ -140,7 +140,7 @@ class Sessions:
             raise self._full(f"{self._open} calls wait for their sessions; try again later")
         self._open += 1
         try:
-            async with asyncio.timeout(_SECONDS):  # `wait_for` of Python 3.11 leaves a reference cycle with an error.
+            async with asyncio.timeout(_SECONDS):  # After an error, `wait_for` of Python 3.11 leaves a reference cycle.
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except TimeoutError:
             raise failed_dependency(f"the session was not found within {_SECONDS:g} s; try again later") from None

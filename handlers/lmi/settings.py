@@ -32,7 +32,7 @@ OUTPUT_FORMATTER: Setting[Any] = Setting(
 class LmiConfig:
     """Settings of `/invocations`: the schema of requests, the form of answers, and sessions."""
 
-    # Stop strings of every request of the dynamic batch.
+    # Stop strings that apply to every request of the dynamic batch.
     stop_sequences: tuple[str, ...] = setting(
         "option.stop_sequence", STRINGS, unset=(), doc="Stop strings of the dynamic batch"
     )
@@ -40,16 +40,16 @@ class LmiConfig:
     # The name of the output formatter in `model.py`, if it is not a built-in formatter.
     formatter_function: str | None = None
     tgi_compat: bool = setting("option.tgi_compat", BOOLEAN, "false", doc="Answer `inputs` with TGI's field names")
-    # Use the schemas of LMI's asynchronous handler.
+    # Whether to use the schemas of LMI's asynchronous handler.
     async_mode: bool = field(default=False, metadata=ASYNC_MODE.metadata)
-    # Chats are answered with the objects of LMI's rolling batch, or with OpenAI's objects.
+    # Whether the answers to chats are objects of LMI's rolling batch or OpenAI's objects.
     chat_format: ChatFormat = setting(
         "option.chat_format",
         choice({word: word for word in get_args(ChatFormat)}),
         "lmi",
         doc="Form of the answers to `messages` on `/invocations`",
     )
-    # Tokens have their log probability, which takes time to compute. Otherwise `log_prob` is null.
+    # Whether each token has its log probability, which takes time to compute. If not, `log_prob` is null.
     token_logprobs: bool = setting(
         "option.token_logprobs", BOOLEAN, "true", doc="Compute each token's `log_prob`; false is faster"
     )
@@ -81,9 +81,10 @@ class LmiConfig:
         shows_default=False,
         doc="The score of a pair on `/invocations` passes a sigmoid",
     )
-    # Vectors have the form of DJL's engines, or of LMI's vLLM handler.
+    # Whether vectors have the form of DJL's engines or the form of LMI's vLLM handler.
     vector_format: VectorFormat = "djl"
-    scores_in_order: bool = False  # Bodies with `query` and `texts` get DJL's scores. Otherwise they get TEI's ranks.
+    # Whether bodies with `query` and `texts` get DJL's scores. If not, they get TEI's ranks.
+    scores_in_order: bool = False
 
 
 RERANKING = Setting(

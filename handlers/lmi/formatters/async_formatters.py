@@ -76,7 +76,7 @@ class FormattedReply(ShapedReply):
 
         Args:
             writer: Sends the changed reply.
-            formatters: The formatters. They have an output formatter.
+            formatters: The formatters, including an output formatter.
             form: The form of errors.
             path: The path in vLLM's front end.
         """
@@ -179,7 +179,7 @@ class FormattedReply(ShapedReply):
             self._writer.reply(refusal)
 
     def _close(self) -> Running | None:
-        """Close the writer, and return the call. Drop the queue and the call, because they hold this writer."""
+        """Close the writer, and return the call. The writer drops the queue and the call, because they refer to it."""
         self._ended = True
         if self._formatting is not None:
             self._formatting.close()

@@ -112,7 +112,11 @@ class FormatterContract:
         )
 
     def _read(self, call: Call) -> RequestInput | None:
-        """Return the request from the input formatter, or else from the body. None if the body is invalid."""
+        """Return the request that the input formatter makes. Without an input formatter, read the body.
+
+        Returns:
+            None if the body is invalid.
+        """
         if self._formatters.input is None:
             try:
                 body = read_body(call, lambda _: ())
@@ -182,8 +186,9 @@ def _document(request: RequestInput, formatter: str | None, stream: bool, format
 class FormatterAnswer(Answer):
     """An answer that an output formatter writes. As in LMI, the answer has no content type.
 
-    A formatter of the newer form is called with the whole output: once for each delta, or, if the answer is streamed,
-    as long as the output has unread tokens. A formatter of the older form is called with each token.
+    A formatter of the newer form gets the whole output. For a stream, it is called until the output has no unread
+    tokens. For other answers, it is called once for each delta. A formatter of the older form is called with each
+    token.
     """
 
     content_type = ""

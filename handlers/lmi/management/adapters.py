@@ -1,4 +1,4 @@
-"""LMI's management API for adapters: its calls and, byte for byte, its replies.
+"""LMI's management API for adapters: its calls and its replies. The replies match LMI's byte for byte.
 
 A call that changes an adapter has one of two forms. In LMI's form, the parameters are in the query, and the reply is a
 JSON object. In SageMaker's form, they are in a JSON body, and the reply is a line of text. In both forms, errors are
@@ -101,7 +101,7 @@ def read_update(call: Call) -> AdapterOrder:
 
 
 def alias(call: Call) -> str:
-    """Return the adapter's name for messages, from SageMaker's header, or an empty string without the header."""
+    """Return the adapter's name for messages. SageMaker sends it in a header. Empty if the header is absent."""
     return (call.header(ALIAS_HEADER) or "").strip()
 
 
@@ -149,7 +149,7 @@ def refuse(error: errors.RequestError) -> Reply:
 
 
 def wrong_method(call: Call) -> Reply:
-    """Return the reply if the route does not have the method."""
+    """Return the reply to a method that the route does not have."""
     message = f"Method {call.method[:20]} is not allowed for {call.path[: errors.SHOWN]}"
     return front_end_reply(405, "MethodNotAllowedException", message)
 
@@ -164,7 +164,7 @@ def _document(content: Mapping[str, Any]) -> Reply:
 
 
 def _is_json(call: Call) -> bool:
-    """Return True if a call has SageMaker's form. A query with an empty object as the body is LMI's form."""
+    """Return True if a call has SageMaker's form. A query and an empty object as the body are LMI's form."""
     body = call.body.strip()
     return media_type(call.content_type) == JSON and bool(body) and not (body == b"{}" and call.query)
 

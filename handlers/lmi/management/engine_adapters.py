@@ -1,4 +1,7 @@
-"""The adapters of a model that an engine runs. The engine holds the weights, and this process the formatters."""
+"""The adapters of a model that an engine runs.
+
+The engine holds the weights, and this process holds the formatters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LMI's management API for models: its calls and, byte for byte, its replies.
+"""LMI's management API for models: its calls and its replies. The replies match LMI's byte for byte.
 
 Sources: "DJL Serving Management API"; for multi-model endpoints, Amazon SageMaker's "Build Your Own Container for
 SageMaker AI Multi-Model Endpoints".
@@ -28,7 +28,7 @@ from handlers.management import (
 from handlers.parsing.json_fields import JsonError, decode_json
 
 MAX_LISTED = 100  # The maximum number of models in one reply.
-MAX_WORKERS = 128  # Each worker is a process. No machine can use this many.
+MAX_WORKERS = 128  # Each worker is a process. No machine can use this many processes.
 # `.` and `..` are refused: clients resolve them in a path, so no client could unload such a model.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
@@ -81,7 +81,7 @@ def read_registration(call: Call) -> Registration:
 def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
     """Return `min_worker` and `max_worker` of a PUT.
 
-    If one value is absent, it stays as it is, unless the other value contradicts it.
+    An absent value stays as it is, unless the other value contradicts it.
 
     Args:
         call: The PUT.
@@ -106,7 +106,7 @@ def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
 
 
 def read_page(call: Call) -> tuple[int, int]:
-    """Return the position of a page's first entry and the page's maximum length, from `next_page_token` and `limit`.
+    """Read `next_page_token` and `limit`: the position of a page's first entry, and the page's maximum length.
 
     Raises:
         ContractError: A value is not an integer in its range. The reply is a 400.
@@ -204,7 +204,7 @@ async def unregister(call: Call, management: Management) -> Reply:
 
 
 def wrong_method(_: Call) -> Reply:
-    """Return the reply if a path of the management API does not have the method."""
+    """Return the reply to a method that a path of the management API does not have."""
     message = "Requested method is not allowed, please refer to API document."
     return front_end_reply(405, "MethodNotAllowedException", message)
 

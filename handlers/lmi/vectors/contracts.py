@@ -62,7 +62,7 @@ class Refusals:
         return self._reply(error)
 
     def unreadable(self, error: InvalidRequest) -> InvalidRequest:
-        """Return the error of a body that is not a document."""
+        """Return the error of a body that cannot be decoded."""
         return InvalidRequest("Input is not a valid json.")
 
     def _reply(self, error: RequestError) -> Reply:
@@ -99,7 +99,7 @@ class LmiPooledAnswer(PooledAnswer):
 
 
 class PoolingContract:
-    """The base class: reads the body, and makes a request for each text or pair."""
+    """The base class of the contracts. It reads the body, and makes a request for each text or pair."""
 
     refusals: ClassVar[Refusals] = _DJL
     fields: ClassVar[frozenset[str]] = _FIELDS  # The fields of a body that have an effect.
@@ -137,7 +137,7 @@ class PoolingContract:
 
     @abstractmethod
     def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
-        """Return the requests, without their ids, and the answer.
+        """Return the requests without their ids, and the answer.
 
         Raises:
             InvalidRequest: The document is not a request.
@@ -377,7 +377,12 @@ class PipelineContract(PoolingContract):
 
 
 def _pipeline_options(parameters: Mapping[str, Any]) -> tuple[bool, int | None, str | None]:
-    """Return True if the call asks for several classes, their number, and the function that makes probabilities."""
+    """Return the options of a call.
+
+    Returns:
+        Whether the answer is a list of classes, the maximum number of classes, and the function that makes
+        probabilities.
+    """
     top = parameters.get("top_k", 1)
     if top is not None and (type(top) is not int or top < 1):
         raise InvalidRequest(f"`top_k` must be a positive integer or null, got {shown(top)}")

@@ -38,7 +38,7 @@ class PoolingInvocations:
             openai: Answers the bodies of vLLM's routes. None if the engine is not vLLM.
             model: The model.
             ranks: Answers bodies with `query` and `texts`. If None, LMI's contract answers them.
-            similarity: Answers `inputs` with a source sentence. If None, LMI's contract answers them.
+            similarity: Answers bodies whose `inputs` has a source sentence. If None, LMI's contract answers them.
         """
         self._lmi, self._openai, self._ranks, self._similarity = lmi, openai, ranks, similarity
         self._path_of_input = _PATHS_OF_INPUT.get(model.kind, "/pooling")
@@ -83,7 +83,7 @@ class PoolingInvocations:
 
 
 def _fields(body: bytes) -> Mapping[str, msgspec.Raw]:
-    """Return the fields of a body that may belong to another contract. Empty if the body can only be LMI's."""
+    """Return the fields of a body, or no fields if the body can only be LMI's."""
     if not any(mark in body for mark in _MARKS):
         return {}
     try:

@@ -27,8 +27,8 @@ class VectorOptions:
 
     pooling: Pooling
     front: str = ""  # The prefix of each text.
-    dimensions: int | None = None  # How many numbers of each vector are kept. None keeps all.
-    normalize_kept: bool = False  # The kept numbers are scaled to the length 1.
+    dimensions: int | None = None  # The number of entries that are kept of each vector. None keeps all.
+    normalize_kept: bool = False  # Whether the kept entries are scaled to the length 1.
 
     def request(self, prompt: str | tuple[int, ...]) -> GenerationRequest:
         """Return the request for a text or token ids, without its id.
@@ -50,7 +50,7 @@ class VectorOptions:
 
 
 class VectorDefaults:
-    """The options of a call that sets none."""
+    """Reads the options of a call. An option that the call does not set has its default."""
 
     def __init__(self, model: PoolingModel, *, normalize: bool, cut: Side | None) -> None:
         """Create the defaults.
