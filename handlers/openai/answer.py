@@ -35,7 +35,7 @@ _PLAIN_COMPLETION = f',"logprobs":null,"finish_reason":null,"stop_reason":null{_
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of an answer."""
+    """The options that decide what an answer contains."""
 
     id: str
     created: int
@@ -65,11 +65,11 @@ class AnswerForm:
         return (CompletionStream if stream else CompletionDocument)(options, prompts, form=self)
 
     def refusal(self, reply: Reply) -> Reply:
-        """Return a reply with vLLM's error object in this form."""
+        """Convert a reply with vLLM's error object to this form."""
         return reply
 
     def of_vllm(self, writer: ReplyWriter, call: Call) -> ReplyWriter:
-        """Return a writer that passes on the replies of vLLM's serving classes in this form."""
+        """Return a writer that converts the replies of vLLM's serving classes to this form, and passes them on."""
         return writer
 
 
@@ -85,9 +85,9 @@ class StreamAnswer(Answer):
         self._options, self._form = options, form
         self.content_type = form.stream_type
         self._head = f'{form.before}{{{_head(options, self.kind)},"choices":['
-        # True if each record before a sequence's last record has only text.
+        # True if all records of a sequence except the last have only text.
         self._plain = not (options.logprobs or options.running_usage)
-        self._tokens = 0  # The tokens of the sequences that have ended.
+        self._tokens = 0  # The number of tokens of the sequences that have ended.
 
     def fail(self, error: RequestError) -> Reply:
         return self._form.refusal(failure(error))
@@ -116,7 +116,7 @@ class DocumentAnswer(Answer):
         self._options, self._form = options, form
         self._sequences = [GeneratedSequence() for _ in range(prompts * options.sequences)]
         self._open = prompts
-        self._prompt_tokens = self._tokens = 0  # The tokens of ended prompts and sequences.
+        self._prompt_tokens = self._tokens = 0  # The numbers of tokens of ended prompts and sequences.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         index = prompt * self._options.sequences + delta.sequence
@@ -157,7 +157,7 @@ class ChatStream(StreamAnswer):
         self._begun = False
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return the records of a step. The hot path: called for each token of each stream."""
+        """Return the records of a step. This is the hot path: it runs for each token of each stream."""
         if self._begun and self._plain and delta.finish_reason is None:
             return f"{self._heads[delta.sequence]}{quote(delta.text)}{self._plain_end}".encode()
         data = ""
@@ -230,7 +230,7 @@ class CompletionStream(StreamAnswer):
         self._prompt_tokens = 0
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return the records of a step. The hot path: called for each token of each stream."""
+        """Return the records of a step. This is the hot path: it runs for each token of each stream."""
         index = prompt * self._options.sequences + delta.sequence
         if self._plain and delta.finish_reason is None:
             return f"{self._heads[index]}{quote(delta.text)}{self._plain_end}".encode()
@@ -359,6 +359,9 @@ def _completion_logprobs(tokens: Sequence[Token], number: Callable[[Token], str]
 
 
 def _completion_top(token: Token, number: Callable[[Token], str]) -> str:
-    """Return a token's alternatives. Tokens with the same text share one member, which has the last token's number."""
+    """Return a token's alternatives.
+
+    Tokens with the same text share one member. It has the log probability of the last of them.
+    """
     top = {other.text: other for other in alternatives(token)}
     return "{" + ",".join([f"{quote(text)}:{number(other)}" for text, other in top.items()]) + "}"

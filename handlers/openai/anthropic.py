@@ -14,9 +14,9 @@ import msgspec
 from handlers.contract import JSON, Call, Reply
 
 VERSION_HEADER = "Anthropic-Version"  # Every client of Anthropic's API sends this header.
-ID_HEADER = "request-id"  # Anthropic's clients show the id of a request from this header.
+ID_HEADER = "request-id"  # Anthropic's clients read the id of a request from this header.
 
-# The type of other client errors is `invalid_request_error`, and of other server errors `api_error`.
+# Other client errors have the type `invalid_request_error`. Other server errors have the type `api_error`.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -35,7 +35,7 @@ def is_anthropics(call: Call) -> bool:
 
 
 def error_reply(reply: Reply) -> Reply:
-    """Return a reply with an error of OpenAI's routes as Anthropic's error."""
+    """Convert a reply with an error of OpenAI's routes to Anthropic's form."""
     return Reply(reply.status, JSON, msgspec.json.encode(_error(reply)), reply.headers)
 
 

@@ -1,7 +1,7 @@
-"""The bodies of OpenAI's API that Slipway's contract reads: the fields that most clients send, strictly typed.
+"""The bodies of OpenAI's API that Slipway's contract reads. They have the fields that most clients send.
 
-A body that does not fit is not an error. It goes to vLLM's serving classes, which answer or refuse it. This module has
-only fields whose meaning does not depend on anything else, and no type is wider than vLLM's. Source: vLLM,
+A body that does not fit is not an error. It goes to vLLM's serving classes, which answer or refuse it. The meaning of a
+field in this module depends on nothing else. No type accepts more values than vLLM's type. Source: vLLM,
 `entrypoints/openai/chat_completion/protocol.py` and `entrypoints/openai/completion/protocol.py`.
 """
 
@@ -22,7 +22,7 @@ Int = Annotated[int, msgspec.Meta(ge=MIN_INT64, le=MAX_INT64)]
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)]
 
-_CONSTRAINT = "structured_outputs"  # The name of a constraint in errors, whichever field it comes from.
+_CONSTRAINT = "structured_outputs"  # The name of a constraint in errors, no matter which field has the constraint.
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}").fullmatch
 _SAMPLING_DEFAULTS = {
     "repetition_penalty": 1.0,
@@ -44,7 +44,7 @@ class _Strict(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StreamOptions(_Strict, kw_only=True):
-    """The parts of a stream in addition to its text."""
+    """The options for what a stream has in addition to its text."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -76,7 +76,7 @@ class _TextPart(_Strict, kw_only=True):
 
 
 class Message(_Strict, kw_only=True):
-    """One text message of a chat. Other fields that a message may have must be null, which counts as absent."""
+    """A text message of a chat. Fields that only other messages have must be null. Null counts as absent."""
 
     role: Literal["system", "user", "assistant"]
     content: str | list[_TextPart]
@@ -166,7 +166,7 @@ def sampling_of(body: Body, defaults: Mapping[str, Any], max_tokens: int | None)
         stop_token_ids=tuple(dict.fromkeys((*(body.stop_token_ids or ()), *(defaults.get("stop_token_ids") or ())))),
         include_stop_str_in_output=body.include_stop_str_in_output,
         ignore_eos=body.ignore_eos,
-        # Only vLLM 0.33 reads a default from the model.
+        # Only vLLM 0.33 reads the default of this parameter from the model.
         skip_special_tokens=defaults.get("skip_special_tokens", True)
         if body.skip_special_tokens is msgspec.UNSET
         else body.skip_special_tokens,

@@ -1,7 +1,7 @@
 """Translates the constraints in bodies of OpenAI's routes to the forms that vLLM enforces.
 
-vLLM silently ignores fields that it does not know, and some fields that other fields override. Here each such field
-is translated to `structured_outputs`, or refused by name.
+vLLM silently ignores fields that it does not know, and some fields that other fields override. This module
+translates each such field to `structured_outputs`, or refuses it by name.
 
 Source: vLLM, `vllm/entrypoints/openai` and `vllm/entrypoints/anthropic`.
 """
@@ -32,7 +32,7 @@ TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 RENDER = "/rendered_chat"  # A path of the front end that clients cannot reach. It returns the prompt of a chat.
 
 _SAMPLING = frozenset({"stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens"})
-# The names in `CONSTRAINING` that vLLM enforces, by path, and the names that are translated for vLLM.
+# For each path: the names in `CONSTRAINING` that vLLM enforces or that are translated for vLLM.
 _READ = {
     CHAT: _SAMPLING | {"tool_choice", *FORMS},
     BATCH: _SAMPLING | {"tool_choice", *FORMS},
@@ -49,7 +49,7 @@ _NATIVE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag"
 # OpenAI's forms, which apply to a message's text. A tool call has the form of the tool's arguments instead.
 _TEXT_FORMAT = "text.format"
 _OF_MESSAGES = ("response_format", _TEXT_FORMAT)
-_TYPED = ("grammar", "output_config.format")  # Objects with a `type`, which have no `strict` in their own APIs.
+_TYPED = ("grammar", "output_config.format")  # Objects with a `type`. Their APIs give them no `strict`.
 _TOOL_CHOICE = "tool_choice"
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 
@@ -58,11 +58,11 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
     """Translate a body, so that vLLM enforces all constraints in it.
 
     Args:
-        body: At least the body's `FIELDS`.
+        body: The body. Only its `FIELDS` are needed.
         parses_tools: True if the model has a tool-call parser.
 
     Returns:
-        The fields to replace, and the form of the text. A field that is None is removed.
+        The fields to replace, and the form of the text. A field is removed if its new value is None.
 
     Raises:
         InvalidParameter: A field is wrong, or vLLM would ignore it. The error names the field.
@@ -128,7 +128,7 @@ class Tool(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The form of a body's text, in the client's words."""
+    """The form that a body demands for the answer's text. `name` is the client's name for this form."""
 
     name: str = "structured_outputs"
     strict: bool | None = None  # See `SchemaPart.strict`.
@@ -152,7 +152,7 @@ class Form(NamedTuple):
         for i, name in enumerate(_called(schema)):
             if not tools.get(name):
                 continue
-            tool = tools[name].pop()  # Tools with the same name have the order of the body.
+            tool = tools[name].pop()  # Tools with the same name are in the order of the body.
             parts.append(SchemaPart(f"#/items/anyOf/{i}/properties/parameters", f"{tool.place}#", tool.strict))
             # `$defs` holds a schema that refers to itself (`engines.vllm.parsers.classes`).
             if str(i) in schema.get("$defs", {}):
@@ -184,7 +184,7 @@ def _chosen_tool(choice: Any) -> str | None:
 
 
 def _called(schema: Any) -> list[str]:
-    """Return the names of the tools in vLLM's schema of tool calls, in order. Empty if it is another schema."""
+    """Return the names of the tools in vLLM's schema of tool calls, in order. Empty if it is no such schema."""
     try:
         return [call["properties"]["name"]["enum"][0] for call in schema["items"]["anyOf"]]
     except (KeyError, IndexError, TypeError):
@@ -228,7 +228,7 @@ def _forms(body: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _agreed(body: Mapping[str, Any], given: Sequence[str]) -> str:
-    """Return the name under which vLLM gets a form that the body has under several names.
+    """Choose one name for a form that the body has under several names. vLLM gets the form under this name.
 
     Raises:
         InvalidParameter: The forms differ.
@@ -271,7 +271,7 @@ def _named_tool(choice: Any) -> dict[str, Any]:
 
 
 def _allowed_tools(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields to replace if only some of the tools are allowed. The model gets only these tools.
+    """Return the fields to replace if only some of the tools are allowed. The model then gets only the allowed tools.
 
     Raises:
         InvalidParameter: The choice is invalid.

@@ -1,7 +1,7 @@
 """Slipway's contract for completions and chats. The contract also decides which calls Slipway answers itself.
 
-It leaves other calls to vLLM's serving classes: requests with fields that `body` does not have or with values that vLLM
-would convert or refuse, and requests to models whose answers are parsed. A request gets the same bytes either way.
+It leaves these calls to vLLM's serving classes: requests with a field that `body` lacks, requests with a value that
+vLLM would convert or refuse, and requests to models whose answers are parsed. A request gets the same bytes either way.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class OpenAIContract:
         """Parse a call.
 
         Args:
-            call: The call.
+            call: The call. If the call was split into its fields, it is not a common call.
             path: The path of OpenAI's API that the call is for.
             any_model: True accepts every `model` in the body.
             adapter: Replaces the `model` in the body. An empty string means the model itself.
             form: The form of the answer.
-            body: The body, if it was decoded. A call that was split into its fields is never a common call.
+            body: The body, if it was decoded.
 
         Returns:
             The exchange, or None if the call is left to vLLM's serving classes.
@@ -177,7 +177,7 @@ class OpenAIContract:
             raise LeftToVllm("n")
         return GenerationRequest(
             sampling=sampling,
-            # Streamed sequences keep their order. Otherwise the engine would sort them by probability.
+            # Streamed sequences keep their order. Without a stream, the engine sorts them by probability.
             stream=bool(body.stream) or sequences > 1,
             sequences=sequences,
             candidates=sequences,
@@ -209,7 +209,7 @@ class OpenAIContract:
 
 def is_common(call: Call) -> bool:
     """Return True if neither the content type nor the headers change the answer."""
-    # vLLM refuses a blank before the semicolon (`validate_json_request`), so this is not `media_type`.
+    # `media_type` would accept a blank before the semicolon. vLLM refuses it (`validate_json_request`).
     is_json = call.content_type.partition(";")[0].lower() == JSON
     return is_json and _STEERING.isdisjoint(call.headers)
 

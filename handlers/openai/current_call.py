@@ -1,7 +1,8 @@
 """The resources of one HTTP call that vLLM's serving classes work on: places in the queue, and adapters.
 
 These classes start and drop generators and tasks freely. The resources therefore belong to the call, and are freed when
-the call ends, even if such tasks still run. Only a background response continues, and keeps the resources.
+the call ends, even if such tasks still run. Only a background response continues after its call. It
+keeps the resources.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class BeamSteps:
     def __init__(self, statistics: EngineStatistics) -> None:
         self._all = statistics
         self._first, self._later = statistics.of_beam_steps()
-        self._beginning = 0  # Searches whose first step has not begun.
+        self._beginning = 0  # The number of searches whose first step has not begun.
 
     def begin(self, prompt_tokens: int) -> None:
         """Count a search."""
@@ -79,24 +80,24 @@ class OpenAICall:
     ) -> None:
         self._queue, self.statistics = queue, queue.statistics
         self._arrived_at, self._time_limit = (call.arrived_at, call.time_limit) if call is not None else (0.0, None)
-        self._places = 0  # The queue's places that the call still holds.
+        self._places = 0  # The number of the queue's places that the call still holds.
         self._closed = False
         self._background: asyncio.Task[None] | None = None
         self.any_model = any_model  # Whether any `model` in the body is accepted.
-        self.only_counts = only_counts  # If True, the prompt is counted, and nothing is generated.
+        self.only_counts = only_counts  # Whether the call only counts the prompt's tokens, and generates nothing.
         # The salt of prompts if the body has no salt.
         self.cache_salt = call.steering.get("cache_salt", "") if call is not None else ""
         self.uses_tools = False  # Whether the model may call the tools in the body.
         self.form = Form()  # The form of the text that the body asks for.
         self.request_id = ""  # The request's id, for the log.
-        self.not_held: tuple[tuple[str, str], ...] = ()  # The header about the JSON schema.
+        self.not_held: tuple[tuple[str, str], ...] = ()  # The header about unenforced parts of the JSON schema.
         self.reached: tuple[tuple[str, str], ...] = ()  # The header of an answer that ended at its deadline.
         self.streams = call is not None and call.from_handler  # Whether the stream deadline applies.
         self.deadline: Deadline | None = None
         self.open: set[OpenRequest] = set()  # The call's requests in the engine.
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._on_missed: Callable[[DeadlineExceeded], object] | None = None
-        self.deadline_passed = False  # If True, the call's requests were ended, or the call has its error.
+        self.deadline_passed = False  # Whether the deadline has ended the call's requests or the call itself.
         # Adapters that are kept for the call, by name. A beam search asks for its adapter several times.
         self.adapters: dict[str, Claim] = {}
         self.media = RequestMedia(media) if media is not None else None
@@ -106,7 +107,7 @@ class OpenAICall:
         self.on_begin: Callable[[], None] | None = None  # Called when `begun` is set.
         self.submitted = False  # Whether the body has been read and a prompt goes to the engine.
         self.explains_one = False  # Whether only the first prompt is explained.
-        # Gets the prompts at the point where they would go to the engine. None if the call is not to be explained.
+        # A future for the prompts. It gets them when they would go to the engine. None if the call is not explained.
         self.explained: asyncio.Future[Sequence[ExplainedPrompt]] | None = None
         self.asked: list[tuple[Any, Any, Any]] = []  # The prompts to explain, with vLLM's parameters and options.
         self.failed = ""  # Why one of the call's requests failed. Empty if none has failed.
@@ -120,7 +121,7 @@ class OpenAICall:
         """Take places for sequences of this call.
 
         Raises:
-            InvalidRequest: The call would never fit, or has ended.
+            InvalidRequest: The call needs more places than the queue has, or the call has ended.
             Overloaded: There are not enough free places now.
         """
         limit = self._queue.limit
@@ -149,7 +150,7 @@ class OpenAICall:
         self._set_deadline(self._queue.deadlines)
 
     def begin_stream(self) -> None:
-        """Record that the answer is a stream, which for forms is known only now. The stream deadline then applies."""
+        """Record that the answer is a stream, and apply the stream deadline. For a form, this is known only now."""
         self.streams = True
         self._set_deadline(self._queue.deadlines)
 

@@ -1,6 +1,6 @@
-"""Slipway's contract for `/v1/embeddings`: turns texts or token ids into vectors.
+"""Slipway's contract for `/v1/embeddings`. It turns texts or token ids into vectors.
 
-Requests with other fields and all refusals are left to vLLM's serving classes. Source: vLLM,
+The contract leaves requests with other fields, and all refusals, to vLLM's serving classes. Source: vLLM,
 `entrypoints/pooling/embed/protocol.py` and `serving.py`.
 """
 
@@ -58,7 +58,7 @@ class EmbeddingsContract:
         form: AnswerForm = VLLM_FORM,
         body: Body | None = None,
     ) -> Exchange | None:
-        """See `OpenAIContract.parse`. `form` and `body` are for generated texts, and have no effect."""
+        """See `OpenAIContract.parse`. `form` and `body` are for generated texts, and have no effect here."""
         if path != EMBEDDINGS or not is_common(call):
             return None
         try:

@@ -12,10 +12,10 @@ from handlers.openai.constraints import MESSAGES, RESPONSES
 
 
 class ErrorForm:
-    """vLLM's form. A stream ends with the error object and `[DONE]`."""
+    """vLLM's form. A failed stream ends with the error object and `[DONE]`."""
 
     def whole(self, reply: Reply) -> Reply:
-        """Return the reply with vLLM's error object in this form."""
+        """Convert the reply with vLLM's error object to this form."""
         return reply
 
     def sent(self, data: bytes) -> None:
@@ -27,7 +27,7 @@ class ErrorForm:
 
 
 class MessagesErrors(ErrorForm):
-    """Anthropic's form. A stream ends with the event `error`."""
+    """Anthropic's form. A failed stream ends with the event `error`."""
 
     def whole(self, reply: Reply) -> Reply:
         return anthropic.error_reply(reply)
@@ -37,7 +37,7 @@ class MessagesErrors(ErrorForm):
 
 
 class ResponsesErrors(ErrorForm):
-    """The form of OpenAI's responses. A stream ends with the events `error` and `response.failed`.
+    """The form of OpenAI's responses. A failed stream ends with the events `error` and `response.failed`.
 
     Some clients know only one of the two events.
     """

@@ -1,6 +1,7 @@
-"""The handler of OpenAI's routes. Slipway's contract answers common calls, and vLLM's front end all other calls.
+"""The handler of OpenAI's routes.
 
-vLLM's front end also answers calls that the contract understands but the engine refuses, so that errors are vLLM's.
+Slipway's contract answers common calls. vLLM's front end answers all other calls. It also answers calls that the
+contract understands but the engine refuses, so that the errors are vLLM's.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ from handlers.running_call import RunningCall
 
 _PROMPTS_PER_TURN = 2  # After this number of tokenized prompts, other work gets a turn on the event loop.
 _LONG_CHAT = 16 * 1024  # Bytes. Longer chats are parsed in a thread, since their templates may be slow.
-_FAILED = (500, 503)  # vLLM's front end answers with these statuses if the engine fails. 501 is about the body.
-# An answer's id consists of a prefix and the HTTP request's id, and a number if the answer has several prompts.
+_FAILED = (500, 503)  # vLLM's front end answers with these statuses if the engine fails. A 501 is about the body.
+# An answer's id is a prefix and the HTTP request's id. If the answer has several prompts, a number follows.
 _PREFIXES = ("chatcmpl-", "cmpl-", "transcribe-", "translate-")
 _ONE_OF_MANY = re.compile(r"[-_]\d+$")
 
@@ -191,7 +192,7 @@ class OpenAIHandler:
         return await self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
 
     async def render(self, call: Call) -> RenderedChat:
-        """Return the prompt that a chat becomes, for the routes of other contracts that count its tokens.
+        """Return the prompt of a chat. Other contracts have routes that count its tokens.
 
         Args:
             call: A call with the body of a chat.
@@ -228,7 +229,8 @@ class OpenAIHandler:
         Args:
             call: The call.
             writer: Sends the reply.
-            path: The path of OpenAI's API that the call is for. It differs from the call's own path on `/invocations`.
+            path: The path of OpenAI's API that the call is for. On `/invocations`, the call itself has
+                another path.
             any_model: True accepts every `model` in the body.
             adapter: Replaces the `model` in the body. An empty string means the model itself.
             form: The form of the answer.
@@ -295,10 +297,10 @@ class OpenAIHandler:
     async def _explain(
         self, call: Call, openai_call: OpenAICall, writer: ReplyWriter, path: str, form: AnswerForm, model: str | None
     ) -> None:
-        """Let vLLM's front end make the requests of a call without sending them.
+        """Let vLLM's front end make the requests of a call, but do not send them to the engine.
 
         Raises:
-            Explained: The front end has made requests. Otherwise its reply goes to `writer`.
+            Explained: The front end has made requests. If it has made none, its reply goes to `writer`.
         """
         assert call.explanation is not None
         call.explanation.because.append("vLLM's front end makes the requests")
@@ -320,7 +322,8 @@ class OpenAIHandler:
         """Replace the prompts with their token ids, unless the queue has no room for them.
 
         Returns:
-            None if the call would never fit, or if a prompt is refused. No other prompt has begun by then.
+            None if the call needs more places than the queue has, or if a prompt is refused. In both cases, no prompt
+            has begun.
         """
         tokenize = self._queue.engine.prompt_token_ids
         places = sum([request.sequences_in_engine for request in exchange.requests])

@@ -1,4 +1,4 @@
-"""The load report (ORCA) that load balancers ask for, in a header of replies to completions and chats.
+"""The load report (ORCA) for load balancers. It is in a header of the replies to completions and chats that ask for it.
 
 Source: vLLM, `vllm/entrypoints/serve/utils/orca_metrics.py`. vLLM does not send the report with streams.
 """
@@ -17,7 +17,7 @@ _FORMAT = b"endpoint-load-metrics-format"
 
 
 def report_format(call: Call) -> str:
-    """Return the form in which a call asks for the report: `json` or `text`. Empty if it does not ask."""
+    """Return the form of the report that a call asks for: `json` or `text`. Empty if it asks for none."""
     form = call.headers.get(_FORMAT, b"").lower()
     return form.decode() if form in (b"json", b"text") else ""
 

@@ -42,13 +42,16 @@ SHORT_EMBEDDINGS = "/embeddings"  # TEI's other path for /v1/embeddings. It also
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 _TEXT = "text/plain; charset=utf-8"
-_TOO_LARGE = "Request Entity Too Large"  # The reason phrase of 413. From Python 3.13 on, `HTTPStatus` has another one.
+_TOO_LARGE = "Request Entity Too Large"  # The reason phrase of 413. Since Python 3.13, `HTTPStatus` has another.
 
 T = TypeVar("T")
 
 
 def models(call: Call, views: Sequence[ModelView]) -> Reply:
-    """GET /v1/models: all names of the models, loaded or not, and their adapters, in OpenAI's or Anthropic's form."""
+    """GET /v1/models: all names of all models, and their adapters. The list includes models that are not loaded.
+
+    The list has OpenAI's or Anthropic's form.
+    """
     created = int(time.time())
     cards = [card for view in views for card in _cards(view, created)]
     document = anthropic.model_list(cards) if anthropic.is_anthropics(call) else {"object": "list", "data": cards}
@@ -307,7 +310,7 @@ _MESSAGES = tuple(map(_route, (MESSAGES, COUNT_TOKENS)))
 
 
 def _aliased(routes: Sequence[GenerationRoute]) -> tuple[GenerationRoute, ...]:
-    """Return the routes with the prefix below which any `model` is accepted."""
+    """Return the routes with the prefix `ALIASED`. These routes accept any `model`."""
     return tuple(replace(route, path=ALIASED + route.path) for route in routes)
 
 

@@ -69,13 +69,13 @@ def for_vllm(
     Args:
         call: The call.
         path: The path of OpenAI's API that the call is for.
-        openai_call: Gets the name of the body's constraint, for the engine's refusals. It also gets whether the body
-            has tools, and whether the answer is a stream.
+        openai_call: The state of the call. It gets the name of the body's constraint, for the engine's refusals. It
+            also gets whether the body has tools, and whether the answer is a stream.
         model: Replaces the `model` of the body.
         parses_tools: True if the model has a tool-call parser.
 
     Raises:
-        InvalidRequest: The body cannot be translated, because only vLLM can read it, or reading it would take too long.
+        InvalidRequest: The body is not strict JSON but vLLM can read it, or reading the body would take too long.
         InvalidParameter: vLLM would not enforce one of the constraints.
     """
     try:
@@ -184,7 +184,7 @@ def _check_values(size: JsonSize, path: str) -> None:
 
 
 def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, openai_call: OpenAICall) -> None:
-    """Check those fields of a large body whose cost for vLLM is not limited by the model's context.
+    """Check the fields of a large body for which the model's context does not limit vLLM's work.
 
     Raises:
         InvalidParameter: A field is too large. The error names it.
@@ -236,7 +236,7 @@ def _longest_text(value: msgspec.Raw) -> int:
 
 
 def _count_inputs(value: msgspec.Raw) -> int:
-    """Return the number of texts, or of other prompts, in a field. An array of numbers is one prompt."""
+    """Return the number of prompts in a field. A text is one prompt, and an array of numbers is one prompt."""
     if _first(value) == b"{":
         content = _decode_members(value).get("content")
         return 1 if content is None else _count_inputs(content)

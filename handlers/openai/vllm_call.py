@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _EVENTS = "text/event-stream"
 _COMMENT = b":"  # Begins a comment, which keeps a connection open while an answer waits for the engine.
-# Routes whose streams begin with the first token, because the engine may still refuse a request until then.
+# Routes whose streams begin with the first token. Until then, the engine may refuse a request.
 _GENERATED = frozenset({CHAT, COMPLETIONS, MESSAGES, RESPONSES, *SPEECH})
 # Request headers that are replaced for the application, or answered here.
 _OURS = frozenset(
@@ -61,7 +61,7 @@ class VllmCall:
         self._vllm, self._openai_call, self._call, self._writer, self._path = vllm, openai_call, call, writer, path
         self._model = model
         self._errors = error_form(path)
-        self._held_back = b""  # The events of a stream that the engine has not begun yet.
+        self._held_back = b""  # The events that are held back until the engine begins the answer.
         self._gone = asyncio.Event()
         self._body_read = False
         self._status, self._content_type = 0, ""
@@ -146,7 +146,7 @@ class VllmCall:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
-        """Pass on the application's messages. A reply begins with its first bytes, which show if it is a stream."""
+        """Pass on the application's messages. A reply begins with its first bytes. They show whether it is a stream."""
         if self._gone.is_set():
             raise asyncio.CancelledError  # Passes through the application, which would continue after any other error.
         if message["type"] == "http.response.start":

@@ -7,7 +7,7 @@
 - `VideoMediaIO.video_loader` decodes videos: its `compute_frames_index_to_sample` gets the metadata of a file, and its
   `read_frames` gets OpenCV's capture and the indices of the frames to decode;
 - `VideoMediaIO.image_io` decodes the frames of a video that comes as JPEG images;
-- vLLM looks for the media of a prompt by the ids that clients give them, in the task of the call.
+- in the task of the call, vLLM looks for the media of a prompt. It uses the ids that clients give to the media.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
         media: RequestMedia | None = None,
         **budgets: Any,
     ) -> None:
-        """Create the connector. vLLM 0.33 has its own limits for a request: `decoded_budget` and `download_budget`."""
+        """Create the connector. vLLM 0.33 also passes its own limits: `decoded_budget` and `download_budget`."""
         media = media or current_call.get().media
         assert media is not None
         self._media = media
@@ -137,7 +137,7 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
         raise VLLMValidationError(f"`{field}` is not taken on this route", parameter=field)
 
     def _assert_url_in_allowed_media_domains(self, url_spec: Any) -> None:
-        # vLLM's message lists the hosts.
+        # vLLM's message would list the allowed hosts.
         if self.allowed_media_domains and url_spec.hostname not in self.allowed_media_domains:
             raise DownloadFailed(FORBIDDEN_HOST)
 
@@ -202,7 +202,7 @@ class _NoBase64(InvalidRequest):
 
 @contextlib.contextmanager
 def _vllms_errors(field: str) -> Iterator[None]:
-    """Turn errors of this package into errors that vLLM's front end answers. Their messages begin with the field."""
+    """Turn errors of this package into errors that vLLM's front end answers. The messages begin with the field."""
     try:
         yield
     except InvalidRequest as error:
@@ -220,7 +220,7 @@ def _own_errors() -> Iterator[None]:
         yield
     except OSError:  # from a file
         raise InvalidRequest("cannot be read") from None
-    except NotImplementedError:  # from a data URL; vLLM answers 501
+    except NotImplementedError:  # from a data URL; vLLM would answer 501
         raise _NoBase64("must be base64: data:<type>;base64,<data>") from None
     except (RuntimeError, ValueError) as error:  # vLLM does not accept the URL, or needs an option for it
         raise InvalidRequest(f"cannot be loaded: {str(error)[:_SHOWN]}") from None
@@ -228,7 +228,7 @@ def _own_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _decoding() -> Iterator[None]:
-    """Turn every error of a decoder into InvalidRequest: a broken file may raise anything."""
+    """Turn every error of a decoder into InvalidRequest. A broken file may cause any error."""
     try:
         yield
     except VLLMValidationError as error:
@@ -251,7 +251,7 @@ class _BoundedIO(MediaIO):  # type: ignore[misc]
     def __init__(self, media_io: Any, media: RequestMedia) -> None:
         super().__init__()
         self._io, self._media = media_io, media
-        # vLLM 0.33 charges the frames of a video to the budget of its `image_io`.
+        # In vLLM 0.33, the frames of a video count against the budget of the video reader's `image_io`.
         self.decoded_budget = getattr(media_io, "decoded_budget", None)
         if isinstance(media_io, VideoMediaIO):
             media_io.image_io = _BoundedIO(media_io.image_io, media)
@@ -382,7 +382,8 @@ class _Connection(HTTPConnection):  # type: ignore[misc]
         super().__init__()
         self._media = media
         networks = [ipaddress.ip_network(network) for network in media.config.media.allowed_media_networks]
-        # vLLM follows redirects unless this variable is 0. Here they are followed only if it is set to something else.
+        # vLLM follows redirects unless this variable is 0. Slipway follows them only if the variable is
+        # set to something else.
         redirects = os.environ.get(_REDIRECTS, "0") != "0"
         self._downloader = Downloader(
             networks, domains, redirects=redirects, attempts=max(envs.VLLM_MEDIA_FETCH_MAX_RETRIES, 1)

@@ -1,4 +1,4 @@
-"""Downloads of the media that requests name by URL, from public addresses only.
+"""Downloads the media that requests name by URL. Internal addresses are refused, except in allowed networks.
 
 Each address is checked when a connection is made, after the name was resolved. A name that leads to an internal address
 is refused, even if it led to a public address a moment before.
@@ -24,11 +24,11 @@ from yarl import URL
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _CHUNK = 64 * 1024
-# Each retry has this many times the timeout of the previous attempt, as in vLLM.
+# For each retry, the timeout is multiplied by this number, as in vLLM.
 _BACKOFF = 4
 _TEMPORARY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
-# Internal addresses that some version of `ipaddress` calls global. The first is the address of Azure's agent on each
-# machine, and the second network has Oracle's.
+# Internal addresses that some versions of `ipaddress` call global. The first is the address of Azure's agent on each
+# machine. The second network has the corresponding address of Oracle's cloud.
 _INNER: tuple[Network, ...] = (
     ipaddress.IPv4Network("168.63.129.16/32"),
     ipaddress.IPv4Network("192.0.0.0/24"),
@@ -116,7 +116,7 @@ class Downloader:
         networks: Networks from which media are allowed, in addition to public addresses.
         domains: Hosts from which media are allowed. If empty, all hosts are allowed.
         redirects: True follows redirects.
-        attempts: The maximum number of requests for one URL whose host does not answer in time or is busy.
+        attempts: The maximum number of requests for one URL. A request is repeated if the host is busy or too slow.
         """
         self._networks, self._domains = networks, domains
         self._redirects, self._attempts = redirects and not domains, attempts
@@ -127,7 +127,7 @@ class Downloader:
         Args:
             url: The URL.
             seconds: The timeout of the first attempt.
-            count: Called with the size of each part. It may raise.
+            count: Called with the size of each part. It may raise an error.
             most: The largest size in bytes. None means no limit.
 
         Raises:

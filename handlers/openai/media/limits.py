@@ -1,4 +1,4 @@
-"""Limits on the images, audio and videos of one request, and of all requests that are in memory."""
+"""Limits on the images, audio and videos of one request, and on the memory for the media of all requests."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from handlers.model_config import ModelConfig
 
 _MIB = 1 << 20
 _IMAGE_BYTES = 4  # Pillow stores a pixel in four bytes.
-_FRAME_BYTES = 3  # A video is an array of RGB.
+_FRAME_BYTES = 3  # A video is an array of RGB bytes.
 # The maximum number of frames of a video: nine hours at 30 frames a second. All indices are listed before decoding.
 MOST_FRAMES = 1_000_000
 _MOST_DOWNLOADS = 100  # The maximum number of simultaneous downloads, as in vLLM.
-_MOST_OWN_DOWNLOADS = 10  # The same for one request, so that hosts that do not answer do not block all downloads.
+_MOST_OWN_DOWNLOADS = 10  # The maximum for one request, so that slow hosts cannot block all downloads.
 
 
 class MediaMemory:
-    """The media in memory of all requests to a model. It has a lock, because threads decode media."""
+    """The memory that the media of all requests to a model take. It has a lock, because threads decode media."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -35,14 +35,15 @@ class RequestMedia:
 
     The media stay in memory until the engine has the prompt.
 
-    The methods that count raise InvalidRequest if this request exceeds a limit, and Overloaded if all requests together
-    do. The message of InvalidRequest is the rest of a sentence that begins with the name of the field.
+    The methods that count raise InvalidRequest if this request exceeds a limit. They raise Overloaded if all requests
+    together exceed a limit. The message of InvalidRequest is the rest of a sentence that begins with the name of the
+    field.
     """
 
     def __init__(self, memory: MediaMemory) -> None:
         self._memory, self.config, self._downloads = memory, memory.config, memory.downloads
         self._own_downloads = asyncio.Semaphore(_MOST_OWN_DOWNLOADS)
-        self._decode_until = 0.0  # The end of decoding, by the monotonic clock. 0 until a video is decoded.
+        self._decode_until = 0.0  # When decoding must end, by the monotonic clock. 0 before the first video.
         self._pixels = self._downloaded = self._held = 0
         self._closed = False
 

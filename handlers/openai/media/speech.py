@@ -1,4 +1,4 @@
-"""Checks the forms in which OpenAI's clients send audio files to be transcribed or translated."""
+"""Checks the forms in which OpenAI's clients send audio files for transcription or translation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from handlers.parsing.forms import MAX_FIELDS, MULTIPART
 
 SPEECH = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _MIB = 1 << 20
-_SEPARATORS = (b"&", b";")  # The separators of a form that cannot have a file. Each takes time on the event loop.
-_FIELDS_MIB = 1  # The room for the form's fields other than the file.
+# A form with these separators cannot have a file. Each separator takes time on the event loop.
+_SEPARATORS = (b"&", b";")
+_FIELDS_MIB = 1  # The size that the form may have in addition to the file.
 
 
 def check_form(call: Call, most_mib: int) -> None:
@@ -17,10 +18,10 @@ def check_form(call: Call, most_mib: int) -> None:
 
     Args:
         call: The call.
-        most_mib: The size of the largest file.
+        most_mib: The maximum size of a file.
 
     Raises:
-        InvalidRequest: The form is too large or cannot have a file, or an adapter is named outside the form.
+        InvalidRequest: The form is too large, the form cannot have a file, or a header names an adapter.
     """
     if media_type(call.content_type) != MULTIPART and sum(map(call.body.count, _SEPARATORS)) > MAX_FIELDS:
         raise InvalidParameter("file", f"must be a file in a form of the type {MULTIPART}")

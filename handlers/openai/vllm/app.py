@@ -1,19 +1,21 @@
 """vLLM's OpenAI front end as an ASGI application. Only this module depends on how vLLM builds the application.
 
-vLLM's `build_app` would add a listener, health, metrics and management routes, authentication and CORS, which
-`container` already has. This module uses only the parts that answer OpenAI's clients: the routers, the exception
+vLLM's `build_app` would add parts that `container` already has: a listener, authentication, CORS, and the routes for
+health, metrics and management. This module uses only the parts that answer OpenAI's clients: the routers, the exception
 handlers, and the state that `init_app_state` makes around an engine client. The other modules of this package change
 these parts.
 
 `engines.vllm.internals` has the names of vLLM on which the module relies. They mean:
 
-- Each module of a router, named below, has an APIRouter `router`. Its routes find their serving objects in `app.state`.
+- Each router module that is named below has an APIRouter `router`. Its routes find their serving objects in
+  `app.state`.
 - `init_app_state(engine_client, state, args, supported_tasks)` makes these objects.
-- `OpenAIServingModels.is_base_model(name)` says if a request's `model` is served, unless `lora_requests` has the name.
+- `OpenAIServingModels.is_base_model(name)` says whether a request's `model` is served. The names in `lora_requests` are
+  served, too.
 - The serving objects run beam searches with their method `beam_search(prompt, request_id, params, ...)`. The serving
   objects of transcriptions and translations decode a file with `_decode_and_chunk_speech_async(data)`.
-- `PoolingIOProcessor` renders prompts in threads. Its module's `make_async` makes the function that does this from
-  the method `render`.
+- `PoolingIOProcessor` renders prompts in threads. Its module's `make_async` turns the method `render` into the
+  function that does this.
 """
 
 from __future__ import annotations
@@ -99,8 +101,8 @@ async def build(
         accepts: Returns True for further names that a request may use.
         adapters: vLLM's requests for adapters, by name. The mapping changes as adapters are loaded and unloaded.
         tasks: The tasks of the model, by vLLM's names.
-        parses_only_tools: True if the settings do not name the tool-call parser. The parser is then left out if it does
-            not support the model's tokenizer, and parses only answers to calls with tools.
+        parses_only_tools: True if the settings do not name the tool-call parser. The parser then parses only
+            answers to calls with tools. It is left out if it does not support the model's tokenizer.
 
     Raises:
         EngineStartError: vLLM refuses an argument.
@@ -129,13 +131,13 @@ async def build(
             stop_at_first_faults(_OF_POOLING)
             register_pooling_api_routers(app, tasks, client.vllm_config.model_config)
         init_exception_handler(app)
-        # Starlette raises HTTPException, for example if a body is nested too deeply. vLLM's reply would have another
-        # form.
+        # Starlette raises HTTPException, for example if a body is nested too deeply. Without this handler, the
+        # reply would have another form.
         app.add_exception_handler(HTTPException, http_exception_handler)
         answer_stumbling_readers(app)
         name_faults(app)
         app.state.args = args
-        # vLLM stops its server when its engine has died. Here the setting `fail_fast` decides whether the server stops.
+        # vLLM stops its server when its engine has died. In Slipway, `fail_fast` decides whether the server stops.
         app.state.server = SimpleNamespace(should_exit=False)
         with parsers_for(client.vllm_config.structured_outputs_config.backend):
             plain = without_calls(args, client) if parses_only_tools and "generate" in tasks else None
@@ -166,7 +168,7 @@ async def build(
 
 
 def render_in_context() -> None:
-    """Pass the current call to the threads that render pooled prompts, because its limits and salt apply to media."""
+    """Pass the current call to the threads that render pooled prompts. Its limits and its salt apply to their media."""
 
     def in_context(render: Callable[..., Any], executor: Any = None) -> Callable[..., Awaitable[Any]]:
         run = make_async(lambda context, *prompts: context.run(render, *prompts), executor)

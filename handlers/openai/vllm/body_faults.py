@@ -1,7 +1,7 @@
 """The error messages for bodies that vLLM's Pydantic models refuse.
 
 Pydantic reports errors for each type that a value may have. An item of `input` of `/v1/responses` may have 25 types,
-and a wrong item gets 240 errors. Here only the error for the type that the client meant is reported.
+and a wrong item gets 240 errors. This module reports only the error for the type that the client meant.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class _Fault(NamedTuple):
     """One of Pydantic's errors."""
 
     path: tuple[str | int, ...]  # The path of the value in the body.
-    branch: tuple[str, ...]  # For each value on the path that may have several types: the type that was tried.
+    branch: tuple[str, ...]  # For each value on the path that may have several types: the type that Pydantic tried.
     message: str
-    expected: str  # The allowed values of `type`, if the object's `type` is another one. Empty for other errors.
+    expected: str  # The allowed values of `type`, if the object's `type` is not one of them. Empty for other errors.
 
 
 class BodyFault(NamedTuple):
     """The error of a body."""
 
-    path: tuple[str | int, ...]  # The path of the wrong value. Empty if it is the body.
+    path: tuple[str | int, ...]  # The path of the wrong value. Empty if the whole body is wrong.
     message: str
 
     @property

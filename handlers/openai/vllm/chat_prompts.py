@@ -41,7 +41,7 @@ _TRIALS: tuple[list[Any], ...] = (
 def chat_renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
     """Return a function that makes a prompt from text messages.
 
-    The prompt is the same as from `OnlineRenderer.preprocess_chat` for a request without options.
+    `OnlineRenderer.preprocess_chat` makes the same prompt for a request without options.
     """
     online, renderer = chat.online_renderer, chat.renderer
     media = chat.model_config.multimodal_config
@@ -107,7 +107,8 @@ def _direct_renderer(renderer: HfRenderer, params: Any) -> Callable[[list[dict[s
 async def of_copies(render: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
     """Make the prompts of a batch from copies of its messages.
 
-    For the template, vLLM decodes the arguments of tool calls in place. It cannot read such messages a second time.
+    For the template, vLLM replaces the arguments of tool calls with decoded arguments. It cannot read such messages a
+    second time.
     """
     request.messages = _without_iterators(request.messages)
     return await render(request.model_copy(update={"messages": deepcopy(request.messages)}))

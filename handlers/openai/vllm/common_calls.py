@@ -1,6 +1,6 @@
 """Reads the settings of vLLM's front end that Slipway's own contract needs to answer common calls.
 
-The serving objects have the attributes that `front_end` reads.
+`front_end` relies on the attributes of vLLM's serving objects.
 """
 
 from __future__ import annotations

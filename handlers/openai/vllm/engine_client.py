@@ -4,8 +4,8 @@ Requests of the serving classes are ordinary requests of `AsyncLLM`. They run al
 `engines.vllm.engine`, take places in the same queue, count in the same statistics, and fail after the same wait for a
 token.
 
-Once `AsyncLLM.add_request` has returned a request's queue, vLLM has a state with this queue for each sequence that has
-not ended.
+`AsyncLLM.add_request` returns a request's queue. From then on, vLLM has a state with this queue for each unfinished
+sequence.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from handlers.openai.current_call import BeamSteps, OpenAICall, current_call
 from handlers.openai.vllm.parameter_checks import TRANSFERS, check_id, check_parameters, check_prompt_logprobs
 
 CheckAnswer = Callable[[Any], None]  # The argument is the state of a sequence that has ended.
-# Options that vLLM's serving classes pass for chats, whose answers are constrained once their reasoning has ended.
-# Other answers have no reasoning, and are constrained from the first token. Chats are also constrained from the first
-# token if vLLM cannot tell the end of their reasoning.
+# Options that vLLM's serving classes pass only for chats. The answer to a chat is constrained after its reasoning has
+# ended, or from the first token if vLLM cannot tell this end. Other answers have no reasoning, and are constrained from
+# the first token.
 _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
 
 
@@ -77,7 +77,7 @@ class EngineClient:
         return self._llm.errored and not self._engine.waits
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuse a call before its prompt is rendered if the queue has no room for it.
+        """Refuse a call if the queue has no room for it. This happens before the call's prompt is rendered.
 
         Raises the same errors as `generate`.
         """
@@ -95,7 +95,7 @@ class EngineClient:
 
         Raises:
             VLLMValidationError: The parameters would harm the engine, or there are too many sequences.
-            GracefulHTTPError: 503. The queue has no room.
+            GracefulHTTPError: The queue has no room. The status is 503.
         """
         check_id(request_id, options)
         call = current_call.get()
@@ -123,7 +123,10 @@ class EngineClient:
         return {name: value for name, value in (args or {}).items() if name not in absent} or None
 
     def searching(self, beam_search: Callable[..., AsyncGenerator[Any, None]]) -> Any:
-        """Return vLLM's `beam_search` as one request. Its steps take no places, and do not count as prompts."""
+        """Wrap vLLM's `beam_search`, so that a search counts as one request.
+
+        The steps of a search take no places, and do not count as prompts.
+        """
 
         def search(prompt: Any, request_id: str, params: Any, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
             call = current_call.get()
@@ -167,7 +170,7 @@ class EngineClient:
 
         Raises:
             VLLMValidationError: The prompt is too long, or the call has too many prompts.
-            GracefulHTTPError: 503. The queue has no room.
+            GracefulHTTPError: The queue has no room. The status is 503.
         """
         check_id(request_id, options)
         call = current_call.get()
@@ -406,8 +409,8 @@ class _Request:
     ) -> None:
         self._llm, self._queue, self._statistics, self._limit = llm, queue, statistics, predict_timeout
         self._check_answer = check_answer
-        self._ending: asyncio.Task[None] | None = None  # The abort at the deadline.
-        self._states: list[Any] = []  # The states of its sequences.
+        self._ending: asyncio.Task[None] | None = None  # The task that aborts the request at the deadline.
+        self._states: list[Any] = []  # The states of the request's sequences.
         self._began = time.monotonic()
         self._timer = asyncio.get_running_loop().call_later(predict_timeout, self._check)
         self._open = True
@@ -490,7 +493,7 @@ def _check_end(output: Any, params: Any) -> None:
 
 
 def _cut(call: OpenAICall, output: Any) -> None:
-    """Give the finish reason for length to sequences that were aborted at the deadline of the call."""
+    """Set the finish reason `length` for the sequences that were aborted at the call's deadline."""
     if not call.deadline_passed or output is STREAM_FINISHED:
         return
     aborted = [sequence for sequence in output.outputs if sequence.finish_reason == "abort"]
@@ -506,7 +509,7 @@ def _cut(call: OpenAICall, output: Any) -> None:
 class _NoText(str):
     """The text of a sequence that has ended without a token.
 
-    If such a text were false, vLLM's streams would leave out the part, and with it the end of the sequence.
+    The text counts as true. vLLM's streams leave out a part with a false text, and would lose the end of the sequence.
     """
 
     __slots__ = ()

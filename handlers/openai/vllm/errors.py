@@ -1,4 +1,4 @@
-"""Answers the exceptions of vLLM's front end, with messages that have no paths and addresses.
+"""Answers the exceptions of vLLM's front end. The messages have no paths and no addresses.
 
 This module relies on these internals of vLLM, which tests/live/test_openai_internals.py checks:
 
@@ -104,9 +104,9 @@ def answer_stumbling_readers(app: FastAPI) -> None:
 
 
 def name_faults(app: FastAPI) -> None:
-    """Answer a body that Pydantic refuses with the one field that is wrong, as OpenAI and Anthropic do.
+    """If Pydantic refuses a body, name the one field that is wrong, as OpenAI and Anthropic do.
 
-    vLLM's answer lists the first ten of Pydantic's errors. Chats, completions and query parameters keep that answer.
+    vLLM's answer lists the first ten of Pydantic's errors. Chats, completions and query parameters keep vLLM's answer.
     """
 
     async def refuse(request: Request, error: RequestValidationError) -> Response:
@@ -140,7 +140,7 @@ def refusal(error: BaseException) -> Reply | None:
     Returns:
         The answer, or None if the exception is a server error.
     """
-    # Starlette raises a RuntimeError from an exception that has a handler.
+    # If the reply has begun, Starlette raises a RuntimeError from an exception that has a handler.
     if isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
     if not isinstance(error, VLLMClientError | GracefulHTTPError):

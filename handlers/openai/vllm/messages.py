@@ -35,9 +35,9 @@ def change_messages(messages: Any) -> None:
 
 
 def with_whole_calls(answer: ChatCompletionResponse) -> ChatCompletionResponse:
-    """Return an answer in which calls with unreadable arguments are text, because vLLM decodes each call's arguments.
+    """Return an answer in which tool calls with unreadable arguments have become text.
 
-    A call may be cut off, or its arguments may be nested too deeply.
+    vLLM decodes the arguments of each remaining call. A call may be cut off, or its arguments may be nested too deeply.
     """
     message = answer.choices[0].message
     for call in [*message.tool_calls]:

@@ -17,9 +17,9 @@ from handlers.parsing.json_fields import MAX_STRING_LENGTH, MAX_STRINGS, json_ki
 # type in `vllm_xargs`.
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 _INT64 = 2**63
-_MOST_REPEATED = 2048  # The limit on tokens that the scheduler compares for each pattern length, after each token.
-_MOST_ID = 512  # The maximum number of characters. The engine's messages repeat the id for each token.
-_MOST_PROMPT_LOGPROBS = 1 << 17  # Log probabilities are sent at once. Each blocks the event loop for 13 µs.
+_MOST_REPEATED = 2048  # After each token, the scheduler compares at most this many tokens for each pattern length.
+_MOST_ID = 512  # The maximum number of characters of an id. The engine's messages repeat the id for each token.
+_MOST_PROMPT_LOGPROBS = 1 << 17  # All log probabilities are sent at once. Each blocks the event loop for 13 µs.
 # Parameters that are sent to the engine process as 64-bit integers.
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
 
@@ -90,7 +90,7 @@ def check_id(request_id: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_typical_p(value: Any, refusal: str) -> None:
-    """Check `typical_p`. It comes in `vllm_xargs`, which vLLM passes on unchecked, even if nothing reads them."""
+    """Check `typical_p`. It is one of `vllm_xargs`. vLLM passes these arguments on without any check."""
     if refusal:
         raise InvalidParameter(TYPICAL_P, refusal)
     number = isinstance(value, int | float) and not isinstance(value, bool)

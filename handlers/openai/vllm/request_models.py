@@ -32,8 +32,8 @@ from handlers.openai.vllm.responses import ResponseFailed, ResponseIncomplete
 def stop_at_first_faults(routers: tuple[str, ...]) -> None:
     """Call `stop_at_first_fault` once for each model of these routers' requests.
 
-    This takes a tenth of a second. It must not be repeated, because the front end of a further model is built on the
-    event loop while other models serve.
+    This takes a tenth of a second. It is not repeated for further models: their front ends are built on the event loop
+    while other models serve.
     """
     for name in routers:
         protocol = importlib.import_module(name.replace(".api_router", ".protocol"))
@@ -45,8 +45,8 @@ def stop_at_first_faults(routers: tuple[str, ...]) -> None:
 def stop_at_first_fault(kind: type[BaseModel]) -> None:
     """Make a Pydantic model refuse a list or an object at its first wrong item.
 
-    Call this before FastAPI uses the model. Otherwise Pydantic reports the errors of every item. This blocks the event
-    loop for 5 ms for each item of a response's `input`, and for 0.06 ms for each number in a message's `content`. A
+    Call this before FastAPI uses the model. Otherwise Pydantic reports the errors of every item. Then each item of a
+    response's `input` blocks the event loop for 5 ms, and each number in a message's `content` blocks it for 0.06 ms. A
     body of 256 KiB holds 130,000 such numbers. Pydantic's `FailFast` applies only to the list of a field, and not to
     lists in it.
     """
@@ -59,7 +59,7 @@ def stop_at_first_fault(kind: type[BaseModel]) -> None:
             waiting += [value for key, value in node.items() if key not in ("metadata", "serialization")]
         elif isinstance(node, list | tuple):
             waiting += node
-    # Prebuilt validators of the models in its fields do not have the change.
+    # The models in the fields have prebuilt validators. These validators do not have the change.
     kind.__pydantic_validator__ = SchemaValidator(kind.__pydantic_core_schema__, _use_prebuilt=False)
 
 

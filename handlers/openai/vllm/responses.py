@@ -108,7 +108,9 @@ async def with_own_id(
     request: ResponsesRequest,
     *rest: Any,
 ) -> Any:
-    """Create a response, unless a background response with this id is running, because its record would be replaced.
+    """Create a response. Refuse it if a background response with the same id is running.
+
+    The new response would replace the record of the running response.
 
     Args:
         create: Creates the response. When it returns, the id of a background response is in `running`.

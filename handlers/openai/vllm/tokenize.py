@@ -1,8 +1,8 @@
 """Counts the prompts of chats and completions for `/tokenize`, and makes the prompts of chats for other contracts.
 
-`OnlineRenderer.render_chat` checks `tool_choice`, and makes the prompt of a chat. `ServingTokenization` answers calls
-of `/tokenize` with a `prompt`, and its `_check_model` checks a body's `model`. tests/live/test_tgi_live.py checks these
-internals.
+`OnlineRenderer.render_chat` checks `tool_choice`, and makes the prompt of a chat. `ServingTokenization` answers
+`/tokenize` for a body that has a `prompt`. Its `_check_model` checks a body's `model`. tests/live/test_tgi_live.py
+checks these internals.
 """
 
 from __future__ import annotations
