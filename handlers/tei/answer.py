@@ -30,7 +30,7 @@ class TeiAnswer(PooledAnswer):
         """
         super().__init__(prompts)
         self._characters, self._begun_at = characters, time.monotonic()
-        self._tokenization = self._queue = 0.0  # Seconds. The sums over all prompts.
+        self._tokenization = self._queue = 0.0  # The sums over all prompts, in seconds.
 
     def counts_and_times(self) -> tuple[tuple[str, str], ...]:
         """Return headers with counts and with times in milliseconds.
@@ -78,8 +78,8 @@ class Vectors(TeiAnswer):
         Args:
             prompts: See `TeiAnswer`.
             characters: See `TeiAnswer`.
-            dimensions: How many numbers of each vector are kept. None keeps all.
-            normalize: True scales each vector to the length 1, because the engine has not done so.
+            dimensions: The number of entries that are kept of each vector. None keeps all.
+            normalize: True scales each vector to the length 1. The engine has not done this.
         """
         super().__init__(prompts, characters)
         self._dimensions, self._normalize = dimensions, normalize
@@ -89,7 +89,7 @@ class Vectors(TeiAnswer):
 
 
 class SparseVectors(TeiAnswer):
-    """The numbers of each vector that are not 0."""
+    """The entries of each vector that are not 0."""
 
     def part(self, numbers: Any) -> Any:
         return json_fragment([{"index": int(index), "value": numbers[index]} for index in np.flatnonzero(numbers)])
@@ -170,7 +170,7 @@ def probabilities(raw: Any, *, keep: bool) -> Any:
 
 
 def best_first(scores: Any) -> Any:
-    """Return the indices of the scores, the best first. Of equal scores, the last comes first, as in TEI.
+    """Return the indices of the scores, the best first. If scores are equal, the last of them comes first, as in TEI.
 
     Raises:
         TeiRefusal: A score is not a number.

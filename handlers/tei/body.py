@@ -19,7 +19,7 @@ from handlers.model_config import ModelConfig
 from handlers.parsing.axum import wrong_shape
 from handlers.tei.errors import TeiRefusal, empty
 
-CHARACTERS_PER_TOKEN = 250  # A text with more characters for each token of the model's context is always too long.
+CHARACTERS_PER_TOKEN = 250  # The maximum number of characters of a text for each token of the context.
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Direction = Literal["left", "Left", "right", "Right"]
@@ -98,7 +98,7 @@ class DecodeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompts_of(inputs: Any) -> tuple[Sequence[Prompt], bool]:
-    """Return the prompts of `inputs`, and True if they are a batch.
+    """Return the prompts of `inputs`, and whether they are a batch.
 
     Raises:
         ContractError: A list mixes token ids with texts or lists.
@@ -113,7 +113,7 @@ def prompts_of(inputs: Any) -> tuple[Sequence[Prompt], bool]:
 
 
 def pairs_of(inputs: Any) -> tuple[Sequence[Pair], bool]:
-    """Return the texts and pairs of `inputs` of /predict, and True if they are a batch.
+    """Return the texts and pairs in the `inputs` of /predict, and whether they are a batch.
 
     Raises:
         ContractError: The lists are not lists of texts and pairs.
@@ -195,7 +195,7 @@ def text_in_front(prompt_name: str | None, model: PoolingModel | None) -> str | 
 def request_for(prompt: Prompt, front: str | None, pooling: Pooling, model: LoadedModel) -> GenerationRequest:
     """Return the request for a text or for token ids.
 
-    Token ids are decoded and tokenized again, as in TEI: with special tokens if there is a prefix, otherwise without.
+    As in TEI, token ids are decoded and tokenized again. Special tokens are added to them only if there is a prefix.
 
     Raises:
         InvalidRequest: The prompt is empty or too long, or its ids are not valid tokens.

@@ -84,7 +84,7 @@ class TeiContract:
 
     @abstractmethod
     def requests_and_answer(self, body: Any) -> Parsed:
-        """Return the requests, without their ids, and the answer.
+        """Return the requests without their ids, and the answer.
 
         Raises:
             ContractError: The body has another shape.
@@ -225,7 +225,7 @@ class RootContract:
         self._similarity = SimilarityContract(config, loaded)
 
     def parse(self, call: Call) -> Exchange:
-        # TEI answers such bodies if its environment variable TASK is `sentence-similarity`.
+        # TEI answers bodies with a source sentence if its environment variable TASK is `sentence-similarity`.
         return (self._similarity if _has_source(call.body) else self._route).parse(call)
 
 

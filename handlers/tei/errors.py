@@ -23,7 +23,7 @@ _INVALID = "Input validation error: "
 
 
 class TeiRefusal(errors.InvalidRequest):
-    """TEI refuses the request with this message, which gets no prefix."""
+    """A refusal with one of TEI's own messages. The message gets no prefix."""
 
     def __init__(self, kind: Kind, message: str) -> None:
         super().__init__(message)

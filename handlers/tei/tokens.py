@@ -77,7 +77,7 @@ def decode(call: Call, view: ModelView) -> Reply:
 
 
 def _lists(ids: Sequence[Any]) -> tuple[Sequence[Sequence[int]], bool]:
-    """Return the lists of token ids, and True if they are a batch.
+    """Return the lists of token ids, and whether they are a batch.
 
     Raises:
         ContractError: Some items are ids, and others are lists.
