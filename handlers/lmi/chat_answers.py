@@ -66,7 +66,7 @@ class AsyncForm(AnswerForm):
         return Reply(reply.status, reply.content_type, reply.body + b"\n", reply.headers)
 
     def event(self, data: bytes) -> bytes:
-        """Return the line for the data of an event of vLLM: a chunk, an error object, or `[DONE]`."""
+        """Return the line for an event of vLLM. `data` is a chunk, an error object, or `[DONE]`."""
         return b"\n" if data == b"[DONE]" else data + b"\n"
 
 

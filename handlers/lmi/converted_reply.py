@@ -33,7 +33,7 @@ class Shape(Protocol):
         """Return the reply for a complete (non-streamed) answer from vLLM."""
 
     def event(self, data: bytes) -> bytes:
-        """Return the bytes for the data of an event of vLLM: a chunk, an error object, or `[DONE]`."""
+        """Return the bytes for an event of vLLM. `data` is a chunk, an error object, or `[DONE]`."""
 
 
 class VllmError(msgspec.Struct):
@@ -215,7 +215,7 @@ class LmiChatShape:
         return Reply(reply.status, JSON, _json(document).encode(), reply.headers)
 
     def event(self, data: bytes) -> bytes:
-        """Return LMI's bytes for the data of an event of vLLM: a chunk, an error object, or `[DONE]`."""
+        """Return LMI's bytes for an event of vLLM. `data` is a chunk, an error object, or `[DONE]`."""
         if data == DONE:
             return self._form.done.encode()
         if is_error(data):

@@ -105,7 +105,7 @@ class LmiDynamicContract:
     def _answer(self, prompts: tuple[str, ...], full_text: bool) -> Answer:
         if self._streaming == "false":
             return ListAnswer(TokenForm(colon=":", full_text=full_text), prompts)
-        # The value "huggingface" names the streamer of the transformers library, which begins with the prompt.
+        # With the value "huggingface", a stream begins with the prompt, as in the transformers library.
         with_prompt = self._streaming == "huggingface" and full_text
         return RecordListAnswer(len(prompts), self._pad_text, prompts if with_prompt else ())
 

@@ -147,7 +147,7 @@ _FAILURES = {
     "503": "The server is stopping",
     "507": "There is no memory for the model",
 }
-# By method and path. `/workflows` has the same operations.
+# The operations, by method and path. `/workflows` has the same operations as `/models`.
 MANAGEMENT: Mapping[tuple[str, str], Operation] = {
     ("GET", "/models"): _model_operation("List models", "400"),
     ("POST", "/models"): _model_operation("Load a model", "400 404 408 409 413 500 503 507", creates=True),

@@ -30,7 +30,7 @@ _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
 class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
     """The validated and translated parameters of a request."""
 
-    request: GenerationRequest  # Without the id, the prompt, and the settings of the answer.
+    request: GenerationRequest  # The request without its id, its prompt and the settings of the answer.
     details: bool
     return_full_text: bool
     decoder_input_details: bool

@@ -274,7 +274,7 @@ class OpenAIHandler:
                 await running.submit()
                 return running
             except (Overloaded, GenerationFailed, EngineDead, AdapterUnusable, DeadlineExceeded) as failure:
-                # vLLM's front end would wait as long again. Only a call that is explained raises DeadlineExceeded.
+                # vLLM's front end would wait just as long. Only a call that is explained raises DeadlineExceeded.
                 queue.statistics.calls.count(time.monotonic() - began, failed=True)
                 reply = form.refusal(refuse(failure))
                 writer.reply(ended_at_deadline(reply) if isinstance(failure, DeadlineExceeded) else reply)

@@ -220,7 +220,7 @@ def _size_of_messages(value: msgspec.Raw) -> int:
 
 
 def _size(value: msgspec.Raw | bytes) -> int:
-    """Return the number of bytes of a JSON value. A text is counted without escapes."""
+    """Return the number of bytes of a JSON value. The escapes in a text are decoded first."""
     text = _first(value) == b'"'
     return len(msgspec.json.decode(value, type=str).encode()) if text else len(memoryview(value))
 

@@ -1,4 +1,7 @@
-"""A call of OpenAI's routes that vLLM's front end answers, as an ASGI application in this process."""
+"""A call of OpenAI's routes that vLLM's front end answers.
+
+The front end runs as an ASGI application in this process.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from handlers.parsing.forms import is_form
 
 logger = logging.getLogger(__name__)
 
-_END = b""  # Marks the end of the stream among its events.
+_END = b""  # The item that marks the end of a stream.
 
 
 def formatted_call(read: Formatter, call: Call) -> Call:

@@ -145,7 +145,7 @@ class PoolingContract:
 
 
 def _djl_texts(document: Any) -> tuple[Sequence[str], bool]:
-    """Return the texts of a body in the form of DJL's engines, and True if they came as a list.
+    """Return the texts of a body in the form of DJL's engines, and whether they came as a list.
 
     Raises:
         InvalidRequest: The body has no texts, or a value is not a text.

@@ -46,7 +46,7 @@ from handlers.openai.media.limits import MOST_FRAMES, MediaMemory, RequestMedia
 # Formats whose header states the dimensions of the decoded image. Icons are missing, because an icon may hold a larger
 # image than its header states.
 FORMATS = frozenset({"PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF"})  # MPO: a JPEG with further images.
-_SHOWN = 500  # The maximum length of vLLM's message about a URL, which may repeat the URL.
+_SHOWN = 500  # The maximum length of vLLM's message about a URL. The message may repeat the URL.
 _SHOWN_FORMATS = "PNG, JPEG, WebP, GIF, BMP, TIFF"
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # Tags of TIFF.
 _FIELDS: dict[type[Any], str] = {ImageMediaIO: "image_url", VideoMediaIO: "video_url", AudioMediaIO: "audio_url"}
@@ -149,7 +149,7 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
 
 
 class _ImageConnector(BoundedConnector):
-    """Loads the images of one request of a contract other than OpenAI's."""
+    """Loads the images of one request to a contract other than OpenAI's."""
 
     async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
         try:
@@ -346,7 +346,7 @@ class _BoundedLoader:
 
 
 class _Capture:
-    """OpenCV's capture of a video. Its frames must not be larger than the video's header says.
+    """OpenCV's capture of a video. Its frames must not be larger than the size in the video's header.
 
     The capture decodes each frame up to the last frame that is needed.
     """

@@ -91,7 +91,7 @@ class RequestMedia:
             self._hold(size)
 
     def release(self) -> None:
-        """Release the memory, because the engine has the prompt. The request may still load other media."""
+        """Release the memory when the engine has the prompt. The request may still load other media."""
         with self._memory.lock:
             self._memory.used -= self._held
             self._held = 0

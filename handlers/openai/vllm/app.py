@@ -97,7 +97,7 @@ async def build(
     Args:
         client: The engine client.
         arguments: The arguments of vLLM's front end.
-        names: The names of the model. Answers carry the first name.
+        names: The names of the model. Answers have the first name.
         accepts: Returns True for further names that a request may use.
         adapters: vLLM's requests for adapters, by name. The mapping changes as adapters are loaded and unloaded.
         tasks: The tasks of the model, by vLLM's names.
@@ -168,7 +168,10 @@ async def build(
 
 
 def render_in_context() -> None:
-    """Pass the current call to the threads that render pooled prompts. Its limits and its salt apply to their media."""
+    """Pass the current call to the threads that render pooled prompts.
+
+    The limits and the salt of the call apply to the media of the prompts.
+    """
 
     def in_context(render: Callable[..., Any], executor: Any = None) -> Callable[..., Awaitable[Any]]:
         run = make_async(lambda context, *prompts: context.run(render, *prompts), executor)

@@ -115,7 +115,7 @@ async def of_copies(render: Callable[[Any], Awaitable[Any]], request: Any) -> An
 
 
 def _without_iterators(value: Any) -> Any:
-    """Return a value with lists instead of Pydantic's iterators, which can be neither copied nor read twice."""
+    """Replace Pydantic's iterators in a value with lists. An iterator cannot be copied, and can be read only once."""
     if isinstance(value, dict):
         return {key: _without_iterators(member) for key, member in value.items()}
     return [_without_iterators(item) for item in value] if isinstance(value, list | Iterator) else value

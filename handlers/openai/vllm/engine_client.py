@@ -62,7 +62,7 @@ _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
 
 
 class EngineClient:
-    """The engine for vLLM's serving classes. Attributes that this class lacks are `AsyncLLM`'s."""
+    """The engine for vLLM's serving classes. All other attributes are those of `AsyncLLM`."""
 
     def __init__(self, engine: VllmEngine, config: ModelConfig) -> None:
         self._engine, self._config = engine, config
@@ -113,7 +113,7 @@ class EngineClient:
         return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options, places=places)
 
     def _read_args(self, args: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the arguments without the arguments for connectors that the engine does not have.
+        """Remove the arguments for connectors that the engine does not have.
 
         vLLM would report numbers from such arguments in usage and metrics.
         """
@@ -378,7 +378,7 @@ class EngineClient:
 
 
 def _submitted(call: OpenAICall, prompt: Any) -> Any:
-    """Return a prompt with the salt of its call. The memory of the prompt's source media is released."""
+    """Add the call's salt to a prompt, and release the memory of the prompt's source media."""
     call.submitted = True
     if "encoder_prompt" in prompt:  # An audio clip. Further clips may follow. vLLM does not cache clips.
         return prompt

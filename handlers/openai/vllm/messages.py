@@ -1,4 +1,4 @@
-"""Changes vLLM's `/v1/messages`, so that answers, begun turns and errors match Anthropic's API."""
+"""Changes vLLM's `/v1/messages`, so that answers, prefilled turns and errors match Anthropic's API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Message(AnthropicMessagesResponse):  # type: ignore[misc]
 
 
 def change_messages(messages: Any) -> None:
-    """Change the serving object of Anthropic's messages: begun turns, nulls in whole answers, and errors in streams."""
+    """Change the serving object of messages: prefilled turns, nulls in whole answers, and errors in streams."""
     whole, stream = messages.messages_full_converter, messages.message_stream_converter
     messages.to_chat_completion_request = partial(_continuing, messages.to_chat_completion_request)
     messages.messages_full_converter = lambda answer: _Message.model_construct(**dict(whole(with_whole_calls(answer))))

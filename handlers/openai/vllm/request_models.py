@@ -65,7 +65,7 @@ def stop_at_first_fault(kind: type[BaseModel]) -> None:
 
 @cache
 def leave_out_turns() -> None:
-    """Remove the lists with counts for each turn from the `usage` of responses. Repeated calls do nothing.
+    """Remove the lists of counts per turn from the `usage` of responses. Repeated calls do nothing.
 
     OpenAI's contract has only numbers there, and OpenAI's agents in JavaScript refuse anything else.
     """
