@@ -1,4 +1,4 @@
-"""The handler of a model with a customer's `model.py`, which runs in worker processes."""
+"""The handler of a model with a customer's `model.py`. Worker processes run the customer's code."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class CustomHandler:
         Args:
             config: The model's settings, with a handler.
             queue_size: The number of calls that may wait while all workers are busy.
-            overload_status: The status of calls that the queue cannot take.
+            overload_status: The status of calls that are refused because the queue is full.
             unavailable_status: The status of calls that fail because a worker has ended or hangs.
-            grace: Seconds that `stop` gives a worker to finish its calls.
-            load_engine: Returns the engine's handler for calls that the customer's handler makes.
+            grace: The number of seconds that `stop` gives a worker to finish its calls.
+            load_engine: Returns the engine's handler, which answers calls of the customer's handler.
 
         Raises:
             ValueError: The settings name no handler.
@@ -96,8 +96,8 @@ class CustomHandler:
         """Install the model's requirements, start `min_workers` workers and load the handler in them.
 
         Raises:
-            EngineStartError: The handler cannot be loaded. The message has the cause, and the file and the line if the
-                customer's code failed.
+            EngineStartError: The handler cannot be loaded. The message has the cause. If the customer's code failed,
+                the message also has the file and the line.
         """
         handler_config = self._handler_config
         python = await prepare_interpreter(requirements_dir(self._config.model_dir, handler_config), handler_config)
@@ -133,7 +133,7 @@ class CustomHandler:
         return request
 
     def health(self) -> EngineHealth:
-        """Return the health: dead after more than `retry_threshold` crashes, hangs and failed restarts."""
+        """Return the health. The model is dead after more than `retry_threshold` crashes, hangs and failed restarts."""
         return EngineHealth(not self.pool.failed, self.pool.failed)
 
     async def stop(self) -> None:

@@ -41,8 +41,8 @@ NO_ORIGIN = Origin()
 class EngineCall:
     """A call of a customer's handler to the engine.
 
-    Implements `ReplyWriter`: the reply goes to the worker. A handler that reads its stream slowly delays no other call.
-    At most one answer is kept in memory for the handler.
+    Implements `ReplyWriter`: the reply goes to the worker. A handler that reads its stream slowly delays no other call:
+    up to the whole answer is buffered in memory.
     """
 
     def __init__(
@@ -120,7 +120,10 @@ class EngineCall:
 
 
 def _call_of(message: Message, origin: Origin) -> Call:
-    """Return the call for an `Input`: its properties become headers, and its contents other than `data` the query."""
+    """Return the call for an `Input`.
+
+    The properties become headers. The content `data` becomes the body. All other contents become the query.
+    """
     named = {name.lower(): value for name, value in message.properties}
     fields = tuple((key or "data", value.decode("utf-8", "replace")) for key, value in message.contents)
     query = tuple(field for field in fields if field[0] != "data")

@@ -45,7 +45,10 @@ class Formatters:
         return self.output is not None and not takes_request_output(self.output)
 
     def offering(self, **keywords: Any) -> Formatters:
-        """Return formatters whose input formatter gets only the keyword arguments that it accepts."""
+        """Return the formatters with these keyword arguments for the input formatter.
+
+        Arguments that the input formatter does not accept are left out.
+        """
         if self.input is None:
             return self
         parameters = inspect.signature(self.input).parameters.values()
@@ -59,14 +62,14 @@ class Formatters:
         sys.modules.pop(self.module, None)
 
 
-# The signatures that LMI calls, by the kind of formatter and option.async_mode.
+# The signatures of LMI's formatters, keyed by the kind of formatter and by option.async_mode.
 _SIGNATURES = {
     ("input", True): "f(decoded_payload: dict, tokenizer=None, **kwargs) -> dict",
     ("output", True): "f(response) -> dict | str | object",
     ("input", False): "f(input_item: Input, **kwargs) -> RequestInput",
     ("output", False): "f(request_output: RequestOutput) -> str",
 }
-# Types in annotations that show for which value of option.async_mode a formatter was written.
+# If annotations contain one of these types, the formatter was written for this value of option.async_mode.
 _TYPES = {
     True: frozenset({"dict", "Dict", "Mapping", "MutableMapping"}),
     False: frozenset({"Input", "RequestInput", "TextInput", "RequestOutput", "TextGenerationOutput"}),
@@ -77,7 +80,7 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def signature_fault(formatters: Formatters, *, async_mode: bool) -> str:
-    """Return the reason why the model's mode cannot call the formatters, or an empty string.
+    """Return the reason why a formatter does not fit the model's mode, or an empty string.
 
     The reason includes the right signature. The check uses parameters and annotations. A function without annotations
     fits both modes.
@@ -133,11 +136,11 @@ def _type_names(annotation: Any) -> set[str]:
 def load_formatters(config: ModelConfig, imports: ModelImports) -> Formatters:
     """Import the model's `model.py` and return its formatters.
 
-    The formatters work until `imports` is removed.
+    The formatters work until `imports.remove` is called.
 
     Raises:
         EngineStartError: The file cannot be imported; the message has the file and the line. Or the file lacks the
-            function that `option.output_formatter` names. Or the model's mode cannot call a formatter.
+            function that `option.output_formatter` names. Or a formatter does not fit the model's mode.
     """
     thread, path = FormatterThread(config.predict_timeout), config.formatters
     if path is None:
@@ -174,8 +177,8 @@ async def load_adapter_formatters(adapter: Adapter, base: Formatters, *, async_m
         async_mode: The value of option.async_mode, which decides the formatters' signatures.
 
     Raises:
-        AdapterFailed: The file cannot be run; the message has the file and the line. Or it takes too long. Or
-            the model's mode cannot call a formatter.
+        AdapterFailed: The file cannot be run; the message has the file and the line. Or the file takes too long. Or a
+            formatter does not fit the model's mode.
     """
     limit = base.thread.time_limit
     loading = asyncio.ensure_future(in_daemon_thread(partial(_of_adapter, adapter, base.thread, async_mode)))
@@ -215,7 +218,7 @@ def _of_adapter(adapter: Adapter, thread: FormatterThread, async_mode: bool) -> 
 
 
 def _forget(late: asyncio.Future[Formatters | None]) -> None:
-    """Unload a `model.py` whose import finished after its load was cancelled."""
+    """Unload a `model.py` if its import finished after the load had been given up."""
     if not late.cancelled() and late.exception() is None and (formatters := late.result()) is not None:
         formatters.forget()
 

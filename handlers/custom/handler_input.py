@@ -114,7 +114,7 @@ def _contents(call: Call) -> tuple[tuple[str | None, bytes], ...]:
         fields = form_fields(call.body, call.content_type)
     except FormError as error:
         raise bad_request(error.message) from None
-    # An input without content is the initializing call, which a client must not make.
+    # An input without content would be an initializing call. A client must not make such a call.
     return tuple(fields) or whole
 
 

@@ -100,7 +100,10 @@ class HandlerReply:
 
 
 def reply_of(output: Message, body: bytes | None = None) -> Reply:
-    """Return the reply for an output. The output's properties become headers. The body is `body` or the content."""
+    """Return the reply for an output.
+
+    The output's properties become headers. The body is `body`, or the output's content if `body` is None.
+    """
     if output.code not in _STATUSES:
         return Reply(FAILED_DEPENDENCY, JSON, handler_failure(f"Invalid status code: {output.code}"))
     content_type, headers = response_headers(output.properties)
@@ -111,8 +114,8 @@ def reply_of(output: Message, body: bytes | None = None) -> Reply:
 def response_headers(properties: Properties) -> tuple[str, tuple[tuple[str, str], ...]]:
     """Return the content type, which may be empty, and the other headers.
 
-    Headers about framing and names that HTTP does not allow are left out. SageMaker would refuse the whole reply for
-    some custom attributes, so these are left out, too. In values, spaces replace control characters. Question marks
+    Headers about framing are left out, and headers whose names HTTP does not allow. Custom attributes are left out if
+    SageMaker would refuse the whole reply because of them. In values, spaces replace control characters. Question marks
     replace characters that Latin-1 does not have, as in LMI.
     """
     content_type = ""

@@ -26,13 +26,13 @@ _LABEL = re.compile(r"(?!__)[a-zA-Z_]\w*", re.ASCII)
 # The bounds of DJL Serving's histograms.
 _BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _RESERVED_PREFIXES = ("slipway_", "nv_inference_", "tgi_")
-# The endings of the names of each kind's samples.
+# The endings of sample names, for each kind of metric.
 _ENDINGS = {"c": ("_total",), "g": ("",), "h": ("_bucket", "_count", "_sum")}
 
 
 @dataclass(slots=True)
 class HandlerMetric:
-    """A metric and its series, by the value of the label.
+    """A metric. Its series are keyed by the value of the label.
 
     The first line with the metric's name decides the kind, the unit and the label.
     """

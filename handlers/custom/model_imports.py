@@ -16,7 +16,7 @@ from handlers.custom.settings import HandlerConfig
 from handlers.model_config import ModelConfig
 
 _OF_THE_SERVER = frozenset({"container", "deploy", "engines", "handlers", "replay", "slipway"})
-"""The server's packages. Code in this process gets them under these names, because they are already imported."""
+"""The server's packages. They are already imported, so an import of such a name always gets the server's package."""
 _own_directories: list[str] = []  # The directories of all loaded models. Each model adds its directory once.
 
 
@@ -30,7 +30,7 @@ class ModelImports:
     def __init__(self) -> None:
         self._places: list[str] = []
         self._own: str | None = None
-        # When a load is abandoned, its entries are removed while its thread may still add the directory.
+        # If a load is abandoned, its entries are removed. Its thread may still be running and add the directory.
         self._changing, self._removed = threading.Lock(), False
 
     def add_own(self, directory: Path) -> None:
@@ -40,7 +40,8 @@ class ModelImports:
         are removed from `sys.modules`. Code that has already imported them keeps them.
 
         Raises:
-            EngineStartError: The load of the model was abandoned, or its code would import a package of the server.
+            EngineStartError: The load of the model was abandoned, or the model's code would import the server's package
+                instead of its own.
         """
         if hidden := _OF_THE_SERVER & _imported(directory):
             name = min(hidden)
@@ -59,7 +60,7 @@ class ModelImports:
             self._places.append(self._own)
 
     def add_packages(self, directory: Path) -> None:
-        """Put a directory of packages last on `sys.path`, so that the server's packages keep their versions."""
+        """Put a directory of packages last on `sys.path`, so that the server's packages take precedence."""
         sys.path.append(str(directory))
         self._places.append(str(directory))
 
@@ -93,7 +94,7 @@ def _own_directory_of(module: ModuleType | None) -> str | None:
 
 
 def _imported(directory: Path) -> set[str]:
-    """Return the names of the modules in a directory that the Python files in it import."""
+    """Return the names of a directory's modules that Python files in the same directory import."""
     names = set[str]()
     for file in directory.glob("*.py"):
         with contextlib.suppress(OSError, SyntaxError, ValueError):  # The import reports the error.

@@ -17,7 +17,7 @@ class Request:
     message: Message
     reply: HandlerReply
     request_id: str
-    priority: int  # A request with a lower priority leaves the queue earlier.
+    priority: int  # Requests with lower numbers leave the queue earlier.
     origin: Origin = NO_ORIGIN  # The origin of the handler's calls to the engine.
     number: int = 0  # The request's place in the order of arrival.
     arrived_at: float = 0.0  # Seconds on the event loop's clock.

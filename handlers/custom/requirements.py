@@ -39,16 +39,16 @@ _DESCRIBE = (
 _COMPLETE = "complete"  # A file that marks a finished environment.
 # The key of the environment depends on files with these endings, because pip may read them.
 _PIP_FILES = frozenset({".txt", ".whl", ".gz", ".zip", ".toml"})
-_LAST_LINES = 5  # How many lines of pip's output the error message repeats.
+_LAST_LINES = 5  # The number of lines of pip's output that the error message repeats.
 
 
 def environment_variables(handler_config: HandlerConfig, python: str = "") -> Mapping[str, str]:
     """Return the server's environment variables and the variables of `option.env`.
 
-    An interpreter that is not the server's does not get the variables that concern the server's packages.
+    If the model has its own interpreter, variables that concern the server's packages are left out.
 
     Args:
-        python: The interpreter. Its directory comes first on `PATH`, for programs that its packages have installed.
+        python: The interpreter. Its directory comes first on `PATH`, so that programs of its packages are found.
     """
     foreign = handler_config.python_executable is not None
     inherited = {name: value for name, value in os.environ.items() if not (foreign and name in _SERVER_VARIABLES)}

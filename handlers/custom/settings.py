@@ -43,7 +43,7 @@ class HandlerConfig:
     function: str = setting(
         "option.handler", matching(r"[^\W\d]\w*", "the name of a function"), "handle", doc="The handler's function"
     )
-    # The function is a coroutine function, and its calls run concurrently.
+    # Whether the function is a coroutine function whose calls run concurrently.
     async_mode: bool = field(default=False, metadata=ASYNC_MODE.metadata)
     min_workers: int = setting(
         "minWorkers",
@@ -63,7 +63,7 @@ class HandlerConfig:
     max_idle_time: float = setting(
         "max_idle_time", SECONDS_OR_NEVER, "60", doc="Time until an idle worker beyond `minWorkers` ends"
     )
-    # The number of crashes and hangs of workers with which the model still counts as healthy.
+    # The number of crashes and hangs of workers after which the model still counts as healthy.
     retry_threshold: int = setting(
         "retry_threshold", integer(0), "0", doc="Crashes and hangs with which the model is still healthy"
     )
@@ -77,16 +77,16 @@ class HandlerConfig:
     )
     # Environment variables in addition to the variables of this process.
     environment: Mapping[str, str] = field(default_factory=dict, metadata=ENVIRONMENT.metadata)
-    # The model gets its own virtual environment even if there are no packages to install.
+    # Whether the model gets its own virtual environment even if there are no packages to install.
     enable_venv: bool = setting(
         "option.enable_venv", BOOLEAN, "false", doc="A virtual environment even without `requirements.txt`"
     )
-    # The properties of the handler's first call: the model's settings without `option.`, all text.
+    # The properties of the handler's first call: the model's settings, as text and without the prefix `option.`.
     properties: Mapping[str, str] = field(default_factory=dict)
     # Each entry names the GPUs of one worker, such as "0", or "0,1" for two GPUs. Workers are spread over the entries.
     # Without entries, workers use the CPU.
     devices: tuple[str, ...] = ()
-    # Hide other GPUs from a worker with one GPU. They are always hidden from a worker with several GPUs.
+    # Whether a worker with one GPU sees only its own GPU. A worker with several GPUs always sees only its own GPUs.
     sees_own_gpus: bool = False
     rolling_batch: bool = False  # If True, the function is called for each step, with all active requests.
     packages: PackageConfig = field(default_factory=PackageConfig)

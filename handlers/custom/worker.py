@@ -43,8 +43,8 @@ _SDK = str(Path(djl_python.__path__[0]).absolute())
 _EXIT_PATIENCE = 1.0  # Seconds between the end of a worker's connection and the end of its process.
 _TERMINATION_PATIENCE = 2.0  # Seconds between SIGTERM and SIGKILL.
 _PIPE_PATIENCE = 0.5  # Seconds to read the rest of the output after the process has ended.
-_STACK_SECONDS = 1.5  # The time that a hung worker has to write its stacks.
-_TAIL_LINES = 20  # How many lines of a worker's output an error message repeats.
+_STACK_SECONDS = 1.5  # The time limit, in seconds, for a hung worker to write its stacks.
+_TAIL_LINES = 20  # The number of lines of a worker's output that an error message repeats.
 _MAX_LINE = 32 * 1024  # Bytes. A longer line is logged in pieces.
 
 
@@ -80,7 +80,7 @@ class Worker:
             id_: The worker's number.
             device: The worker's devices, such as `0` or `0,1`. `-1` for none.
             plan: The command, the environment and the handler.
-            on_end: Called with this worker and the reason when a ready worker ends or is killed.
+            on_end: Called with this worker and the reason if the worker ends or is killed while it is ready.
         """
         self.id = id_
         self.name = f"worker {id_}"
@@ -94,7 +94,7 @@ class Worker:
         self._on_end = on_end
         self._receivers: dict[int, AnswerReceiver] = {}
         self._engine_calls: dict[int, EngineCall] = {}
-        # The origins of calls to the engine, by the number of the running call. Origins are never sent to the worker.
+        # The origins of calls to the engine, keyed by the running call's number. Origins are never sent to the worker.
         self._origins: dict[int, Origin] = {}
         self._has_keys = False  # Whether at least one call came with an API key.
         self.calls = 0  # The number of calls that were sent to the worker.
@@ -130,8 +130,7 @@ class Worker:
     async def _spawn(self) -> None:
         server_end, worker_end = socket.socketpair()
         output, pipe = os.pipe()
-        # A thread reads the pipe, because asyncio would wait until all processes that the handler started have closed
-        # it.
+        # A thread reads the pipe. asyncio would wait until all processes that the handler started have closed the pipe.
         log = asyncio.ensure_future(in_daemon_thread(partial(self._log_output, output)))
         try:
             reader, self._writer = await asyncio.open_unix_connection(sock=server_end, limit=CREDIT_BYTES)
@@ -252,8 +251,8 @@ class Worker:
     def _origin(self, call: int) -> Origin:
         """Return the origin of a call to the engine.
 
-        A task that the handler has started may hold prompts from calls with any key. So the calls of such a task share
-        the KV cache with no other call.
+        A task that the handler has started may hold prompts of calls with different API keys. So the calls of such a
+        task share the KV cache with no other call.
         """
         origin = self._origins.get(call, NO_ORIGIN)
         return replace(origin, key_salt=uuid.uuid4().hex) if self._has_keys and not origin.key_salt else origin

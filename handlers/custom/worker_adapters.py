@@ -30,11 +30,12 @@ class WorkerAdapterHost:
 
         Args:
             workers: Returns the workers that take requests.
-            patience: Seconds that a worker has to answer, including the calls that it has to finish first.
+            patience: The time limit for a worker's answer, in seconds. It includes the time for the worker's earlier
+                calls.
         """
         self._workers, self._patience = workers, patience
-        self._known: dict[str, Adapter] = {}  # The adapters that each new worker has to register, by name.
-        # Held during each change, so that no new worker starts to take requests in the middle of a change.
+        self._known: dict[str, Adapter] = {}  # The adapters that each new worker must register, by name.
+        # This lock is held during each change, so that no new worker starts to take requests in the middle of a change.
         self._changing = asyncio.Lock()
 
     async def register(self, adapter: Adapter) -> str:

@@ -24,8 +24,8 @@ from handlers.djl_errors import refused
 logger = logging.getLogger("handlers.custom")
 
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 30.0  # Seconds between a worker's failure and its restart.
-_HEALTHY_SECONDS = 60.0  # If a worker fails only after this time, the delay of restarts is reset.
-_IDLE_GRACE = 5.0  # Seconds that an idle worker has to exit before it is killed.
+_HEALTHY_SECONDS = 60.0  # If a worker runs longer than this before it fails, the delay of restarts is reset.
+_IDLE_GRACE = 5.0  # The time limit, in seconds, for an idle worker to exit. After that, it is killed.
 _CPU = "-1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _STOPPING = "the server is stopping"
@@ -73,7 +73,7 @@ class WorkerPool:
         self.failed = _NOT_LOADED
         self._no_worker_reason = ""  # The reason why the last worker could not be restarted. Empty while a worker runs.
         self._stopping = False
-        # Starts a batch that is not full after `max_batch_delay`.
+        # Starts a batch after `max_batch_delay`, even if the batch is not full.
         self._batch_timer: asyncio.TimerHandle | None = None
         self._idle_timers: dict[Worker, asyncio.TimerHandle] = {}  # Each timer ends a worker after `max_idle_time`.
         self._starts: set[asyncio.Task[None]] = set()
@@ -162,7 +162,7 @@ class WorkerPool:
 
     @property
     def workers(self) -> list[Worker]:
-        """All workers, including workers that are still starting, in the order in which they were started."""
+        """All workers in the order of their start, including workers that are still starting."""
         return sorted((*self._batchers, *self._starting), key=lambda worker: worker.id)
 
     @property
@@ -205,7 +205,10 @@ class WorkerPool:
         return list(self._batchers.values())[: self.max_workers]
 
     def _waits_for_more(self) -> bool:
-        """Return True if a partial batch should wait: for up to `max_batch_delay` after its first request arrived."""
+        """Return True if a partial batch should wait for more requests.
+
+        The batch waits for at most `max_batch_delay` after its first request arrived.
+        """
         loop = asyncio.get_running_loop()
         end = min(request.arrived_at for request in self._queue) + self._limits.max_batch_delay
         if self._batch_timer is not None:
@@ -258,7 +261,7 @@ class WorkerPool:
             timer.cancel()
 
     def _end_surplus(self, worker: Worker, calls: int) -> None:
-        """End a surplus worker if it was idle in the meantime, so that its number of calls is still `calls`."""
+        """End a surplus worker if it has been idle. Its number of calls is then still `calls`."""
         self._idle_timers.pop(worker, None)
         if worker.calls != calls or len(self._batchers) <= self.min_workers:
             return
@@ -344,7 +347,7 @@ def _spawn(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) ->
 def least_used(groups: Sequence[str], used: Sequence[str]) -> str:
     """Return the group of devices with the fewest workers.
 
-    Return the first of several such groups.
+    If there are several such groups, return the first.
 
     Args:
         groups: The groups of devices, such as `0` or `0,1`.

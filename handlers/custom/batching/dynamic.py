@@ -18,14 +18,15 @@ logger = logging.getLogger("handlers.custom")
 
 # Seconds. If a client reads no data of its stream for this long, its call is cancelled.
 CLIENT_PATIENCE = 120.0
-# Seconds that an async handler has to end a cancelled call. After that, the worker counts as hung.
+# The time limit, in seconds, for an async handler to end a cancelled call. After that, the worker counts as hung.
 _CANCEL_PATIENCE = 5.0
 
 
 class DynamicBatcher:
     """Calls the handler of one worker, with up to `batch_size` requests in a call.
 
-    A worker runs one call at a time, or up to `concurrency` calls in async mode. A single request is not a batch.
+    A worker runs one call at a time, or up to `concurrency` calls in async mode. A call with one request is not sent as
+    a batch.
     """
 
     def __init__(self, worker: Worker, limits: CallLimits, on_free: Callable[[], None]) -> None:
@@ -45,7 +46,8 @@ class DynamicBatcher:
             return 0
         return self._limits.batch_size if self.worker.takes_batches else 1
 
-    places = room  # The number of requests that `begin` accepts now or after the running step.
+    # The number of requests that `begin` accepts if no step is running. Calls of this batcher have no steps.
+    places = room
 
     def begin(self, requests: list[Request]) -> None:
         """Start a call. `requests` holds at most `room` requests."""
@@ -67,7 +69,7 @@ class _Call:
         self._on_finished = on_finished
         self._reply = requests[0].reply
         self._cancelled = False
-        self._uncredited = 0  # Bytes that the worker has sent, and for which it has not yet got credit.
+        self._uncredited = 0  # The number of received bytes for which the worker has no new credit yet.
         self._draining: asyncio.Task[None] | None = None
         self._call = worker.call(self._message(), self, requests[0].origin)
         self._timeout = IdleTimeout(limits.predict_timeout, self._on_timeout, self._waits_for_client)
@@ -167,7 +169,7 @@ class _Call:
             request.reply.reply(front_end_reply(status, kind, message), self._midway(status, message))
 
     def _midway(self, status: int, message: str) -> bytes:
-        """Return the last bytes of a body that has started: text, or in async mode a line of JSON."""
+        """Return the last bytes of a body that has started: a line of JSON in async mode, otherwise text."""
         return payload_error(message, status) if self._limits.async_mode else message.encode("utf-8", "replace")
 
     def _close(self) -> None:
@@ -181,7 +183,7 @@ class _Call:
 
 
 class _BatchCall(_Call):
-    """A call for several requests. A stream cannot answer it."""
+    """A call for several requests. The handler cannot answer it with a stream."""
 
     def _on_output(self, output: Message) -> None:
         try:

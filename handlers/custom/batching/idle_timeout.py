@@ -32,7 +32,7 @@ class IdleTimeout:
         self._started = self._loop.time()
 
     def stop(self) -> None:
-        """Stop for good. The callbacks are dropped: they usually hold the object that holds this timeout."""
+        """Stop for good. Drop the callbacks, because they usually refer to the owner of this timeout."""
         self._timer.cancel()
         self._expired, self._paused = _nothing, _never
 

@@ -39,7 +39,7 @@ class _ActiveRequest:
     seed: str = field(default_factory=lambda: str(random.getrandbits(31)))
 
     def entry(self, index: int) -> Message:
-        """Return the request's entries for a step: all in the first step, and empty data in later steps."""
+        """Return the request's entries for a step: the whole request at first, and empty data in later steps."""
         if self.seen:
             return prefixed(index, (), (("data", b""),))
         message = self.request.message

@@ -41,7 +41,7 @@ class HandlerCaller:
 
     @property
     def takes_batches(self) -> bool:
-        """False for a script: its answers have a status and a content type, unlike the answers of a batch."""
+        """False for a script. Each of its answers has its own status and content type, which a batch does not allow."""
         return not isinstance(getattr(self._module, self._request.function), SageMakerScript)
 
     def call(self, message: Message) -> Any:
@@ -69,7 +69,7 @@ class HandlerCaller:
 
 
 def output_of(result: Any) -> Output:
-    """Return the output for a function's result: 204 for None, and 424 for a result of another type."""
+    """Return the output for a function's result: 204 for None, and 424 for a type other than `Output`."""
     if result is None:
         return Output(204, "No content")
     if isinstance(result, Output):
@@ -110,7 +110,7 @@ def _failure(call: int, error: BaseException) -> Message:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if memory ran out, by LMI's rule."""
+    """Return True if LMI would treat the exception as a lack of memory."""
     text = _text_of(error)
     return type(error).__name__ in _OUT_OF_MEMORY_TYPES or any(sign in text for sign in _OUT_OF_MEMORY_TEXTS)
 
@@ -132,9 +132,9 @@ class _SendWindow(Generic[Credits]):
         self._sent = 0
 
     def due(self, size: int) -> range:
-        """Return a range with one number for each credit to take before the next `size` bytes are sent.
+        """Return a range whose length is the number of credits to acquire before the next `size` bytes are sent.
 
-        These are the credits that earlier bytes have used up.
+        Earlier bytes have used up these credits.
         """
         used, self._sent = divmod(self._sent, CREDIT_BYTES)
         self._sent += size
@@ -155,7 +155,7 @@ class SyncMode:
             del self._windows[message.call]
 
     def take(self, message: Message) -> None:
-        """Take a message from the server, in the thread that reads the connection."""
+        """Handle a message from the server, in the thread that reads the connection."""
         window = self._windows.get(message.call)
         if message.kind is MessageKind.CALL:
             self._windows[message.call] = _SendWindow(threading.Semaphore(INITIAL_CREDITS))
@@ -231,7 +231,7 @@ class AsyncMode:
             await asyncio.wait([task for task, _ in self._tasks.values()])
 
     def take(self, message: Message) -> None:
-        """Take a message from the server, on the event loop."""
+        """Handle a message from the server, on the event loop."""
         if message.kind is MessageKind.CALL:
             self._begin(message)
         elif message.kind is MessageKind.STOP:

@@ -18,7 +18,7 @@ def load_package(name: str, folder: str) -> None:
 
 
 def load_module(name: str, location: str, folders: "list | None" = None) -> None:  # type: ignore[type-arg]
-    """Import the file at `location` as `name`. `folders` are the folders of submodules, if the file is a package."""
+    """Import the file at `location` as `name`. For a package, `folders` are the folders of its submodules."""
     spec = importlib.util.spec_from_file_location(name, location, submodule_search_locations=folders)
     if spec is None or spec.loader is None:
         raise ImportError(location)

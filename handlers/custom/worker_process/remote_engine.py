@@ -1,4 +1,4 @@
-"""The engine in the server's process, as a handler calls it from a worker process."""
+"""Lets a handler in a worker process call the engine in the server's process."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class RemoteEngine:
     def __init__(self, connection: ServerConnection) -> None:
         self._connection = connection
         self._numbers = itertools.count(1)
-        # The messages for each unfinished call, by the call's number.
+        # The messages for each unfinished call, keyed by the call's number.
         self._messages: dict[int, asyncio.Queue[Message]] = {}
-        # The number of the server's call that each task answers. Tasks that the handler starts are not included,
-        # because they may serve several calls.
+        # Maps each task to the number of the server's call that it answers. Tasks that the handler starts are not
+        # included, because they may serve several calls.
         self.tasks: WeakKeyDictionary[asyncio.Task[None], int] = WeakKeyDictionary()
 
     async def call(self, inputs: Input) -> Output | AsyncGenerator[Output, None]:
@@ -47,7 +47,8 @@ class RemoteEngine:
             raise
         if head.streams:
             stream = self._stream(head, messages)
-            # Only a generator that has begun runs its `finally` block if the handler drops it without reading it.
+            # The handler may drop the generator without reading it. The `finally` block then runs only if the generator
+            # has begun.
             await anext(stream)
             return stream
         del self._messages[number]
@@ -58,7 +59,7 @@ class RemoteEngine:
         return output
 
     def take(self, message: Message) -> None:
-        """Take a message from the server."""
+        """Handle a message from the server."""
         if (messages := self._messages.get(message.call)) is None:
             return
         messages.put_nowait(message)

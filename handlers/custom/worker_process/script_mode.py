@@ -75,11 +75,11 @@ class SageMakerScript:
         self._default_accept = _JSON
 
     def __call__(self, inputs: Input, headers: Properties = ()) -> Output | None:
-        """Load the model, if the input is empty, or answer a request.
+        """Answer a request, or load the model if the input is empty.
 
         Args:
             inputs: The request's body and id, or the properties of the initializing call.
-            headers: The request's headers. In addition to these, the properties of `inputs` hold the custom attributes.
+            headers: The request's headers. The properties of `inputs` hold these headers and the custom attributes.
         """
         if inputs.is_empty():
             self._load(inputs)
@@ -141,7 +141,7 @@ class SageMakerScript:
 
 
 class _UnsupportedType(Exception):
-    """The default functions cannot read or write a content type."""
+    """The default functions do not support a content type."""
 
     status_code = _UNSUPPORTED
 

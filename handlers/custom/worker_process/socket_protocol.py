@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NoReturn
 
-CREDIT_BYTES = 64 * 1024  # Bytes of a call's answer that one CREDIT message allows.
+CREDIT_BYTES = 64 * 1024  # The number of bytes of an answer that one CREDIT message allows.
 INITIAL_CREDITS = 3  # The credits that a call has at its start.
 
 SIZES = struct.Struct(">IQ")  # The lengths of the header and of the contents, in bytes.
@@ -33,7 +33,8 @@ class MessageKind(StrEnum):
     """The kinds of messages.
 
     A handler may call the model's engine. For such a call, CALL and CANCEL go to the server, and OUTPUT, CHUNK and
-    STREAM_END go to the worker. The worker numbers these calls, and names the server's call during which each is made.
+    STREAM_END go to the worker. The worker numbers these calls. Each CALL also has the number of the server's call
+    during which the handler makes it.
     """
 
     # Messages to the worker.
@@ -54,7 +55,7 @@ class MessageKind(StrEnum):
 class Message:
     """A message between server and worker.
 
-    A CALL holds an `Input`. An OUTPUT holds an `Output` or an exception, and an exception may also follow chunks.
+    A CALL holds an `Input`. An OUTPUT holds an `Output` or an exception. An exception may also follow chunks.
     """
 
     kind: MessageKind = MessageKind.OUTPUT
@@ -63,14 +64,14 @@ class Message:
     code: int = 200
     message: str = ""
     properties: Properties = ()
-    headers: Properties = ()  # In a CALL, all headers of the request, for a script.
+    headers: Properties = ()  # A CALL has all headers of the request here. Only a script gets them.
     contents: Contents = ()
     streams: bool = False  # Whether chunks follow.
     error: str | None = None  # The text of the exception, or None.
 
     @property
     def data(self) -> bytes:
-        """The content `data`, or else the first content, or else no bytes."""
+        """The content `data`, otherwise the first content. Empty if there is no content."""
         first = self.contents[0][1] if self.contents else b""
         return next((value for key, value in self.contents if key == "data"), first)
 
