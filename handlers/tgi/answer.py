@@ -18,12 +18,12 @@ from handlers.answers.token_answer import ShownSequence, TokenDocument, TokenFor
 from handlers.contract import Reply
 from handlers.tgi.errors import EVENTS, INCOMPLETE_STREAM, IncompleteGeneration, error_event, refuse, refuse_stream
 
-# The members of `details`, of a further sequence, and of `details` at the end of a stream.
+# The members of three objects: `details`, a further sequence, and `details` at the end of a stream.
 _COUNTS = ("finish_reason", "generated_tokens", "seed")
 DETAILS = (*_COUNTS, "prefill", "tokens", "best_of_sequences", "top_tokens")
 OTHER = ("generated_text", *_COUNTS, "prefill", "tokens", "top_tokens")
 LAST = (*_COUNTS, "input_length")
-# TGI's clients know only the other finish reasons. An answer with one of these reasons is incomplete.
+# An answer with one of these finish reasons is incomplete. TGI's clients know only the other reasons.
 _INCOMPLETE = (None, FinishReason.ABORT, FinishReason.ERROR)
 _pack, _unpack = Struct("<f").pack, Struct("<f").unpack
 IDLE_COMMENT = b":\n\n"  # TGI sends this comment while a stream is idle.
@@ -37,7 +37,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 class WholeAnswer(TokenDocument):
-    """One document with the sequence of the highest mean log probability. `details` also has the other sequences."""
+    """One document. Its text is the sequence with the highest mean log probability. `details` has the others."""
 
     def __init__(
         self, form: TokenForm, inputs: str, seeds: Sequence[int | None], *, in_array: bool, compute_type: str
@@ -59,7 +59,7 @@ class WholeAnswer(TokenDocument):
         self._queued = 0.0
 
     def _counts_and_times(self, best: ShownSequence) -> Headers:
-        """Return headers with counts, and with times in seconds (`x-compute-time`) and whole milliseconds."""
+        """Return headers with counts and times. `x-compute-time` is in seconds, other times are in milliseconds."""
         seconds = time.monotonic() - self._begun_at
         validation = self._submitted_at - self._begun_at
         inference = max(seconds - validation - self._queued, 0.0)
@@ -120,7 +120,7 @@ class StreamAnswer(TokenStream):
         self.headers = stream_headers(compute_type, len(inputs))
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return an event for each token of the delta. The hot path: called for each token of each stream."""
+        """Return an event for each token of the delta. Hot path: this runs for each token of each stream."""
         form, complete, events = self._form, delta.last and delta.finish_reason not in _INCOMPLETE, ""
         for token in delta.tokens or ([_NO_TOKEN] if complete else ()):
             self._index += 1

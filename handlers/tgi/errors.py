@@ -17,7 +17,7 @@ _IMAGE_FAULTS = {
 
 
 def refuse(error: errors.RequestError) -> Reply:
-    """Return the reply to an error if nothing was sent yet and no stream was asked for."""
+    """Return the reply to an error before anything was sent. The client did not ask for a stream."""
     if (reply := refuse_unread(error)) is not None:
         return reply
     status, kind, text = _status_kind_and_text(error)
@@ -25,7 +25,7 @@ def refuse(error: errors.RequestError) -> Reply:
 
 
 def refuse_stream(error: errors.RequestError, headers: tuple[tuple[str, str], ...]) -> Reply:
-    """Return the reply to an error if a stream was asked for. Its status is 200, and its body an error event."""
+    """Return the reply to an error if the client asked for a stream: status 200 and an error event."""
     return Reply(200, EVENTS, error_event(error), headers)
 
 

@@ -12,7 +12,7 @@ _SCHEMES = ("http://", "https://", "data:")
 
 
 def with_marks(inputs: str, mark: Callable[[int], str]) -> tuple[str, tuple[str, ...]]:
-    """Return a prompt with the model's mark instead of each image, and the URLs of the images.
+    """Replace each image in a prompt with the model's mark. Return the prompt and the URLs of the images.
 
     Args:
         inputs: The prompt with Markdown.

@@ -1,4 +1,4 @@
-"""Reads TGI's requests: their fields, the ranges with TGI's error messages, and the translation for an engine.
+"""Reads TGI's requests: checks the fields, with TGI's error messages, and translates them for an engine.
 
 The checks run in TGI's order. Source: TGI's router, `src/lib.rs` for the fields and `src/validation.rs` for the checks.
 """
@@ -26,7 +26,7 @@ Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Unsigned64 = Annotated[int, msgspec.Meta(ge=0)]
 
 MAX_TOP_N_TOKENS = 5  # TGI's default.
-# The context must have room for at most this many new tokens. Further tokens are generated as long as they fit.
+# The maximum number of new tokens for which the context must have room. Further tokens are generated if they fit.
 _MOST_RESERVED = 1024
 
 _NOT_READ = "is not read here; in `parameters`, `grammar` and `stop` constrain the text"
@@ -69,7 +69,7 @@ class TgiRequest(msgspec.Struct, frozen=True):
 
 
 def max_input_tokens(model: LoadedModel, config: ModelConfig) -> int:
-    """Return the length in tokens of the longest prompt that is accepted."""
+    """Return the maximum number of tokens in a prompt."""
     context = model.max_model_len - 1
     return context if config.max_prompt_tokens is None else min(config.max_prompt_tokens, context)
 
@@ -207,7 +207,10 @@ def _fraction(name: str, value: float | None) -> float:
 
 
 def _stop(stop: tuple[str, ...], most: int, loaded: LoadedModel) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the stop texts, and the ids of stop texts that are special tokens, which the text does not show."""
+    """Return the normal stop texts, and the ids of stop texts that are special tokens.
+
+    Special tokens need ids, because the generated text does not show them.
+    """
     if len(stop) > most:
         raise InvalidRequest(f"`stop` supports up to {most} stop sequences. Given: {len(stop)}")
     if not all(0 < len(text) <= MAX_STRING_LENGTH for text in stop):
@@ -243,7 +246,7 @@ def _constraint(grammar: Mapping[str, Any] | None) -> Constraint | None:
 
 
 def unread_names(document: Mapping[str, Any]) -> list[str]:
-    """Return the names of fields of a request, and of its `parameters`, that have no effect.
+    """Return the names of fields without effect, both in a request and in its `parameters`.
 
     Raises:
         InvalidParameter: One of these fields would constrain the text in another contract.

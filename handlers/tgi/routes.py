@@ -136,7 +136,8 @@ _TOKENS = an_array(
     an_answer("TgiToken", "A token and the bytes of the text from which it is.", "id", "text", "start", "stop")
 )
 _ERROR = an_answer("TgiError", "What is wrong, and its kind.", "error", "error_type")
-# The replies to bodies that cannot be read, in addition to the replies of `refuse`. A 422 has either form.
+# The replies to bodies that cannot be read, in addition to the replies of `refuse`. Both kinds include replies with
+# the status 422.
 _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
     "400": ("The body is no JSON", {"text/plain": STRING}),
     "415": ("The content type is not application/json", {"text/plain": STRING}),
@@ -152,7 +153,7 @@ def _operation(summary: str, answer: Mapping[str, Schema], request: Schema | Non
 
     Args:
         summary: The summary.
-        answer: The schema of the answer by media type.
+        answer: The schema of the answer, keyed by media type.
         request: The schema of the body.
     """
     answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": (summary, answer)}

@@ -45,7 +45,7 @@ def chat(call: Call, view: ModelView) -> Call:
 
 
 def chat_tokenize(call: Call, view: ModelView) -> Reply:
-    """Return the prompt that a chat becomes, and its tokens."""
+    """Return the prompt of a chat, and the prompt's tokens."""
     texts, prompt = view.text().texts, view.chat()
     text = texts.decode(prompt.token_ids) if prompt.text is None else prompt.text
     ids, positions = _positions(check_text("messages", text, PLACED_BYTES), texts, special=False)
@@ -59,7 +59,7 @@ def chat_tokenize(call: Call, view: ModelView) -> Reply:
 
 
 def _positions(text: str, texts: ModelTexts, *, special: bool) -> tuple[list[int], list[tuple[int, int]] | None]:
-    """Return token ids, and the range of characters of each token. None if the tokenizer does not know the ranges.
+    """Return token ids, and the range of characters of each token, or None if the tokenizer does not know ranges.
 
     Raises:
         InvalidRequest: The tokenizer failed.
