@@ -115,7 +115,7 @@ class EventAnswer(_Answer):
         self._plain = f'data: {{{head}"text_output":' if shows_text_alone else None
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return the event of this delta. The hot path: called for each token of each stream."""
+        """Return the event of this delta. Hot path: this runs for each token of each stream."""
         if self._plain is not None:
             return f"{self._plain}{quote(delta.text)}}}\n\n".encode()
         for place, piece in enumerate(self._pieces):

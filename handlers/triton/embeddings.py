@@ -31,7 +31,7 @@ TEXTS = "input_text"  # LiteLLM's name for the input. LiteLLM reads all outputs.
 _VECTORS = "embedding"
 _POOLING = Pooling(task="embed")
 _BINARY = "Inference-Header-Content-Length"
-_UNIT = 1e-2  # In float16, the length of a vector that the model has scaled may differ from 1 by this much.
+_UNIT = 1e-2  # If the model scales vectors to the length 1 in float16, lengths may differ from 1 by this much.
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 

@@ -1,7 +1,8 @@
 """Triton's error bodies and statuses: `{"error": "<message>"}`.
 
 Source: Triton 2.68, "Generate Extension", "Generate Response JSON Error Object". Messages are Triton's own, because
-clients look for them. A client error is always 400, as the document says, even where Triton itself answers 500.
+clients look for them. An invalid request always gets the status 400, as this document says, even if Triton itself
+answers 500.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from handlers.contract import JSON, Reply
 from handlers.model_config import ModelConfig
 
 VERSION = "1"  # The only version of a model.
-# Any other error is a 500.
+# The status of each error. All other errors have the status 500.
 _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
     400: (errors.InvalidRequest, errors.BodyTooLarge),
     401: (errors.Unauthorized,),
@@ -28,7 +29,7 @@ _MOST_NAMES = 100  # The maximum number of adapter names in a message.
 
 
 class TritonRefusal(errors.InvalidRequest):
-    """Triton, or its backend before generation, refuses the call with this message."""
+    """Triton or its backend refuses the call with this message before it generates anything."""
 
 
 class SeveralResponses(TritonRefusal):
@@ -52,7 +53,7 @@ def error_object(message: str) -> str:
 
 
 def message_of(error: errors.RequestError) -> str:
-    """Return the message for the client. An error of the model begins with the words of Triton's vLLM backend."""
+    """Return the message for the client. Errors that Triton's vLLM backend reports begin with its words."""
     if isinstance(error, errors.UnknownModel):
         return unknown_model(error.name)
     if isinstance(error, errors.UnknownAdapter):

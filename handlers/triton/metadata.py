@@ -39,7 +39,7 @@ Tell = Callable[[Call, ModelView], Reply]
 
 
 def of_served_model(tell: Tell) -> Tell:
-    """Return a function that answers with Triton's error unless the path names the model that is served."""
+    """Return a function that calls `tell`, or answers with Triton's error if the path names another model."""
 
     def checked(call: Call, view: ModelView) -> Reply:
         return missing_model(call.path_parameters, view.config) or tell(call, view)
@@ -135,13 +135,13 @@ def configuration(call: Call, view: ModelView) -> Reply:
 
 
 def model_statistics(call: Call, view: ModelView) -> Reply:
-    """Return the model's counts and times, or a 400 for a model that is not served, as in Triton."""
+    """Return the model's counts and times. As in Triton, the status is 400 for a model that is not served."""
     missing = missing_model(call.path_parameters, view.config)
     return statistics(call, (view,)) if missing is None else Reply(400, JSON, missing.body)
 
 
 def statistics(call: Call, views: Sequence[ModelView]) -> Reply:
-    """Return counts and times of all models since the start, which include the calls of all contracts.
+    """Return counts and times of all models since the start. They include the calls of all contracts.
 
     Times are in nanoseconds, except that `last_inference` is in milliseconds.
     """
@@ -188,7 +188,7 @@ def repository_index(call: Call, views: Sequence[ModelView]) -> Reply:
 
 
 def of_one_repository(call: Call, views: Sequence[ModelView]) -> Reply:
-    """Refuse to load or unload a model from a repository that the path names, as Triton does."""
+    """Refuse a path that names a repository, as Triton does."""
     return error_reply(501, "'repository_name' specification is not supported")
 
 

@@ -1,4 +1,4 @@
-"""Reads generate requests, with the names of vLLM or of TensorRT-LLM.
+"""Reads requests of the generate extension, with the names of vLLM or of TensorRT-LLM.
 
 Source: Triton 2.68, "Generate Extension", "Generate Request JSON Object"; the models of the vLLM backend and of the
 TensorRT-LLM backend of Triton. A request is treated as a request to the TensorRT-LLM backend if it has an input that
@@ -76,7 +76,7 @@ _TYPES: dict[Kind, tuple[type, str]] = {
     "boolean": (bool, "Unable to parse 'data': attempt to access JSON non-boolean as boolean"),
     "integer": (int, "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer"),
 }
-# The outputs in addition to `text_output`, by the inputs that ask for them.
+# The outputs in addition to `text_output`, keyed by the inputs that ask for them.
 _OUTPUTS = {
     **{name: (name.removeprefix("return_"),) for name in VLLM_INPUTS if name.startswith("return_")},
     "return_log_probs": ("cum_log_probs", "output_log_probs"),
@@ -86,7 +86,7 @@ _FOR_THE_SERVER = frozenset(
     {"id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
 )
 _WITHIN = "Converting keyword: 'parameters': "  # The beginning of Triton's messages about members of `parameters`.
-# vLLM's names for older names of TensorRT-LLM's ensemble and for names of the LLM-API model.
+# Maps older names of TensorRT-LLM's ensemble, and names of the LLM-API model, to vLLM's names.
 _RENAMED = {
     "stop_words": "stop",
     "bad": "bad_words",
@@ -108,12 +108,12 @@ _decode = JsonDecoder[Any]().decode
 class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request, validated and translated."""
 
-    id: str = ""  # Empty if the request has no id. Its responses then have no id.
+    id: str = ""  # Empty if the request has no id. The responses then have no id either.
     prompt: str = ""
     images: tuple[str, ...] = ()  # The URLs of images. The prompt has the model's mark for each image.
     vllm: VllmParameters
     stream: bool  # Whether each step of the engine gets a response, instead of a single response at the end.
-    # The tokenizer adds the special tokens of its template, such as the beginning of the sequence.
+    # Whether the tokenizer adds the special tokens of its template, such as the token that begins a sequence.
     add_special_tokens: bool
     repeat_prompt: bool  # Whether `text_output` begins with the prompt.
     outputs: frozenset[str]  # The outputs that the request asks for in addition to `text_output`.
@@ -153,7 +153,7 @@ def read_request(
         body: The body.
         config: The settings of the model.
         loaded: The model.
-        memo: Caches the requests that were read, without their ids, prompts and images.
+        memo: A cache of requests without their ids, prompts and images.
 
     Raises:
         TritonRefusal: The body is not JSON, or a member has a wrong type or shape.
@@ -170,7 +170,7 @@ def read_request(
 def _read(
     body: bytes, config: ModelConfig, loaded: LoadedModel, memo: ParameterMemo[TritonRequest], names: dict[str, str]
 ) -> TritonRequest:
-    """Read a request's body. Add the client's names that differ to `names`, by vLLM's and the engine's names."""
+    """Read a request's body. In `names`, map vLLM's and the engine's names to the client's if they differ."""
     request_id, inputs, parameters = read_inputs(body, config.name)
     if inputs.pop("embedding_request", None) is not None:
         raise InvalidRequest(f"Model {config.name} does not support 'embed' request")
@@ -209,7 +209,7 @@ def _read_parameters(
     names.update(vllm_names(values))
     if "streaming" in values:
         names["stream"] = "streaming"
-    stream = any([switch(values, "stream"), switch(values, "streaming")])  # A list, so that both are removed.
+    stream = any([switch(values, "stream"), switch(values, "streaming")])  # The list makes sure that both are removed.
     leaves_out_prompt = switch(values, "exclude_input_in_output")
     if stream and leaves_out_prompt is False:
         raise InvalidRequest("When streaming, `exclude_input_in_output` = False is not allowed.")
@@ -410,7 +410,7 @@ def _vllm(values: Mapping[str, Any], constraint: Constraint | None, stream: bool
 
 
 def plain_names(values: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return the values under vLLM's names, without the prefix. Add the client's names to `names`, by vLLM's names.
+    """Return the values under vLLM's names, without the prefix. In `names`, map vLLM's names to the client's.
 
     Raises:
         InvalidParameter: Two values have the same name.
@@ -432,7 +432,7 @@ def plain_names(values: Mapping[str, Any], names: dict[str, str]) -> dict[str, A
 def to_vllm(
     plain: Mapping[str, Any], eos_token_ids: frozenset[int], names: dict[str, str]
 ) -> tuple[dict[str, Any], Constraint | None]:
-    """Return the values under vLLM's names, and the constraint. Add the client's names to `names`, by vLLM's names.
+    """Return the values under vLLM's names, and the constraint. In `names`, map vLLM's names to the client's.
 
     Raises:
         InvalidParameter: A parameter is wrong. The error names the parameter and the allowed values.
@@ -505,7 +505,7 @@ def _translate_end(values: dict[str, Any], eos_token_ids: frozenset[int], names:
         return
     values["ignore_eos"], names["ignore_eos"] = True, "end_id"
     given = decoded(values.get("stop_token_ids")) or []
-    if isinstance(given, list) and end_id != _NO_END:  # The reader reports another type.
+    if isinstance(given, list) and end_id != _NO_END:  # If the type is wrong, the reader reports it.
         values["stop_token_ids"] = [*given, end_id]
         if not given:
             names["stop_token_ids"] = "end_id"

@@ -32,8 +32,8 @@ class TritonContract:
         """Create the contract.
 
         Args:
-            events: True sends server-sent events: one for each part if the request sets `stream`, otherwise one with
-                the whole answer.
+            events: If True, the answer consists of server-sent events. There is one event for each part if the request
+                sets `stream`, otherwise one event with the whole answer.
         """
         self._config, self._loaded, self._events = config, loaded, events
         self._memo = ParameterMemo[TritonRequest]()
@@ -71,7 +71,7 @@ _KINDS: dict[str, Schema] = {
 
 
 def _in_parameters(schema: Schema) -> Schema:
-    """Return the schema of a vLLM parameter as a member of `parameters`, whose values are only scalars.
+    """Return the schema of a vLLM parameter as a member of `parameters`, which holds only scalars.
 
     Arrays and objects are given as text.
     """
