@@ -1,7 +1,8 @@
-"""happy_vllm's answers: one compact document, or a line of JSON for each step that repeats the whole text so far.
+"""happy_vllm's answers: one compact document, or a line of JSON for each step.
 
-Source: happy_vllm, "Generating endpoints", section "Output". The bytes match the original: the document is JSON as
-Starlette writes it, and the lines are JSON as Python's `json.dumps` writes it by default.
+Each line repeats the whole text so far. The bytes match the original: the document is JSON as Starlette writes it, and
+the lines are JSON as Python's `json.dumps` writes it by default. Source: happy_vllm, "Generating endpoints", section
+"Output".
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class _Answer(Answer):
             self._end = f'{self._style.comma}"prompt"{self._style.colon}{self._style.quote(generation.prompt)}'
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Add a delta. The hot path: called for each token of each stream."""
+        """Add a delta. Hot path: this runs for each token of each stream."""
         sequence = delta.sequence
         if sequence >= len(self._responses):  # Beams that are not shown do not change the answer.
             return self.latest() if delta.last else b""
@@ -72,7 +73,7 @@ class _Answer(Answer):
         return refuse(error)
 
     def _document(self, addition: str = "") -> str:
-        """Return the whole object. `addition` holds further members for its end."""
+        """Return the whole object. `addition` is the text of further members, which come last."""
         comma, colon, _ = self._style
         prompt_tokens = self._prompt_tokens
         responses = f'"{comma}"'.join(self._responses)

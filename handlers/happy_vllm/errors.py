@@ -1,8 +1,8 @@
 """happy_vllm's error bodies.
 
 The original is a FastAPI application. It answers 422 with `{"detail": [...]}` if a field has the wrong type, and 500
-for any other client error. Here all client errors are 4xx in the same format, and are found before any text is
-generated. Server errors are 500, with the body that happy_vllm sends if EXPLICIT_ERRORS is set.
+for any other client error. Here all client errors have a 4xx status and the same format. They are found before any text
+is generated. Server errors with the status 500 have the body that happy_vllm sends if EXPLICIT_ERRORS is set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engines import errors
 from handlers.contract import JSON, Reply
 from handlers.route_declarations import error_body
 
-# Any other error is a 500.
+# The status of each error. All other errors have the status 500.
 _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
     401: (errors.Unauthorized,),
     404: (errors.UnknownModel, errors.NotServed),
@@ -85,5 +85,5 @@ def _status_of(error: errors.RequestError) -> int:
 
 
 def _entry(kind: str, message: str, *location: str | int) -> dict[str, Any]:
-    """Return an error as Pydantic writes it, but without `input`, because the client's text is not sent back."""
+    """Return an error in Pydantic's format, but without `input`, which would repeat the client's text."""
     return {"type": kind, "loc": ["body", *location], "msg": message}

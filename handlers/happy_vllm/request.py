@@ -21,7 +21,7 @@ from handlers.parsing.parameter_memo import ParameterMemo
 from handlers.parsing.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
 from handlers.route_declarations import MOST_IDS
 
-# Keywords of /v1/generate that are not vLLM's.
+# Keywords of /v1/generate that vLLM does not have.
 _OWN = frozenset({"prompt", "prompt_in_response", "response_pool", "json_format", "json_format_is_json_schema"})
 _TYPES = ("string", "integer", "boolean", "number")  # Types of fields in the simple form of `json_format`.
 _TYPES_IN_WORDS = ", ".join(f'"{name}"' for name in _TYPES)
@@ -98,7 +98,7 @@ def read_generation(values: dict[str, Any], memo: ParameterMemo[tuple[bool, Vllm
 
     Args:
         values: The body.
-        memo: Caches parsed bodies without their prompts: `prompt_in_response` and vLLM's parameters.
+        memo: A cache of `prompt_in_response` and vLLM's parameters. The key is a body without its prompt.
 
     Raises:
         InvalidRequest: The prompt is missing, or keywords exclude each other.

@@ -1,6 +1,6 @@
 """The routes of happy_vllm: the generating routes of releases up to 1.1.15, and the routes that generate nothing.
 
-`/v1/completions`, `/v1/chat/completions` and `/v1/models` are vLLM's own and belong to the OpenAI family.
+`/v1/completions`, `/v1/chat/completions` and `/v1/models` are vLLM's own routes and belong to OpenAI's contract.
 Source: happy_vllm, "Generating endpoints" and "Technical endpoints".
 """
 

@@ -25,8 +25,8 @@ DEFAULT_CHUNK = 200
 
 # happy_vllm puts this word before a text. The word matters, because it affects how the text's beginning is tokenized.
 _WORD = "thisisareallybigwordisntit"
-_HEAD = 256  # Words are first tried on this many characters of a text. Later characters hardly ever matter.
-_TRIES = 3  # At most this many words are tried on a whole text. The first fails only for texts made to defeat it.
+_HEAD = 256  # Prefixes of the word are first tried on this many characters. Later characters hardly ever matter.
+_TRIES = 3  # The maximum number of prefixes tried on a whole text. The first fails only for texts made to break it.
 _BLOCK = 32  # The number of tokens decoded together. A decoder may take quadratic time for bytes that are not text.
 _CONTEXT = 16
 # The maximum number of tokens that can make one character: four bytes of UTF-8, and some special tokens in between.
@@ -159,9 +159,10 @@ def ids_inside(model: LoadedModel, text: str) -> list[int]:
 
 
 def _behind(model: LoadedModel, word: str, text: str, tries: int) -> tuple[str, list[int]]:
-    """Return the longest prefix of the word whose tokens stay the same when the text follows it, and the text's ids.
+    """Return a prefix of the word, and the ids of the text behind this prefix.
 
-    After `tries` attempts, the text is tokenized alone.
+    The prefix is the longest whose tokens stay the same if the text follows. After `tries` attempts, the prefix is
+    empty, and the text is tokenized alone.
     """
     while word and tries:
         before, together = _encode(model, word), _encode(model, word + text)
@@ -176,7 +177,7 @@ def _encode(model: LoadedModel, text: str) -> list[int]:
 
 
 def texts_inside(model: LoadedModel, token_ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, as inside a longer text. Joined, they are the text of all tokens.
+    """Return the text of each token, as inside a longer text. The joined texts are the text of all tokens.
 
     If a character takes several tokens, the whole character is the text of the last of these tokens.
     """
@@ -206,8 +207,8 @@ def _pending(texts: Sequence[str]) -> int:
 def split_text(model: LoadedModel, text: str, minimum: int, separators: Sequence[str]) -> list[str]:
     """Return chunks of at least `minimum` tokens that end right after a separator. The last chunk has the rest.
 
-    Separators are compared as tokens: "?" is not " ?". An empty separator matches after each token. Joined, the chunks
-    are the text.
+    Separators are compared as tokens: "?" is not " ?". An empty separator matches after each token. The joined
+    chunks are the text.
     """
     ids = ids_inside(model, text)
     texts = texts_inside(model, ids)
