@@ -21,10 +21,10 @@ def read_request(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
     """Decode a body.
 
     Returns:
-        The body as an object of the class `shape`, and as a JSON document.
+        The body in two forms: an object of the class `shape`, and a JSON document.
 
     Raises:
-        ContractError: The body is not JSON of this shape. The reply has axum's words.
+        ContractError: The body is not JSON of this shape. The reply has axum's text.
     """
     kind = media_type(call.content_type)
     if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):

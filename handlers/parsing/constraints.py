@@ -15,7 +15,7 @@ from engines.errors import SHOWN, InvalidParameter
 from engines.request import Constraint
 from handlers.parsing.json_fields import JsonError, Kind, ParameterReader, decode_json
 
-MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000  # The engine makes one grammar of all choices before it begins.
+MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000  # Limits, because the engine makes one grammar of all choices.
 
 # The names under which a request can set the form of the whole text, with the JSON types of their values.
 FORMS: Mapping[str, Kind] = {
@@ -30,7 +30,7 @@ FORMS: Mapping[str, Kind] = {
 }
 # vLLM's older names for `structured_outputs`.
 OLDER = frozenset({"guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar"})
-# The names that constrain the text in any contract. No contract ignores any of them.
+# The names that constrain the text in at least one contract. No contract ignores these names.
 CONSTRAINING = frozenset(
     {
         *FORMS,
@@ -46,7 +46,7 @@ _OUTPUTS = ("structured_outputs", "guided_decoding")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # Fields of earlier releases that select a back end. Here the server selects the back end.
 _WITHOUT_EFFECT = ("disable_fallback", "backend_was_auto")
-# The allowed values of `type`. `response_format` is OpenAI's and TGI's field, `grammar` only TGI's.
+# The allowed values of `type`. OpenAI and TGI have the field `response_format`. Only TGI has `grammar`.
 _TYPES = {
     "response_format": ("text", "json_object", "json_schema", "json", "regex"),
     "grammar": ("json_object", "json_schema", "json", "regex"),
@@ -57,10 +57,10 @@ _CHOICES = ("tool_choice", "function_call")
 
 
 def read_constraint(read: ParameterReader) -> Constraint | None:
-    """Return the constraint among a request's parameters, under any of its names.
+    """Return the constraint of a request. Its name may be any name in `FORMS`.
 
     Raises:
-        InvalidParameter: The constraint is invalid, or there are several constraints.
+        InvalidParameter: The constraint is invalid, or there are several different constraints.
     """
     read.optional_string("guided_decoding_backend")  # from earlier releases; the server selects the back end
     values = {name: read.value(name, kind) for name, kind in FORMS.items()}
@@ -69,7 +69,7 @@ def read_constraint(read: ParameterReader) -> Constraint | None:
 
 
 def agreed(found: Sequence[tuple[str, Constraint]]) -> Constraint | None:
-    """Return the one constraint of a request, which may be given under several names.
+    """Return the only constraint of a request. It may be given under several names.
 
     Clients that support several releases of vLLM also send the older names. vLLM follows only `structured_outputs`.
 
@@ -91,7 +91,7 @@ def agreed(found: Sequence[tuple[str, Constraint]]) -> Constraint | None:
 
 
 def strict_of(form: Any) -> bool | None:
-    """Return `strict` of a form with a JSON schema: False by default for OpenAI's form, and None for other forms.
+    """Return the value of `strict` in a form. Its default is False for OpenAI's form, and None for other forms.
 
     Clients put `strict` next to `type`, next to the schema, or into forms that have no such field. It counts
     everywhere.
@@ -105,7 +105,7 @@ def strict_of(form: Any) -> bool | None:
 
 
 def strictest(values: Collection[bool | None]) -> bool | None:
-    """Return the value of `Constraint.strict` for several forms together."""
+    """Combine several values of `Constraint.strict` into one."""
     return True if True in values else None if None in values else False
 
 
@@ -131,7 +131,7 @@ def constraint_of(name: str, value: Any) -> Constraint | None:
 
 
 def asks(name: str, value: Any) -> bool:
-    """Return True if a field of this name constrains anything. Null and an empty list constrain nothing.
+    """Return True if this field constrains the text. Null and an empty list constrain nothing.
 
     Args:
         name: One of `CONSTRAINING`.
@@ -159,7 +159,7 @@ def refuse_unread(values: Mapping[str, Any], unread: Iterable[str], message: str
 
 
 def decoded(value: Any) -> Any:
-    """Return the document that a text holds. Return anything else unchanged."""
+    """Decode a text if it is JSON. Return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -237,7 +237,7 @@ def _typed(name: str, form: dict[str, Any]) -> Constraint | None:
         if member != "value":
             raise InvalidParameter(place, "has no effect where `type` is regex; put the expression into `value`")
         return Constraint(parameter=place, **_form(place, "regex", value))
-    # The value is `{"name": ..., "schema": ...}`. If `type` is json or json_object, it is the schema itself.
+    # In these cases, the value is `{"name": ..., "schema": ...}`. Otherwise the value is the schema itself.
     if member == "json_schema" or (member == "value" and kind == "json_schema"):
         if not isinstance(value, dict):
             raise InvalidParameter(place, "must be an object with `schema`")

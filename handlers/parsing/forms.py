@@ -12,8 +12,8 @@ from handlers.contract import media_type
 
 _URLENCODED = "application/x-www-form-urlencoded"
 MULTIPART = "multipart/form-data"
-MAX_FIELDS = 1000  # Splitting 64 MiB of `&` takes 2 s and 500 MiB.
-_PIECE = 64 * 1024  # The bytes that are decoded at once. Other threads can run between two pieces.
+MAX_FIELDS = 1000  # Without this limit, splitting 64 MiB of `&` would take 2 s and 500 MiB.
+_PIECE = 64 * 1024  # The number of bytes that are decoded at once. Other threads can run between two pieces.
 
 
 class FormError(InvalidRequest):
@@ -46,7 +46,7 @@ def form_text(body: bytes, content_type: str, name: str) -> str | None:
 
 
 def _urlencoded(body: bytes) -> list[tuple[str, bytes]]:
-    """Return the fields as `urllib.parse.parse_qsl` does, which accepts only text. Here values may be any bytes."""
+    """Return the fields as `urllib.parse.parse_qsl` does. In contrast to it, accept any bytes as values."""
     if body.count(b"&") >= MAX_FIELDS:
         raise FormError(f"the form has more than {MAX_FIELDS} fields")
     pairs = (field.replace(b"+", b" ").partition(b"=") for field in body.split(b"&") if field)
@@ -54,7 +54,7 @@ def _urlencoded(body: bytes) -> list[tuple[str, bytes]]:
 
 
 def _unquoted(text: bytes) -> bytes:
-    """Return the text without its escapes, such as `%20`."""
+    """Decode the escapes in a text, such as `%20`."""
     pieces, start = [], 0
     while start < len(text):
         end = start + _PIECE

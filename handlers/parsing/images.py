@@ -1,4 +1,4 @@
-"""Images that requests name by URL. OpenAI's chats do not need this, because vLLM's front end loads their images."""
+"""Images that requests name by URL. OpenAI's chats do not need this module: vLLM loads their images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-DATA_URL = "data:image/png;base64,"  # The type does not matter, because it is read from the image.
+DATA_URL = "data:image/png;base64,"  # This type has no effect, because the image itself shows its type.
 
 
 class ImageLoader(Protocol):

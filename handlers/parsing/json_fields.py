@@ -13,8 +13,8 @@ import msgspec
 from engines.errors import SHOWN, InvalidParameter
 from handlers.parsing.json_limits import JsonDecoder
 
-MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # The range of engines. No parameter has a meaning beyond it.
-MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000  # Engines search for each string after each token of each request.
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # The range of an engine's integers.
+MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000  # Limits, because engines search for each string after each token.
 
 Kind = str | list[str]  # The `type` in a JSON schema, such as "integer".
 
@@ -48,7 +48,7 @@ def decode_json(text: bytes | str) -> Any:
 def json_fault(text: bytes | str, error: Exception) -> str:
     """Return the reason that msgspec's `error` gives for refusing `text`, corrected if it misleads.
 
-    Near the end of a text, msgspec reports half a surrogate pair as a text that was cut off.
+    If half a surrogate pair is near the end of a text, msgspec reports that the text was cut off.
     """
     reason = str(error)
     if reason != _TRUNCATED:
@@ -67,7 +67,8 @@ def json_kind(value: Any) -> str:
 class ParameterReader:
     """Reads parameters by name, type and range. Null counts as absent.
 
-    All methods that return a value raise `InvalidParameter`, which names the allowed and the given value.
+    All methods that return a value raise `InvalidParameter` if the value is wrong. The error names the allowed and the
+    given value.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -88,14 +89,14 @@ class ParameterReader:
         raise _wrong(name, "true or false", value)
 
     def integer(self, name: str, default: int, *, minimum: int | None = None, maximum: int | None = None) -> int:
-        """Return a whole number within bounds, both included."""
+        """Return a whole number from `minimum` to `maximum`."""
         value = self._integer(name, "integer", default, minimum, maximum)
         return default if value is None else value
 
     def optional_integer(
         self, name: str, *, minimum: int | None = None, maximum: int | None = None, digits: bool = False
     ) -> int | None:
-        """Return a whole number within bounds, or None if absent.
+        """Return a whole number from `minimum` to `maximum`, or None if absent.
 
         Args:
             digits: True also accepts a string of digits.
@@ -124,7 +125,7 @@ class ParameterReader:
         maximum: float | None = None,
         above: float | None = None,
     ) -> float:
-        """Return a finite number within bounds. `above` is a lower bound that is itself excluded."""
+        """Return a finite number from `minimum` to `maximum`. It must be greater than `above`."""
         value = self._take(name, "number", default, minimum=minimum, maximum=maximum, exclusiveMinimum=above)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _wrong(name, "a number", value)
@@ -218,7 +219,7 @@ class ParameterReader:
         return value
 
     def _meant(self, kind: Kind, value: Any) -> Any:
-        """Return what a value means if a value of this kind is expected. Here it is the value itself."""
+        """Convert a value to the expected kind. This class returns the value unchanged."""
         return value
 
 

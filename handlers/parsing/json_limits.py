@@ -23,10 +23,11 @@ CHECKED = 16 * 1024  # Bytes. Shorter texts are decoded in at most 40 ms, so onl
 # The maximum depth of objects and arrays. In deeper documents, recursive code would reach the interpreter's limit, and
 # the pickled parameters of a request would end the engine's process.
 MOST_DEPTH = 128
-MOST_PARTS = 2_500_000  # Decoding takes 0.2 s, or 0.5 s for integers with 20 digits. A comma is a part.
+# The maximum number of parts. Each comma is a part. Decoding them takes 0.2 s, or 0.5 s for integers with 20 digits.
+MOST_PARTS = 2_500_000
 OF_STRUCTURE = 10  # An object, an array or a key, which takes 0.3 µs, counts as this many parts.
-OF_FRACTION = 5  # The same for a decimal point. 9007199254740993.0 takes 0.5 µs, and most fractions take 0.07 µs.
-OF_EXPONENT = 500  # The same for an exponent. 1e300 takes 14 µs.
+OF_FRACTION = 5  # A decimal point counts as this many parts. Fractions take 0.07 µs, the slowest 0.5 µs.
+OF_EXPONENT = 500  # An exponent counts as this many parts. 1e300 takes 14 µs.
 MOST_DIGITS = 100  # The maximum number of consecutive digits, because long numbers take quadratic time.
 
 _PIECE = 64 * 1024
@@ -37,7 +38,8 @@ _BRACKETS = bytes.maketrans(b"[]", b"{}")
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 _TOO_DEEP = f"it is nested more than {MOST_DEPTH} levels deep"
 
-# Held while a thread checks and decodes a long text. Two texts at once would block all other work for twice as long.
+# This lock is held while a thread checks and decodes a long text. Two texts at once would block all other work for
+# twice as long.
 _one_at_a_time = threading.RLock()
 
 T = TypeVar("T")
@@ -49,7 +51,7 @@ class JsonTooCostly(msgspec.DecodeError):
 
 
 class JsonSize(NamedTuple):
-    """The parts of a JSON text."""
+    """The size of a JSON text."""
 
     values: int  # The number of items of arrays and members of objects.
     structures: int  # The number of objects and arrays.
@@ -113,7 +115,7 @@ def _turn(text: bytes) -> AbstractContextManager[Any]:
 
 
 def _check_utf8(text: bytes) -> None:
-    """Check a text piece by piece. Raises UnicodeDecodeError."""
+    """Check piece by piece that a text is in UTF-8. Raises UnicodeDecodeError."""
     if len(text) <= _PIECE:
         str(text, "utf-8")
         return
@@ -130,7 +132,7 @@ async def off_the_loop(body: bytes, function: Callable[P, T], *args: P.args, **k
 
 
 def check_limits(text: bytes) -> JsonSize | None:
-    """Check a text piece by piece. Other threads run between the pieces.
+    """Check piece by piece that a text is within the limits. Other threads run between the pieces.
 
     Returns:
         The size of the text. None for short texts, which are not counted.

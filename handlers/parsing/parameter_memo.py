@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-_MOST, _LONGEST = 1000, 500  # The maximum number of entries, and of bytes of an entry's parameters.
+_MOST, _LONGEST = 1000, 500  # The maximum numbers of entries, and of bytes in an entry's key.
 
 T = TypeVar("T")
 

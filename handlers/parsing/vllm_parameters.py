@@ -1,8 +1,8 @@
 """Reads vLLM's sampling parameters under vLLM's own names: their types, ranges and defaults.
 
-happy_vllm and Triton's vLLM backend pass all parameters of a client to vLLM's `SamplingParams`. So the names are those
-of `SamplingParams`, and names of earlier releases (`best_of`, `use_beam_search`, `guided_decoding`) that clients still
-send. Source: vLLM, `sampling_params.py`.
+happy_vllm and Triton's vLLM backend pass all parameters of a client to vLLM's `SamplingParams`. So the names are the
+names in `SamplingParams`. Clients also send names of earlier releases: `best_of`, `use_beam_search` and
+`guided_decoding`. Source: vLLM, `sampling_params.py`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class VllmParameters:
     # The request without its id and prompt. A beam search makes `beam_search.width` sequences, and shows the best of
     # them.
     request: GenerationRequest
-    # The number of alternatives for each token. 0 means only the token's own log probability, None no log
+    # The number of alternatives for each token. 0 means only the token's own log probability. None means no log
     # probabilities.
     logprobs: int | None
     prompt_logprobs: int | None  # The same number for the prompt's tokens.
@@ -75,18 +75,18 @@ class VllmParameters:
 
 
 def vllm_names(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return vLLM's names for parameters that have other names in the engine, for a body with these values."""
+    """Return vLLM's names, keyed by the engine's names if they differ. One name depends on the body's values."""
     return {"top_n_tokens": "logprobs", "num_beams": "best_of" if values.get("best_of") is not None else "n"}
 
 
 class TextReader(ParameterReader):
-    """Also accepts text for numbers, booleans and documents ("16", "0.5", "true", "[1, 2]"), as Triton's clients send.
+    """Also accepts numbers, booleans and documents as text, such as "16", "0.5", "true" or "[1, 2]".
 
-    Text that cannot be converted is refused, and the error names the parameter.
+    Triton's clients send such text. Text that cannot be converted is refused, and the error names the parameter.
     """
 
     booleans: ClassVar[Mapping[str, bool]] = TEXT_BOOLEANS
-    kinds: ClassVar[tuple[Kind, ...]] = ("integer", "number", "array", "object")  # Other kinds that may be text.
+    kinds: ClassVar[tuple[Kind, ...]] = ("integer", "number", "array", "object")  # Non-boolean kinds that may be text.
 
     def _meant(self, kind: Kind, value: Any) -> Any:
         if kind == "boolean":
@@ -100,7 +100,7 @@ class TextReader(ParameterReader):
 
 
 def number_of_text(text: str) -> int | float | str:
-    """Return the number that a text stands for, or the text itself."""
+    """Return the number that a text stands for, or the text itself if it is not a number."""
     stripped = text.strip()
     if _TEXT_INTEGER(stripped):
         return int(stripped)
@@ -190,7 +190,7 @@ def _sequences(read: ParameterReader) -> tuple[int, int]:
 
 
 def _beam_search(read: ParameterReader, width: int) -> BeamSearch | None:
-    """Return the beam search, if any. It replaces sampling, so sampling parameters have no effect then, as in vLLM."""
+    """Return the beam search, if any. As in vLLM, it replaces sampling, so sampling parameters have no effect."""
     asked = read.boolean("use_beam_search", False)
     length_penalty = read.number("length_penalty", 1.0, minimum=-MAX_LENGTH_PENALTY, maximum=MAX_LENGTH_PENALTY)
     early_stopping = read.boolean("early_stopping", False)
