@@ -1,4 +1,4 @@
-"""The answer to a call of a pooling model: the numbers of all its prompts together."""
+"""The answer to a call of a pooling model. It contains the numbers of all prompts of the call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGEST_EXPONENT = 700.0  # The exponential of this number still fits into a fl
 
 
 def encode(document: Any) -> bytes:
-    """Return compact JSON. Arrays of float32 are written with as few digits as they need."""
+    """Return compact JSON. A float32 is written with the fewest digits that identify it."""
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
@@ -49,7 +49,7 @@ def shortened(vector: Any, dimensions: int | None, *, normalize: bool) -> Any:
     Args:
         vector: The vector.
         dimensions: How many numbers are kept. None keeps all.
-        normalize: Scale the vector to the length 1 after the cut.
+        normalize: Whether to scale the shortened vector to the length 1.
     """
     kept = vector[..., :dimensions]
     # The encoder takes only arrays without gaps in memory.

@@ -29,20 +29,20 @@ class ShownSequence(GeneratedSequence):
 
     prompt: str = ""
     seed: int | None = None
-    others: Sequence[str] = ()  # The objects of `best_of_sequences`, which is left out if this is empty.
+    others: Sequence[str] = ()  # The objects of `best_of_sequences`. If empty, that member is left out.
 
 
 class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of one contract, and the members that a request asks for."""
 
-    token: tuple[str, str, str] = ("", "", "")  # The text before a token's id, its text and its log probability.
-    ends: tuple[str, str] = ("}", "}")  # The text after the log probability of a normal token and of a special token.
+    token: tuple[str, str, str] = ("", "", "")  # Three texts: before the id, the text and the log probability.
+    ends: tuple[str, str] = ("}", "}")  # The texts at the end of a normal token and of a special token.
     prefill: TokenForm | None = None  # The form of the prompt's tokens, if it differs from this form.
     number: Callable[[float], str] = repr  # Writes a finite log probability. Other values become null.
-    special_texts: Mapping[int, str] = {}  # The texts of special tokens that the generated text lacks, by id.
+    special_texts: Mapping[int, str] = {}  # Maps ids of special tokens to texts. The answer's text omits them.
     comma: str = ", "
     colon: str = ": "
-    nulls: bool = False  # If True, each record of a stream has `generated_text` and `details`, null at first.
+    nulls: bool = False  # Whether all records of a stream have `generated_text` and `details`: null before the last.
     details: tuple[str, ...] = ()  # The members of `details`. If empty, the answer has no details.
     others: tuple[str, ...] = ()  # The members of each object in `best_of_sequences`.
     full_text: bool = False  # Whether the text begins with the prompt.
@@ -51,7 +51,7 @@ class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
         return ShownSequence(text=[prompt] if self.full_text else [], prompt=prompt, seed=seed)
 
     def token_of(self, token: Token) -> str:
-        """Return a token's object. The hot path: called for each token of each stream."""
+        """Return a token's object. Hot path: this runs for each token of each stream."""
         text, logprob, special = token.text, token.logprob, token.special
         if special and not text:
             text = self.special_texts.get(token.id, "")
@@ -73,7 +73,7 @@ class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
         return "{" + self.comma.join([f'"{name}"{self.colon}{value}' for name, value in values if value]) + "}"
 
     def texts(self, sequence: ShownSequence, *, nulls: bool = False) -> str:
-        """Return the members `generated_text` and `details`. If the answer has no details, they are null or absent."""
+        """Return the members `generated_text` and `details`. Without details, `details` is null or absent."""
         text = f'"generated_text"{self.colon}{quote("".join(sequence.text))}'
         if not (self.details or nulls):
             return text
@@ -103,14 +103,17 @@ def without(names: Iterable[str], left_out: Collection[str]) -> tuple[str, ...]:
 
 
 class TokenDocument(Answer):
-    """A document for each prompt, sent when all have finished. Its `details` hold the sequences other than the best."""
+    """A document for each prompt. The documents are sent when all prompts have finished.
+
+    A document has the text of the prompt's best sequence. Its `details` have the other sequences.
+    """
 
     content_type = JSON
-    around = ("{", "", "}")  # The text before, between and after the members of the documents.
+    around = ("{", "", "}")  # Three texts: before, between and after the documents' members.
 
     def __init__(self, form: TokenForm, prompts: Sequence[str], seeds: Sequence[int | None] = ()) -> None:
         self._form, self._prompts, self._seeds = form, prompts, seeds
-        self._sequences: list[dict[int, ShownSequence]] = [{} for _ in prompts]  # Each prompt's sequences, by rank.
+        self._sequences: list[dict[int, ShownSequence]] = [{} for _ in prompts]  # The prompts' sequences, by rank.
         self._open = len(prompts)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
@@ -147,10 +150,10 @@ class TokenStream(Answer):
         nulls = f'{form.comma}"generated_text"{form.colon}null{form.comma}"details"{form.colon}null'
         self._tail = f"{nulls if form.nulls else ''}}}{self.after}"
         self._between = self._tail + self.head
-        self._keeps = "prefill" in form.details or "top_tokens" in form.details  # The last record shows the tokens.
+        self._keeps = "prefill" in form.details or "top_tokens" in form.details  # The last record needs all deltas.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return a record for each token of the delta. The hot path: called for each token of each stream."""
+        """Return a record for each token of the delta. Hot path: this runs for each token of each stream."""
         tokens, end = delta.tokens, self._tail
         if delta.last or self._keeps:
             self._sequence.add(delta)

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice
 
-_BLOCK = 4096  # Tokens whose JSON is joined and encoded together.
+_BLOCK = 4096  # The number of tokens whose JSON is joined and encoded together.
 
 
 def joined(rows: Iterable[str]) -> bytes:
@@ -19,7 +19,7 @@ def joined(rows: Iterable[str]) -> bytes:
 
 
 def byte_positions(text: str) -> Sequence[int]:
-    """Return the position at which each character begins in the UTF-8 text, followed by the length of that text."""
+    """Return the byte position of each character in UTF-8, and at the end the length of the text in bytes."""
     if text.isascii():
         return range(len(text) + 1)
     return array("L", accumulate((len(character.encode()) for character in text), initial=0))
