@@ -1,6 +1,6 @@
 """The contracts that declare routes. Add new contracts here.
 
-No two contracts may have the same path and method, unless a route has `with_field`, or both have `models`.
+Two contracts may share a path and a method only if one of the two routes has `with_field` or both have `models`.
 """
 
 from __future__ import annotations

@@ -30,16 +30,16 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 LONG_BODY = 256 * 1024  # Bytes. Longer bodies are decoded in a thread, so that no other request waits for them.
 NOT_HELD = "x-slipway-not-held"
 EXPLAIN, _EXPLAIN_HEADER = b"x-slipway-explain", "X-Slipway-Explain"
-# The maximum number of characters of the header's places. SageMaker's custom attributes hold at most 1,024 characters,
-# and also need room for the header's name and the count of omitted places.
+# The maximum number of characters in the header's list of places. SageMaker's custom attributes hold at most 1,024
+# characters. They also need room for the header's name and for the number of omitted places.
 _MOST_PLACES = 990
 
 
 def not_held_header(places: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return the header that names the parts of a JSON schema that an answer might violate. Empty if there are none.
+    """Return the header that names the parts of a JSON schema that an answer might violate.
 
-    The header lists as many places as fit, with commas between them, and then the count of omitted places:
-    `#/a/contains,+12`.
+    Return no header if there are no such parts. The header lists as many places as fit, separated by commas. The number
+    of omitted places follows: `#/a/contains,+12`.
     """
     if not places:
         return ()
@@ -71,12 +71,12 @@ def read_steering(headers: Mapping[bytes, bytes], key_salt: str = "") -> tuple[S
     """Read the headers that steer the engine.
 
     Args:
-        headers: All headers, by lower-case name.
+        headers: All headers, keyed by lower-case name.
         key_salt: The salt of the call's API key. Empty if the server has no keys.
 
     Returns:
-        The fields, and the error of an invalid header, if any: a salt that vLLM would refuse in a body, or a
-        priority that is not a 32-bit integer.
+        The fields, and the error if a header is invalid. A salt is invalid if vLLM would refuse it in a body. A
+        priority is invalid if it is not a 32-bit integer.
     """
     steering: Steering = {}
     fault = None
@@ -107,8 +107,9 @@ class ExplainAsked:
     ignored: list[str] = field(default_factory=list)  # Sentences about parameters without effect.
     way: str = ""  # The kind of the body, if it decides which handler answers.
     once: bool = False  # If True, the call must not be repeated: a customer's code has read it, or it has images.
-    failed: bool = False  # The engine has failed, so the call tells nothing about its body.
-    # The call repeats an explained call with a changed body, to compare the engine's requests for the first prompt.
+    failed: bool = False  # If True, the engine has failed, so the result says nothing about the body.
+    # If True, the call repeats an explained call with a changed body. The engine's requests for the first prompt of
+    # both calls are compared.
     variant: bool = False
 
 
@@ -118,7 +119,8 @@ def asked_explanation(
     """Read the header and the custom attribute that ask for an explanation. The header takes precedence.
 
     Returns:
-        The explanation to fill in, or None if none is requested; and an error if the value is neither 1 nor 0.
+        A pair. The first item is the explanation to fill in, or None if no explanation is requested. The second item is
+        an error if the value is neither 1 nor 0.
     """
     given = headers.get(EXPLAIN)
     name = _EXPLAIN_HEADER
@@ -140,7 +142,7 @@ class Head(Protocol):
 
     @property
     def headers(self) -> Mapping[bytes, bytes]:
-        """All headers, by lower-case name. If a name is repeated, the last header counts."""
+        """All headers, keyed by lower-case name. If a name is repeated, the last header counts."""
 
     @property
     def attributes(self) -> Sequence[tuple[bytes, bytes]]:
@@ -157,23 +159,24 @@ class Call:
     body: bytes
     content_type: str = ""  # The header with its parameters. Empty if absent.
     request_id: str
-    # All headers, by lower-case name. If a name is repeated, the last header counts.
+    # All headers, keyed by lower-case name. If a name is repeated, the last header counts.
     headers: Mapping[bytes, bytes] = field(default_factory=dict)
     query: tuple[tuple[str, str], ...] = ()  # The decoded query parameters, in order.
     method: str = "POST"
     path: str = ""  # The decoded path, without the query.
-    # The variable parts of the path, by the names that the route gives them.
+    # The variable parts of the path, keyed by the names that the route gives them.
     path_parameters: Mapping[str, str] = field(default_factory=dict)
-    # The fields of a JSON object, each still encoded. None if the body was not split into its fields yet.
+    # The fields of the body's JSON object, each still encoded. None if the body was not split into fields yet.
     fields: Mapping[str, msgspec.Raw] | None = None
     key_salt: str = ""  # Differs for each API key. Empty if the server has no keys.
     # The results of `read_steering`. Every contract puts the fields into its requests.
     steering: Steering = field(default_factory=Steering)
     steering_fault: InvalidParameter | None = None  # If set, the call is refused with this error.
     explanation: ExplainAsked | None = None  # If set, nothing is generated, and the reply is the explanation.
-    arrived_at: float = field(default_factory=time.monotonic)  # When the head arrived, by the monotonic clock.
+    arrived_at: float = field(default_factory=time.monotonic)  # When the head arrived, on the monotonic clock.
     time_limit: float | None = None  # Seconds from `arrived_at` until the call ends with its text so far.
-    # A custom handler makes the call. The handler may stream a whole answer, so the stream deadline applies.
+    # Whether a custom handler makes the call. The deadline of streams then applies, because the handler may stream a
+    # whole answer.
     from_handler: bool = False
 
     def header(self, name: str) -> str | None:
@@ -194,7 +197,7 @@ class Reply:
 
 
 def ended_at_deadline(error: Reply) -> Reply:
-    """Return the error reply of a call that had no token at its deadline, with the header that says so."""
+    """Return the error reply with the header that says that the call had no token at its deadline."""
     return replace(error, headers=(*error.headers, *REACHED))
 
 
@@ -250,8 +253,8 @@ class Exchange:
     images: tuple[str, ...] = ()  # The URLs of the images, in the order of their marks in the prompt.
     # Maps the engine's parameter names to the client's names, if they differ. The client sees its own names in errors.
     names: Mapping[str, str] = field(default_factory=dict)
-    # An idle stream sends this comment. A stream that has such a comment begins before its first token. A cumulative
-    # answer has no comment.
+    # An idle stream sends this comment. A stream with a comment begins before the first token. A cumulative answer has
+    # no comment.
     comment: bytes = b""
     model_defaults: Collection[str] = ()  # vLLM's names of the parameters whose defaults come from the model.
 
@@ -263,7 +266,7 @@ class Contract(Protocol):
         """Parse a call.
 
         Raises:
-            ContractError: The call is refused with the reply in the error.
+            ContractError: The call is refused. The error holds the reply.
             RequestError: The call is refused. `ContractRoutes.refuse` makes the reply.
         """
 
@@ -287,15 +290,15 @@ class ReplyWriter(Protocol):
     def write_latest(self, part: Callable[[], bytes]) -> None:
         """Add the result of `part`, either now or once the client has read the earlier parts.
 
-        Use it for answers whose parts each repeat all earlier parts. If several parts wait, only the latest is called.
-        No part is called after the reply has ended. Do not mix this method with `write`.
+        Use this method for answers in which each part repeats all earlier parts. If several parts wait, only the latest
+        is called. No part is called after the reply has ended. Do not mix this method with `write`.
         """
 
     def end(self, data: bytes) -> None:
         """Finish the reply with these last bytes, which may be empty."""
 
     async def drain(self) -> None:
-        """Wait until the client has read most of the reply. Return at once if it keeps up or has disconnected."""
+        """Wait until the client has read most of the reply. Return at once if the client keeps up or is gone."""
 
 
 class Handler(Protocol):
@@ -308,7 +311,7 @@ class Handler(Protocol):
             The running call, or None if the reply is complete.
 
         Raises:
-            ContractError: The call is refused with the reply in the error.
+            ContractError: The call is refused. The error holds the reply.
         """
 
 
@@ -333,7 +336,7 @@ def adapter_header(call: Call) -> str | None:
     """Return the adapter that SageMaker's header names.
 
     Returns:
-        The name, an empty string for the model itself, or None without the header.
+        The name. An empty string means the model itself. None means that the call has no such header.
     """
     name = call.headers.get(_ADAPTER_HEADER)
     return None if name is None else name.decode("latin-1").strip()

@@ -1,8 +1,8 @@
 """Deadlines: a call ends at its deadline, with its text so far.
 
-SageMaker ends a call after 60 seconds and a stream after 8 minutes, and drops the text so far. A deadline is earlier
-than these limits. At the deadline, each unfinished sequence ends with the finish reason for length, and its text so far
-reaches the client. A call that has not yet produced a token gets `DeadlineExceeded`.
+SageMaker ends a call after 60 seconds and a stream after 8 minutes, and drops the text so far. A deadline should be
+earlier than these limits. At the deadline, each unfinished sequence ends as at a length limit, and the client gets its
+text so far. A call that has not yet produced a token gets `DeadlineExceeded`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ class Deadline:
     """The deadline of one call."""
 
     seconds: float  # Seconds from the arrival of the call's head.
-    at: float  # The time of the deadline, by the monotonic clock.
+    at: float  # The time of the deadline, on the monotonic clock.
 
     def call(self, function: Callable[[DeadlineExceeded], object]) -> asyncio.TimerHandle:
-        """Call a function at the deadline, or soon if it has passed, with the error of a call that has no token."""
+        """Call a function at the deadline, or soon if the deadline has passed.
+
+        The function's argument is the error of a call that has no token.
+        """
         seconds = max(self.at - time.monotonic(), 0.0)
         return asyncio.get_running_loop().call_later(seconds, function, DeadlineExceeded(self.seconds))
 
     async def limit(self, work: Awaitable[T]) -> T:
-        """Wait for the result of work that has to be done before the first token.
+        """Wait for the result of work before the first token, but only until the deadline.
 
         Raises:
             DeadlineExceeded: The work took too long, and was cancelled.
@@ -65,9 +68,9 @@ class DeadlineConfig:
         """Return the deadline of a call, or None.
 
         Args:
-            arrived_at: When the call's head arrived, by the monotonic clock.
+            arrived_at: When the call's head arrived, on the monotonic clock.
             time_limit: The number of seconds that the call asks for. The model's deadline is its upper limit.
-            stream: True if the answer is streamed. None if that is not known: the later deadline applies.
+            stream: True if the answer is streamed. None if that is not known. Then the later deadline applies.
         """
         limit = self.stream if stream else self.answer
         if stream is None and limit is not None:
@@ -82,14 +85,14 @@ NO_DEADLINES = DeadlineConfig()
 def read_time_limit(
     headers: Mapping[bytes, bytes], attributes: Sequence[tuple[bytes, bytes]]
 ) -> tuple[float | None, InvalidParameter | None]:
-    """Read the time limit that a call asks for, from the header or else from the attribute `deadline`.
+    """Read the time limit that a call asks for. The header takes precedence over the attribute `deadline`.
 
     Args:
-        headers: All headers, by lower-case name.
+        headers: All headers, keyed by lower-case name.
         attributes: SageMaker's custom attributes, with names in lower case.
 
     Returns:
-        The seconds, and the error of a value that `option.answer_deadline` would not accept.
+        The seconds, and an error if `option.answer_deadline` would not accept the value.
     """
     name, value = "X-Slipway-Deadline", headers.get(HEADER)
     if value is None:

@@ -1,4 +1,4 @@
-"""DJL Serving's error bodies, byte for byte. LMI and customers' handlers share them.
+"""DJL Serving's error bodies, byte for byte. LMI's routes and customers' handlers use them.
 
 The front end's errors (unknown model, full queue) have one format. Unreadable payloads have a second format, and failed
 handlers a third. Source: LMI schema v0.31, "Error Responses"; DJL Serving, `NettyUtils.java`.
@@ -12,7 +12,7 @@ from engines import errors
 from engines.errors import Overloaded, RequestError, UnknownAdapter
 from handlers.contract import JSON, ContractError, Reply
 
-FAILED_DEPENDENCY = 424  # LMI's status for an inference request that failed, for any reason.
+FAILED_DEPENDENCY = 424  # LMI's status for all inference requests that failed.
 # Headers of every reply of the front end's routes.
 NO_CACHE = (
     ("pragma", "no-cache"),
@@ -76,7 +76,7 @@ def refused(status: int, kind: str, message: str) -> ContractError:
 
 
 def bad_request(message: str) -> ContractError:
-    """Return the error of a call that the front end refuses with 400: a parameter is missing or wrong."""
+    """Return the error of a call that the front end refuses with 400, because a parameter is missing or wrong."""
     return refused(400, "BadRequestException", message)
 
 

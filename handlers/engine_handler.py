@@ -38,10 +38,10 @@ class EngineHandler:
         Args:
             queue: The engine's queue.
             contract: Reads the calls.
-            refuse_unread: Makes the reply to a call if the queue is full. The body is then not read. None if the format
-                of a refusal depends on the body.
+            refuse_unread: Makes the reply to a call whose body is not read, because the queue is full. None if the
+                format of a refusal depends on the body.
             images: Loads the images of the calls. None if the model takes text only.
-            thread: Runs the contract, and the answers that block. None if the contract calls no customer's formatters.
+            thread: Runs the contract, and the answers that block. None if the contract calls no formatters.
         """
         self._queue, self._contract, self._refuse_unread = queue, contract, refuse_unread
         self._images, self._thread = images, thread
@@ -87,9 +87,9 @@ class EngineHandler:
                 await running.submit()
                 return running
         except RequestError as error:
-            if isinstance(error, Overloaded):  # the engine may be overloaded for another reason
+            if isinstance(error, Overloaded):  # the queue may have room although the engine is overloaded
                 error = Overloaded(error.message, queue.overload_status)
-            if isinstance(error, DeadlineExceeded):  # reached while images were loaded
+            if isinstance(error, DeadlineExceeded):  # the deadline passed while images were loaded
                 queue.count_deadline(call.request_id, begun=False)
             raise _refusal(queue, exchange, error) from None
 

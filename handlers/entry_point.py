@@ -43,7 +43,7 @@ from handlers.tei.contracts import RerankContract, SimilarityContract
 
 logger = logging.getLogger(__name__)
 
-_LARGEST_BATCH = 2048  # One call for vectors may always have this many texts, as with OpenAI.
+_LARGEST_BATCH = 2048  # The number of texts that a call for vectors may always have, as with OpenAI.
 
 
 async def load_service(config: ModelConfig, limits: Limits, times: StartupTimes | None = None) -> Service:
@@ -120,7 +120,7 @@ async def _serving(
             contract, thread = FormatterContract(contract, config, given, engine.tokenizer), given.thread
         lmi = EngineHandler(queue, contract, refuse_unread=overloaded, thread=thread)
         if given.input is not None:
-            return lmi  # it reads bodies of any format
+            return lmi  # the formatter reads bodies of any format
         return InvocationsHandler(lmi, openai, config, queue, sessions, limits.overload_status)
 
     invocations = formatted(formatters)
@@ -169,7 +169,7 @@ async def _adapters(config: ModelConfig, host: AdapterHost, limits: Limits) -> A
 def generation_handlers(
     config: ModelConfig, queue: EngineQueue, images: ImageLoader | None = None
 ) -> dict[str, Handler]:
-    """Return the handlers of generating routes, by path. A contract that cannot serve the model is left out."""
+    """Return the handlers of generating routes, keyed by path. A contract that cannot serve the model is left out."""
     handlers: dict[str, Handler] = {}
     for contract in CONTRACTS:
         of_model = [route for route in contract.routes if takes(route, pooling=queue.engine.pooling is not None)]

@@ -1,6 +1,6 @@
 """Explains a call instead of answering it: which contract reads the body, and which requests the engine would get.
 
-A call with an `ExplainAsked` is handled like every other call until it reaches the engine. There its requests are
+A call with an `ExplainAsked` is handled like every other call until it reaches the engine. There the requests are
 prepared but not sent, and `prepare` raises `Explained`. `explain` turns that exception into the reply. To find the
 fields that set a parameter, `explain` repeats the call with other values of each field, and without the field.
 """
@@ -34,12 +34,12 @@ from handlers.deadline import HEADER, NO_DEADLINES, Deadline
 from handlers.parsing.json_fields import JsonError, decode_json
 from handlers.queue import EngineQueue
 
-# The maximum number of prompts, token ids and characters that are shown for a call.
+# The maximum numbers of prompts, token ids and characters that are shown for a call.
 _MOST_PROMPTS, _MOST_IDS, _MOST_CHARACTERS = 8, 10_000, 100_000
 _MOST_FIELDS = 64  # The search for effects tests at most this many fields of a body.
 _MOST_SECONDS = 2.0  # The time limit of that search, including the wait for other searches.
-_SHORT_BODY, _SHORT = 16 * 1024, 1000  # Bytes. The search cuts texts and lists of longer bodies to `_SHORT`.
-# The integers that the search tries. Python raises an error if it has to write an integer of more than 4300 digits.
+_SHORT_BODY, _SHORT = 16 * 1024, 1000  # If a body has more bytes, the search cuts its texts and lists to `_SHORT`.
+# The integers that the search tries. Python raises an error if an integer to write has more than 4300 digits.
 _INTEGERS = range(-(1 << 63), 1 << 64)
 _WITH_PARAMETERS = frozenset({"parameters", "sampling_parameters"})  # Objects whose members are parameters.
 _LIMIT, _PRIORITY, _SALT = "max_tokens", "priority", "cache_salt"
@@ -60,7 +60,7 @@ class ExplainedPrompt(msgspec.Struct, frozen=True):
 
 
 class Explained(Exception):
-    """A call has been explained, and is not answered."""
+    """A call has been explained instead of answered."""
 
     def __init__(
         self,
@@ -73,19 +73,21 @@ class Explained(Exception):
         Args:
             prompts: The call's prompts.
             queue: The queue of the model's engine. None if the engine would get no request.
-            model_defaults: The parameters whose defaults come from the model. None means all that the model sets.
+            model_defaults: The parameters whose defaults come from the model. None means all parameters that the
+                model sets.
         """
         super().__init__("the call was explained")
         self.prompts, self.queue, self.model_defaults = prompts, queue, model_defaults
 
 
 def explaining(queue: EngineQueue, call: Call) -> EngineQueue:
-    """Return a queue for one call that is to be explained. It refuses what `queue` would refuse now.
+    """Return a queue for one call that is to be explained.
 
-    It refuses no variant for the places of other calls, which tell nothing about its body.
+    The result refuses what `queue` would refuse now. For a variant, it ignores the places that other calls have taken,
+    because they say nothing about the variant's body.
 
     Args:
-        queue: The queue of the model's engine. It does not change, and the engine's statistics omit the call.
+        queue: The queue of the model's engine. This queue does not change, and the engine's statistics omit the call.
         call: The call.
     """
     assert call.explanation is not None
@@ -143,13 +145,14 @@ async def explain(call: Call, answer: Answer, writer: ReplyWriter, searches: asy
         call: The call.
         answer: Answers calls. It is also called for variants of the call.
         writer: Takes the reply.
-        searches: Held during the search for origins. All models share the event loop, so one call searches at a time.
+        searches: A lock that is held during the search for origins. All models share the event loop, so only one call
+            searches at a time.
 
     Returns:
-        The running call, if the route generates nothing and so answers as usual.
+        The running call, if the route answers as usual because it generates nothing.
 
     Raises:
-        ContractError: The call is refused with the reply in the error.
+        ContractError: The call is refused. The error holds the reply.
         RequestError: The call is refused.
     """
     try:
@@ -168,8 +171,8 @@ async def explain(call: Call, answer: Answer, writer: ReplyWriter, searches: asy
 class Origins(msgspec.Struct):
     """The fields of a body, grouped by their effect."""
 
-    known: bool = False  # The search for the effects is complete.
-    fields: dict[str, list[str]] = {}  # The fields that set each parameter, by the parameter's name.
+    known: bool = False  # Whether the search for effects is complete.
+    fields: dict[str, list[str]] = {}  # The fields that set a parameter, keyed by the parameter.
     of_prompt: list[str] = []  # The fields that change the prompt.
     without_effect: list[str] = []  # The fields that the engine never sees.
     unknown: list[str] = []  # The fields whose effect is unknown, because other values are refused.
@@ -212,7 +215,7 @@ async def _find(origins: Origins, call: Call, answer: Answer) -> None:
             in_prompt = changed.token_ids != asked.token_ids
             if parameters or in_prompt:
                 break
-            # Leaving out the field proves nothing, because the default may equal its value. Null counts as absent.
+            # A body without the field proves nothing, because the default may equal its value. Null counts as absent.
             is_without_effect |= other is not None or value is None
         for parameter in sorted(parameters):
             origins.fields.setdefault(parameter, []).append(name)
@@ -240,13 +243,13 @@ class _Asked(msgspec.Struct):
 
 
 def _differing(asked: _Asked, other: _Asked) -> frozenset[str]:
-    """Return the parameters of both requests that have different values."""
+    """Return the parameters that have different values in the two requests."""
     names = asked.parameters.keys() & other.parameters.keys()
     return frozenset(name for name in names if asked.parameters[name] != other.parameters[name])
 
 
 async def _asked(call: Call, answer: Answer, document: Any) -> _Asked | None:
-    """Return the engine's request for a changed body. None if the body is refused, or is of another kind.
+    """Return the engine's request for a changed body. Return None if the body is refused or is of another kind.
 
     Raises:
         _EngineFailed: The engine has failed, so the search must end.
@@ -270,7 +273,7 @@ async def _asked(call: Call, answer: Answer, document: Any) -> _Asked | None:
 
 
 def _fields(document: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
-    """Yield the fields of a body, and the members of objects that have parameters."""
+    """Yield the fields of a body. Instead of an object of parameters, yield its members."""
     for name, value in document.items():
         if name in _WITH_PARAMETERS and isinstance(value, dict):
             yield from (((name, member), given) for member, given in value.items())
@@ -334,7 +337,7 @@ def _document(call: Call, explained: Explained, origins: Origins) -> Mapping[str
     characters, ids = _MOST_CHARACTERS, _MOST_IDS
     for prompt in explained.prompts[:_MOST_PROMPTS]:
         token_ids = prompt.request.token_ids[:ids]
-        # Decoding 60,000 tokens takes 20 ms, so only the tokens that are shown are decoded.
+        # Only the tokens that are shown are decoded, because decoding 60,000 tokens takes 20 ms.
         whole = prompt.text if prompt.text is not None else queue.engine.texts.decode(token_ids)
         text = whole[:characters]
         is_whole = prompt.text is not None or len(token_ids) == len(prompt.request.token_ids)

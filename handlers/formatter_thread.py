@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 FAILED = "Custom formatter failed"  # LMI's message begins with this text.
 _ITEMS_PER_JOB = 16  # The maximum number of items of one reply that are formatted before other replies get a turn.
-_MOST_WAITING = 64  # If more items of one reply than this wait, `drain` blocks.
+_MOST_WAITING = 64  # `drain` blocks while more than this number of items of one reply wait.
 
 
 class FormatterThread:
@@ -36,7 +36,7 @@ class FormatterThread:
         self._turn = asyncio.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._running: asyncio.Future[Any] | None = None  # The last call, whose client may have disconnected.
-        self._overdue_at = 0.0  # The time after which the running call is overdue, by the event loop's clock.
+        self._overdue_at = 0.0  # The time after which the running call is overdue, on the event loop's clock.
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` after all earlier calls and return its result.
@@ -62,7 +62,7 @@ class FormatterThread:
             raise GenerationFailed(f"the formatter did not return within predict_timeout ({self.time_limit:g} s)")
 
     async def read(self, work: Callable[[], T]) -> T:
-        """Run `work`, which reads a request with an input formatter, as `run` does.
+        """Run `work` as `run` does. `work` reads a request with an input formatter.
 
         Raises:
             ContractError: The call is refused.
@@ -83,7 +83,7 @@ class FormatterThread:
         return ended
 
     def _forget(self, job: asyncio.Future[Any]) -> None:
-        """Drop the result of a call that has ended, which nobody may wait for."""
+        """Drop the result of a call that has ended. It is possible that nobody waits for the result."""
         if not job.cancelled():
             job.exception()  # asyncio logs exceptions that are never read.
         if self._running is job:

@@ -54,7 +54,7 @@ class Service:
 
     @property
     def running_engine(self) -> Engine | None:
-        """The engine, including an engine that a custom handler's call has loaded."""
+        """The engine, even if a call of a custom handler has loaded it."""
         behind = self.runtime.service if isinstance(self.runtime, EngineBehindHandler) else None
         return behind.engine if behind is not None else self.engine
 
@@ -67,7 +67,7 @@ class Service:
         await self.held.aclose()
 
     def refuse_if_full(self) -> None:
-        """Refuse a call if a queue is full. A refusal of the engine's queue counts as a failed call.
+        """Refuse a call if a queue is full. A refusal by the engine's queue counts as a failed call.
 
         Raises:
             Overloaded: The queue of the engine is full.
@@ -89,8 +89,8 @@ class Service:
 class EngineBehindHandler:
     """A customer's handler, and the engine that it calls.
 
-    The engine is loaded when the handler first calls it. The handler may load a model of its own, and the memory may be
-    too small for both models.
+    The engine is loaded when the handler first calls it, not earlier. The handler may load a model of its own, and the
+    memory may be too small for both models.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class EngineBehindHandler:
         """Create the handler.
 
         Args:
-            make_handler: Creates the handler. Its argument is a function that returns the handler of calls to the
+            make_handler: Creates the handler. Its argument is a function that returns the handler for calls to the
                 engine.
             load: Loads the engine.
         """

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from engines.adapters import AdapterRegistry
 from handlers.contract import Call, Reply
 
-MAX_BODY = 256 * 1024  # Maximum number of bytes in the body of a management call, which is decoded on the event loop.
+MAX_BODY = 256 * 1024  # The maximum number of bytes of a management call's body. The event loop decodes it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Registration:
     url: str
     name: str | None
     version: str | None
-    settings: Mapping[str, str]  # The model's settings, by their keys in serving.properties.
+    settings: Mapping[str, str]  # The model's settings, with their keys in serving.properties.
     synchronous: bool
 
 
@@ -87,7 +87,7 @@ class Management(Protocol):
         """Return the adapters of a model, or of the startup model.
 
         Raises:
-            NotServed: The model has no adapters, or it has several versions, and a call would change only one of them.
+            NotServed: The model has no adapters. Or it has several versions, and a call would change only one of them.
             NotReady: The model is not loaded.
         """
 

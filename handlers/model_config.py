@@ -21,11 +21,11 @@ from handlers.tgi.settings import TgiConfig
 class ModelConfig(EngineConfig):
     """One model and how to serve it: the settings of its engine, and the settings of each contract."""
 
-    # Sampling parameters switch sampling on unless `do_sample` says otherwise (LMI 0.32 and later).
+    # Whether sampling parameters turn on sampling unless `do_sample` says otherwise (LMI 0.32 and later).
     do_sample_inferred: bool = setting(
         "option.do_sample_inferred", BOOLEAN, "true", doc="Sampling parameters imply `do_sample`"
     )
-    # Refuse unknown generation parameters instead of ignoring them.
+    # Whether unknown generation parameters are refused instead of ignored.
     strict_parameters: bool = setting(
         "option.strict_parameters", BOOLEAN, "false", doc="Refuse unknown generation parameters"
     )
@@ -46,5 +46,5 @@ class ModelConfig(EngineConfig):
         return self.handler is None and is_vllm(self)
 
 
-# The class of each group of settings, by its field of `ModelConfig`.
+# The class of each group of settings, keyed by the group's field of `ModelConfig`.
 GROUPS = {"deadlines": DeadlineConfig, "lmi": LmiConfig, "tgi": TgiConfig, "tei": TeiConfig, "media": MediaConfig}

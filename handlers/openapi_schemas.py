@@ -1,7 +1,7 @@
 """JSON schemas for the API description, made from the code that reads requests.
 
-`parameters` runs a parser with a reader that notes each parameter's name, type, range and default; `struct` takes a
-msgspec struct. `MEANINGS` has a sentence about each field.
+`parameters` runs a parser. The parser's reader records the name, type, range and default of each parameter. `struct`
+makes a schema of a msgspec struct. `MEANINGS` has a sentence about each field.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def an_object(properties: Mapping[str, Schema], *required: str, name: str = "", 
     """Return the schema of an object with these fields.
 
     Args:
-        name: If given, the document has the schema once, under this name.
+        name: If given, the API description has the schema once, under this name.
     """
     described = {key: {"description": MEANINGS.get(key, ""), **schema} for key, schema in properties.items()}
     title = {"title": name} if name else {}
@@ -147,7 +147,7 @@ def an_array(items: Schema) -> Schema:
 
 
 def an_answer(name: str, description: str, *fields: str) -> Schema:
-    """Return the schema of an answer with these fields. The document has the schema once, under `name`."""
+    """Return the schema of an answer with these fields. The API description has the schema once, under `name`."""
     return {"title": name, "type": "object", "description": description, "properties": {key: {} for key in fields}}
 
 
@@ -160,7 +160,7 @@ def either(schemas: Sequence[Schema]) -> Schema:
 
 
 def parameters(parse: Callable[[Reader], object]) -> dict[str, Schema]:
-    """Return the schemas of the parameters that a parser reads, by name.
+    """Return the schemas of the parameters that a parser reads, keyed by the parameter's name.
 
     Args:
         parse: Calls the parser with an empty object and the given reader.
@@ -187,14 +187,14 @@ _OF_THE_STRUCT = ("title", "description")  # A struct's name and docstring, whic
 
 
 def struct(shape: type[msgspec.Struct], name: str = "") -> Schema:
-    """Return the schema of a body that msgspec decodes to `shape`, if null counts as absent."""
+    """Return the schema of a body that msgspec decodes to `shape`. It omits null, because null counts as absent."""
     _, definitions = msgspec.json.schema_components((shape,), ref_template="{name}")
     schema = _plain(definitions[shape.__name__], definitions)
     return an_object(schema["properties"], *schema.get("required", ()), name=name)
 
 
 def _plain(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """Return a schema from msgspec with its references resolved and without nulls."""
+    """Return msgspec's schema without nulls and with resolved references."""
     if isinstance(schema, list):
         return [_plain(item, definitions) for item in schema]
     if not isinstance(schema, dict):

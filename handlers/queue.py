@@ -41,15 +41,15 @@ class EngineQueue:
         """
         self.engine, self.limit, self.overload_status, self.deadlines = engine, limit, overload_status, deadlines
         self.statistics = engine.statistics
-        self.sets_deadlines = deadlines != NO_DEADLINES  # If False, most calls have no deadline.
+        self.sets_deadlines = deadlines != NO_DEADLINES  # If False, only calls that ask for a deadline have one.
         self.open_sequences = 0  # The number of places that are taken.
-        self.running: dict[str, Abortable] = {}  # The running calls, by request id.
+        self.running: dict[str, Abortable] = {}  # The running calls, keyed by request id.
 
     def admit(self, sequences: int) -> None:
         """Take places for a call.
 
         Raises:
-            InvalidRequest: The call would never fit.
+            InvalidRequest: The call needs more places than the queue has.
             Overloaded: There are not enough free places now.
         """
         if sequences > self.limit:

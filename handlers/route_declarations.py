@@ -36,14 +36,14 @@ def error_body(message: str, kind: str, code: int, parameter: str | None = None)
 
 
 class RenderedChat(msgspec.Struct, frozen=True):
-    """The prompt that a chat becomes on `/v1/chat/completions`."""
+    """The prompt that `/v1/chat/completions` makes from a chat."""
 
     token_ids: list[int]
     text: str | None = None  # None if the chat becomes token ids directly.
 
 
 def is_address(name: str) -> bool:
-    """Return True if a name is the URL of a server, and so does not name a model.
+    """Return True if a name is the URL of a server instead of a model's name.
 
     Hugging Face's JavaScript client sends the URL of its endpoint as `model` unless the caller gives a model's name.
     """
@@ -66,7 +66,8 @@ class ModelView:
     # Ends the call with this request id, or the latest call if several have the id. The client gets an aborted answer.
     abort: Callable[[str], None]
     adapters: tuple[Adapter, ...] = ()  # The registered adapters.
-    # The prompt of the call's chat, or the error if it cannot become a prompt. None if `InfoRoute.chat` found no chat.
+    # The prompt of the call's chat, or the error if the chat cannot become a prompt. None if `InfoRoute.chat` found no
+    # chat.
     rendered: RenderedChat | RequestError | None = None
 
     def chat(self) -> RenderedChat:
@@ -95,13 +96,14 @@ class ModelView:
         raise NotReady(f"the model {self.config.name!r} is not loaded yet")
 
 
-# The name of the query parameter or header with a model's version, and of the path parameter that then holds it.
+# The name of the query parameter or header with a model's version. The path parameter that holds the version has the
+# same name.
 MODEL_VERSION = "model_version"
 NO_ADAPTERS = "cannot be used: this server has no adapters"  # The text after the name of a parameter or header.
 
 
 def adapter_of(call: Call, config: ModelConfig, named: str | None) -> str | None:
-    """Return the adapter that SageMaker's header names, or else `named`.
+    """Return the adapter that SageMaker's header names, or `named` if the call has no such header.
 
     None means the model itself.
 
@@ -123,8 +125,8 @@ class Operation:
     summary: str
     request: Schema | None = None  # The schema of the body. None if the request has no body.
     request_type: str = JSON
-    # The meaning of each status, and the schemas of its body by media type. Errors from `ContractRoutes.refuse` are
-    # left out unless they need a further explanation.
+    # The meaning of each status, and the schemas of its body, keyed by media type. Errors from `ContractRoutes.refuse`
+    # are left out unless they need a further explanation.
     answers: Mapping[str, tuple[str, Mapping[str, Schema]]] = field(default_factory=dict)
 
 
@@ -138,10 +140,10 @@ class GenerationRoute:
     methods: tuple[str, ...] = ("POST",)
     models: KindsOfModels = "all"  # The path's other route takes the calls of other models.
     with_field: str | None = None  # Takes only bodies with this field. The path's other route takes other bodies.
-    # Every call needs a place in the queue, and its refusal does not depend on its body.
+    # Whether every call needs a place in the queue. The refusal must then not depend on the call's body.
     queued: bool = True
-    own_handler: bool = False  # A custom handler answers the route if the model has one.
-    by_attribute: bool = True  # `route` in SageMaker's custom attributes may name this route.
+    own_handler: bool = False  # Whether a custom handler answers the route if the model has one.
+    by_attribute: bool = True  # Whether `route` in SageMaker's custom attributes may name this route.
     # Returns the refusal of invalid path parameters, or None. The refusal does not depend on the model's state.
     refuse_path: Callable[[Mapping[str, str], ModelConfig], Reply | None] | None = None
     about: Operation | None = None
@@ -149,23 +151,25 @@ class GenerationRoute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfoRoute:
-    """A route that describes the model, in any state, or processes text without generating any."""
+    """A route that describes a model in any state, or that processes text without generating text."""
 
     path: str
     # Returns the reply. It may raise ContractError, which holds a reply, and RequestError, which
     # `ContractRoutes.refuse` turns into a reply. It is called in a thread if the body is long.
     answer: Callable[[Call, ModelView], Reply]
-    # Returns a call's chat as a call of `/v1/chat/completions`, or None. The chat is rendered before `answer` is
-    # called. This function may raise the same errors as `answer`, and is also called in a thread if the body is long.
+    # Returns a call's chat as a call of `/v1/chat/completions`, or None if the call has no chat. The chat is rendered
+    # before `answer` is called. This function may raise the same errors as `answer`. It is also called in a thread if
+    # the body is long.
     chat: Callable[[Call, ModelView], Call | None] | None = None
-    # Returns the reply if the server has several models or none. None if the route is about one model.
+    # Returns the reply if the server does not have exactly one model. A route about one model has no such function.
     answer_all: Callable[[Call, Sequence[ModelView]], Reply] | None = None
     methods: tuple[str, ...] = ("GET",)
     models: KindsOfModels = (
         "all"  # The path's other route takes the calls of other models, and of models that are loading.
     )
     with_field: str | None = None  # Takes only bodies with this field. The path's other route takes other bodies.
-    by_attribute: bool = False  # `route` in SageMaker's custom attributes may name this route: it only processes text.
+    # Whether `route` in SageMaker's custom attributes may name this route. Only routes that process text allow this.
+    by_attribute: bool = False
     about: Operation | None = None
 
     @classmethod
@@ -195,13 +199,13 @@ class InvocationRoute:
     methods: ClassVar[tuple[str, ...]] = ("*",)
     path: str
     counted: str  # The path under which calls are counted.
-    # Returns the model and the version that the head of a call names. None for a part that the head does not name. The
+    # Returns the model and the version that the head of a call names. Each is None if the head does not name it. The
     # first argument holds the names of the server's models.
     names: Callable[[Container[str], Head], tuple[str | None, str | None]]
     form_field: str  # The field of a form that names the model if the head does not.
     refuse_head: Callable[[Head], Reply | None]  # Returns the refusal of an invalid head, or None.
     options: Reply  # The reply to OPTIONS, if the server has the model.
-    by_attribute: bool = True  # `route` in SageMaker's custom attributes may name it.
+    by_attribute: bool = True  # Whether `route` in SageMaker's custom attributes may name this route.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,9 +213,9 @@ class ManagementRoute:
     """A route that manages models or adapters. Cross-site calls from browsers are refused."""
 
     path: str
-    operations: Mapping[str, ManagementOperation]  # The operations, by HTTP method.
+    operations: Mapping[str, ManagementOperation]  # The operations, keyed by HTTP method.
     counted: str | None = None  # The path under which calls are counted, if it differs from `path`.
-    refuse: Callable[[RequestError], Reply] | None = None  # Makes its error replies, unless the contract does.
+    refuse: Callable[[RequestError], Reply] | None = None  # Makes the error replies. If None, the contract does.
     # Replies to all other methods, instead of `ContractRoutes.wrong_method`.
     wrong_method: Callable[[Call], Reply] | None = None
 
@@ -224,7 +228,7 @@ Route = GenerationRoute | InfoRoute | InvocationRoute | ManagementRoute
 
 
 def takes(route: Route, *, pooling: bool) -> bool:
-    """Return True if a route takes the calls of a kind of models: pooling models or, otherwise, generating models."""
+    """Return True if a route takes calls of pooling models or, if `pooling` is False, of generating models."""
     kind = "pooling" if pooling else "generating"
     return not isinstance(route, GenerationRoute | InfoRoute) or route.models in ("all", kind)
 
@@ -257,7 +261,7 @@ MOST_IDS = 1 << 19  # The maximum number of token ids in a call that only decode
 
 
 def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:
-    """Return `text`, the value of the parameter that `name` names.
+    """Return `text`, which is the value of the parameter `name`.
 
     Raises:
         InvalidParameter: The text has more than `most` bytes.

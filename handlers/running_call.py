@@ -18,8 +18,8 @@ from handlers.queue import EngineQueue
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0  # The interval of comments in an idle stream, as in TGI.
-_LONG = 64 * 1024  # Bytes. Parts of a cumulative answer up to this length are sent after each addition.
-_BYTES_PER_SECOND = 32 * 1024 * 1024  # The rate of longer parts of one cumulative answer.
+_LONG = 64 * 1024  # Bytes. Until a cumulative answer is this long, it is sent after each addition.
+_BYTES_PER_SECOND = 32 * 1024 * 1024  # The maximum rate of a longer cumulative answer.
 
 
 class RunningCall:
@@ -38,12 +38,12 @@ class RunningCall:
         self._begun_at = time.monotonic()
         self._generations: list[Generation] = []
         self._open_prompts = len(exchange.requests)
-        self._places = 0  # The queue's places that the call still holds.
+        self._places = 0  # The number of the queue's places that the call still holds.
         self._timer: asyncio.Handle | None = None  # Triggers a comment, or a part of a cumulative answer.
         self._spoken = True  # Whether data was written since the last tick. A flag is cheaper than reading the clock.
         self._length = 0  # The length of the last part of a cumulative answer, in bytes.
         self._aborted = False
-        self._not_held: tuple[tuple[str, str], ...] = ()  # The header about the JSON schema.
+        self._not_held: tuple[tuple[str, str], ...] = ()  # The header that `not_held_header` returns.
         self._reached: tuple[tuple[str, str], ...] = ()  # The header of an answer that ended at its deadline.
         self._deadline: Deadline | None = None
         if call.time_limit is not None or queue.sets_deadlines:
@@ -239,8 +239,8 @@ class RunningCall:
     def _write_latest_soon(self) -> None:
         """Schedule the write of the latest part of a cumulative answer.
 
-        A short part is written at once, or once for each step of the engine if the call has several sequences. Long
-        parts are written as often as `_BYTES_PER_SECOND` allows.
+        A short part is written immediately. If the call has several sequences, it is written once for each step of the
+        engine. Long parts are written as often as `_BYTES_PER_SECOND` allows.
         """
         if self._timer is not None:
             return
