@@ -168,12 +168,12 @@ class Call:
     path_parameters: Mapping[str, str] = field(default_factory=dict)
     # The fields of the body's JSON object, each still encoded. None if the body was not split into fields yet.
     fields: Mapping[str, msgspec.Raw] | None = None
-    key_salt: str = ""  # Differs for each API key. Empty if the server has no keys.
+    key_salt: str = ""  # A text that differs for each API key. Empty if the server has no keys.
     # The results of `read_steering`. Every contract puts the fields into its requests.
     steering: Steering = field(default_factory=Steering)
     steering_fault: InvalidParameter | None = None  # If set, the call is refused with this error.
     explanation: ExplainAsked | None = None  # If set, nothing is generated, and the reply is the explanation.
-    arrived_at: float = field(default_factory=time.monotonic)  # When the head arrived, on the monotonic clock.
+    arrived_at: float = field(default_factory=time.monotonic)  # The arrival time of the head, on the monotonic clock.
     time_limit: float | None = None  # Seconds from `arrived_at` until the call ends with its text so far.
     # Whether a custom handler makes the call. The deadline of streams then applies, because the handler may stream a
     # whole answer.

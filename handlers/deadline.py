@@ -1,7 +1,7 @@
 """Deadlines: a call ends at its deadline, with its text so far.
 
 SageMaker ends a call after 60 seconds and a stream after 8 minutes, and drops the text so far. A deadline should be
-earlier than these limits. At the deadline, each unfinished sequence ends as at a length limit, and the client gets its
+earlier than these limits. At the deadline, each unfinished sequence ends as at a length limit, and the client gets the
 text so far. A call that has not yet produced a token gets `DeadlineExceeded`.
 """
 
@@ -68,7 +68,7 @@ class DeadlineConfig:
         """Return the deadline of a call, or None.
 
         Args:
-            arrived_at: When the call's head arrived, on the monotonic clock.
+            arrived_at: The arrival time of the call's head, on the monotonic clock.
             time_limit: The number of seconds that the call asks for. The model's deadline is its upper limit.
             stream: True if the answer is streamed. None if that is not known. Then the later deadline applies.
         """

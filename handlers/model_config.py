@@ -42,7 +42,7 @@ class ModelConfig(EngineConfig):
 
     @property
     def runs_on_vllm(self) -> bool:
-        """True if vLLM runs the model, once `auto` is resolved. False for a customer's handler."""
+        """True if vLLM runs the model. False for a customer's handler. Read it when `auto` has been replaced."""
         return self.handler is None and is_vllm(self)
 
 

@@ -187,7 +187,7 @@ _OF_THE_STRUCT = ("title", "description")  # A struct's name and docstring, whic
 
 
 def struct(shape: type[msgspec.Struct], name: str = "") -> Schema:
-    """Return the schema of a body that msgspec decodes to `shape`. It omits null, because null counts as absent."""
+    """Return the schema of a body that msgspec decodes to `shape`. Null is left out, because it counts as absent."""
     _, definitions = msgspec.json.schema_components((shape,), ref_template="{name}")
     schema = _plain(definitions[shape.__name__], definitions)
     return an_object(schema["properties"], *schema.get("required", ()), name=name)

@@ -30,7 +30,7 @@ _NO_HEADERS = frozenset({"content-type", "requestid", "handler", "model_dir", "d
 class Origin:
     """The client's call during which the handler calls the engine."""
 
-    key_salt: str = ""  # Differs for each API key. Empty if the server has no keys.
+    key_salt: str = ""  # A text that differs for each API key. Empty if the server has no keys.
     arrived_at: float = 0.0  # See `Call.arrived_at`. 0 if the handler calls the engine outside a client's call.
     time_limit: float | None = None  # See `Call.time_limit`.
 

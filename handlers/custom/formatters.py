@@ -125,7 +125,7 @@ def _signature(function: Formatter) -> inspect.Signature | None:
 
 
 def _type_names(annotation: Any) -> set[str]:
-    """Return the names in an annotation. If it is a class, return the names of the class and its bases."""
+    """Return the names in an annotation. For a class, return the names of the class and its bases."""
     if annotation is inspect.Parameter.empty:
         return set()
     if isinstance(annotation, type):
@@ -169,7 +169,7 @@ def load_formatters(config: ModelConfig, imports: ModelImports) -> Formatters:
 
 
 async def load_adapter_formatters(adapter: Adapter, base: Formatters, *, async_mode: bool) -> Formatters | None:
-    """Run an adapter's `model.py` and return its formatters, or None if it has none.
+    """Run an adapter's `model.py` and return its formatters. Return None if there are no formatters.
 
     Args:
         adapter: The adapter. Its module has a unique name.

@@ -34,7 +34,7 @@ class WorkerAdapterHost:
                 calls.
         """
         self._workers, self._patience = workers, patience
-        self._known: dict[str, Adapter] = {}  # The adapters that each new worker must register, by name.
+        self._known: dict[str, Adapter] = {}  # The adapters that each new worker must register, keyed by name.
         # This lock is held during each change, so that no new worker starts to take requests in the middle of a change.
         self._changing = asyncio.Lock()
 

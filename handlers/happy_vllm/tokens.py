@@ -161,8 +161,8 @@ def ids_inside(model: LoadedModel, text: str) -> list[int]:
 def _behind(model: LoadedModel, word: str, text: str, tries: int) -> tuple[str, list[int]]:
     """Return a prefix of the word, and the ids of the text behind this prefix.
 
-    The prefix is the longest whose tokens stay the same if the text follows. After `tries` attempts, the prefix is
-    empty, and the text is tokenized alone.
+    The result is the longest prefix whose tokens stay the same if the text follows. After `tries` attempts, the prefix
+    is empty, and the text is tokenized alone.
     """
     while word and tries:
         before, together = _encode(model, word), _encode(model, word + text)

@@ -23,10 +23,10 @@ CHECKED = 16 * 1024  # Bytes. Shorter texts are decoded in at most 40 ms, so onl
 # The maximum depth of objects and arrays. In deeper documents, recursive code would reach the interpreter's limit, and
 # the pickled parameters of a request would end the engine's process.
 MOST_DEPTH = 128
-# The maximum number of parts. Each comma is a part. Decoding them takes 0.2 s, or 0.5 s for integers with 20 digits.
+# The maximum number of parts. Each comma is a part. Decoding that many takes 0.2 s, or 0.5 s for long integers.
 MOST_PARTS = 2_500_000
 OF_STRUCTURE = 10  # An object, an array or a key, which takes 0.3 µs, counts as this many parts.
-OF_FRACTION = 5  # A decimal point counts as this many parts. Fractions take 0.07 µs, the slowest 0.5 µs.
+OF_FRACTION = 5  # A decimal point counts as this many parts. Most fractions take 0.07 µs, the slowest 0.5 µs.
 OF_EXPONENT = 500  # An exponent counts as this many parts. 1e300 takes 14 µs.
 MOST_DIGITS = 100  # The maximum number of consecutive digits, because long numbers take quadratic time.
 

@@ -1,7 +1,8 @@
-"""Triton's routes that generate nothing: KServe's health and metadata; Triton's configuration, statistics, repository.
+"""Triton's routes that generate nothing.
 
+KServe defines health and metadata. Triton defines the model configuration, statistics and the model repository.
 Source: KServe, "Open Inference Protocol (V2 Inference Protocol)"; Triton 2.68, the extensions "Model Configuration",
-"Statistics" and "Model Repository". Each model has one version, described as Triton's vLLM backend does.
+"Statistics" and "Model Repository". Each model has one version. The metadata match Triton's vLLM backend.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def _read_parameters(
     values = {name: value for name, value in {**parameters, **inputs}.items() if name not in _FOR_THE_SERVER}
     given = set(values)
     if sampling_parameters is not None and "bad_words" not in inputs:
-        given.discard("bad_words")  # Here it is vLLM's own parameter. TensorRT-LLM's `bad_words` is an input.
+        given.discard("bad_words")  # Here, this is vLLM's own parameter. TensorRT-LLM's `bad_words` is an input.
     tensorrt_llm = config.rolling_batch == "trtllm" or any(
         name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in given
     )

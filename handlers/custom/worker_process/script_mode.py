@@ -141,7 +141,7 @@ class SageMakerScript:
 
 
 class _UnsupportedType(Exception):
-    """The default functions do not support a content type."""
+    """The default functions do not support the content type."""
 
     status_code = _UNSUPPORTED
 
