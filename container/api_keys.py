@@ -15,7 +15,7 @@ from engines.settings.parsers import json_value
 Headers = Sequence[tuple[bytes, bytes]]
 
 _KEY = re.compile(r"[\x21-\x7e]+")
-_SALT = b"slipway cache salt "  # Makes the salt differ from the digest that is compared.
+_SALT = b"slipway cache salt "  # Makes the salt of a key differ from the digest of the key.
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class ApiKeys:
         return cls(tuple(sha256(key.encode()).digest() for key in dict.fromkeys(keys)))
 
     def taken_from(self, headers: Headers) -> tuple[Headers, str] | None:
-        """Remove the headers that hold a key.
+        """Remove the headers that contain a key.
 
         Returns:
-            The other headers, and the salt of the key: a string that differs for each key. None if no header holds a
-            key.
+            The other headers, and the salt of the key: a string that differs for each key. None if no header contains
+            a key.
         """
         rest, held = [], b""
         for name, value in headers:
@@ -52,7 +52,7 @@ class ApiKeys:
 
 
 def _key_in(name: bytes, value: bytes) -> bytes | None:
-    """Return the text that a header has in place of a key. None if the header cannot hold a key."""
+    """Return the part of a header that may be a key. None if the header cannot contain a key."""
     if name == b"authorization":
         scheme, _, key = value.partition(b" ")
         return key.strip() if scheme.lower() == b"bearer" else None

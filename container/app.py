@@ -47,10 +47,10 @@ _ANY_CONFIG = ModelConfig(name="{model}", model_dir=Path(), model_id="")
 class Applications:
     """The application of each listener."""
 
-    router: Router  # The main listener's router. The server itself calls it without an API key.
+    router: Router  # The main listener's router. The server's own calls go to it directly, without an API key.
     management_router: Router | None  # None if the main listener also serves the management API.
     keys: ApiKeys | None
-    refusal: HttpRoute  # Refuses calls that have no key and are for the server's pages or for other applications.
+    refusal: HttpRoute  # Refuses calls without a key to the server's pages and to other applications.
     records: RecordFiles | None = None  # The files for the records of inference requests.
 
     @property
@@ -84,7 +84,7 @@ class Applications:
 
 @dataclass(frozen=True, slots=True)
 class _Guarded:
-    """Passes calls that have an API key on to an application. Calls without a key reach only the open routes.
+    """Forwards each call that has an API key to an application. Calls without a key reach only the open routes.
 
     The application does not receive the key.
     """
@@ -92,7 +92,7 @@ class _Guarded:
     application: Application
     router: Router  # The routes that the application serves.
     keys: ApiKeys
-    refusal: HttpRoute  # Refuses calls that have no key and are for the server's pages or for other applications.
+    refusal: HttpRoute  # Refuses calls without a key to the server's pages and to other applications.
 
     def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         if scope["type"] == "http":
@@ -111,7 +111,7 @@ class _Guarded:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """A page of the server itself. It is neither counted nor logged."""
+    """A page of the server itself. Requests for it are neither counted nor logged."""
 
     show: Callable[[], Response | Awaitable[Response]]
     hosts: KnownHosts | None = None  # Refuses other sites' requests. None if the page reveals nothing about the server.
@@ -143,9 +143,9 @@ def create_app(
         registrar: Loads and unloads models for the management API.
         mounts: Further applications that the main listener serves.
         lag: Delays of the event loop in seconds, for `/metrics`.
-        report: The server's settings with their sources, for the console. None: the report of the server's one
-            model.
-        boxes: Show the current black box to clients that may manage models.
+        report: The server's settings with their sources, for the console. None if the server has exactly one model:
+            the model's report then contains these settings.
+        boxes: The black boxes. Clients that may manage models can read the current box.
     """
     counts = HttpCounts()
     state = AppState(models, server_config, counts)
@@ -217,10 +217,10 @@ def _not_found(reply: Callable[[Call], Reply], head: RequestHead) -> Reply:
 
 
 class _Description:
-    """The API description. vLLM's own routes are added once a model is loaded. Adding them takes a second.
+    """The reply of `/openapi.json`. vLLM's own routes are added once a model is loaded. Adding them takes a second.
 
-    vLLM's routes depend on the kind of the model. If a server's models are of several kinds, all their routes are
-    shown.
+    vLLM's routes depend on the kind of the model. If a server has models of several kinds, the reply contains the
+    routes of all kinds.
     """
 
     def __init__(self, models: Models) -> None:
@@ -239,7 +239,7 @@ class _Description:
                 self._of_kinds[kind], new = service.openai.openapi(), True
         if new:
             paths: dict[str, Any] = {}
-            schemas: dict[str, Any] = {}  # A schema's name means the same for every kind of model.
+            schemas: dict[str, Any] = {}  # Schemas with the same name are the same for all kinds of models.
             for document in self._of_kinds.values():
                 paths |= document.get("paths", {})
                 schemas |= document.get("components", {}).get("schemas", {})

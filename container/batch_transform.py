@@ -13,14 +13,15 @@ from handlers.contract import JSON, Reply
 
 _MEBIBYTE = 1 << 20
 _PAYLOAD = 6  # SageMaker's default for MaxPayloadInMB. A larger payload would allow fewer concurrent calls.
-_ROOM = 100  # SageMaker's limit on MaxPayloadInMB times MaxConcurrentTransforms.
+_ROOM = 100  # SageMaker's limit on the product of MaxPayloadInMB and MaxConcurrentTransforms.
 
 
 def execution_parameters(models: Models, server_config: ServerConfig) -> Reply:
     """Return the reply of the route.
 
-    A record is a body of `/invocations`, and a body holds one request. So records are never joined (SINGLE_RECORD). The
-    number of concurrent calls is the number that the models can run together, within SageMaker's limit.
+    A record is a body of `/invocations`, and a body holds one request. So records are never joined (SINGLE_RECORD).
+    MaxConcurrentTransforms is the number of calls that each model can run at the same time, or less if SageMaker's
+    limit requires it.
     """
     payload = max(1, min(_PAYLOAD, server_config.max_request_size // _MEBIBYTE))
     together = min((_together(model, server_config) for model in models), default=1)
@@ -33,6 +34,6 @@ def execution_parameters(models: Models, server_config: ServerConfig) -> Reply:
 
 
 def _together(model: Model, server_config: ServerConfig) -> int:
-    """Return the number of calls that a model runs together. Calls of a custom handler may wait in the queue."""
+    """Return how many calls a model runs at the same time. For a custom handler, calls in the queue count, too."""
     given = model.lifecycle.config
     return min(given.rolling_batch_size, server_config.job_queue_size) if given.handler else given.rolling_batch_size

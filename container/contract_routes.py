@@ -95,7 +95,7 @@ def add_management(
 
 
 def _of_kind(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute | ByKind:
-    """Return the route for a path and method that contracts declare. The kind of the model may decide which one."""
+    """Return the route for a path and method, or a choice between two routes by the kind of the model."""
     generating, pooling = (
         [(declared, route) for declared, route in routes if takes(declared, pooling=pools)] for pools in (False, True)
     )
@@ -105,7 +105,7 @@ def _of_kind(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute | ByKind:
 
 
 def _shared(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute:
-    """Return the only route. If there are two, return a choice between them by a field of the body."""
+    """Return the only route, or a route that chooses between two routes by a field of the body."""
     if len(routes) == 1:
         return routes[0][1]
     for (declared, route), (_, other) in (routes, reversed(routes)):
@@ -115,7 +115,7 @@ def _shared(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute:
 
 
 class _GenerationHttpRoute(HttpRoute):
-    """The model generates text, vectors or scores. The path names the model, or in some contracts the body."""
+    """A route that generates text, vectors or scores. The path names the model. In some contracts the body names it."""
 
     def __init__(self, state: AppState, contract: ContractRoutes, declared: GenerationRoute) -> None:
         super().__init__(state, contract, declared.path)
@@ -148,7 +148,7 @@ class _GenerationHttpRoute(HttpRoute):
 
 
 class _InvocationHttpRoute(HttpRoute):
-    """The handler of `/invocations` answers. The request head names the model; otherwise a form in the body does."""
+    """A route that the handler of `/invocations` answers. The request head or a form in the body names the model."""
 
     queued = True
 
@@ -181,7 +181,7 @@ class _InvocationHttpRoute(HttpRoute):
 
 
 class _InfoHttpRoute(HttpRoute):
-    """Describes the model, or works on text without running the model."""
+    """A route that describes the model, or processes text without running the model."""
 
     def __init__(self, state: AppState, contract: ContractRoutes, declared: InfoRoute, threads: Executor) -> None:
         super().__init__(state, contract, declared.path)
@@ -287,7 +287,7 @@ async def _name_in_body(route: HttpRoute, call: Call) -> str:
 def _refuse_other_methods(
     router: Router, state: AppState, contract: ContractRoutes, path: str, *, same_site: bool = False
 ) -> None:
-    """Answer the methods that a path does not support: with an error, and browsers' preflights if CORS is on."""
+    """Answer unsupported methods of a path with an error. If CORS is on, browsers' preflights get 200 instead."""
     allow = ("allow", ", ".join(router.methods(path)))
 
     def reply(head: RequestHead) -> Reply:
@@ -312,13 +312,13 @@ def _redirect(
     """Redirect from a path with trailing slashes to the path without them, as FastAPI does.
 
     The address is relative to the request's address. So the redirect works behind a proxy that removes a path prefix or
-    terminates TLS, and never leads to another host. If the path ends in several slashes, the address starts at the
-    root, because clients disagree on the meaning of `../` there.
+    terminates TLS, and never leads to another host. Clients disagree on the meaning of `../` after several slashes. If
+    the path ends in several slashes, the address is therefore an absolute path.
     """
 
     def reply(head: RequestHead) -> Reply:
         if head.method == "OPTIONS" and state.cors_headers:
-            return Reply(200, "", b"")  # Browsers follow no redirect of a preflight.
+            return Reply(200, "", b"")  # Browsers do not follow a redirect of a preflight.
         bare = head.raw_path.rstrip(b"/")
         address = bare if head.raw_path.endswith(b"//") else b"../" + bare.rpartition(b"/")[2]
         location = address + (b"?" + head.query if head.query else b"")

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _DEVICE_FILES = Path("/dev")
 _DEVICE_FILE = re.compile(r"nvidia\d+").fullmatch
-_WSL2 = "dxg"  # The device file of all GPUs under WSL2.
+_WSL2 = "dxg"  # Under WSL2, all GPUs share this device file.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CPU = frozenset({"cpu", "-1"})
 _QUERY_SECONDS = 30.0
@@ -48,7 +48,7 @@ def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
         return present
     names = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
     if any(name.strip().startswith("MIG-") for name in names):
-        return min(present, 1)  # CUDA shows only one slice to a process.
+        return min(present, 1)  # A process can use only one MIG slice.
     return min(present, len(names))
 
 
@@ -66,7 +66,7 @@ def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
 
 
 def gpu_figures(seconds: float) -> list[dict[str, str]]:
-    """Return nvidia-smi's figures for each GPU of the machine, by nvidia-smi's names. Empty without a GPU.
+    """Return the figures of `_FIGURES`, by name, for each GPU of the machine. Empty without a GPU.
 
     Args:
         seconds: The time limit for nvidia-smi, which may hang if a GPU hangs.
@@ -114,7 +114,7 @@ def visible_memory(report: str, visible: str | None, kind: Literal["free", "tota
     Args:
         report: The output of `nvidia-smi -q -x`.
         visible: The value of CUDA_VISIBLE_DEVICES.
-        kind: Whether free or total bytes are returned.
+        kind: Whether to return free or total bytes.
     """
     try:
         gpus = ElementTree.fromstring(report).findall("gpu")
@@ -135,7 +135,7 @@ def visible_memory(report: str, visible: str | None, kind: Literal["free", "tota
             "set CUDA_VISIBLE_DEVICES to one slice (MIG-..., see nvidia-smi -L) or to GPUs that are not divided"
         )
     if divided:
-        first = divided[0].find("mig_devices/mig_device")  # CUDA uses the first GPU.
+        first = divided[0].find("mig_devices/mig_device")  # CUDA uses the first slice.
         if first is None:
             raise GpusUnknown("MIG is on, but the GPU has no MIG slice")
         return (_memory(first, "MIG slice 0", kind),)
@@ -143,10 +143,10 @@ def visible_memory(report: str, visible: str | None, kind: Literal["free", "tota
 
 
 def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
-    """Return groups of `each` devices, one group for each worker. Empty if the workers run on the CPU.
+    """Return one group of `each` devices for each worker. Empty if the workers run on the CPU.
 
-    As in LMI, `load_on` lists the first device of each group. If such groups would overlap or do not exist, `load_on`
-    lists all devices of the groups.
+    As in LMI, `load_on` lists the first device of each group. If these groups overlap or contain devices that do not
+    exist, `load_on` is read as a list of all devices of all groups instead.
 
     Raises:
         ValueError: `load_on` names a GPU that does not exist, or allows fewer GPUs than a worker needs.
@@ -216,7 +216,7 @@ def _nvidia_smi(*arguments: str, seconds: float = _QUERY_SECONDS) -> str:
 
 
 def _gpu(gpus: list[ElementTree.Element], name: str) -> ElementTree.Element | None:
-    """Return the GPU for an entry of CUDA_VISIBLE_DEVICES: an index, or a UUID or its beginning."""
+    """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names: by its index, its UUID, or the start of its UUID."""
     if name.isdecimal():
         return gpus[int(name)] if int(name) < len(gpus) else None
     if not name.startswith("GPU-"):

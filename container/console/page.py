@@ -27,7 +27,7 @@ POLICY = "; ".join(
     )
 )
 HEADERS = {
-    "cache-control": "no-store",  # Another release of Slipway may be served at this address later.
+    "cache-control": "no-store",  # Later, another release of Slipway may serve the page at this address.
     "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -44,7 +44,8 @@ def _read(path: Path, **more: str) -> Application:
     content, headers = path.read_bytes(), {**HEADERS, "content-type": _TYPES[path.suffix], **more}
 
     async def reply(scope: Any, receive: Any, send: Any) -> None:
-        await Response(content, headers=headers)(scope, receive, send)  # The middleware changes the response's headers.
+        # The middleware changes the headers of a response, so each request gets a new response.
+        await Response(content, headers=headers)(scope, receive, send)
 
     return GZipMiddleware(reply)
 
@@ -59,5 +60,5 @@ def files() -> Mapping[str, Application]:
 
 
 def front_page() -> Application:
-    """Return an application that serves the page on a path that answers clients other than browsers differently."""
+    """Return an application that serves the page to browsers on a path where other clients get another answer."""
     return _read(DIRECTORY / _INDEX, vary="accept")

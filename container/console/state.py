@@ -29,8 +29,8 @@ def console_state(
 
     Args:
         endpoints: The names of the local SageMaker endpoints.
-        management: The request came to the management API's listener. Settings and the sources of adapters are shown
-            only in replies from this listener.
+        management: Whether the request came to the management API's listener. Only replies from this listener show
+            settings and the sources of adapters.
     """
     health = ping(state.models, state.server_config, state.error_rates)
     document = {
@@ -43,7 +43,7 @@ def console_state(
             for model in state.models
         ],
         "single": state.models.single,
-        # If the server has exactly one model, the model's report has the server's settings.
+        # If the server has exactly one model, the model's report contains the server's settings.
         "settings": report_object(report) if report is not None and management else None,
         "management": management,
         "endpoints": endpoints,
@@ -82,12 +82,13 @@ def _model(model: Model, management: bool) -> dict[str, Any]:
 
 
 def _restarts(model: Model, most: int) -> dict[str, float] | None:
-    """Return the restarts of the copy with the most restarts, the number of continued calls, and the downtime.
+    """Return the number of restarts, the number of continued calls, and the downtime of a model.
 
-    None if the engine would not be restarted after a failure.
+    The restarts are those of the copy that was restarted most often. None if the engine would not be restarted after a
+    failure.
 
     Args:
-        most: The number of restarts of each copy that the settings allow within the window.
+        most: The maximum number of restarts of a copy within the window.
     """
     service = model.lifecycle.service
     engine = service.running_engine if service is not None else None
@@ -104,7 +105,7 @@ def _restarts(model: Model, most: int) -> dict[str, float] | None:
 
 
 def _kind(loaded: LoadedModel | None) -> dict[str, Any]:
-    """Return the kind of the model, None if none is loaded, and the names of a classifier's classes."""
+    """Return the kind of the model, and the names of a classifier's classes. The kind is None without a model."""
     if loaded is None:
         return {"kind": None, "labels": {}}
     if loaded.pooling is None:

@@ -22,10 +22,10 @@ UNCOUNTED = 64 * 1024  # Bodies of up to this many bytes are not counted in `Bod
 
 
 class BodyMemory:
-    """A budget in bytes for the long bodies of all requests that are being read or answered."""
+    """The memory budget, in bytes, for the long bodies of all open requests."""
 
     def __init__(self, server_config: ServerConfig) -> None:
-        """Set the limit: `max_request_memory`, or else a quarter of this process's memory.
+        """Set the limit to `max_request_memory`, or to a quarter of this process's memory if it is not set.
 
         The limit is never below `max_request_size`, so that one body always fits.
         """
@@ -38,7 +38,7 @@ class BodyMemory:
         """Reserve `size` bytes.
 
         Raises:
-            Overloaded: The budget has fewer bytes left.
+            Overloaded: Fewer than `size` bytes are left.
         """
         if self.used + size > self.limit:
             raise Overloaded(
@@ -55,12 +55,12 @@ class BodyMemory:
 
 def announced_size(headers: Mapping[bytes, bytes]) -> int:
     """Return the size in `Content-Length`, or 0 if the header is missing or is not a number."""
-    digits = headers.get(b"content-length", b"").lstrip(b"0")  # llhttp refuses more than 64 bits.
+    digits = headers.get(b"content-length", b"").lstrip(b"0")  # llhttp refuses numbers above 64 bits.
     return int(digits) if digits.isdigit() else 0
 
 
 class BodyReader:
-    """Reads the body of one request, and holds its share of the memory until `let_go` is called."""
+    """Reads the body of one request, and reserves memory for it until `let_go` is called."""
 
     __slots__ = ("_held", "_memory")
 
@@ -68,7 +68,7 @@ class BodyReader:
         """Create the body reader.
 
         Args:
-            memory: The budget. None: this body is not counted.
+            memory: The budget. None if this body is not counted.
         """
         self._memory = memory
         self._held = 0
@@ -88,7 +88,7 @@ class BodyReader:
             receive: ASGI's callable.
             limit: The largest size, in bytes.
             seconds: The longest time to wait for the next part of the body.
-            waits: A set to which the time limit of the current wait is added, so that a drain can end the wait.
+            waits: The set of running waits. The time limit of this wait is added, so that a drain can end the wait.
 
         Returns:
             The whole body, or None if the client left while sending it.

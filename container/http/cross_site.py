@@ -75,7 +75,7 @@ def _names_mozilla(user_agent: bytes) -> bool:
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return the headers of a checked request without the headers that only browsers send.
 
-    The next server sees another `Host`, so it would refuse a browser's request.
+    The server that gets these headers is reached under another `Host`. It would refuse a request from a browser.
     """
     return [
         (name, value)

@@ -15,21 +15,23 @@ from handlers.deadline import HEADER as DEADLINE
 
 CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
 _MOST_CHARACTERS = 1024  # SageMaker's limit.
-# Headers of a reply that also become attributes: the attribute's name, and the shorter value that replaces a long
-# one. `#` stands for the whole schema.
+# Headers of a reply that are copied into attributes, with the name of the attribute and a short value. The short value
+# is used if the header's value is too long. `#` stands for the whole schema.
 _ATTRIBUTES = {
     DEADLINE: (b"X-Slipway-Deadline", b"reached"),
     NOT_HELD.encode(): (b"X-Slipway-Not-Held", b"#"),
 }
 _SEPARATOR = re.compile(rb"[,;\s]+")  # AWS's image separates attributes with commas, LMI with semicolons.
 _ROUTE = re.compile(rb"(?:^|[,;\s])route=([^,;\s]*)")
-_PATH = re.compile(rb"(/(?!\.\.?(/|$))[^/%?#\\\x00-\x20\x7f-\xff]+)+|/")  # No escape, query, fragment, `//` or `..`.
+# A path without escapes, query, fragment, `//` and `..`.
+_PATH = re.compile(rb"(/(?!\.\.?(/|$))[^/%?#\\\x00-\x20\x7f-\xff]+)+|/")
 
 
 def attributes_of(header: bytes) -> Sequence[tuple[bytes, bytes]]:
     """Return the attributes of a header value, with names in lower case. Attributes without `=` are dropped, as in LMI.
 
-    Semicolons separate attributes, as in LMI. If one of them is `route`, commas and white space do, too.
+    Semicolons separate attributes, as in LMI. If the attribute `route` is present, commas and white space separate
+    attributes, too.
     """
     given = _SEPARATOR.split(header) if _ROUTE.search(header) else header.split(b";")
     pairs = [attribute.partition(b"=") for attribute in given]
@@ -37,16 +39,16 @@ def attributes_of(header: bytes) -> Sequence[tuple[bytes, bytes]]:
 
 
 def named_route(header: bytes) -> bytes | None:
-    """Return the path or URL that the first `route` attribute gives. None if it is missing, or its value is a word."""
+    """Return the value of the first `route` attribute if it is a path or a URL, else None."""
     found = _ROUTE.search(header)
     return found[1] if found is not None and (found[1].startswith(b"/") or b"://" in found[1]) else None
 
 
 def with_attributes(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return a reply's headers, plus an attribute for each header that describes the answer.
+    """Return a reply's headers, plus an attribute for each header that `_ATTRIBUTES` lists.
 
-    SageMaker passes on no other header. Existing attributes are kept. If there is too little room for a new attribute,
-    its value is shortened, or the attribute is dropped.
+    SageMaker drops these headers, but forwards the attributes to the client. Existing attributes are kept. If there is
+    too little room for a new attribute, its value is shortened, or the attribute is dropped.
 
     Args:
         headers: The headers of the reply, with names in lower case.

@@ -7,16 +7,16 @@ from engines.errors import BodyTimeout, BodyTooLarge, NotReady, Overloaded, Requ
 
 
 def connection_headers(error: RequestError, *, body_read: bool) -> Headers:
-    """Return the headers of a refusal that concern the connection and the next attempt.
+    """Return the `connection` and `retry-after` headers of a refusal.
 
     Args:
         error: The reason for the refusal.
-        body_read: True if the whole body was read, so the connection can serve the next request.
+        body_read: Whether the whole body was read, so that the connection can serve the next request.
     """
     match error:
         case NotReady():
             return [(b"retry-after", b"5"), (b"connection", b"close")]
         case BodyTooLarge() | BodyTimeout() | Overloaded() if not body_read:
-            return [(b"connection", b"close")]  # Nothing reads the rest of the body.
+            return [(b"connection", b"close")]  # The rest of the body is never read.
         case _:
             return []

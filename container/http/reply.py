@@ -21,12 +21,12 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
 Headers = list[tuple[bytes, bytes]]
 
-# The largest number of bytes of a stream that wait for its client. The connection buffers as many again. A single part
-# may be larger.
+# The maximum number of bytes of a stream that wait here because its client reads slowly. The connection buffers more
+# bytes. A single part may be larger than this limit.
 MAX_UNSENT = 16 * 1024 * 1024
 
 _LATER = (429, 503)
-_COME_AGAIN = 64  # The number of refused clients that may retry per second. More would take time from the engine.
+_COME_AGAIN = 64  # The number of refused clients that may retry per second. More retries would slow down the engine.
 _MOST_SECONDS = 30
 
 
@@ -49,7 +49,7 @@ class RetryAfter:
 
 
 class HttpReply:
-    """A `ReplyWriter` on ASGI's `send`."""
+    """A `ReplyWriter` that writes to ASGI's `send`."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class HttpReply:
         """
         self._send, self.headers, self._break_off = send, headers, break_off
         self._retry_after = retry_after
-        self._connection: CorkedTransport | None = None  # Gets the chunks of a stream. None: `send` gets the parts.
+        self._connection: CorkedTransport | None = None  # Chunks are written to it. If it is None, parts go to `send`.
         self._broken = False
-        self._resuming: asyncio.Task[None] | None = None  # Sends the backlog. None while the client keeps up.
+        self._resuming: asyncio.Task[None] | None = None  # Sends the backlog. None if there is no backlog.
         self._backlog = bytearray()
         self._backlog_last = False
         self._latest: Callable[[], bytes] | None = None
@@ -92,8 +92,8 @@ class HttpReply:
             and not self.ended_at_deadline
             and not any(name == b"retry-after" for name, _ in self.headers)
         ):
-            # `connection_headers` may already have added a `retry-after` header. A header in `reply.headers` replaces
-            # this one.
+            # `self.headers` has a `retry-after` header if `connection_headers` added it. A `retry-after` header in
+            # `reply.headers` replaces the header that is added here.
             self.headers = [*self.headers, self._retry_after.header()]
         self._start(reply.status, framing, reply.headers)
         self.end(b"" if reply.status in WITHOUT_BODY else reply.body)
@@ -126,7 +126,7 @@ class HttpReply:
             self._push({"type": "http.response.body", "body": data, "more_body": True})
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
-        """Add the result of `part` once the client has read all earlier parts."""
+        """Add the result of `part` to the body. `part` is called once the client has read all earlier parts."""
         if self._resuming is None:
             self.write(part())
         else:
@@ -195,6 +195,6 @@ class HttpReply:
 
 @types.coroutine
 def _rest(steps: Coroutine[Any, Any, None], waiting_for: Any) -> Generator[Any, Any, None]:
-    """Return the rest of a coroutine whose first step waits for a future. A task awaits the result."""
+    """Return the rest of a coroutine, for a task. The first step has already run, and waits for a future."""
     yield waiting_for
     yield from steps.__await__()

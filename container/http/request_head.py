@@ -18,7 +18,7 @@ Scope = dict[str, Any]
 
 REQUEST_ID = b"x-request-id"
 INFERENCE_ID = (
-    b"x-amzn-sagemaker-inference-id"  # SageMaker's header for a client's id. The configured header takes precedence.
+    b"x-amzn-sagemaker-inference-id"  # SageMaker's header for the request id. The configured header takes precedence.
 )
 KEY_SALT = "slipway.key_salt"  # The ASGI scope's key for the salt of the call's API key.
 LONGEST_PATH = 1024  # The maximum length of a path in the log and in errors, in bytes.
@@ -47,8 +47,8 @@ class RequestHead:
         self.scope = scope
         self.arrived_at = time.monotonic()
         self.method: str = scope["method"]
-        # The path to answer, decoded and as it was sent. Slashes without a meaning are removed, and the path that a
-        # custom attribute names replaces the request's own.
+        # The path to answer: first decoded, then as it was sent. The router removes superfluous trailing slashes. If a
+        # custom attribute names another path, that path replaces the path of the request.
         self.path: str = scope["path"]
         self.raw_path: bytes = scope["raw_path"]
         self.query: bytes = scope["query_string"]
@@ -59,7 +59,7 @@ class RequestHead:
         given = self.headers.get(CUSTOM_ATTRIBUTES)
         self.attributes = attributes_of(given) if given else ()
         self.request_id = request_id(self.headers.get(id_header) or self.headers.get(INFERENCE_ID))
-        self.running: Running | None = None  # The call, when its handler has begun it.
+        self.running: Running | None = None  # The running call. None until the handler has begun the call.
 
     def call(self, body: bytes) -> Call:
         """Return the whole request as contracts see it."""

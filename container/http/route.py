@@ -46,12 +46,12 @@ logger = logging.getLogger("slipway.access")
 _OVERLOADED = (429, 503)
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
-# The model of a request, or the reply to it. None: the body decides, or the route needs no model.
+# The model of a request, or the reply to the request. None if the body decides this or the route needs no model.
 Found = Model | Reply | None
 
 
 class HttpCounts:
-    """Requests by route and status, and their durations."""
+    """Counts requests by route and status, and measures their durations."""
 
     def __init__(self) -> None:
         self.requests: defaultdict[tuple[str, int], int] = defaultdict(int)
@@ -77,7 +77,7 @@ class AppState:
             },
             refusals=frozenset({server_config.throttle_error_http_code, server_config.wlm_error_http_code}),
         )
-        self.searches = asyncio.Lock()  # Held while a call searches for the origins of an explanation.
+        self.searches = asyncio.Lock()  # Held while a call that is explained searches for origins.
         self.id_header = server_config.request_id_header.lower().encode()
         self.retry_after = RetryAfter()
         cors = {
@@ -118,7 +118,7 @@ class HttpRoute:
             path: The path in the route table, for counts.
             refuse: Returns the reply to a request that failed, if the contract's own form is not used.
             reply: Returns the reply to every request, if the head alone decides it.
-            same_site: Refuse requests that a browser sends on behalf of another site's page, and send no CORS headers.
+            same_site: Whether to refuse requests from other sites' pages in browsers, and to send no CORS headers.
             max_body: The largest body in bytes, if that is less than the setting `max_request_size`.
         """
         self.state, self.contract, self.path, self.refuse = state, contract, path, refuse or contract.refuse
@@ -132,7 +132,7 @@ class HttpRoute:
         self._short_body = min(UNCOUNTED, self._max_body)
 
     def find(self, head: RequestHead) -> Found:
-        """Return the model of a request, or the reply. None: the body decides, or the route needs no model.
+        """Return the model of a request, or the reply. None if the body decides this or the route needs no model.
 
         Raises:
             RequestError: The request is refused.
@@ -140,7 +140,7 @@ class HttpRoute:
         return None if self._reply is None else self._reply(head)
 
     async def find_by_body(self, head: RequestHead, call: Call) -> Model | Reply | HttpRoute | None:
-        """Return the model, the reply or the answering route of a request whose head does not decide this.
+        """Return the model, the reply or another route for a request, if `find` has returned None.
 
         Raises:
             RequestError: The request is refused.
@@ -178,12 +178,12 @@ class HttpRoute:
     def names(self, head: RequestHead) -> tuple[str | None, str | None] | None:
         """Return the names of the model and of the version in a request head.
 
-        None: the attribute `route` of SageMaker's custom attributes cannot replace this route by another route.
+        None if SageMaker's custom attribute `route` has no effect on this route.
         """
         return None
 
     def unauthorized(self, method: str = "", *, in_browser: bool = False) -> Reply:
-        """Return the refusal of a call without a key. CORS's preflights may ask whether a key may be sent."""
+        """Return the refusal of a call without a key. If CORS is on, preflights are answered without a key."""
         if method == "OPTIONS" and self._cors_headers:
             return Reply(200, "", b"")
         reply = self.refuse(Unauthorized(in_browser=in_browser))
@@ -205,22 +205,24 @@ class HttpRoute:
         body: bytes | None = None
         reader: BodyReader | None = None
         running: Running | None = None
-        lifecycle: Lifecycle | None = None  # The life cycle of the model that answers.
+        lifecycle: Lifecycle | None = None  # The life cycle of the model that answers the call.
         state.models.open_calls[head] = self.path, started
         try:
             try:
                 if self._same_site and (fault := state.hosts.fault(head.headers)):
                     raise CrossSite(fault)
                 found = self.find(head) if refusal is None else refusal
-                service = found.service() if isinstance(found, Model) else None  # Refuses before the body is read.
+                service = found.service() if isinstance(found, Model) else None  # May refuse the call.
                 if found is None or service is not None:
                     body = received_body(receive, self._short_body)
                     if body is None:
                         if service is not None and self.queued and announced_size(head.headers) > UNCOUNTED:
                             explanation, _ = asked_explanation(head.headers, head.attributes)
-                            if explanation is None:  # The handler refuses an explained call, and does not count it.
+                            # The handler refuses explained calls itself, because they are not counted.
+                            if explanation is None:
                                 service.refuse_if_full()
-                        reader, service = BodyReader(state.bodies), None  # The service may have changed afterwards.
+                        # The service may change while the body is read.
+                        reader, service = BodyReader(state.bodies), None
                         seconds, waits = state.server_config.request_read_timeout, state.models.reading
                         body = await reader.read(head.headers, receive, self._max_body, seconds, waits)
                 if body is not None:
@@ -293,8 +295,8 @@ class HttpRoute:
             if not reply.status:
                 reply.reply(self.refuse(InternalError()))
             return
-        # If the server is full or not ready, the line in the access log is enough. A second line would make a refusal a
-        # sixth more expensive.
+        # If the server is full or not ready, the line in the access log is enough. A second line would make a
+        # refusal more expensive, by a sixth.
         level = logging.DEBUG if refusal.status in _OVERLOADED else logging.INFO
         logger.log(level, "refused: %s", reason, extra=extra)
         reply.reply(refusal)

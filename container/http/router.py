@@ -21,12 +21,12 @@ from handlers.route_declarations import MODEL_VERSION
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
-ANY_METHOD = "*"  # Serves the methods for which the path has no other entry.
-WITH_SLASHES = "/"  # In place of a method: serves the path with trailing slashes.
-FOR_BROWSERS = "text/html"  # In place of a method: serves GET to clients that accept text/html.
+ANY_METHOD = "*"  # The entry for all methods for which the path has no entry of their own.
+WITH_SLASHES = "/"  # In place of a method: the entry for the path with trailing slashes.
+FOR_BROWSERS = "text/html"  # In place of a method: the entry for GET if the client accepts text/html.
 _ENCODED_SLASH = re.compile("%2f", re.IGNORECASE)
 # LMI's paths, which may end in slashes (DJL Serving, `InferenceRequestHandler` and `ManagementRequestHandler`). vLLM
-# and happy_vllm redirect such a path (`WITH_SLASHES`). The servers of other contracts answer that it is unknown.
+# and happy_vllm redirect such a path (`WITH_SLASHES`). In other contracts, such a path is unknown.
 _ENDS_IN_SLASHES = re.compile(r"/(?:ping|invocations|predictions|models|adapters|workflows|server)(?:/.*)?/").fullmatch
 # Replaces an encoded slash while a route is looked up. An encoded slash is part of a name, not a separator (RFC 3986,
 # section 2.2). No decoded path contains this character.
@@ -41,7 +41,7 @@ class Mount:
     prefix: str
     application: Application
     endpoints: tuple[str, ...] = ()  # The SageMaker endpoints that the application serves, for the console.
-    # Finishes the application's work in the background. The argument is the time limit for running work, in seconds.
+    # Waits for the application's background work to finish, at most for the given number of seconds.
     drain: Callable[[float], Awaitable[None]] | None = None
 
 
@@ -83,7 +83,7 @@ class Router:
         Args:
             not_found: Answers paths that are not served.
             mounts: Further applications.
-            not_found_below: Answer unknown paths below the prefix of a contract.
+            not_found_below: The routes that answer unknown paths below the prefixes of contracts, by prefix.
             id_header: The header with the client's request id, in lower case.
         """
         self._plain: dict[str, dict[str, Entry]] = {}
@@ -104,7 +104,7 @@ class Router:
             path: The path, in which `{name}` stands for a segment.
             method: An HTTP method, `ANY_METHOD`, `WITH_SLASHES` or `FOR_BROWSERS`.
             entry: Serves the requests.
-            without_key: Callers need no API key, even if the server requires keys. Such a path has no `{name}`.
+            without_key: Whether callers need no API key even if the server has keys. The path must have no `{name}`.
         """
         if without_key:
             self._open.add((path, method))
@@ -129,7 +129,8 @@ class Router:
         route, refusal = self.dispatch(head)
         if isinstance(route, HttpRoute):
             return route.serve(head, refusal, receive, send)
-        scope.setdefault("app", self)  # Starlette's key: a mounted application may call the container's own routes.
+        # Starlette's key. With it, a mounted application can call the container's own routes.
+        scope.setdefault("app", self)
         return route(scope, receive, send)
 
     def dispatch(self, head: RequestHead) -> tuple[Application | HttpRoute, Reply | None]:
@@ -236,7 +237,7 @@ class Router:
 
 
 def without_slashes(path: str) -> str:
-    """Return a path without its trailing slashes if it is one of LMI's. Any other path is returned unchanged."""
+    """Return one of LMI's paths without its trailing slashes, and any other path unchanged."""
     return path.rstrip("/") if path.endswith("/") and _ENDS_IN_SLASHES(path) else path
 
 

@@ -1,14 +1,14 @@
 """Extends uvicorn's HTTP protocol: limits, joined writes, HTTP/1.0, protocol offers, half-closed clients.
 
-No other module touches uvicorn's internals. This module was run with uvicorn 0.54.0. `check_uvicorn` refuses other
+No other module touches uvicorn's internals. This module is tested with uvicorn 0.54.0. `check_uvicorn` refuses other
 releases when the server starts. test_uvicorn_protocol.py fails if one of these names has moved:
 
 - `HttpToolsProtocol`: the callbacks of httptools' parser, of the transport and of the server that are overridden below,
   and the fields `cycle`, `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`. `scope`
   contains a method once the head is complete.
 - `RequestResponseCycle`: `flow`, `transport`, `chunked_encoding`, `expected_content_length`, `response_started`,
-  `response_complete`, `body`, `more_body`, `disconnected`, `message_event` and `waiting_for_100_continue`; its `send`
-  waits while writing is paused, and at no other time.
+  `response_complete`, `body`, `more_body`, `disconnected`, `message_event` and `waiting_for_100_continue`. Its `send`
+  waits only while writing is paused.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 logger = logging.getLogger(__name__)
 
-UVICORN = "0.54."  # The start of the version numbers for which this module is written.
-# The key in `scope["extensions"]` of a function that closes the connection at once and drops all unsent data.
+UVICORN = "0.54."  # The supported versions of uvicorn begin with this.
+# The key of a function in `scope["extensions"]`. The function closes the connection at once and drops all unsent data.
 BREAK_OFF = "slipway.break_off"
 
-_TCP_CLOSE = 7  # The state of a reset TCP connection, in the first byte of TCP_INFO.
+_TCP_CLOSE = 7  # The first byte of TCP_INFO if the TCP connection was reset.
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LEADING_ZERO = b"0"  # The first digit of the next chunk's size.
 _LOOKS_WITH_PROBE = (0, 3)  # A proxy may accept the first probe before it notices that the client has left.
@@ -54,7 +54,7 @@ def check_uvicorn() -> None:
         raise RuntimeError(f"this uvicorn is not one that Slipway knows: it has no {', '.join(missing)}")
 
 
-# The transports of one server that hold writes back. `_flush_all` flushes them at the end of the event loop's turn.
+# The transports of one server that have unflushed writes. `_flush_all` flushes them at the end of a turn.
 Cork = list["CorkedTransport"]
 
 
@@ -69,8 +69,8 @@ class CorkedTransport:
     """A transport that joins the writes of one turn of the event loop.
 
     If the client may still be sending, `close` closes only the server's side. The connection is closed when the client
-    closes its side, or after some seconds. Otherwise a client that reads only after it has sent everything would lose
-    its reply.
+    closes its side, or after some seconds. If it were closed at once, a client that first sends its whole request and
+    then reads would lose the reply.
     """
 
     def __init__(self, transport: asyncio.Transport, cork: Cork, closing: Callable[[], float] | None = None) -> None:
@@ -78,8 +78,8 @@ class CorkedTransport:
 
         Args:
             transport: The transport to write to.
-            cork: The cork of the server.
-            closing: Called when the transport is closed. Returns the number of seconds for which the client may still
+            cork: The server's list of transports with unflushed writes.
+            closing: A function that `close` calls. It returns the number of seconds for which the client may still
                 send.
         """
         self._transport, self._cork = transport, cork
@@ -88,7 +88,7 @@ class CorkedTransport:
         self.closing = closing
         self.end: asyncio.TimerHandle | None = None
         self.lingering = False  # Whether the server's side is closed. If so, data from the client is dropped.
-        self.paused = False  # Whether the client must read earlier writes first.
+        self.paused = False  # Whether writing is paused until the client has read more.
         self.abort, self.get_write_buffer_size = transport.abort, transport.get_write_buffer_size
         self.pause_reading, self.resume_reading = transport.pause_reading, transport.resume_reading
         self.get_extra_info = transport.get_extra_info
@@ -135,14 +135,14 @@ class CorkedTransport:
 
 
 def chunked_connection(send: Any) -> CorkedTransport | None:
-    """Return the connection of a reply that has begun. Writing chunks there is faster than `send`.
+    """Return the connection of a reply that has begun. Writing chunks to it is faster than calling `send`.
 
     Args:
         send: ASGI's callable.
 
     Returns:
-        The connection. None if the reply is not chunked, or if `send` is not uvicorn's: code that wraps `send` has to
-        see all parts.
+        The connection. None if the reply is not chunked, or if other code wraps uvicorn's `send`, because that code has
+        to see all parts.
     """
     cycle = getattr(send, "__self__", None)
     if not isinstance(cycle, RequestResponseCycle) or not cycle.chunked_encoding:
@@ -152,22 +152,24 @@ def chunked_connection(send: Any) -> CorkedTransport | None:
 
 
 def received_body(receive: Any, most: int = sys.maxsize) -> bytes | None:
-    """Take the body of a request, once, if the whole body has arrived. This is faster than uvicorn's `receive`.
+    """Return the body of a request if the whole body has arrived. This is faster than uvicorn's `receive`.
+
+    Call this function only once: it empties uvicorn's buffer.
 
     Args:
         receive: ASGI's callable.
-        most: The largest body that is taken, in bytes.
+        most: The maximum size of the body, in bytes.
 
     Returns:
-        The body. None if the body is larger, if a part is missing, if the client has left, or if `receive` is not
-        uvicorn's: code that wraps `receive` has to see all parts.
+        The body. None if the body is larger, if a part is missing, or if the client has left. Also None if other code
+        wraps uvicorn's `receive`, because that code has to see all parts.
     """
     cycle = getattr(receive, "__self__", None)
     if not isinstance(cycle, RequestResponseCycle) or cycle.more_body or cycle.disconnected or cycle.response_complete:
         return None
     if len(cycle.body) > most:
         return None
-    cycle.waiting_for_100_continue = False  # The client did not wait (RFC 9110, section 10.1.1).
+    cycle.waiting_for_100_continue = False  # The client did not wait for it (RFC 9110, section 10.1.1).
     cycle.message_event.clear()
     cycle.flow.resume_reading()
     body, cycle.body = bytes(cycle.body), bytearray()
@@ -175,7 +177,7 @@ def received_body(receive: Any, most: int = sys.maxsize) -> bytes | None:
 
 
 def _ended_by_close(application: Any, cycle: RequestResponseCycle) -> Any:
-    """Return an application whose reply may have any length: closing the connection ends the reply."""
+    """Return an application whose replies may have any length. The end of a reply is the end of the connection."""
 
     async def unbounded(scope: Any, receive: Any, send: Any) -> None:
         async def send_part(message: Any) -> None:
@@ -203,16 +205,16 @@ class HttpProtocol(HttpToolsProtocol):
     - Unreadable data is refused only after the earlier requests were answered.
     - Every request is notified when its client has left.
 
-    A client that has closed its side of the connection (RFC 9112, section 9.6) looks like a client that has left. They
-    differ in their reaction to data: the operating system of a client that left answers with a reset. If the reply is
-    not complete after `LOOK_SECONDS`, the server sends bytes that HTTP/1.1 clients have to ignore: an interim reply, or
-    in the middle of a stream a leading zero of the next chunk's size. HTTP/1.0 has neither, so its clients count as
-    gone.
+    A client that has only closed its side of the connection (RFC 9112, section 9.6) looks like a client that has left.
+    The server sends data to find the difference: if the client has left, its operating system answers with a reset. If
+    the reply is not complete after `LOOK_SECONDS`, the server sends bytes that HTTP/1.1 clients have to ignore. Before
+    the reply, these bytes are an interim reply. In the middle of a stream, they are a leading zero of the next chunk's
+    size. HTTP/1.0 has neither, so an HTTP/1.0 client that closes its side counts as gone.
     """
 
     MAX_HEAD = 256 * 1024  # The largest size of a request line and headers, or of trailers, in bytes.
     HEAD_SECONDS = 60.0  # The time limit from the first byte of a head to its last.
-    SEND_SECONDS = 120.0  # The time within which a client has to read a part of the waiting data.
+    SEND_SECONDS = 120.0  # The time limit for a client to read a part of the unsent data.
     LINGER_SECONDS = 10.0  # The time for which a refused client may send its body and read the reply.
     # The time until the server first checks if a client that closed its side has left. Each further check waits twice
     # as long, up to a second.
@@ -224,11 +226,11 @@ class HttpProtocol(HttpToolsProtocol):
         """Create the protocol of a connection. `cork` is shared by all connections of a server."""
         super().__init__(*args, **keywords)
         self._cork = [] if cork is None else cork
-        self._overhead = 0  # The number of bytes since the last head, or the last part of a body.
+        self._overhead = 0  # The number of bytes received since the last head or body part.
         self._head_limit: asyncio.TimerHandle | None = None
         self._send_limit: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
-        self._unreadable = ""  # The error in unreadable data. Nothing is read after it.
+        self._unreadable = ""  # The error in unreadable data. All data after it is ignored.
         self._look: asyncio.TimerHandle | None = None  # Set when the client has closed its side.
 
     # Callbacks of the transport.
@@ -258,7 +260,8 @@ class HttpProtocol(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
-        self._answering = self.parser = None  # Both refer to this object, so this breaks reference cycles.
+        # The two fields refer to objects that refer to this object. Clearing them breaks the reference cycles.
+        self._answering = self.parser = None
         self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
@@ -340,7 +343,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._head_limit.cancel()
             self._head_limit = None
         self.scope["extensions"] = self._extensions
-        # CONNECT stops the parser, as an offer of another protocol does. Without the offer, nothing is left to serve.
+        # CONNECT stops the parser, like an offer of another protocol, but it cannot be served as plain HTTP.
         if self.parser.get_method() == b"CONNECT":
             raise _Refused("CONNECT is for proxies, and this server is none.")
         hosts = 0
@@ -376,7 +379,7 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _closing(self) -> float:
-        """Watch the waiting data. Return the number of seconds for which the client may send its unfinished request."""
+        """Limit the time for unsent data, and return the number of seconds for which the client may still send."""
         self._limit_sending()
         # A reply may be complete before its request. After unreadable data, the end of the request is unknown.
         answered = self._answering is not None and self._answering.response_complete
@@ -384,7 +387,7 @@ class HttpProtocol(HttpToolsProtocol):
         return self.LINGER_SECONDS if sends else 0.0
 
     def _drop_unfinished(self) -> None:
-        """Drop the request whose body is incomplete, if it waits for an earlier request."""
+        """Drop the latest request if its body is incomplete and it waits for an earlier request."""
         if self.pipeline and self.pipeline[0][0].more_body:
             self.pipeline.popleft()
 
@@ -400,7 +403,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._connection.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse unreadable data after the earlier requests are answered. Close if the data's own reply has begun."""
+        """Refuse unreadable data once earlier requests are answered.
+
+        If the reply to the request with this data has begun, close the connection instead.
+        """
         self._drop_unfinished()
         self._unreadable = msg
         answering = self._answering
@@ -430,7 +436,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._look = self.loop.call_later(seconds, self._look_for_client, looks + 1)
 
     def _is_reset(self) -> bool:
-        """Return True if the client's system answered with a reset. Only Linux shows that before the next write."""
+        """Return True if the client's system has sent a reset. Only Linux reports a reset before the next write."""
         if not hasattr(socket, "TCP_INFO"):
             return False
         connection = self._connection.get_extra_info("socket")
@@ -447,13 +453,13 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._head_limit = None
-        if self.cycle is not None and not self.cycle.response_complete:  # Do not cut off this request's reply.
+        if self.cycle is not None and not self.cycle.response_complete:  # A reply is still being written.
             self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
         else:
             self._connection.close()
 
     def _limit_sending(self) -> None:
-        """Watch the data that waits to be sent. No data is added while writing is paused or the connection closes."""
+        """Limit the time for unsent data. No data is added while writing is paused or the connection is closing."""
         if self._send_limit is not None:
             self._send_limit.cancel()
         waiting: int = self._connection.get_write_buffer_size()
