@@ -1,8 +1,8 @@
 """Builds the image on a base image that contains vLLM: creates Slipway's environment and compiles the base's modules.
 
-The base image has vLLM and its dependencies in the Python of its PATH: the system's Python (vLLM's image) or a virtual
-environment (AWS's image). Slipway's environment sees the base's packages after its own packages, and does not change
-them. Run this file with the base image's Python:
+In the base image, vLLM and its dependencies belong to the first Python on PATH: the system's Python (vLLM's image) or a
+virtual environment (AWS's image). Slipway's environment can import the base image's packages, but its own packages come
+first. The base image's packages are not changed. Run this file with the base image's Python:
 
     base_image.py environment DIRECTORY LOCK PYPROJECT    prints the constraints for the packages that pip is to add
     base_image.py lacking REPORT LOCK                     prints the lock's lines, with hashes, of the packages to add
@@ -34,8 +34,9 @@ def package_directories() -> list[str]:
 
 
 def installed() -> dict[str, str]:
-    """Return the version of each package by its canonical name. If two packages share a name, the one that is
-    imported counts.
+    """Return the version of each package by its canonical name.
+
+    If a package is installed twice, the version that Python imports counts.
     """
     versions: dict[str, str] = {}
     for package in metadata.distributions():
@@ -85,7 +86,7 @@ def check_vllm(present: Mapping[str, str], extras: Mapping[str, list[str]]) -> N
 
     Args:
         present: The base image's packages.
-        extras: pyproject.toml's optional dependencies, of which `gpu` and `cpu` name the release.
+        extras: pyproject.toml's optional dependencies. `gpu` and `cpu` contain the release of vLLM.
 
     Raises:
         SystemExit: The base image has another release of vLLM, or no vLLM.
@@ -103,7 +104,8 @@ def make_environment(directory: Path) -> None:
     """Make an empty virtual environment that sees this Python's packages."""
     venv.create(directory, symlinks=True)
     (site,) = directory.glob("lib/python3*/site-packages")
-    # If the base image has a virtual environment, system_site_packages would show the packages of the Python below it.
+    # If the base image has a virtual environment, the option system_site_packages would show the system's packages
+    # instead of the environment's packages.
     lines = [f"import site; site.addsitedir({path!r})" for path in package_directories()]
     (site / _PTH).write_text("\n".join(lines) + "\n")
 
