@@ -16,15 +16,15 @@ from engines.interface import CopyState, EngineStartError
 logger = logging.getLogger(__name__)
 
 WINDOW_SECONDS = 600.0  # The setting `engine_restart` limits the restarts of each copy within this time.
-LONGEST_PAUSE_SECONDS = 60.0  # Pauses before restarts begin with a second, and double up to this limit.
+LONGEST_PAUSE_SECONDS = 60.0  # The pause before a restart is a second at first. It doubles each time, up to this limit.
 
 
 class EngineRestarts:
     """Restarts engines, as often as the setting `engine_restart` allows.
 
-    The limit applies to each copy of a model. A request that kills engines may kill several copies before it is found.
-    A broken copy dies again and again, while the other copies live. Copies that are dead at the same time are restarted
-    together if one of them has a restart left.
+    The limit applies to each copy of a model. A broken copy may die again and again, while the other copies live. A
+    request that kills engines may kill several copies before the request is found. Copies that are dead at the same
+    time are restarted together if one of them has a restart left.
     """
 
     def __init__(self, models: Models, server_config: ServerConfig, loads: Loads) -> None:
@@ -32,7 +32,7 @@ class EngineRestarts:
         self._when_stalled = server_config.engine_restart > 0 and server_config.engine_restart_when_stalled
 
     def fault(self, model: Model) -> str:
-        """Return the reason to restart a model's engine or some of its copies. Empty: no restart is needed."""
+        """Return the reason to restart a model's engine or some of its copies. Empty if no restart is needed."""
         lifecycle = model.lifecycle
         if lifecycle.died_while_draining:
             return lifecycle.reason
@@ -79,7 +79,7 @@ class EngineRestarts:
         return True
 
     def _recent(self, model: Model) -> int:
-        """Return the smallest number of recent restarts among the copies to restart now."""
+        """Return the smallest number of recent restarts that any of the copies to restart has had."""
         since = time.monotonic() - WINDOW_SECONDS
         return min(model.recent_restarts(copy, since) for copy in _to_restart(model))
 
@@ -105,9 +105,9 @@ class EngineRestarts:
         logger.info("model %s: %s has been restarted", model.title, what)
 
     async def _fail_if_late(self, model: Model) -> None:
-        """Mark a model as failed if its restart waits too long for another model's load, and no copy serves.
+        """Mark a model as failed if no copy serves and the restart waits too long for the load of another model.
 
-        Calls do not wait beyond that time.
+        Calls no longer wait after that.
         """
         lifecycle, fault = model.lifecycle, ""
         while not fault or lifecycle.missing:

@@ -46,7 +46,7 @@ class State(Enum):
     STARTING = "starting"
     READY = "ready"
     FAILED = "failed"
-    RESTARTING = "restarting"  # The engine has died. It is being restarted, and calls wait for it.
+    RESTARTING = "restarting"  # The engine has died and is being restarted, and calls wait for it.
     DRAINING = "draining"
     STOPPED = "stopped"
 
@@ -61,7 +61,7 @@ class Lifecycle:
         self._stall: StallWatch | None = None
         self._fetched = False
         self.startup_times = StartupTimes()
-        self.stage = State.STARTING  # The last stage that was reached. `state` also asks the engine.
+        self.stage = State.STARTING  # The last stage that was reached. `state` also considers the health of the engine.
         self._failure = ""
         self.end_reason = "the server is stopping"  # The error message for calls that a drain refuses or ends.
         self._started_at = time.time()
@@ -69,14 +69,14 @@ class Lifecycle:
 
     @property
     def state(self) -> State:
-        """The state, judged by the engine's latest signs of life. No other process is asked."""
+        """The state, judged by the engine's latest signs of life. Reading it asks no other process."""
         if self.stage is State.READY and self.service is not None and not self._health(self.service).alive:
             return State.RESTARTING if self._waiting_engine is not None else State.FAILED
         return self.stage
 
     @property
     def _waiting_engine(self) -> Engine | None:
-        """The engine, if calls wait for its restart when it has died."""
+        """The engine, if calls wait for its restart after a death. None if they get an error instead."""
         service = self.service
         if service is None or self.stage is State.STARTING:
             return None
@@ -89,7 +89,7 @@ class Lifecycle:
 
     @property
     def _engine_to_restart(self) -> Engine | None:
-        """The engine, if it can be restarted in place. None: the model has to be loaded again."""
+        """The engine, if it can be restarted in place. None if the model has to be loaded again."""
         if self.missing and self.service is not None:
             return self.service.running_engine
         return self._waiting_engine
@@ -109,26 +109,26 @@ class Lifecycle:
 
     @property
     def stalled(self) -> str:
-        """The reason why the engine counts as stalled although it is alive. Empty if it does not."""
+        """The reason why the live engine counts as stalled. Empty if it is not stalled."""
         return self._stall.reason if self._stall is not None and self.state is State.READY else ""
 
     @property
     def missing(self) -> str:
-        """The copies that died while others serve, and that can be restarted. Empty if the model is not ready."""
+        """The dead copies that can be restarted while other copies serve. Empty if the model is not ready."""
         return self._health(self.service).missing if self.service is not None and self.state is State.READY else ""
 
     @property
     def lost(self) -> str:
-        """The reason why permanently fewer copies serve than the minimum. Empty if the model is not ready."""
+        """The reason why fewer copies than the minimum will serve from now on. Empty if the model is not ready."""
         return self._health(self.service).lost if self.service is not None and self.state is State.READY else ""
 
     @property
     def unhealthy(self) -> str:
-        """The reason why the model counts as unhealthy although it is ready. Empty if it does not."""
+        """The reason why the model, although ready, counts as unhealthy. Empty if it is healthy."""
         return self.stalled or self.lost
 
     def _health(self, service: Service) -> EngineHealth:
-        """Return the engine's health. If it cannot be read, the model is marked as failed and the error is logged."""
+        """Return the engine's health. If reading it fails, mark the model as failed and log the error."""
         try:
             return service.runtime.health()
         except Exception as error:
@@ -178,8 +178,8 @@ class Lifecycle:
         """Load the model and generate a first token. The model is then ready.
 
         Args:
-            place: Chooses the model's GPUs after its weights were downloaded. It may block. It may raise an error,
-                which refuses the model.
+            place: A function that chooses the model's GPUs after its weights were downloaded. It may block. If it
+                raises an error, the model is not loaded.
 
         Raises:
             EngineStartError: The model cannot be loaded, or cannot generate a token.
@@ -187,8 +187,8 @@ class Lifecycle:
         try:
             self._serve(await self._load(place))
         except BaseException as error:
-            # The state is set after the clean-up. The management API removes the model right afterwards, so /ping does
-            # not show the model as failed.
+            # The state is set after the clean-up. The management API removes the model immediately after that, so /ping
+            # does not show the model as failed.
             if self.stage is State.STARTING:
                 self.stage, self._failure = State.FAILED, str(error)
             raise
@@ -200,13 +200,14 @@ class Lifecycle:
     ) -> None:
         """Restart the engine of a model after it has died or stalled, or restart its dead copies.
 
-        Calls that wait for the engine continue. If no calls can wait, or if the engine cannot be started as it was on
-        the last attempt, the model is stopped and loaded again with its adapters. It then counts as failed until it is
-        ready. A model is never stopped while copies of it serve.
+        Calls that wait for the engine continue. The model is stopped and loaded again with its adapters if no calls can
+        wait, or if the last attempt to start the engine has failed. The model then counts as failed until it is ready.
+        A model is never stopped while copies of it serve.
 
         Args:
             place: See `start`.
-            last: Called if the engine cannot be started or dies again. False: calls keep waiting for another attempt.
+            last: Called if the engine cannot be started or dies again. Returns whether this was the last attempt. If
+                not, calls wait for another attempt.
 
         Raises:
             EngineStartError: The model or a copy cannot be loaded, or cannot generate a token.
@@ -236,7 +237,7 @@ class Lifecycle:
         assert old is not None, "it was ready once"
         await old.stop(self._failure)
         self.startup_times = StartupTimes()
-        service = await self._load(place)  # Until the new service can serve, calls get the stopped service's error.
+        service = await self._load(place)  # Until this is done, calls get the stopped service's error.
         if old.adapters is not None and service.adapters is not None:
             try:
                 await _register_again(old.adapters.all(), service.adapters)
@@ -283,14 +284,14 @@ class Lifecycle:
         except BaseException:
             if service is not None:
                 await service.stop()
-                service = None  # The traceback refers to this frame.
+                service = None  # The traceback keeps this frame's variables in memory.
             raise
         seconds = time.monotonic() - started
         logger.info("model %s is ready after %.1f s: %s", self.config.name, seconds, self.startup_times)
         return service
 
     async def fetch(self) -> None:
-        """Download the weights that are on S3. `start` does so if this method was not called before.
+        """Download the weights that are on S3. `start` calls this method, too.
 
         Raises:
             EngineStartError: The download fails, or the secure mode refuses a file.
@@ -306,7 +307,7 @@ class Lifecycle:
         self._fetched = True
 
     def view(self) -> ModelView:
-        """Return the model's state for routes that generate nothing."""
+        """Return a view of the model, for routes that generate nothing."""
         service = self.service if self.stage is not State.STARTING else None
         queue = service.queue if service is not None else None
         config = service.config if service is not None else self.config
@@ -338,7 +339,7 @@ class Lifecycle:
             await self.service.stop(self.end_reason)
 
     def fail(self, reason: str) -> bool:
-        """Mark the model as failed from now on. Its service still answers calls.
+        """Mark a ready model as failed from now on. Its service still answers calls.
 
         Returns:
             False if the model was not ready. Nothing has changed then.
@@ -350,16 +351,16 @@ class Lifecycle:
 
     @property
     def died_while_draining(self) -> bool:
-        """True if the engine has died while running calls are given time to finish."""
+        """True if the engine has died during a drain, in which running calls may finish."""
         service = self.service
         return self.stage is State.DRAINING and service is not None and not self._health(service).alive
 
     def calls_can_wait(self) -> bool:
-        """Return True if calls would wait for a new engine if this one died."""
+        """Return True if calls would wait for a restart if the engine died."""
         return self._waiting_engine is not None
 
     def give_up(self) -> None:
-        """Fail the calls that wait for the engine. Processes that have died are not restarted."""
+        """Fail the calls that wait for the engine, and do not restart processes that have died."""
         if (engine := self._engine_to_restart) is not None:
             engine.give_up()
 

@@ -28,7 +28,7 @@ _REFUSALS = (LoadFailed, OutOfMemory, NotReady)
 
 
 class Loads:
-    """Loads of models. Each is a task that ends when the model is loaded."""
+    """The running loads of models. Each load is a task that ends when the model is loaded."""
 
     def __init__(self, models: Models, free: Callable[[], Sequence[int]]) -> None:
         """Create the loads.
@@ -43,7 +43,7 @@ class Loads:
 
     @contextlib.asynccontextmanager
     async def one_at_a_time(self) -> AsyncIterator[None]:
-        """Wait for other loads. Inside the block, the log holds back what libraries print."""
+        """Wait for other loads. Inside the block, the log holds back the output of libraries."""
         async with self._lock:
             models = [model.lifecycle.config for model in (*self._models, *self._models.leaving)]
             # A customer's code may print at any time, and its output is shown.
@@ -61,11 +61,11 @@ class Loads:
         return task
 
     def place(self, config: ModelConfig, check: Settings | None = None) -> ModelConfig:
-        """Return a model's settings with the GPUs that have the most free memory now.
+        """Return a model's settings with the chosen GPUs: those with the most free memory now.
 
         Args:
             config: The settings.
-            check: All settings of the model, if the model has to fit into the free memory.
+            check: All settings of the model. If they are given, the model has to fit into the free memory.
 
         Raises:
             OutOfMemory: The model does not fit.

@@ -127,7 +127,7 @@ def described(model: Model) -> DescribedModel:
 
 
 def _groups(copies: Sequence[EngineCopy], model: Model) -> list[DescribedGroup]:
-    """Return one group for each GPU that is the first GPU of a copy, as LMI does.
+    """Return the workers in groups, as LMI does: one group for the first GPU of each copy.
 
     The worker counts of all groups add up to those of the model. A copy that is being removed does not count.
     """
@@ -140,7 +140,7 @@ def _groups(copies: Sequence[EngineCopy], model: Model) -> list[DescribedGroup]:
 
 
 def _workers(copy: EngineCopy, model: Model) -> list[DescribedWorker]:
-    """Return a copy as a worker. LMI lists no worker for a copy that is loading, and has two states for the others."""
+    """Return a copy as a worker. As in LMI, a copy that is loading is no worker, and a worker has one of two states."""
     if copy.state is CopyState.STARTING:
         return []
     status = "READY" if copy.state is CopyState.READY else "UNLOADING"

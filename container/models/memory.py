@@ -17,7 +17,7 @@ from handlers.model_config import ModelConfig
 logger = logging.getLogger(__name__)
 
 _MEBIBYTE = 1 << 20
-_BEYOND_FILES = 1.2  # The memory of a loaded model, as a multiple of its weight files.
+_BEYOND_FILES = 1.2  # The memory of a loaded model, as a multiple of the size of its weight files.
 
 
 class OutOfMemory(Exception):
@@ -25,7 +25,7 @@ class OutOfMemory(Exception):
 
 
 def free_memory() -> tuple[int, ...]:
-    """Return the free bytes of each GPU that this process sees, in CUDA's order, followed by those of main memory.
+    """Return the free bytes of each GPU that this process sees, in CUDA's order, then the free bytes of main memory.
 
     Raises:
         SliceNotChosen: It is unclear which GPU or MIG slice would be used.
@@ -87,7 +87,7 @@ def _needed(settings: Settings, size: int, layout: Layout) -> int:
 
 
 def _loaded(config: ModelConfig, layout: Layout) -> Weights:
-    """Return the bytes of the weight files, or of all files if a custom handler has no known weight files."""
+    """Return the size of the weight files. If a custom handler has no known weight files, all its files count."""
     if config.handler is not None:
         paths = {str(config.model_dir), config.model_id}
         return Weights(sum(weight_bytes(path) or size_of(path) for path in paths))
@@ -100,7 +100,7 @@ def _loaded(config: ModelConfig, layout: Layout) -> Weights:
 
 
 def size_of(path: str) -> int:
-    """Return the bytes of all files below a directory, except in hidden directories. 0 for a hub id."""
+    """Return the total size of the files below a directory, without hidden directories. 0 if `path` is a hub id."""
     size = 0
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]

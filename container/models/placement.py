@@ -40,15 +40,15 @@ class GpuUse:
     """The GPUs of a machine that a model uses, with all of its copies."""
 
     model: str
-    gpus: int | None  # None: unknown until the model is loaded.
+    gpus: int | None  # None if it is unknown until the model is loaded.
     why: str
     warning: str = ""  # The GPUs or copies that the settings ask for and the machine lacks.
-    copies: int | None = None  # None: the model has no engine, or the number is unknown until the model is loaded.
+    copies: int | None = None  # None if the model has no engine, or if the number is not known yet.
     cache_tokens: int | None = None  # Roughly how many tokens the KV cache of each copy holds. None: unknown.
     allowed: int = 0  # The number of GPUs that the model may use.
-    most_copies: int | None = 1  # None: no setting limits the number of copies.
+    most_copies: int | None = 1  # The limit on copies that a setting gives. None if no setting does.
     size: int = 1  # The number of GPUs that share each layer.
-    sizes: Sequence[int] = ()  # The values of `size` that the model allows and at which it fits.
+    sizes: Sequence[int] = ()  # The values of `size` that the model allows and with which it fits into the memory.
     layout: Layout = field(default_factory=Layout)
     copied_by: str = ""  # The setting that adds copies. Empty if a copy does not fit.
 
@@ -74,7 +74,7 @@ class GpuUse:
         return found
 
     def _taken(self, size: int, room: int) -> int:
-        """Return how many of `room` GPUs the model uses if `size` GPUs share each layer. 0 if there are too few."""
+        """Return how many of `room` GPUs the model uses if `size` GPUs share each layer. 0 if `room` is too small."""
         each = self.layout.gpus(size)
         return each * copies_that_fit(room, each, self.most_copies) if each <= room else 0
 
@@ -125,7 +125,7 @@ class GpuPlan:
 
 
 def _copies(use: GpuUse) -> str:
-    """Describe the copies of a model, for the beginning of a reason."""
+    """Describe the copies of a model. The reason for their number follows this text."""
     if use.copies is None or not use.gpus_of_copy:
         return ""
     copies = f"{use.copies} copies" if use.copies > 1 else "1 copy"
@@ -136,10 +136,10 @@ def _copies(use: GpuUse) -> str:
 
 @contextmanager
 def hub_asked_once(models: Sequence[Settings]) -> Iterator[str]:
-    """Ask the hub once if it answers, for a command that plans a start. Yield a note if it does not, else "".
+    """Check once whether the hub answers, for a command that plans a start. If it does not, yield a note, else "".
 
-    If the hub does not answer, it is not asked again inside the context, and only cached files count. Otherwise the
-    retries of a download would take half a minute for each model.
+    If the hub does not answer, only cached files count inside the context, and the hub is not asked again. Retries of
+    downloads would take half a minute for each model.
     """
     named = (
         model
@@ -159,7 +159,7 @@ def hub_asked_once(models: Sequence[Settings]) -> Iterator[str]:
     try:
         status = get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS).status_code
         fault = f"status {status}" if status >= 500 else ""
-    except Exception as error:  # From the HTTP client, from the network, or because of a malformed HF_ENDPOINT.
+    except Exception as error:  # Any error of the HTTP client, for example because HF_ENDPOINT is malformed.
         fault = str(error) or type(error).__name__
     constants.HF_HUB_OFFLINE = bool(fault)
     try:
@@ -258,14 +258,14 @@ def _missing(config: ModelConfig, each: int, gpus: int, fitting: int) -> str:
 
 
 def model_memory(settings: Settings) -> ModelMemory | None:
-    """Return the memory that a model's files, local or on the hub, need on vLLM. None without a config.json."""
+    """Return the memory that a model needs on vLLM, judged by its files. None without a config.json."""
     config = settings.config
     is_here = os.path.isdir(config.model_id)
     path = Path(config.model_id, _CONFIG) if is_here else hub_file(config.model_id, _CONFIG, config.revision)
     try:
         hf_config = None if path is None else json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return None  # Loading the model reports the error.
+        return None  # The error is reported when the model is loaded.
     if path is None or not isinstance(hf_config, dict):
         return None
     arguments, layout = config.engine_arguments, _layout(config)
@@ -292,11 +292,11 @@ def _length(text: str) -> int | None:
     if text.lower() in ("-1", "auto"):
         return 0
     found = _LENGTH(text)
-    return int(float(found[1]) * _MULTIPLES[found[2]]) if found else None  # None: the model's own.
+    return int(float(found[1]) * _MULTIPLES[found[2]]) if found else None  # None: the model's own length counts.
 
 
 def placed(config: ModelConfig, memory: Sequence[int]) -> ModelConfig:
-    """Return the settings with `devices` in the order in which the engine uses them: most free memory first.
+    """Return the settings with `devices` in the order of use: the GPU with the most free memory first.
 
     The settings are unchanged for a custom handler, whose workers already have devices. They are also unchanged for an
     engine that chooses its own GPUs, such as one on Ray.
@@ -318,9 +318,9 @@ def gpus_of(config: ModelConfig, memory: Sequence[int]) -> tuple[int, ...]:
 
 
 def sharing_gpus(config: ModelConfig, gpus: int) -> tuple[Sequence[int], Layout]:
-    """Return how many GPUs may share each layer: all possible counts, ascending. Also return the model's layout.
+    """Return the possible numbers of GPUs that share each layer, in ascending order, and the model's layout.
 
-    If `gpus` is 0, the model runs in main memory. The counts are then counts of processes.
+    If `gpus` is 0, the model runs in main memory, and the numbers are numbers of processes.
     """
     if config.handler is not None:
         workers = len(config.handler.devices) or 1
@@ -335,7 +335,7 @@ def sharing_gpus(config: ModelConfig, gpus: int) -> tuple[Sequence[int], Layout]
 
 
 def gpus_asked_for(config: ModelConfig) -> int:
-    """Return the smallest number of this machine's GPUs that an engine uses with the model's settings."""
+    """Return the minimum number of this machine's GPUs that the model's settings ask for."""
     return _layout(config).gpus(config.tensor_parallel_degree or 1) * (config.max_copies or 1)
 
 

@@ -37,15 +37,15 @@ T = TypeVar("T")
 ReadSettings = Callable[[Value, str, Mapping[str, Value]], Settings]
 
 _MOST_LOADS = 100  # The maximum number of models that wait to be loaded.
-_READ_SECONDS = SETTINGS_SECONDS + 60.0  # The time limit for reading a model's settings, which may be on S3.
-_LEAVING_SECONDS = 5.0  # The time for finished calls to drop their references to a model before its memory is released.
-_MOMENT_SECONDS = 0.2  # The time for finished threads to drop their references.
-# Matches in the message of a custom handler's error if memory ran out. Engines raise EngineOutOfMemory instead.
+_READ_SECONDS = SETTINGS_SECONDS + 60.0  # The time limit for reading the settings of a model, which may be on S3.
+_LEAVING_SECONDS = 5.0  # Before a model's memory is released, finished calls have this time to drop references.
+_MOMENT_SECONDS = 0.2  # The time for finished threads to drop their references to a model.
+# If a custom handler runs out of memory, its error message matches. Engines raise EngineOutOfMemory instead.
 _NO_MEMORY = re.compile(r"\bran out of memory\b|\b(OutOf)?MemoryError\b")
 
 
 class Registrar:
-    """Owns all loads and unloads. They continue if the client that requested them leaves."""
+    """Runs all loads and unloads. A load or unload continues even if the client that requested it leaves."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Registrar:
             server_config: The server's settings.
             read_settings: Reads the settings of a model.
             free: Returns the free memory of each device in bytes.
-            said: Warnings that were already logged and are not repeated.
+            said: Warnings that were already logged. They are not repeated.
         """
         self._models, self._server_config = models, server_config
         self._read_settings = read_settings
@@ -70,7 +70,7 @@ class Registrar:
         self._loads = Loads(models, free)
         self.engine_restarts = EngineRestarts(models, server_config, self._loads)
         self._reads: set[asyncio.Future[Settings]] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()  # Registrations whose settings are being read, and unloads.
+        self._tasks: set[asyncio.Task[Any]] = set()  # Unloads, and registrations whose settings are being read.
 
     @property
     def loading(self) -> bool:
@@ -87,13 +87,13 @@ class Registrar:
             for model in self._models:
                 if model.at_startup:
                     await model.lifecycle.start(self._loads.place)
-        # A hub model is in the local cache now, so the hub is not asked.
+        # The files of a hub model are in the local cache now, so the plan does not need the hub.
         await in_daemon_thread(self._log_gpus)
 
     def _log_gpus(self) -> None:
         gpus = machine_gpus()
         loaded = [model.lifecycle for model in self._models if model.at_startup]
-        # A service's settings name the engine that was chosen.
+        # The settings of a service contain the engine that was chosen.
         models = [replace(one.settings, config=one.service.config) for one in loaded if one.service is not None]
         if not gpus or not models:
             return
@@ -107,7 +107,7 @@ class Registrar:
         """Register a model and begin to load it.
 
         Returns:
-            The model, and the task that ends when it is loaded. If the load fails, the task removes the model and
+            The model, and a task that ends when the model is loaded. If the load fails, the task removes the model and
             raises OutOfMemory or LoadFailed.
 
         Raises:
@@ -133,7 +133,7 @@ class Registrar:
             raise AlreadyRegistered(f"Model {name} is already registered.")
         settings = await self._read(name, order)
         self._check_running()
-        for warning in settings.warnings:  # Every model repeats the warnings about the environment.
+        for warning in settings.warnings:  # Each model's settings contain the warnings about the environment.
             if FILE_NAME in warning or warning not in self._said:
                 self._said.add(warning)
                 logger.warning("model %s: %s", name, warning)
@@ -142,7 +142,7 @@ class Registrar:
         return model, self._loads.begin(model, self._load(model))
 
     async def unregister(self, *models: Model) -> None:
-        """Wait for the models' calls for at most `drain_timeout`, and free the models' resources.
+        """Wait at most `drain_timeout` for the calls of some models, then remove the models and free their resources.
 
         Raises:
             NotReady: One of them is a startup model that is still loading. No model is removed.
@@ -175,16 +175,16 @@ class Registrar:
         if (custom := lifecycle.service.custom) is not None:
             custom.pool.scale(min_workers, max_workers)
         elif max_workers:
-            min_workers = max(min_workers, 1)  # An engine without a copy is dead.
+            min_workers = max(min_workers, 1)  # An engine needs at least one copy.
             lifecycle.scale(min_workers, max_workers)
         model.scaled_to_zero = max_workers == 0
         return min_workers, max_workers
 
     async def stop(self, *, draining: bool = False) -> None:
-        """Cancel reads and loads, and wait for unloads.
+        """Cancel loads and the reading of settings, and wait for unloads.
 
         Args:
-            draining: Keep the restarts for which calls wait.
+            draining: Whether to continue restarts for which calls wait.
         """
         while (loads := self._loads_to_cancel(draining)) or self._tasks:
             for read in self._reads:
@@ -192,7 +192,7 @@ class Registrar:
             for load in loads:
                 load.cancel()
             await asyncio.gather(*loads, *self._tasks, return_exceptions=True)
-            await asyncio.sleep(0)  # Callbacks remove them from the lists.
+            await asyncio.sleep(0)  # The tasks' callbacks run and remove the tasks from the lists.
 
     def _loads_to_cancel(self, draining: bool) -> list[asyncio.Task[None]]:
         loads = self._loads.running.items()
@@ -221,7 +221,7 @@ class Registrar:
         self._models.remove(model)
         # The error is raised here, outside all `except` clauses. Otherwise its context would keep the loaded weights in
         # memory.
-        with contextlib.suppress(asyncio.CancelledError):  # A server that is stopping does not wait for memory.
+        with contextlib.suppress(asyncio.CancelledError):  # If the server stops, this step is skipped.
             await asyncio.sleep(_MOMENT_SECONDS)
             await asyncio.to_thread(release_memory)
         raise failure
@@ -229,7 +229,7 @@ class Registrar:
     async def _failure_of_load(self, model: Model) -> Exception | None:
         settings = model.lifecycle.settings
         try:
-            # The download precedes the measurement of the free memory. Other models can load in the meantime.
+            # The weights are downloaded before the free memory is measured. Other models can load during the download.
             await model.lifecycle.fetch()
             async with self._loads.one_at_a_time():
                 await model.lifecycle.start(partial(self._loads.place, check=settings))
@@ -253,7 +253,7 @@ class Registrar:
         await model.lifecycle.stop()
         self._models.leaving.discard(model)
         model.lifecycle.let_go()
-        # Finished calls and threads hold the model for a moment. A server that is stopping does not need the memory.
+        # Finished calls and threads refer to the model for a moment. A stopping server does not wait for them.
         await until_none(lambda: 0 if self._models.draining else model.lifecycle.open_calls, _LEAVING_SECONDS)
         if not self._models.draining:
             await asyncio.sleep(_MOMENT_SECONDS)

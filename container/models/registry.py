@@ -35,12 +35,12 @@ class EngineRestart:
     """A restart of a model's engine."""
 
     at: float  # A time of `time.monotonic`.
-    copies: frozenset[int]  # The numbers of the copies that had died, or of all copies if the engine was stalled.
+    copies: frozenset[int]  # The numbers of the dead copies. If the engine was stalled: of all copies.
 
 
 @dataclass(slots=True)
 class Fault:
-    """The faults of a model at one moment, and the newest black box that describes them."""
+    """The faults of a model at one moment, and the path of the newest black box about them."""
 
     stalled: bool = False
     dead: frozenset[tuple[int, float]] = frozenset()  # The number and the start time of each copy that has died.
@@ -58,7 +58,7 @@ class Model:
     at_startup: bool = True
     scaled_to_zero: bool = False
     restarts: list[EngineRestart] = field(default_factory=list)
-    fault: Fault = field(default_factory=Fault)  # As last observed.
+    fault: Fault = field(default_factory=Fault)  # The faults that were last observed.
     registered_at: float = field(default_factory=time.time)  # In seconds since the epoch.
 
     @property
@@ -84,7 +84,7 @@ class Model:
         return sum(restart.at > since and copy in restart.copies for restart in self.restarts)
 
     def is_called(self, name: str) -> bool:
-        """Return True if a body may use this name for the model: a name of the model or of an adapter."""
+        """Return True if this name in a body refers to the model: a name of the model, or of one of its adapters."""
         if name == self.name or name in self.lifecycle.config.served_model_names:
             return True
         service = self.lifecycle.service
@@ -100,7 +100,7 @@ class Model:
         stage, service = self.lifecycle.stage, self.lifecycle.service
         if self.scaled_to_zero:
             raise NoWorkers(f"model {self.name} has no workers: it is scaled to 0")
-        if service is not None and stage in (State.READY, State.FAILED):  # A failed engine's error is more specific.
+        if service is not None and stage in (State.READY, State.FAILED):  # A failed service has a better error.
             return service
         if stage is State.STARTING:
             raise NotReady(f"the model {self.name!r} is not loaded yet")
@@ -114,7 +114,7 @@ class Models:
         self._models = {(model.name, model.version): model for model in models}
         self.only = self._only()  # The only model, if the server started with it and has no other.
         self._turns = itertools.count()
-        # The calls on any route that are not answered yet. Maps the head to the route and the start
+        # The calls that are not answered yet, on all routes. Maps the head of a call to its route and its start time
         # (`time.perf_counter`).
         self.open_calls: dict[OpenCall, tuple[str, float]] = {}
         self.reading: set[asyncio.Timeout] = set()  # The time limits of calls whose bodies are being read.
@@ -129,7 +129,7 @@ class Models:
 
     @property
     def single(self) -> bool:
-        """True if the server has exactly one model and started with it."""
+        """True if the server has exactly one model and was started with this model."""
         return self.only is not None
 
     def _only(self) -> Model | None:
@@ -169,7 +169,7 @@ class Models:
             return self.choose(names["model"], names.get(MODEL_VERSION))
         found = [model for model in self if model.is_called(named)]
         if len(found) == 1:
-            return found[0]  # If there are several versions, the one that has the adapter.
+            return found[0]  # If the name is an adapter's, this is the only version that has the adapter.
         return self.choose(found[0].name) if found else self.startup()
 
     def versions(self, name: str, version: str | None = None, *, exact: bool = False) -> list[Model]:
@@ -178,7 +178,7 @@ class Models:
         Args:
             name: The name of the model.
             version: The version. None for all versions.
-            exact: A model without a version does not stand in for a missing version.
+            exact: Whether only the given version counts. If not, a model without a version replaces a missing one.
 
         Raises:
             UnknownModel: The server has no such model or version.

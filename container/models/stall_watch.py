@@ -25,7 +25,7 @@ class StallWatch:
             clock: Returns the time in seconds.
         """
         self._health, self._clock = health, clock
-        self._since: float | None = None  # The engine's last sign of life before the stall. None without a stall.
+        self._since: float | None = None  # The time of the last sign of life before the stall. None without a stall.
 
     @property
     def reason(self) -> str:
