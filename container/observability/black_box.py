@@ -1,6 +1,6 @@
-"""Black boxes: each is a JSON file with the state of a server when an engine stalled or died.
+"""Black boxes. A black box is a JSON file with the state of a server at the time when an engine stalled or died.
 
-Before a box is written, only a line for each step of an engine is collected. A separate thread gathers the box, so a
+Until then, the server only collects one line for each step of an engine. A separate thread gathers the box, so a
 blocked event loop does not stop it.
 """
 
@@ -43,7 +43,7 @@ ASKED = "asked"
 _PREFIX = "blackbox-"
 _PAUSE_SECONDS = 30.0  # The least time between two boxes of the same kind, unless a person asks for a box.
 _BUSY_SECONDS = 10.0  # The time to wait for another box that is being written.
-_HANDLER_SECONDS = 0.1  # The time for the signal's handler to write everything.
+_HANDLER_SECONDS = 0.1  # The time in which the signal's handler writes its text to the pipe.
 _LEFT_SECONDS = 60.0  # An incomplete file that is older than this belongs to a server that was killed.
 
 
@@ -58,22 +58,23 @@ class BlackBoxes:
         Args:
             models: The server's models.
             server_config: The server's settings.
-            report: The server's settings with their sources. None: the settings of the server's one model contain them.
+            report: The server's settings with their sources. None if the settings of the server's only model contain
+                them.
             late: Returns the number of seconds by which the event loop is late.
         """
         self._models, self._report, self._late = models, report, late
         self._setting = server_config.blackbox_dir
         self._logs_short_form = server_config.blackbox_log
         self._lock = threading.Lock()  # Only one box is gathered at a time.
-        self._latest: dict[tuple[object, ...], float] = {}  # When a box was last written, by cause, model and part.
+        self._latest: dict[tuple[object, ...], float] = {}  # The time of the latest box for each cause, model and part.
         self._killed_before = killed_for_memory()
-        self._bell: int | None = None  # The signal's handler writes to this pipe.
+        self._bell: int | None = None  # The pipe to which the signal's handler writes.
 
     def begin(self) -> None:
         """Write a box at each SIGQUIT."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        # The handler is in C. It runs and wakes the thread even if the main thread hangs.
+        # faulthandler's handler is written in C. It runs and wakes the thread even if the main thread hangs.
         faulthandler.register(SIGNAL, writer, all_threads=False)
         self._bell = writer
         threading.Thread(target=self._wait, args=(reader,), name="black-box", daemon=True).start()
@@ -103,39 +104,39 @@ class BlackBoxes:
 
         Args:
             model: The model.
-            stalled: The reason why the model's engine counts as stalled. Empty if it does not.
+            stalled: The reason why the model's engine counts as stalled. Empty if it is not stalled.
             fault: The reason to restart the model's engine. Empty if no restart is needed.
         """
         lifecycle, service, before = model.lifecycle, model.lifecycle.service, model.fault
         if lifecycle.stage is State.STOPPED:
-            return  # Its copies and workers are being ended.
+            return  # The server itself stops the copies and workers.
         dead = frozenset((c.number, c.started_at) for c in lifecycle.copies if c.state is CopyState.DEAD)
         worker = service.custom.pool.last_failed if service is not None and service.custom is not None else None
         broken = stalled or fault or dead or lifecycle.unhealthy or lifecycle.missing
         model.fault = Fault(bool(stalled), dead, worker, before.black_box if broken else "")
         if stalled and not before.stalled:
             await self.write("stall", stalled, model)
-        # Before a failed model is loaded anew, its copies are ended.
+        # The server stops the copies of a failed model before it loads the model again.
         elif (new := dead - before.dead) and lifecycle.stage is not State.FAILED:
             reason = lifecycle.reason or lifecycle.missing or "a copy has died"
             await self.write("death", reason, model, part=sorted(new))
         elif worker is not None and worker is not before.worker:
-            # A crash and a hang are different kinds: a box for one does not suppress a box for the other.
+            # A crash and a hang are different kinds. A box about a crash does not suppress a box about a hang.
             part = [worker.name, bool(worker.stacks)]
             await self.write("worker", f"{worker.name} (pid {worker.pid}) {worker.reason}", model, part=part)
 
     async def write(
         self, cause: str, reason: str, model: Model | None = None, *, part: Iterable[object] = (), seconds: float = 5.0
     ) -> None:
-        """Write a box, and wait for at most `seconds`. Its stacks have been gathered by then.
+        """Write a box, and wait at most `seconds` for it. The stacks are gathered within this time.
 
         Args:
             cause: The kind of the box, in one word. At most one box is written per half minute for each combination of
                 cause, model and part.
             reason: A sentence for people.
-            model: The model that is broken. `/ping` names the box next to the model's reason.
-            part: The copies that have died and their start times, or the worker.
-            seconds: The longest wait. The box is written even if it takes longer.
+            model: The broken model. `/ping` shows the path of the box next to the reason.
+            part: The broken part of the model: the dead copies with their start times, or the worker.
+            seconds: The maximum time to wait. If the box takes longer, it is still written.
         """
         if self._setting == "":
             return
@@ -152,7 +153,7 @@ class BlackBoxes:
             logger.error("no black box: another one is still being written")
             return
         try:
-            if not self._was_written(kind):  # The box that was being written may have been of this kind.
+            if not self._was_written(kind):  # Another thread may have written a box of this kind.
                 self._write(directory, cause, reason, model)
                 self._latest[kind] = time.monotonic()
         except Exception:
@@ -184,7 +185,7 @@ class BlackBoxes:
             logger.error("black box, short form: %s", box.short(path))
 
     async def page(self) -> Response:
-        """Return a box in a reply to a person's request. No file is written."""
+        """Return a reply with a new box, for a person. No file is written."""
         if not self._lock.acquire(blocking=False):
             return Response(b'{"error":"another black box is being gathered; try again"}\n', 503, HEADERS, JSON)
 
@@ -202,7 +203,7 @@ class BlackBoxes:
 
 
 def box_directory(setting: str | None, environ: Mapping[str, str] | None = None) -> Path | None:
-    """Return the directory of the boxes. None: no boxes are written.
+    """Return the directory of the boxes. None if no boxes are written.
 
     Args:
         setting: The value of the setting `blackbox_dir`.
@@ -219,7 +220,7 @@ def boxes_in(directory: Path) -> list[Path]:
 
 
 def ask_by_signal(server: int) -> bool:
-    """Make a server write a box. Return False if the process is not a server, because the signal would kill it."""
+    """Make a server write a box. Return False if the process is not a server: the signal would kill it."""
     if not catches(server, SIGNAL) or not is_registered(server):
         return False
     os.kill(server, SIGNAL)
@@ -230,7 +231,7 @@ def _kept(directory: Path, cause: str, data: bytes) -> Path:
     """Write a file that only its owner can read, and remove the oldest boxes."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for left in directory.glob(f"{_PREFIX}*.part"):
-        with contextlib.suppress(OSError):  # Another server may remove it.
+        with contextlib.suppress(OSError):  # Another server may remove the file first.
             if time.time() - left.stat().st_mtime > _LEFT_SECONDS:
                 left.unlink()
     moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")

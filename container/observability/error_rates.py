@@ -16,7 +16,7 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 Kind = Literal["wlm", "server", "model", "any"]
-CLIENT_GONE = 499  # The status of calls whose client left before the reply was complete. They are not errors.
+CLIENT_GONE = 499  # The status of a call whose client left before the reply was complete. It is not an error.
 # The statuses of calls without a key. Such callers must not be able to make /ping fail.
 UNAUTHORIZED, FORBIDDEN = 401, 403
 _MINUTE = 60.0
@@ -26,7 +26,7 @@ _RATE = re.compile(r"([0-9]{1,7})(?:/(.{1,64}))?")
 
 @dataclass(frozen=True, slots=True)
 class ErrorRate:
-    """The number of errors that are allowed within any `seconds`."""
+    """The maximum number of errors within a period of `seconds`."""
 
     limit: int
     seconds: float
@@ -54,7 +54,7 @@ class ErrorRates:
     The kinds are:
     - `wlm`: Refusals because the queue is full or no worker is ready.
     - `server`: Statuses 424 and 5xx.
-    - `model`: The same statuses, except the refusals of `wlm`.
+    - `model`: Statuses 424 and 5xx, except the refusals of `wlm`.
     - `any`: Statuses 4xx and 5xx, except 401 and 403. Callers without permission cannot make the server unhealthy.
     """
 

@@ -61,7 +61,7 @@ class EventLoopWatch:
         late = max(now - self._due, 0.0)
         self.lag.observe(late)
         if late > LIMIT_SECONDS:
-            # The watch runs in a separate thread. If the watch did not log the stack, no thread could run.
+            # The watch logs the stack in a separate thread. If it did not, no thread of the process could run.
             why = "" if self._reported == self._due else "; no other thread ran either, or the machine stood still"
             logger.warning("the event loop goes on after %.1f s%s", late, why)
         self._due = now + _TICK_SECONDS
@@ -78,7 +78,7 @@ class EventLoopWatch:
                 continue
             frames = traceback.walk_stack(sys._current_frames().get(self._thread))
             stack = traceback.StackSummary.extract(frames, lookup_lines=False)  # The files may be on a slow disk.
-            if due != self._due:  # The loop has run since then.
+            if due != self._due:  # The event loop has run in the meantime.
                 continue
             self._reported = due
             stack.reverse()

@@ -19,14 +19,14 @@ from typing import Any
 from container.observability.standard_output import Output, Writer
 
 FIELDS = "slipway_fields"  # The attribute of a record that holds additional fields for the JSON log.
-FLUSH_SECONDS = 1.0  # How long a process that ends waits for its log to be read.
+FLUSH_SECONDS = 1.0  # The time limit for writing the last lines when a process ends.
 _OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
 _PLAIN = "%(asctime)s %(levelname)-7s %(replica)s%(name)s%(request)s: %(message)s"
 _ACCESS = logging.getLogger("slipway.access")
 # Libraries whose lines below `warning` are not shown.
 _LIBRARIES = frozenset({"vllm", "torch", "transformers", "huggingface_hub", "httpx", "uvicorn"})
-# The beginnings of vLLM's warnings that no user can act on: Slipway chose the setting, or the device has nothing
-# better.
+# Warnings of vLLM that begin like this are not shown. No user can act on them, because Slipway chose the setting or the
+# device has no alternative.
 _WITHOUT_REMEDY = (
     "Enforce eager set, disabling torch.compile",
     "Inductor compilation was disabled by user settings",
@@ -36,7 +36,7 @@ _WITHOUT_REMEDY = (
     "[shutdown] Process manager: force killing remaining process",
 )
 _HELD_LINES, _HELD_LENGTH = 200, 4096
-# A line that another process wrote in the format of `_PLAIN`, without the name of a replica.
+# A line of another process, in the format of `_PLAIN` but without the name of a replica.
 _PLAIN_LINE = re.compile(r"\S+Z (?P<level>[A-Z]+) +(?P<logger>[\w.]+): (?P<message>.*)")
 # Characters that end lines or move a terminal's cursor, and characters that cannot be encoded.
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -82,7 +82,7 @@ class PlainFormatter(logging.Formatter):
         return super().formatMessage(record)
 
     def foreign(self, stream: str, line: str) -> str:
-        """Return a line that was written to a stream directly instead of to the log."""
+        """Format a line that was not logged, but written directly to a stream."""
         return line
 
     def access(self, created: float, message: str, identity: str) -> str:
@@ -117,7 +117,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields | getattr(record, FIELDS, {}) | fields, ensure_ascii=False, default=str)
 
     def foreign(self, stream: str, line: str) -> str:
-        """Return a line that was written to a stream directly, not to the log. vLLM's processes already write JSON."""
+        """Format a line that was not logged, but written directly to a stream. vLLM's processes already write JSON."""
         if _json_object(line) is not None:
             return line
         fields = {"time": _timestamp(time.time()), "level": "info", **self._replica, "logger": stream, "message": line}
@@ -129,17 +129,17 @@ class JsonFormatter(logging.Formatter):
 
 
 class HeldLines:
-    """The latest library lines that the log does not show. They are shown if a start or an engine fails.
+    """The latest lines of libraries that are held back. They are shown if a start or an engine fails.
 
-    Examples are vLLM's lines below `warning`. While a model is loaded, lines that no logger wrote are also held back,
-    such as progress bars.
+    Examples are vLLM's lines below `warning`. While a model is being loaded, lines that no logger wrote are also held
+    back, such as progress bars.
     """
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=_HELD_LINES)
         self.latest = ""  # The message of the latest line.
         self.holds_lines = True
-        self.holds_output = False  # Whether lines that no logger wrote are also held back.
+        self.holds_output = False  # Whether to hold back lines that no logger wrote, too.
         self._in_error: set[str] = set()  # The streams whose latest record is an error. Its traceback may follow.
 
     def take(self) -> list[str]:
@@ -147,7 +147,7 @@ class HeldLines:
         return [self._lines.popleft() for _ in range(len(self._lines))]
 
     def keep(self, line: str, message: str) -> None:
-        """Keep a line. `message` is its text, or empty if the line says nothing about progress."""
+        """Keep a line. `message` is the text of the line. It is empty if the text says nothing about progress."""
         self._lines.append(line[:_HELD_LENGTH])
         self.latest = message.strip()[:_HELD_LENGTH] or self.latest
 
@@ -162,7 +162,7 @@ class HeldLines:
         return level < logging.WARNING or (level == logging.WARNING and message.startswith(_WITHOUT_REMEDY))
 
     def keeps_line(self, stream: str, line: str, formatter: PlainFormatter | JsonFormatter) -> bool:
-        """Keep a line of a stream unless it has to be shown. Other processes log in the same format as this process."""
+        """Keep a line of a stream, unless the line has to be shown. Other processes log in the same format."""
         name, logger, message = _parts(line)
         if logger:
             level = logging.getLevelNamesMapping().get(name, logging.WARNING)
@@ -196,7 +196,7 @@ def _json_object(line: str) -> dict[str, Any] | None:
 
 
 class LogHandler(logging.Handler):
-    """Passes records to a thread that formats and writes them, so that no caller waits for the log's reader."""
+    """Passes records to a thread that formats and writes them. So no caller waits for the reader of the log."""
 
     def __init__(
         self, writer: Writer, formatter: PlainFormatter | JsonFormatter, held: HeldLines | None = None
@@ -206,7 +206,7 @@ class LogHandler(logging.Handler):
         Args:
             writer: Writes the lines.
             formatter: Formats the records.
-            held: Keeps the lines that are not shown. None: all lines are shown.
+            held: Keeps the lines that are not shown. None if all lines are shown.
         """
         super().__init__()
         self.setFormatter(formatter)
@@ -215,8 +215,8 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a record for the writer's thread.
 
-        The message and the traceback are formatted here. The arguments may change later, and a traceback would keep the
-        objects of its frames in memory.
+        The message and the traceback are formatted here, because the arguments may change later and a traceback keeps
+        the objects of its frames in memory.
         """
         try:
             record = copy.copy(record)
@@ -255,7 +255,7 @@ class _Log:
     def __init__(self) -> None:
         self.output: Output | None = None
         self.handler: logging.Handler | None = None
-        self.held: HeldLines | None = None  # None: all lines are shown.
+        self.held: HeldLines | None = None  # None if all lines are shown.
 
     def start(self, log_format: str, replica: str, redirect: bool, quiet: bool) -> None:
         formatter = (JsonFormatter if log_format == "json" else PlainFormatter)(replica)
@@ -279,7 +279,10 @@ _log = _Log()
 
 
 def output_handler() -> logging.Handler:
-    """The handler that writes this process's lines. vLLM reads `configuration` on import, in this process, too."""
+    """Return the handler that writes this process's lines.
+
+    `configuration` names this function. vLLM applies it on import, and this process imports vLLM, too.
+    """
     return _log.handler or logging.StreamHandler(sys.stdout)
 
 
@@ -290,18 +293,18 @@ def flush(seconds: float = FLUSH_SECONDS) -> None:
 
 
 def hold_output(hold: bool) -> None:
-    """Also hold back lines that no logger wrote, or show them again. No effect if the log shows all lines."""
+    """Set whether to hold back lines that no logger wrote. This has no effect if the log shows all lines."""
     if _log.held is not None:
         _log.held.holds_output = hold
 
 
 def latest_held() -> str:
-    """Return the message of the latest line that is not shown."""
+    """Return the message of the latest line that was held back."""
     return _log.held.latest if _log.held is not None else ""
 
 
 def hold_lines() -> None:
-    """Hold back library lines again after `show_held`, because a model is being started."""
+    """Hold back lines of libraries again after `show_held`, because a model is being started."""
     if _log.held is not None:
         _log.held.holds_lines = True
 
@@ -329,7 +332,7 @@ def dropped_lines() -> int:
 def configuration(log_format: str, level: str, replica: str = "") -> dict[str, Any]:
     """Return the configuration for `logging.config.dictConfig`, for this process and for vLLM's processes.
 
-    vLLM's processes write to streams that are always read.
+    vLLM's processes write to standard output, which this process always reads.
     """
     formatter = (
         "container.observability.logs.JsonFormatter"
@@ -362,7 +365,7 @@ def configure(log_format: str, level: str, replica: str = "", *, redirect: bool 
     logging.captureWarnings(True)
     atexit.register(flush)
     if _log.output is not None and _log.output.stderr is not None:
-        # A process that crashes cannot read its own output.
+        # A process that crashes no longer reads the pipes, so the stacks go to the original standard error.
         faulthandler.enable(_log.output.stderr)
 
 
@@ -370,7 +373,7 @@ def configure_vllm(log_format: str, level: str, replica: str = "") -> None:
     """Make the processes that vLLM starts log in the same format, unless vLLM's variable for this is already set."""
     if _OF_VLLM in os.environ:
         return
-    # This file is in memory. It exists as long as this process, so the processes that vLLM starts can read it.
+    # This file is in memory. It exists as long as this process, so that the processes that vLLM starts can read it.
     file = os.memfd_create("slipway-logging")
     os.write(file, json.dumps(configuration(log_format, level, replica)).encode())
     os.environ[_OF_VLLM] = f"/proc/{os.getpid()}/fd/{file}"

@@ -88,7 +88,7 @@ class Metrics:
         yield _histogram("slipway_request_seconds", "Duration of HTTP requests.", self._counts.duration)
 
     def _container(self) -> Iterable[Metric]:
-        # As in /ping, a model that is added later does not count until it is loaded.
+        # As in /ping, a model that is added after the start does not count until it is loaded.
         counts = [m for m in self._models if m.at_startup or m.lifecycle.state is not State.STARTING]
         ready = all(m.lifecycle.state is State.READY and not m.lifecycle.unhealthy for m in counts)
         yield _gauge("slipway_ready", "1 when the model can serve.", float(ready and not self._models.draining))
@@ -162,7 +162,7 @@ def known_metrics(
 
     Args:
         version: Distinguishes models with the same name.
-        served_as: The model's name in vLLM's series, if it differs.
+        served_as: The model's name in vLLM's series, if that name differs from `model`.
     """
     own = {"version": version} if version else {}
     yield from _vllm({"model_name": served_as or model} | own, statistics, status)
@@ -178,21 +178,21 @@ def _vllm(own: Labels, statistics: EngineStatistics, status: EngineStatus) -> It
         for metric in statistics.vllm.collect():
             metric.samples = [_of_model(sample, own) for sample in metric.samples]
             yield metric
-    # Names that vLLM used until 0.10 and 0.11, for routers that still read them.
+    # vLLM used these names until 0.10 and 0.11. Some routers still read them.
     yield _gauge("vllm:gpu_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", status.kv_cache_usage, labels)
     gaps = statistics.inter_token
     yield _histogram("vllm:time_per_output_token_seconds", "Between one token and the next.", gaps, labels)
 
 
 def _of_model(sample: Sample, own: Labels) -> Sample:
-    """Return a sample of vLLM, with Slipway's labels for the model added."""
+    """Return a sample of vLLM with additional labels: Slipway's labels for the model."""
     if own.items() <= sample.labels.items() or "model_name" not in sample.labels:
         return sample
     return sample._replace(labels={**sample.labels, **own})
 
 
 def _as_vllm(labels: Labels, statistics: EngineStatistics, status: EngineStatus) -> Iterable[Metric]:
-    """Yield vLLM's main series for another engine."""
+    """Yield the series of an engine other than vLLM under the names of vLLM's main series."""
     running, waiting = status.running_requests, status.waiting_requests
     yield _gauge("vllm:num_requests_running", "Sequences in the engine's batch.", running, labels)
     yield _gauge("vllm:num_requests_waiting", "Sequences that wait for the engine.", waiting, labels)
@@ -276,7 +276,7 @@ def _one(family: _Family, name: str, text: str, value: float, labels: Labels = _
 
 
 _gauge = partial(_one, GaugeMetricFamily)
-_counter = partial(_one, CounterMetricFamily)  # The sample's name ends in `_total`.
+_counter = partial(_one, CounterMetricFamily)  # The name of the sample gets the suffix `_total`.
 
 
 def _plain_counter(name: str, text: str, value: float, labels: Labels = _NONE) -> Metric:

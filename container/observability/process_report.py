@@ -16,7 +16,7 @@ STACK_SECONDS = 2.0  # The usual time limit for all processes to write their sta
 _MOST_PROCESSES = 256
 _STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})
 _OF_VLLM = "VLLM::"  # The titles of vLLM's processes begin with this.
-_FORK_SERVER = "VLLM::ForkServer"  # Forks vLLM's processes, which have this title at first. It has no model.
+_FORK_SERVER = "VLLM::ForkServer"  # The process that forks vLLM's other processes, which inherit this title at first.
 _STARTING = "VLLM::Starting"
 _VLLM = "/vllm/"  # A part of the path of vLLM's code.
 
@@ -45,7 +45,10 @@ class ProcessReport:
 
     @property
     def place(self) -> str:
-        """The main thread's innermost frame in vLLM's code, or else its innermost frame. Empty if unknown."""
+        """The main thread's innermost frame in vLLM's code, or its innermost frame if no frame is in vLLM's code.
+
+        Empty if the stacks are unknown.
+        """
         frames = self.stacks[0].frames if self.stacks else ()
         return next((frame for frame in frames if _VLLM in frame), next(iter(frames), ""))
 
@@ -86,8 +89,8 @@ def process_reports(
 
     Args:
         server: The process of the server. It may be this process.
-        names: The names of processes that have no title, by process id.
-        seconds: The time for all processes to write their stacks.
+        names: The names of processes without a title, by process id.
+        seconds: The time limit for all processes to write their stacks.
     """
     names = {server.pid: "the server", **names}
     processes = [server, *server.children(recursive=True)][:_MOST_PROCESSES]

@@ -1,7 +1,8 @@
 """Prometheus' text format, version 0.0.4.
 
-`prometheus_client.generate_latest` takes three times as long, and blocks all streams during this time. Routers may ask
-for metrics 20 times a second. The function also cannot write counters whose names lack `_total`, such as Triton's.
+`prometheus_client.generate_latest` takes three times as long as this module. It would block all streams during this
+time, and routers may ask for metrics 20 times a second. It also cannot write counters whose names do not end in
+`_total`, such as Triton's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_CREATED = "_created"  # In this format, a counter's or histogram's sample whose name ends in this is a separate gauge.
+_CREATED = "_created"  # Samples of counters and histograms with this suffix are separate gauges in this format.
 _number: Callable[[float], str] = floatToGoString
 
 

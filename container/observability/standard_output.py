@@ -1,7 +1,7 @@
 """Standard output and standard error that never block the process.
 
-A pipe holds 64 KiB. A process that writes to a full pipe blocks until the reader reads, and so does its event loop. A
-`Writer` has a bounded queue and a thread instead, and drops lines when the queue is full.
+A pipe holds 64 KiB. A process that writes to a full pipe blocks until the reader reads. Its event loop then blocks,
+too. A `Writer` does not block: it has a bounded queue and a thread, and drops lines when the queue is full.
 
 `Output` can replace both streams by pipes that a thread always reads. Processes that are started later inherit the
 pipes, so a `print`, a line from a C library and a line from vLLM's processes all reach the same queue.
@@ -20,8 +20,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-_MOST_BYTES = 8 << 20  # The size of the queue. The thread may hold as many bytes again.
-_BYTES_OF_A_LINE = 1024  # The overhead of a queued line.
+_MOST_BYTES = 8 << 20  # The size of the queue. The lines that the thread is writing do not count.
+_BYTES_OF_A_LINE = 1024  # The memory that a queued line needs in addition to its text.
 _CHUNK = 65536
 _LONGEST = 65536  # The longest line from another process, in characters. A longer line is split.
 _PIPE_BYTES = 1 << 20
@@ -39,7 +39,7 @@ class Writer:
         """
         self._descriptor, self._notice = descriptor, notice
         self.dropped = 0  # The number of dropped lines since the start.
-        self._lock = threading.RLock()  # A finalizer may log while its thread holds the lock.
+        self._lock = threading.RLock()  # Reentrant: a finalizer may log in a thread that holds the lock.
         self._lines: list[tuple[Callable[..., str], tuple[Any, ...]]] = []
         self._bytes = self._untold = 0
         self._wake, self._idle = threading.Event(), threading.Event()
@@ -81,7 +81,7 @@ class Writer:
                 dropped, self._untold = self._untold, 0
             texts = [_made(make, arguments) for make, arguments in lines]
             if dropped:
-                texts.append(self._notice(dropped))  # The dropped lines came after the queued lines.
+                texts.append(self._notice(dropped))  # The queue was full when they were dropped.
             try:
                 self._write("\n".join([*texts, ""]).encode("utf-8", "backslashreplace"))
             except OSError:  # The reader is gone, or the disk is full.
@@ -121,14 +121,14 @@ class _Redirected:
         self._mark = f"slipway-{os.urandom(8).hex()}"
         self._marked = threading.Event()
         self._reader, write_end = os.pipe()
-        with contextlib.suppress(OSError):  # All pipes of a user together have a limit.
+        with contextlib.suppress(OSError):  # The total size of a user's pipes is limited.
             fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.dup2(write_end, descriptor)
         os.close(write_end)
         threading.Thread(target=self._read, name="output", daemon=True).start()
 
     def drain(self, seconds: float) -> None:
-        """Wait at most `seconds` until the writer has everything that was written to the stream so far."""
+        """Wait at most `seconds` until all text that was written to the stream has reached the writer."""
         self._marked.clear()
         os.write(self._descriptor, f"\n{self._mark}\n".encode())
         self._marked.wait(seconds)
@@ -167,9 +167,9 @@ class Output:
 
         Args:
             notice: Formats the line that reports a number of dropped lines.
-            shape: Formats a line that was not logged, given the stream's name (`stdout`, `stderr`) and the line. None:
-                the streams are not replaced.
-            is_held: Given the same arguments, returns True for a line that must not be written.
+            shape: Formats a line that was not logged. The arguments are the stream's name (`stdout`, `stderr`) and the
+                line. None if the streams are not replaced.
+            is_held: Returns True for a line that must not be written. The arguments are the same.
         """
         _open_missing()
         self._redirected: list[_Redirected] = []
@@ -196,10 +196,10 @@ class Output:
         return sum(writer.dropped for writer in self._writers)
 
     def flush(self, seconds: float) -> None:
-        """Wait at most `seconds` until everything that was written has reached the reader."""
+        """Wait at most `seconds` until all text that was written has been passed to the reader."""
         deadline = time.monotonic() + seconds
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # A model's code closed the stream.
+            with contextlib.suppress(OSError, ValueError):  # A model's code may have closed the stream.
                 stream.flush()
         for redirected in self._redirected:
             with contextlib.suppress(OSError):
@@ -218,6 +218,6 @@ def _open_missing() -> None:
             if null != descriptor:
                 os.dup2(null, descriptor)
                 os.close(null)
-        if getattr(sys, name) is None:  # Python sets it to None if the descriptor is closed.
+        if getattr(sys, name) is None:  # Python does this if the descriptor is closed.
             stream = open(descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)

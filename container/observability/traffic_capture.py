@@ -25,28 +25,28 @@ logger = logging.getLogger(__name__)
 
 Headers = Iterable[tuple[bytes, bytes]]
 
-RECORDED = "slipway.recorded"  # A key of ASGI scopes. True: a mounted application records the call.
+RECORDED = "slipway.recorded"  # The key of an ASGI scope that says whether a mounted application records the call.
 LAST_SECONDS = 2.0  # The time limit for writing the last records when the server stops.
-MAX_PENDING = 256 << 20  # The maximum number of bytes of records that are being collected or wait to be written.
+MAX_PENDING = 256 << 20  # The maximum size of all records that are being collected or wait to be written.
 _REQUEST_ID = b"x-request-id"
 _OF_SAGEMAKER = (
     *(b"accept", b"adapter-alias", b"adapter-identifier", b"closed-session-id", b"content-type", b"custom-attributes"),
     *(b"forwarded-api", b"inference-component", b"inference-id", b"new-session-id", b"session-id", b"target-model"),
     *(b"target-container-hostname", b"target-variant"),
 )
-# The headers that a file records: those that a contract reads or writes, and the ids of a call. Any other header may
-# hold a credential, because gateways and identity providers use their own names.
+# The headers that are recorded: headers that a contract reads or writes, and the ids of a call. Any other header may
+# contain a credential, because gateways and identity providers use their own names.
 _RECORDED = frozenset(
     (
         # The body and its format.
         *(b"content-type", b"content-encoding", b"inference-header-content-length", b"accept"),
-        # SageMaker's headers. The custom attributes are content, like the body, and are recorded unchanged.
+        # SageMaker's headers. The custom attributes are recorded unchanged, like the body.
         *(b"x-amzn-sagemaker-" + name for name in _OF_SAGEMAKER),
-        # The model, a handler's function, and the engine's queue and replica.
+        # Headers that choose the model, a function of the handler, and the queue and the replica of the engine.
         *(b"model_name", b"model_version", b"handler", b"x-synchronous", b"x-priority", b"x-vllm-priority"),
         *(b"x-data-parallel-rank", b"x-session-id", b"endpoint-load-metrics-format"),
         *(b"anthropic-version", b"anthropic-beta"),
-        # The call and its trace.
+        # The ids of the call and of its trace, and the order to explain the call.
         *(_REQUEST_ID, b"request-id", b"x-amzn-trace-id", b"traceparent", b"x-slipway-explain"),
         # Headers of replies.
         *(b"allow", b"retry-after", b"cache-control", b"x-accel-buffering", b"endpoint-load-metrics"),
@@ -59,7 +59,7 @@ _RECORDED_PARAMETERS = frozenset(("model_name", "model_version", "adapter"))  # 
 
 
 def recorded_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """Return the headers that are recorded. Headers of the connection and unknown headers are dropped."""
+    """Return the headers that are recorded, without headers of the connection and unknown headers."""
     return [(name, value) for name, value in headers if name.lower() in _RECORDED]
 
 
@@ -74,7 +74,7 @@ def _parameter(part: bytes) -> str:
 
 
 class RecordFiles:
-    """Files of records, one for each hour and folder. A thread writes them, so a call never waits for its record.
+    """The files with the records: one file for each hour and folder. A thread writes them, so no call waits for a file.
 
     Only the server's user can read the files, because they contain prompts.
     """
@@ -87,7 +87,7 @@ class RecordFiles:
         self._unwritten = 0  # The number of records that wait for the thread.
 
     def take(self, size: int) -> bool:
-        """Reserve memory for a part of a record. Return False if too many bytes are waiting already."""
+        """Reserve memory for a part of a record. Return False if too many bytes are already reserved."""
         with self._counting:
             if self._pending + size > self._max_pending:
                 return False
@@ -100,7 +100,7 @@ class RecordFiles:
             self._pending -= size
 
     def write(self, name: str, folder: str, at: datetime, size: int, line: Callable[[], bytes]) -> None:
-        """Write a record. Its memory must be reserved, and is released once the record is written.
+        """Write a record. The caller has reserved its memory. The memory is released once the record is written.
 
         Args:
             name: The call, for the log.
@@ -119,7 +119,7 @@ class RecordFiles:
 
         try:
             writing = self._thread.submit(self._write, folder, at, line)
-        except RuntimeError:  # `finish` has given up.
+        except RuntimeError:  # `finish` has shut the thread down.
             self.give_back(size)
             logger.error("call %s is not captured: the server has stopped", name)
             return
@@ -131,12 +131,12 @@ class RecordFiles:
         """Wait until all records are written. The number of lost records is logged.
 
         Args:
-            seconds: The time limit. At least `LAST_SECONDS` are allowed.
+            seconds: The time limit. If it is shorter than `LAST_SECONDS`, `LAST_SECONDS` counts.
         """
         try:
             end = self._thread.submit(lambda: None)
         except RuntimeError:
-            return  # `finish` has given up before.
+            return  # An earlier call has shut the thread down.
         await asyncio.wait([asyncio.wrap_future(end)], timeout=max(seconds, LAST_SECONDS))
         if not end.done():
             logger.error("%d captured calls are lost: writing them takes too long", self._unwritten)
@@ -146,7 +146,7 @@ class RecordFiles:
         hour = self._directory / folder / f"{at:%Y/%m/%d/%H}"
         file = self._files.get(folder)
         if file is None or file.parent != hour:
-            # `parents` would create upper folders that others can read.
+            # With its option `parents`, `mkdir` would create upper folders that other users can read.
             for missing in reversed([path for path in (hour, *hour.parents) if not path.exists()]):
                 missing.mkdir(mode=0o700, exist_ok=True)
             file = hour / f"{at:%M-%S}-{at.microsecond // 1000:03d}-{uuid.uuid4()}.jsonl"
@@ -173,7 +173,7 @@ class _Record:
     complete: bool = False
     size: int = 0  # The number of reserved bytes.
     too_large: bool = False
-    finished: bool = False  # Nothing is kept after this: a reply's last parts may come after its client has left.
+    finished: bool = False  # If True, later parts of the reply are not kept. They may come after the client has left.
 
     def keep(self, parts: list[bytes], data: bytes) -> None:
         if self.too_large or not data:
