@@ -1,4 +1,4 @@
-"""`/openapi.json`: the API description, as OpenAPI 3.1. `/docs`: vLLM's copy of Swagger UI, which shows it.
+"""`/openapi.json` is the API description in OpenAPI 3.1. `/docs` shows it with vLLM's copy of Swagger UI.
 
 Contracts describe their routes as `Operation`s. vLLM's document describes the routes that vLLM's front end answers. The
 descriptions of errors are derived from the replies of each contract's `refuse`.
@@ -29,7 +29,7 @@ from handlers.openai.routes import ALIASED, LOAD, UNLOAD, LoadAdapterRequest, Un
 from handlers.openapi_schemas import OBJECT, STRING, Schema, either, struct
 from handlers.route_declarations import ContractRoutes, GenerationRoute, InfoRoute, Operation, Route
 
-_FOR_VLLM = ("/v1/chat/completions", "/v1/completions")  # LMI's routes also accept the bodies of these routes.
+_FOR_VLLM = ("/v1/chat/completions", "/v1/completions")  # LMI's routes accept the bodies of these routes, too.
 _PARAMETER = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _KINDS: Mapping[str, Schema] = {"int": {"type": "integer", "minimum": 0}}
 _SWAGGER = ("entrypoints", "serve", "instrumentator", "static")
@@ -37,7 +37,7 @@ _ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/cs
 _SCHEMAS = "#/components/schemas/"
 _REFERENCE = re.compile(rf'"{_SCHEMAS}([\w.-]+)"')
 
-# The groups of routes, in the order of the page: one for each contract, then one for the routes of every server.
+# The groups of routes in the order of the page. The groups of contracts come first.
 TAGS: Mapping[str, str] = {
     "lmi": "LMI and DJL-Serving: `/invocations`, which SageMaker calls. It also takes OpenAI's chats and completions.",
     "openai": "OpenAI's API as `vllm serve` has it. `/openai/v1/...` is the same with any `model`.",
@@ -51,7 +51,8 @@ TAGS: Mapping[str, str] = {
     "management": "Models: list, load, scale, unload.",
 }
 _PROMPT = "The capital of France is"
-# The first request to a model: a path that only this kind of model has in vLLM, the path to call, and the body.
+# The example requests for each kind of model. The first path exists in vLLM only for this kind. The second path and the
+# body are those of the request.
 _FIRST_REQUESTS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("/v1/completions", "/invocations", {"inputs": _PROMPT, "parameters": {"max_new_tokens": 16}}),
     ("/v1/embeddings", "/v1/embeddings", {"input": _PROMPT}),
@@ -59,7 +60,7 @@ _FIRST_REQUESTS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("/rerank", "/rerank", {"query": "capital of France", "documents": ["Paris", "Rome"]}),
 )
 
-# The meaning of each status, and the schema of its body by media type.
+# For each status: its meaning, and the schemas of its body by media type.
 Answers = Mapping[str, tuple[str, Mapping[str, Schema]]]
 Meanings = tuple[tuple[RequestError, str], ...]
 
@@ -142,7 +143,7 @@ def openapi_document(config: ModelConfig, vllm: Mapping[str, Any] | None = None)
 
 
 def _introduction(forwarded: Mapping[str, Any]) -> str:
-    """Return the text before the routes, with a first request that suits the kind of the served model."""
+    """Return the introduction, with an example request that suits the kind of the served model."""
     found = (request for path, *request in _FIRST_REQUESTS if path in forwarded)
     path, body = next(found, _FIRST_REQUESTS[0][1:])
     command = f"curl http://localhost:8080{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
@@ -167,7 +168,7 @@ def _tags(paths: Mapping[str, Any]) -> list[dict[str, str]]:
 def _operations(config: ModelConfig, forwarded: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Operation]]:
     """Yield method, path, tag and description of each route that vLLM's document does not describe.
 
-    If several routes share a method and path, they are joined. If they have no body, the first one counts.
+    `openapi_document` joins routes that share a method and a path. If they have no body, it uses only the first route.
     """
     bodies = {path: _body_schema(forwarded[path]["post"]["requestBody"]) for path in _FOR_VLLM if path in forwarded}
     invocations = invocation(config, bodies)
@@ -192,7 +193,7 @@ def _operations(config: ModelConfig, forwarded: Mapping[str, Any]) -> Iterator[t
 
 
 def _with(about: Operation, further: Answers) -> Operation:
-    """Return the operation with additional answers. Its own description of a status takes precedence."""
+    """Return an operation with additional answers. The operation's own description of a status takes precedence."""
     answers = dict(about.answers)
     for status, (meaning, bodies) in further.items():
         own, described = answers.get(status, (meaning, {}))
@@ -201,7 +202,7 @@ def _with(about: Operation, further: Answers) -> Operation:
 
 
 def _errors(contract: ContractRoutes, route: Route) -> Answers:
-    """Return the errors of a route: those of the server, of the model, and of calls that cannot be parsed."""
+    """Return the errors of a route: errors of the server, errors of the model, and errors in calls."""
     meanings: Meanings = ()
     of_model = not isinstance(route, InfoRoute) or route.answer_all is None
     if "POST" in route.methods:
@@ -215,14 +216,14 @@ def _errors(contract: ContractRoutes, route: Route) -> Answers:
     answers = _refusals(contract.refuse, meanings, contract.error)
     if contract.not_found is None or not any(kind and kind != "path" for _, kind in _PARAMETER.findall(route.path)):
         return answers
-    # If a parameter has the wrong type, such as a version that is not a number, no route serves the path.
+    # No route serves a path in which a parameter has the wrong type, such as a version that is not a number.
     meaning, bodies = answers.get("404", ("There is nothing", {}))
     unserved = contract.not_found(Call(body=b"", request_id="", path=route.path))
     return {**answers, "404": (meaning, {**bodies, **_body(unserved, contract.error)})}
 
 
 def _refusals(refuse: Callable[[RequestError], Reply], meanings: Meanings, schema: Schema = OBJECT) -> Answers:
-    """Return the answers for these errors, by status. `schema` describes their JSON objects."""
+    """Return the answers for these errors, by status. `schema` describes the JSON objects of the answers."""
     answers: dict[str, tuple[str, Mapping[str, Schema]]] = {}
     for error, meaning in meanings:
         reply = refuse(error)
@@ -232,7 +233,7 @@ def _refusals(refuse: Callable[[RequestError], Reply], meanings: Meanings, schem
 
 
 def _body(reply: Reply, schema: Schema) -> Mapping[str, Schema]:
-    """Return a dict from the media type of an error's body to its schema. Empty if the error has no body."""
+    """Return the schema of an error's body, by media type. Empty if the error has no body."""
     kind = reply.content_type.partition(";")[0]
     return {kind: schema if kind == JSON else STRING} if reply.body else {}
 

@@ -53,30 +53,31 @@ from handlers.lmi.sessions import remove_sessions
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILED_TO_START, EXIT_ENGINE_DIED = 0, 1, 137  # LMI exits with 137 under SERVING_FAIL_FAST.
-# The limit on open files. It exceeds a server's calls and idle connections. vLLM's own server uses the same limit.
+# The limit on open files, as in vLLM's own server. A server's calls and idle connections need fewer files.
 ENOUGH = 65536
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's variable for the directory of its sockets.
-_SOCKET_PATH = 107  # The longest path of a socket on Linux, in bytes (unix(7)).
+_SOCKET_PATH = 107  # The maximum length of a socket's path on Linux, in bytes (unix(7)).
 _SOCKET_NAME = 37  # The length of the names that vLLM gives its sockets, in bytes: a slash and a UUID.
 
 _SOCKETS_PREFIX = "slipway-sockets-"
-# An older directory without a server was left behind. A younger one may not be locked yet.
+# A directory that is not locked and older than this was left behind by a killed server. A younger directory may belong
+# to a server that has not locked it yet.
 _LEFT_SECONDS = 60.0
 
 _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
-_FAILED_SECONDS = 3.0  # How long a model that failed to load can be asked for the reason.
-# A process that was told to stop ends within 25 s, because SageMaker kills it after 30 s. If the drain may take longer
-# than 20.5 s, the process ends at most 4.5 s after the drain.
+_FAILED_SECONDS = 3.0  # If a load fails, /ping shows the reason for this time before the process exits.
+# A process that was told to stop exits within 25 s, because SageMaker kills it after 30 s. If `drain_timeout` is longer
+# than 20.5 s, the process instead exits at most 4.5 s after this limit.
 _END_SECONDS, _STOP_SECONDS = 25.0, 4.5
-_STEPS_SECONDS = 3.0  # The time for the other steps after the drain. After that, a black box is written.
-_LAST_SECONDS = 3.0  # The time for clients to read data that was sent.
+_STEPS_SECONDS = 3.0  # The time for the steps after the drain. If they take longer, a black box is written.
+_LAST_SECONDS = 3.0  # The time for clients to read the last data.
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 _ENGINES = {"vllm": "vLLM", "dynamic_batch": "transformers", "python": "Python"}  # Names for people.
 _PROGRESS_SECONDS = 30.0  # The time between two progress lines in the log while a server starts.
 _BOX_SECONDS = 2.5  # The maximum time for a black box at the end of a drain, or of the process.
-_EXIT_SECONDS = 3.0  # How long abandoned threads may delay the end of the process.
+_EXIT_SECONDS = 3.0  # The maximum time for which running threads may delay the exit of the process.
 
 
 def ensure_home() -> None:
@@ -93,8 +94,8 @@ def ensure_home() -> None:
 def allow_open_files() -> None:
     """Raise the soft limit of open files to `ENOUGH`, as far as the hard limit allows.
 
-    A common soft limit is 1024, which is fewer than the calls that may wait here. Once that many connections are open,
-    no further connection is accepted, not even for /ping.
+    A common soft limit is 1024. More calls than that may wait in a server. Once the limit is reached, no further
+    connection is accepted, not even for /ping.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
@@ -104,18 +105,19 @@ def allow_open_files() -> None:
 
 @contextlib.contextmanager
 def socket_directory() -> Iterator[None]:
-    """Keep sockets in a temporary directory inside the block: those of multiprocessing, and those of vLLM unless the
-    environment names a directory.
+    """Create a temporary directory for sockets inside the block.
 
-    If the path of the temporary directory is too long for sockets, the libraries' default directories are used.
+    multiprocessing's sockets are in this directory. vLLM's sockets, too, unless the environment names another directory
+    for them. If the path of the temporary directory is too long for sockets, the libraries' default directories are
+    used.
     """
     _remove_left_directories()
     ours = _SOCKETS not in os.environ
-    # All processes that this one starts inherit this.
+    # All processes that this process starts inherit this configuration.
     passed_on: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
     before = passed_on.get("tempdir")
     with tempfile.TemporaryDirectory(prefix=_SOCKETS_PREFIX, ignore_cleanup_errors=True) as directory:
-        lock = _lock(directory)  # Held until this process ends, for any reason.
+        lock = _lock(directory)  # The lock is held until this process ends, even if it is killed.
         if len(os.fsencode(directory)) + _SOCKET_NAME <= _SOCKET_PATH:
             passed_on["tempdir"] = directory
             if ours:
@@ -131,7 +133,7 @@ def socket_directory() -> Iterator[None]:
 
 
 def _remove_left_directories() -> None:
-    """Remove the directories of servers that were killed, which would pile up in a container that restarts in place."""
+    """Remove the directories of killed servers. Otherwise they would pile up in a container that restarts in place."""
     for left in Path(tempfile.gettempdir()).glob(f"{_SOCKETS_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _LEFT_SECONDS and (lock := _lock(left)) is not None:
@@ -151,7 +153,7 @@ def _lock(directory: str | Path) -> int | None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling, because a signal has to drain the server before anything is closed."""
+    """uvicorn's server without its signal handling: on a signal, the server is drained before anything is closed."""
 
     def __init__(self, config: uvicorn.Config, last_seconds: float) -> None:
         super().__init__(config)
@@ -162,7 +164,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop even if clients do not read. uvicorn would cancel their calls and log errors."""
+        """Stop even if clients do not read. uvicorn alone would cancel the calls of these clients and log errors."""
         dropping = asyncio.get_running_loop().call_later(self._last_seconds, self.drop_connections)
         await super().shutdown(sockets)
         dropping.cancel()
@@ -181,7 +183,7 @@ def http_server(application: Application, last_seconds: float = _LAST_SECONDS) -
 
     Args:
         application: Serves the requests.
-        last_seconds: How long open connections may last after the server is told to stop.
+        last_seconds: The time for which connections may stay open after the server is told to stop.
 
     Raises:
         RuntimeError: Slipway does not support this release of uvicorn.
@@ -206,7 +208,7 @@ def http_server(application: Application, last_seconds: float = _LAST_SECONDS) -
 
 
 class ModelServer:
-    """The models of a server and their applications: loads, watches, drains and stops them. Its owner listens."""
+    """Loads, watches, drains and stops the models of a server. Has their applications, but does not open ports."""
 
     def __init__(self, startup: Startup, mounts: Sequence[Mount] = ()) -> None:
         self.server_config = startup.server_config
@@ -238,7 +240,7 @@ class ModelServer:
         self._loop_watch.start()  # Imports and the start of an engine block the event loop.
 
     async def watch(self) -> None:
-        """Watch the engines. Return if the process should end because of `fail_fast`.
+        """Watch the engines. Return only if the process should exit because of `fail_fast`.
 
         Models that can no longer be watched are marked as failed.
         """
@@ -252,16 +254,16 @@ class ModelServer:
                 await asyncio.Event().wait()
 
     async def _watch_engines(self) -> None:
-        """Restart each engine and copy that dies or stalls, or log the failure. Return then if `fail_fast` is set."""
+        """Restart engines and copies that die or stall. If one cannot be restarted, log this, and end under `fail_fast`."""
         server_config, restarts = self.server_config, self.registrar.engine_restarts
         ends_when_stalled = server_config.fail_fast and server_config.fail_fast_when_stalled
         reported: set[Model] = set()
         while True:
             for model in (*self.models, *self.models.leaving):
                 lifecycle, fault = model.lifecycle, restarts.fault(model)
-                stalled = lifecycle.stalled  # Always read, because this logs stalls.
-                await self.boxes.look(model, stalled, fault)  # Before a restart kills the processes.
-                fault, stalled = restarts.fault(model), lifecycle.stalled  # Writing a box may take seconds.
+                stalled = lifecycle.stalled  # Reading this property logs stalls, so it is always read.
+                await self.boxes.look(model, stalled, fault)  # Done first, because a restart kills the processes.
+                fault, stalled = restarts.fault(model), lifecycle.stalled  # Read again: writing a box may take seconds.
                 if (fault and restarts.begin(model, fault)) or model in self.models.leaving:
                     continue
                 failed = lifecycle.state in (State.FAILED, State.RESTARTING)
@@ -281,8 +283,8 @@ class ModelServer:
     async def drain(self) -> None:
         """Refuse new calls, and wait at most `drain_timeout` for running calls.
 
-        If calls still run shortly before this limit, a black box is written, and the calls continue. No box is written
-        if the limit is 0 s.
+        If calls still run shortly before this limit, a black box is written, and the calls continue. If the limit is
+        0 s, no box is written.
         """
         self.models.draining = True
         seconds = self.server_config.drain_timeout
@@ -337,9 +339,9 @@ class Process:
             self.listeners.append((http_server(applications.management), host, int(port)))
         self.exit_code = EXIT_OK
         self._loading: asyncio.Task[None] | None = None
-        self._unfinished = False  # An engine was still being started when the process stopped.
+        self._unfinished = False  # Whether an engine was still being started when the process was stopped.
         self._stopping: asyncio.Task[None] | None = None
-        self._end_at = 0.0  # The event loop's time by which a stopping process has to be finished.
+        self._end_at = 0.0  # The time of the event loop by which a stopping process has to be done.
 
     async def run(self) -> int:
         """Serve until the process is told to stop. Return the exit code."""
@@ -372,10 +374,10 @@ class Process:
         except Exception as error:
             self.exit_code = EXIT_FAILED_TO_START
             logs.show_held()
-            await asyncio.to_thread(logs.flush)  # The engine's last lines are written before the reason.
+            await asyncio.to_thread(logs.flush)  # Writes the engine's last lines before the reason.
             known = isinstance(error, EngineStartError)
             logger.critical("the model cannot be served: %s", error if known else "internal error", exc_info=not known)
-            await asyncio.sleep(_FAILED_SECONDS)  # /ping states the reason, as in LMI.
+            await asyncio.sleep(_FAILED_SECONDS)  # Meanwhile /ping shows the reason, as in LMI.
             await self.server.models.drain(self._server_config.drain_timeout)  # Other models may still have calls.
             self._end()
         else:
@@ -383,7 +385,7 @@ class Process:
             await self.watch()
 
     def _greet(self) -> None:
-        """Log the models, their engines and the addresses: as three lines, or as one record in the JSON log."""
+        """Log the models, their engines and the addresses, in several lines. The JSON log has them in one record."""
         server_config = self._server_config
         url = url_of(server_config.host, server_config.port)
         models = [model.lifecycle.view() for model in self.server.models]
@@ -404,7 +406,7 @@ class Process:
     async def watch(self) -> None:
         await self.server.watch()
         self.exit_code = EXIT_ENGINE_DIED
-        await self.server.models.drain(1.0)  # The engine's clients get their errors first.
+        await self.server.models.drain(1.0)  # Clients of the dead engine get their errors before the exit.
         self._end()
 
     def _on_signal(self, number: int) -> None:
@@ -413,12 +415,12 @@ class Process:
         nothing_runs = models.starting and not models.loaded
         if self._stopping is not None or nothing_runs:
             if nothing_runs:
-                logs.show_held()  # Someone may have waited in vain for the start.
+                logs.show_held()  # A person may stop the server because the start takes too long.
             logger.warning("%s: ending at once", name)
             self._end_now(EXIT_OK if nothing_runs else 128 + number)
         drain = self._server_config.drain_timeout
         logger.info("%s: draining for at most %g s", name, drain)
-        # This timer is a thread, so no step that hangs can delay it.
+        # The timer runs in a thread of its own, so a step that hangs cannot delay it.
         seconds = max(_END_SECONDS, drain + _STOP_SECONDS)
         self._end_at = asyncio.get_running_loop().time() + seconds - _EXIT_SECONDS
         left = min(_BOX_SECONDS, seconds - drain - _STEPS_SECONDS)
@@ -429,7 +431,8 @@ class Process:
 
     def _end_late(self, number: int, seconds: float, left: float) -> None:
         reason = f"the server has not stopped, and has {left:g} s left"
-        # Whatever hangs may also block this thread. The server may stop in the meantime.
+        # The box is written in another thread, because the cause of the hang may block it, too. Meanwhile, the server may
+        # still stop.
         threading.Thread(target=self.server.boxes.write_now, args=("end", reason), daemon=True).start()
         time.sleep(left)
         logger.critical("not stopped within %g s of the signal; ending at once", seconds)
@@ -474,7 +477,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _tell_progress() -> None:
-    """Log regularly that the server is still starting, with the latest line that the log does not show."""
+    """Log regularly that the server is still starting, with the latest line that was held back."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     while True:
@@ -484,9 +487,10 @@ async def _tell_progress() -> None:
 
 
 async def _run(process: Process, clean_up: Callable[[], None]) -> int:
-    """Run the process. Afterwards, make it exit soon even if threads still run.
+    """Run the process. After that, make the process exit soon, even if threads still run.
 
-    The interpreter joins the threads of all executors, and a thread may hang in a model's code or on a session's file.
+    At exit, the interpreter waits for the threads of all executors. A thread may hang in a model's code, or while it
+    accesses the file of a session.
     """
     code = await process.run()
 
@@ -511,7 +515,8 @@ def _exit(code: int) -> None:
 def _kill_children() -> None:
     """Kill the engine's processes, because nothing else can stop them while a model loads.
 
-    multiprocessing's resource trackers are kept. Each exits after the processes whose shared memory it frees.
+    multiprocessing's resource trackers are not killed. A tracker exits by itself after its processes, and frees their
+    shared memory.
     """
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -520,7 +525,7 @@ def _kill_children() -> None:
 
 
 def _remove_empty_entries(variable: str) -> None:
-    """Remove the empty entries of a search path. The loader of later processes reads them as the working directory."""
+    """Remove the empty entries of a search path. For the loader, an empty entry means the working directory."""
     entries = list(filter(None, os.environ.pop(variable, "").split(":")))
     if entries:
         os.environ[variable] = ":".join(entries)
@@ -528,15 +533,15 @@ def _remove_empty_entries(variable: str) -> None:
 
 @contextlib.contextmanager
 def prepared(startup: Startup) -> Iterator[None]:
-    """Prepare this process for its models. Call this function in a thread that lives as long as they do."""
+    """Prepare this process for its models. Enter this context in a thread that lives as long as the models."""
     ensure_home()
     os.environ.update(startup.exports)
     _remove_empty_entries("LD_LIBRARY_PATH")
     if startup.server_config.api_keys is not None:
-        for name in KEY_VARIABLES:  # No other process needs the server's keys.
+        for name in KEY_VARIABLES:  # The server's other processes do not need the keys.
             os.environ.pop(name, None)
         logger.info("callers need one of %d API keys", len(startup.server_config.api_keys.digests))
-    # GPUs are chosen by nvidia-smi's indices, so CUDA has to number them in the same order.
+    # GPUs are chosen by their indices in nvidia-smi, so CUDA has to use the same order.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     allow_open_files()
     stacks.register()
@@ -556,10 +561,11 @@ def prepared(startup: Startup) -> Iterator[None]:
 def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     """Run a server process with these models and mounted applications until it is told to stop.
 
-    Return the exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died under fail_fast.
+    Return the exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died and `fail_fast` is
+    set.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(prepared(startup))
-        with importing():  # Earlier imports are also exempt from collection.
+        with importing():  # Modules that were imported earlier become exempt from collection, too.
             import uvloop
         return uvloop.run(_run(Process(startup, mounts, stack.close), stack.close))
