@@ -43,7 +43,8 @@ def read_startup(
 ) -> Startup:
     """Read the settings of the server and its models. If they are invalid, print the faults and exit with code 2.
 
-    `gpus` is the number of GPUs. None: the GPUs that this process sees. `model` is a model directory or a hub model.
+    `gpus` is the number of GPUs. If it is None, the GPUs that this process sees are counted. `model` is a model
+    directory or a hub model.
     """
     if model is not None and (is_s3(model) or os.path.isdir(model)):
         if model_dir is not None:

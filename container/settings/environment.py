@@ -1,8 +1,8 @@
 """Reads the server's environment variables, and derives settings from them.
 
-The rules are LMI's. A variable of TGI or of AWS's vLLM image, or an older variable of LMI, is an alias for a variable
-of LMI. The alias counts only if LMI's variable is not set. This module does not check values. `options` and `server`
-define the allowed values.
+The rules are LMI's. Variables of TGI, variables of AWS's vLLM image and older variables of LMI are aliases for
+variables of LMI. An alias counts only if LMI's variable is not set. This module does not check values. `options` and
+`server` define the allowed values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SAGEMAKER_SERVER_KEYS = (
     ("SAGEMAKER_HEALTH_CHECK_OVERRIDE", "workers_health_check"),
     ("SAGEMAKER_MAX_REQUEST_SIZE", "max_request_size"),
 )
-# Server keys that are the default of a model key.
+# If one of these server keys is set, it is the default of a model key.
 SERVER_DEFAULTS_OF_MODEL_KEYS = (
     *("batch_size", "max_batch_delay", "max_idle_time", "min_workers", "max_workers"),
     *("load_on_devices", "reserved_memory_mb", "retry_threshold"),
@@ -52,7 +52,7 @@ _TGI_ADAPTER = re.compile(r"([^=@]+)(?:=([^=@]+))?(?:@([^=@]+))?")
 VLLM_PREFIX = "SM_VLLM_"
 API_KEYS, API_KEYS_FILE = "SERVING_API_KEYS", "SERVING_API_KEYS_FILE"
 _PREFIXES = ("OPTION_", "ARGS_", "SERVING_", VLLM_PREFIX)
-# LMI's variables without a prefix.
+# LMI's variables that have none of the prefixes.
 _VARIABLES = frozenset(
     {
         *(name for name, _ in (*SAGEMAKER_MODEL_KEYS, *_SAGEMAKER_SERVER_KEYS)),
@@ -69,7 +69,7 @@ _TOOLKIT, _TORCHSERVE = "SageMaker's inference toolkit", "SageMaker's PyTorch im
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A variable, and the variable that it stands for."""
+    """A variable (`variable`) that stands for another variable (`target`)."""
 
     variable: str
     target: str
@@ -81,13 +81,13 @@ class Alias:
 class Environment:
     """The environment variables that count, as they were when the process started."""
 
-    variables: Mapping[str, Value] = field(default_factory=dict)  # Includes the variables that aliases stand for.
+    variables: Mapping[str, Value] = field(default_factory=dict)  # Includes the targets of aliases.
     aliases: tuple[Alias, ...] = ()  # The aliases that are in effect.
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     downloads: Path = Path("/tmp/slipway")  # The directory for models that are fetched from S3.
-    gpus: int = 0  # The number of GPUs to read the settings for: this process's, or those of a planned machine.
-    one_model: bool = False  # Whether these are the settings of the only model that the server starts with.
+    gpus: int = 0  # The number of GPUs of this process, or of a planned machine.
+    one_model: bool = False  # Whether the server starts with exactly one model.
 
 
 def _inverted(text: str) -> str:
@@ -114,7 +114,7 @@ def _log_format(text: str) -> str:
 
 
 def _log_level(text: str) -> str:
-    """Return the name of one of Python's log levels, which the toolkit accepts as numbers."""
+    """Convert a number of one of Python's log levels to its name. SageMaker's toolkit accepts these numbers."""
     return logging.getLevelName(int(text)).lower() if text.strip() in _LEVELS else text
 
 
@@ -123,7 +123,7 @@ def _chat_format(text: str) -> str:
 
 
 def _all_gpus_or_one(text: str) -> str:
-    """Return TGI's `sharded` as a degree: all GPUs if true, one GPU if false. Other text is refused later."""
+    """Convert TGI's `sharded` to a parallel degree: all GPUs if true, else one. Other text is refused later."""
     word = text.strip().lower()
     return "max" if word in TRUE else "1" if word in FALSE else text
 
@@ -133,12 +133,12 @@ def _quantization(text: str) -> str:
 
 
 def _kv_cache_dtype(text: str) -> str:
-    """Return `fp8_e4m3fn` of TGI as `fp8_e4m3` of vLLM. Other text is kept."""
+    """Convert TGI's `fp8_e4m3fn` to vLLM's `fp8_e4m3`. Other text is kept."""
     return "fp8_e4m3" if text.strip().lower() == "fp8_e4m3fn" else text
 
 
 def _one_key(text: str) -> str:
-    """Return a list of keys that contains only this key: a comma in it is part of the key."""
+    """Return a list with this one key. A comma in the text is part of the key."""
     return json.dumps([text.strip()])
 
 
@@ -223,18 +223,18 @@ _IGNORED = {
     "the model directory is --model-dir, or SERVING_MODEL_STORE": "SAGEMAKER_BASE_DIR",
     "a script gets one request at a time": "SAGEMAKER_TS_BATCH_SIZE SAGEMAKER_TS_MAX_BATCH_DELAY",
 }
-# Variables of other containers that have no effect, and the reason. Two of TGI's variables are missing here: every
+# Variables of other containers that have no effect, with the reason. Two of TGI's variables are not in this list: every
 # container has HOSTNAME, and the hub's library reads HUGGINGFACE_HUB_CACHE.
 IGNORED_VARIABLES: Mapping[str, str] = {name: reason for reason, names in _IGNORED.items() for name in names.split()}
 
-# AWS's vLLM image has a variable for each argument of vLLM. The following ones do not become options of an engine.
+# AWS's vLLM image has a variable for each argument of vLLM. The following arguments do not become engine options.
 _VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT", "API_KEY": API_KEYS}
 _NEGATION = "NO_"  # `--no-x` negates the flag `--x`. No argument of vLLM has a name that begins with this.
 
-# Variables that protect the server. The start fails if such a variable is empty, for example because a secret is
-# missing.
+# Variables that protect the server. If such a variable is empty, for example because a secret is missing, the start
+# fails.
 _NEVER_EMPTY = (API_KEYS, API_KEYS_FILE, f"{VLLM_PREFIX}API_KEY")
-# All variables that hold API keys or the path of a file with API keys.
+# All variables that contain API keys or the path of a file with API keys.
 KEY_VARIABLES = frozenset({*_NEVER_EMPTY, *(alias.variable for alias in ALIASES if alias.target == API_KEYS)})
 _KNOWN = _VARIABLES | {alias.variable for alias in ALIASES}
 
@@ -242,12 +242,12 @@ _KNOWN = _VARIABLES | {alias.variable for alias in ALIASES}
 def read_environment(environ: Mapping[str, str], gpus: int | None = None) -> Environment:
     """Read the server's variables, and replace aliases by LMI's variables.
 
-    An empty variable counts as unset, but an empty SM_VLLM_* is true. If an alias and its variable are both set and
-    differ, the variable counts, and the result contains a warning.
+    An empty variable counts as unset, but an empty SM_VLLM_* counts as true. If an alias and its target are both set
+    and differ, the target counts, and the result contains a warning.
 
     Args:
         environ: The environment variables.
-        gpus: The number of GPUs. None: the GPUs that this process sees.
+        gpus: The number of GPUs. If it is None, the GPUs that this process sees are counted.
     """
     variables: dict[str, Value] = {}
     problems, warnings = [], []
@@ -286,7 +286,10 @@ def read_environment(environ: Mapping[str, str], gpus: int | None = None) -> Env
 
 
 def _lacks_prefix(name: str) -> bool:
-    """Return True for a model's setting without OPTION_. One-word names, such as SEED, may belong to other programs."""
+    """Return True for the name of a model's setting that lacks the prefix OPTION_.
+
+    A name of one word, such as SEED, may belong to another program.
+    """
     return "_" in name and name == name.upper() and f"{PREFIX}{name.lower()}" in SUGGESTED
 
 
@@ -316,12 +319,12 @@ def for_each_model(environment: Environment) -> Environment:
 
 
 def for_hub_model(environment: Environment) -> Environment:
-    """Return the variables that count for the hub model of a server with several models."""
+    """Return the variables that count for a hub model if the server has several models."""
     return _without(environment, _CHOICE_OF_MODELS | {API_KEYS, API_KEYS_FILE})
 
 
 def for_given_model(environment: Environment, model: Value, others: Collection[str]) -> Environment:
-    """Return the variables, with HF_MODEL_ID from the command line. `others` are further variables that name models."""
+    """Return the variables with HF_MODEL_ID set to `model`, and without `others`: other variables that name models."""
     rest = _without(environment, {"HF_MODEL_ID", *others})
     return replace(rest, variables={**rest.variables, "HF_MODEL_ID": model})
 
@@ -338,7 +341,7 @@ def _without(environment: Environment, names: Collection[str]) -> Environment:
 
 
 def option_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:
-    """Return the model keys from OPTION_* and ARGS_*."""
+    """Return the model keys that OPTION_* and ARGS_* set."""
     layer: dict[str, Value] = {}
     for name, value in variables.items():
         if name.startswith("OPTION_") and (rest := name.removeprefix("OPTION_")):
@@ -349,7 +352,7 @@ def option_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[st
 
 
 def serving_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:
-    """Return the server keys from SERVING_*."""
+    """Return the server keys that SERVING_* set."""
     layer: dict[str, Value] = {}
     for name, value in variables.items():
         if name.startswith("SERVING_") and (rest := name.removeprefix("SERVING_")):
@@ -379,7 +382,7 @@ def sagemaker_server_layer(variables: Mapping[str, Value], problems: list[str]) 
     if megabytes is None or "max_request_size" in layer:
         return layer
     if re.fullmatch("0*[0-9]{1,7}", megabytes.text.strip(), re.ASCII):
-        size = int(megabytes.text) * _MEBIBYTE or _MOST_BYTES  # Batch transform uses 0 for no limit.
+        size = int(megabytes.text) * _MEBIBYTE or _MOST_BYTES  # In batch transform, 0 means no limit.
         layer["max_request_size"] = Value(str(size), megabytes.source)
     else:
         problems.append(f"{megabytes.describe('max_request_size')}; allowed: an integer, in MiB; 0 for no limit")

@@ -55,8 +55,8 @@ def handler_settings(
             )
     properties = _properties(sources, model_id, degrees)
     if is_hugging_face:
-        # LMI sets these properties for a Hugging Face model. LMI turns `auto` into `disable` if none of its own engines
-        # is used.
+        # LMI sets these properties for a Hugging Face model. If none of LMI's own engines is used, LMI replaces `auto`
+        # by `disable`.
         if properties.get("rolling_batch", "auto").strip().lower() == "auto":
             properties["rolling_batch"] = "disable"
         properties = {"pipeline_parallel_degree": "1", "max_rolling_batch_size": "32"} | properties
@@ -64,8 +64,8 @@ def handler_settings(
         handler_config,
         min_workers=least,
         max_workers=max(least, most),
-        # With 0, a worker would end immediately when idle. With a short time, a worker that waits for a full batch is
-        # not checked constantly.
+        # With 0, a worker would exit as soon as it is idle. The minimum also limits how often a worker that waits for a
+        # full batch is checked.
         max_idle_time=max(handler_config.max_idle_time, _LEAST_IDLE_TIME),
         python_executable=executable,
         devices=devices,
@@ -78,9 +78,9 @@ def handler_settings(
 def handler_before_engine(
     sources: Sources, model_id: str, environment: Mapping[str, str], packages: PackageConfig
 ) -> HandlerConfig:
-    """Return the settings of a `handle` that is called before the engine.
+    """Return the settings for a function `handle` that is called before the engine.
 
-    It has one worker, which sees all GPUs of the model.
+    The function has one worker, which sees all GPUs of the model.
     """
     gpus = sources.gpus
     degrees = _degrees(sources, gpus, is_hugging_face=True)
@@ -104,7 +104,7 @@ def _show_other_keys(sources: Sources) -> None:
 
 
 def _degrees(sources: Sources, gpus: int, is_hugging_face: bool) -> dict[str, int]:
-    """Return the given parallel degrees. Without any, LMI uses all GPUs for a Hugging Face model."""
+    """Return the given parallel degrees. If none is given, a Hugging Face model uses all GPUs, as in LMI."""
     given = {name: sources.model.get(PREFIX + name) or sources.variables.get(name.upper()) for name in _PARALLEL}
     degrees = {name: max(int(value.word), 1) for name, value in given.items() if value and _DEGREE(value.word)}
     tensor = given[_TENSOR_PARALLEL]
@@ -151,7 +151,7 @@ def _is_hugging_face(model_dir: Path, model_id: str) -> bool:
 
 
 def _properties(sources: Sources, model_id: str, degrees: Mapping[str, int]) -> dict[str, str]:
-    """Return the properties that LMI passes to a handler: every setting of the model, without the prefix `option.`.
+    """Return the properties that LMI passes to a handler: all settings of the model, without the prefix `option.`.
 
     As in LMI, settings without a value are included. `option.env` is left out because it may contain secrets.
     """

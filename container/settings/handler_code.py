@@ -1,4 +1,4 @@
-"""Finds the code that serves a model: a handler, a script of SageMaker's script mode, or none.
+"""Finds the code that serves a model: a handler, or a script of SageMaker's script mode.
 
 An engine serves a model without such code.
 """
@@ -18,21 +18,21 @@ from container.sources import location
 from engines.settings.engine_config import MODEL_ID, ROLLING_BATCH
 from handlers.custom.settings import ASYNC_MODE, ENTRY_POINT
 
-# LMI's own handlers. An engine replaces them. LMI has removed the last four.
+# LMI's own handlers, which an engine replaces here. Newer releases of LMI lack the last four.
 _BUILT_IN = frozenset(
     f"djl_python.{name}"
     for name in ("huggingface", "tensorrt_llm", "deepspeed", "tensorrt_llm_python", "transformers_neuronx", "tnx")
 )
-# LMI's own handlers with the newer schema. They imply `option.async_mode=true`.
+# LMI's own handlers that use the newer schema. They imply `option.async_mode=true`.
 _ASYNCHRONOUS = frozenset({SERVICE_FOR_VLLM, "djl_python.lmi_trtllm.trtllm_async_service"})
 OF_ENGINES = _BUILT_IN | _ASYNCHRONOUS
 # LMI's handlers for models other than language models.
 _NOT_SERVED = frozenset(
     f"djl_python.{name}" for name in ("sklearn_handler", "xgboost_handler", "stable_diffusion_inf2", "stable-diffusion")
 )
-SCRIPT = "djl_python.sagemaker"  # Serves SageMaker's script mode: a file with `model_fn`.
+SCRIPT = "djl_python.sagemaker"  # The handler for SageMaker's script mode: it serves a file with `model_fn`.
 MODEL_FN = "model_fn"
-# Code that may define any name: `import *`, `exec` and `globals`.
+# This code may define any name: `import *`, `exec` and `globals`.
 _CANNOT_BE_TOLD = re.compile(r"^\s*from\s+\S+\s+import\s+\*|(?<![.\w])(exec|globals)\(", re.MULTILINE)
 
 
@@ -79,7 +79,7 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
     elif "://" in name:
         fault = "entry points are not downloaded: put the file into the model directory, and give its name"
     elif name.endswith(".py"):
-        # The model directory may be the only subdirectory of the given directory, such as `code` in /opt/ml/model.
+        # The name may begin with the model directory, for example `code` if the model directory is /opt/ml/model/code.
         within = sources.model_dir.parent if Path(name).parts[0] == sources.model_dir.name else sources.model_dir
         for directory in (sources.model_dir, within):
             if os.path.isfile(directory / name):
@@ -89,11 +89,11 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
         fault = "allowed: a file that ends in .py, or the name of a module"
     if fault:
         sources.lookup.problems.append(f"{given.describe(ENTRY_POINT.key)}: {fault}")
-    return name  # A wrong name is also returned: with a handler, a missing model is not a second problem.
+    return name  # Also if the name is wrong. Otherwise a missing model would be reported as a second problem.
 
 
 def _script(sources: Sources, code: Path | None) -> Path | None:
-    """Return the file with `model_fn`: `model.py`, or a file in one of the places that SageMaker's toolkits use."""
+    """Return the file with `model_fn`: `model.py`, or a file in a place where SageMaker's toolkits look."""
     program = sources.variables.get("SAGEMAKER_PROGRAM")
     inference = program.text.strip().removesuffix(".py") + ".py" if program is not None else "inference.py"
     places = (code, sources.model_dir / "code" / inference, sources.model_dir / "inference.py")
@@ -101,7 +101,7 @@ def _script(sources: Sources, code: Path | None) -> Path | None:
 
 
 def defines(path: Path, function: str) -> bool:
-    """Return True if a file may define the function, or is broken. Running a broken file reports the fault."""
+    """Return True if a file may define the function, or if it is broken. The fault is reported when the file runs."""
     try:
         source = importlib.util.decode_source(path.read_bytes())
         scopes = [symtable.symtable(source, str(path), "exec")]
@@ -109,7 +109,7 @@ def defines(path: Path, function: str) -> bool:
         return True
     if _CANNOT_BE_TOLD.search(source):
         return True
-    for scope in scopes:  # The inner scopes are added to the list.
+    for scope in scopes:  # The loop appends the inner scopes to the list.
         scopes += scope.get_children()
         if function not in scope.get_identifiers():
             continue

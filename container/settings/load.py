@@ -1,4 +1,4 @@
-"""Reads and checks the settings: of one model and its server, and of all models that a server starts with.
+"""Reads and checks the settings of one model and its server, or of all models that a server starts with.
 
 The first source that has a value counts. The order for a model is: SageMaker's variables, serving.properties,
 OPTION_*, the server's default, the built-in default. The order for the server is: SageMaker's variables, SERVING_*, the
@@ -46,7 +46,7 @@ from engines.settings.engine_config import BATCH_SIZE, DJL_ENGINES, ENGINE, MODE
 from handlers.custom.settings import ENTRY_POINT, HANDLER_SETTINGS
 from handlers.model_config import ModelConfig
 
-# The order of settings in reports, which is the order of the tables in docs/configuration.md.
+# The order of settings in reports. It is the same as in the tables of docs/configuration.md.
 _IN_TABLES = ("model_dir", *(setting.key for setting in (*server.SERVED, *options.ALL_OF_MODEL)))
 _PLACES = {key: place for place, key in enumerate(_IN_TABLES)}
 # Variables that name the model and take precedence over HF_MODEL_ID.
@@ -61,11 +61,11 @@ def load_settings(
 ) -> Settings:
     """Read and check all settings of one model and of the server.
 
-    The files of a model on S3 are fetched, except its weights.
+    If the model is on S3, its files are fetched, except the weights.
 
     Args:
-        model_dir: A directory or `s3://`. A `Value` names its source. The source of any other value is --model-dir.
-            None: SERVING_MODEL_STORE, or else /opt/ml/model.
+        model_dir: A directory, or an `s3://` URL. If it is not a `Value`, its source is --model-dir. If it is None,
+            SERVING_MODEL_STORE counts. If that is not set, /opt/ml/model counts.
         environment: The environment variables.
         command_line: Server keys such as "port", "host", "model_name".
         arguments: Keys of the model, such as "batch_size", from the management API. They take precedence over all
@@ -115,14 +115,14 @@ def setting_faults(
 
     Args:
         environ: The environment variables of the container.
-        model_dir: The model directory, whose serving.properties is read. None: it is not on this machine.
-        has_code: The model may include code, which may serve the model and may give any option its own meaning.
+        model_dir: The model directory, from which serving.properties is read. None if it is not on this machine.
+        has_code: Whether the model may include code. Such code may serve the model and give any option its own meaning.
     """
     environment = read_environment(environ, 0)
     lookup = _lookup(environment)
     layer = server_layer(environment.variables, {}, lookup)
     sources = _sources(model_dir, environment, layer, {}, RemoteModels(environment.downloads, offline=True), lookup)
-    layer.pop(server.API_KEYS_FILE.key, None)  # A path in the container.
+    layer.pop(server.API_KEYS_FILE.key, None)  # The path is in the container, so the file is not on this machine.
     read_server_config(layer, lookup)
     for setting in (*HANDLER_SETTINGS.values(), *options.MEMORY):
         sources.value(setting)
@@ -141,7 +141,7 @@ def setting_faults(
 
 
 def load_server(environment: Environment, command_line: Mapping[str, str]) -> ServerReport:
-    """Read and check the settings of a server that has several models, or none yet.
+    """Read and check the settings of a server that has several models, or no model yet.
 
     Raises:
         SettingsError: A setting is invalid.
@@ -165,7 +165,7 @@ def load_server(environment: Environment, command_line: Mapping[str, str]) -> Se
 
 
 def _in_order(entries: Iterable[SettingEntry]) -> tuple[SettingEntry, ...]:
-    """Return the entries in the order of the tables. Other entries, such as arguments of the engine, follow."""
+    """Return the entries in the order of the tables. Entries that no table has are last, such as engine arguments."""
     return tuple(sorted(entries, key=lambda entry: _PLACES.get(entry.name, len(_PLACES))))
 
 
@@ -180,7 +180,7 @@ def _lookup(environment: Environment) -> Lookup:
 
 
 def _place(model_dir: Path | str | Value | None, layer: Mapping[str, Value]) -> Value | None:
-    """Return the model directory as it was given. None for the default directory."""
+    """Return the model directory as it was given. None if it was not given."""
     if isinstance(model_dir, Path | str):
         return Value(str(model_dir), "command line: --model-dir")
     return model_dir or layer.get("model_store")
@@ -189,7 +189,7 @@ def _place(model_dir: Path | str | Value | None, layer: Mapping[str, Value]) -> 
 def _model_dir(
     place: Value | None, variables: Mapping[str, Value], remote: RemoteModels, lookup: Lookup
 ) -> Path | None:
-    """Return the model directory. If the given place has none, add a problem and return None."""
+    """Return the model directory. If there is none at the given place, add a problem and return None."""
     if place is not None and is_s3(place.text):
         return _remote_dir("model directory", place, remote, lookup)
     try:
@@ -206,14 +206,14 @@ def _model_dir(
         and is_s3(hub_model.text)
         and not _MODEL_VARIABLES & variables.keys()
         and not location.is_model_dir(directory)
-    ):  # As in LMI, this is the model directory then.
+    ):  # As in LMI, HF_MODEL_ID then names the model directory.
         return _remote_dir("HF_MODEL_ID", hub_model, remote, lookup)
     lookup.entries.append(SettingEntry("model_dir", str(directory), place.source if place is not None else DEFAULT))
     return directory
 
 
 def _directories(place: Value | None) -> tuple[Path, ...]:
-    """Return the model directories for a given place, which has to exist. None stands for the default directory."""
+    """Return the model directories at a place, which has to exist. If `place` is None, the default directory counts."""
     if place is None:
         return location.models_in(location.DEFAULT_MODEL_DIR)
     try:
@@ -242,7 +242,7 @@ def _sources(
 ) -> Sources:
     """Return the texts of the model's settings.
 
-    Keys about the model are removed from the server's `layer`.
+    Keys about the model are removed from `layer`, which contains the server's keys.
     """
     variables = environment.variables
     directory = found or location.DEFAULT_MODEL_DIR
@@ -260,7 +260,7 @@ def _sources(
             model[option.key] = default
     for key in arguments:
         for alias in BY_KEY[key].aliases if key in BY_KEY else ():
-            model.pop(alias, None)  # The same setting from another source.
+            model.pop(alias, None)  # Another source may have given the same setting under an alias.
     if (queue := model.pop("job_queue_size", None)) is not None:
         layer["job_queue_size"] = queue
     return Sources(
@@ -280,7 +280,7 @@ def _sources(
 
 
 def _is_unset(key: str, value: Value) -> bool:
-    """Return True for an option's empty value, which counts as unset, like an empty variable."""
+    """Return True if an option is empty. It then counts as unset, like an empty variable."""
     known = key in BY_KEY or key == "job_queue_size" or key.startswith((PREFIX, "gpu.", "cpu."))
     return known and not value.text.strip()
 
@@ -338,7 +338,7 @@ def load_startup(
         environ: The environment variables of the process.
         command_line: See `load_settings`.
         gpus: See `read_environment`.
-        model: A hub model. It replaces the models that variables name.
+        model: A hub model that replaces the models that variables name.
 
     Raises:
         SettingsError: A setting is invalid.
@@ -348,7 +348,7 @@ def load_startup(
         environment = for_given_model(environment, Value(model, "command line: --model"), _MODEL_VARIABLES)
     of_one_model = replace(environment, one_model=True)
     variables = environment.variables
-    layer = server_layer(variables, command_line, Lookup())  # Its faults are reported with the settings.
+    layer = server_layer(variables, command_line, Lookup())  # Faults are reported when the settings are read.
     if "multi_model" in layer and load_server(environment, command_line).server_config.multi_model:
         return _several(environment, command_line, [])
     listed = layer.get("load_models")
@@ -361,7 +361,7 @@ def load_startup(
     try:
         directories = _directories(_place(model_dir, layer))
     except ModelNotFound:
-        directories = ()  # Reading the settings reports the fault.
+        directories = ()  # The fault is reported when the settings are read.
     if len(directories) < 2 and not _has_another(directories, variables):
         settings = load_settings(model_dir, of_one_model, command_line)
         models = [StartupModel(settings, str(settings.config.model_dir))]
@@ -384,7 +384,7 @@ def further_settings(
     command_line: Mapping[str, str],
     arguments: Mapping[str, Value] | None = None,
 ) -> Settings:
-    """Read the settings of one of several models. They share the environment and the command line.
+    """Read the settings of one of several models. The models share the environment and the command line.
 
     Args:
         url: An absolute path, a `file://` URL with such a path, or an `s3://` URL.
@@ -402,7 +402,7 @@ def further_settings(
         directory = location.path_of_url(place)
         if directory is None:
             raise UrlNotFound(f"url is {quoted('url', place)}; allowed: an absolute path, file:// and one, or s3://")
-        if not os.path.isdir(directory):  # Also False if the path is too long, or if its parents cannot be searched.
+        if not os.path.isdir(directory):  # `isdir` is also False for a path that is too long or cannot be searched.
             raise UrlNotFound(f"url is {quoted('url', place)}: there is no such directory")
         place = str(directory)
     line = _for_each_model(command_line) | {"model_name": name}
@@ -441,7 +441,7 @@ def _listed(
 ) -> Iterator[StartupModel]:
     for text in texts:
         entry = _LISTED.fullmatch(text)
-        assert entry is not None  # Any text is at least a URL.
+        assert entry is not None  # Any text matches as a URL.
         source = f"{place}: {text}"
         given = {"engine": entry["engine"], "load_on_devices": entry["devices"]}
         arguments = {key: Value(part, source) for key, part in given.items() if part}
@@ -477,7 +477,7 @@ def _from_hub(environment: Environment, command_line: Mapping[str, str]) -> Iter
     if is_s3(url) or os.path.isdir(url):
         yield _one_of_several(url if is_s3(url) else os.path.abspath(url), None, environment, command_line)
         return
-    # The model directory is empty, so files of other models do not count.
+    # The hub model gets an empty model directory, so that files of other models do not count.
     empty = tempfile.mkdtemp(prefix="slipway-")
     atexit.register(shutil.rmtree, empty, ignore_errors=True)
     settings = load_settings(empty, for_hub_model(environment), _for_each_model(command_line))

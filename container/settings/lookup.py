@@ -16,9 +16,10 @@ from handlers.custom.settings import MAX_WORKERS, MIN_WORKERS
 
 C = TypeVar("C")
 DEFAULT = "default"  # The source of a default value.
-# Unknown names are an error, unless this variable is true.
+# Unknown names are errors, unless this variable is true.
 ALLOW_UNKNOWN = "SERVING_ALLOW_UNKNOWN_SETTINGS"
-# The lowest similarity at which a known name is suggested (difflib's ratio). A short name resembles many others.
+# The lowest similarity (difflib's ratio) with which a known name is suggested. It is higher for short names, because
+# a short name resembles many other names.
 _ALIKE, _SHORT_ALIKE, _SHORT = 0.8, 0.88, 5
 
 
@@ -28,7 +29,7 @@ class SettingEntry:
 
     name: str
     value: Scalar | None
-    source: str  # "default", or the text as written and its place, such as "environment: OPTION_DTYPE".
+    source: str  # "default", or the place where the value was given, such as "environment: OPTION_DTYPE".
     note: str = ""
 
 
@@ -44,7 +45,7 @@ class Lookup:
     def value(
         self, setting: Setting[T], layer: Mapping[str, Value], variables: Mapping[str, Value] = MappingProxyType({})
     ) -> T | None:
-        """Return the value of a setting: from its keys in `layer`, or else from its variables, or else its default.
+        """Return the value of a setting. Its keys in `layer` come first, then its variables, then its default.
 
         Return None if the setting has no value. If the value is invalid, add it to `problems` and return None.
         """
@@ -87,7 +88,7 @@ class Lookup:
             group: The dataclass.
             layer: See `value`.
             variables: See `value`.
-            only: The fields to read. None: all fields.
+            only: The fields to read. None to read all fields.
             **others: Values of fields that are not read.
         """
         values = {
@@ -107,9 +108,9 @@ class Lookup:
 
         Args:
             key: The name.
-            value: The name's value. It is never shown, because the name may be a misspelled name of a secret.
+            value: The value of the setting. It is never shown, because the unknown name may be a misspelled secret.
             meant: The known name that is probably meant.
-            stops: Whether the start may fail. False: only a warning is added.
+            stops: Whether to add a problem, so that the start fails. If not, a warning is added.
         """
         hint = f"did you mean {meant}?" if meant else "docs/configuration.md has all names"
         if self.allows_unknown or not stops:
@@ -138,7 +139,7 @@ class Lookup:
 
 
 def _example(setting: Setting[Any], text: str) -> str:
-    """Return the end of a message: the valid value that is probably meant, or an example."""
+    """Return the end of an error message. It names the value that is probably meant, or an example."""
     completed = [word for word in setting.parser.words if word.startswith(text.strip().lower())]
     if meant := completed[0] if len(completed) == 1 else closest(text.strip().lower(), setting.parser.words, 0.6):
         return f"; did you mean {meant}?"
@@ -146,9 +147,10 @@ def _example(setting: Setting[Any], text: str) -> str:
 
 
 def closest(name: str, known: Iterable[str], likeness: float | None = None) -> str:
-    """Return the known name that is most similar to `name`. Empty if none is. The prefix `option.` does not count."""
+    """Return the known name that is most similar to `name`, without regard to `option.`. Empty if none is similar."""
     prefixed, bare = name.startswith(PREFIX), name.removeprefix(PREFIX).lower()
-    ordered = sorted(known, key=lambda key: (key.startswith(PREFIX) == prefixed, key))  # The same form comes last.
+    # If two names differ only in the prefix, `by_name` keeps the last one, which is in the same form as `name`.
+    ordered = sorted(known, key=lambda key: (key.startswith(PREFIX) == prefixed, key))
     by_name = {key.removeprefix(PREFIX).lower(): key for key in ordered}
     least = likeness or (_ALIKE if len(bare) > _SHORT else _SHORT_ALIKE)
     return next((by_name[found] for found in difflib.get_close_matches(bare, by_name, 1, least)), "")
@@ -156,21 +158,21 @@ def closest(name: str, known: Iterable[str], likeness: float | None = None) -> s
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The texts of all settings by key. Each comes from the most important source that has the key."""
+    """The texts of all settings by key. Each text is from the source that takes precedence."""
 
     model_dir: Path
-    has_model_dir: bool  # False: the directory is only the default, in place of one that was not found.
+    has_model_dir: bool  # If False, `model_dir` is the default directory, because none was found.
     variables: Mapping[str, Value]
     server: Mapping[str, Value]
     model: dict[str, Value]
-    # The model's keys from its file, the environment and the management API, for the secure mode.
+    # The model's keys from serving.properties, the environment and the management API, for the secure mode.
     given: Mapping[str, Value]
-    empty: tuple[str, ...]  # The file's keys without a value. They count as unset.
+    empty: tuple[str, ...]  # The keys in serving.properties that have no value. They count as unset.
     # Fetches the small files of a model on S3 and returns its local directory. Raises SourceError.
     open_remote: Callable[[str], Path]
-    is_open: Callable[[str], bool]  # Returns True if a URL names a model that was opened.
+    is_open: Callable[[str], bool]  # Returns True for the URL of a model that `open_remote` has fetched.
     gpus: int
-    one_model: bool  # The server starts with this model and no other.
+    one_model: bool  # Whether the server starts with this model only.
     lookup: Lookup
 
     def value(self, setting: Setting[T]) -> T | None:
@@ -180,7 +182,7 @@ class Sources:
         return self.lookup.read(group, self.model, self.variables, only, **others)
 
     def workers(self) -> dict[str, Value]:
-        """Return the model's settings. `gpu.` or `cpu.` forms of the worker counts replace the general forms."""
+        """Return the model's settings. Worker counts with the prefix `gpu.` or `cpu.` replace counts without it."""
         device = "gpu" if self.gpus else "cpu"
         keys = (MIN_WORKERS.key, MAX_WORKERS.key)
         return self.model | {key: self.model[own] for key in keys if (own := f"{device}.{key}") in self.model}

@@ -50,7 +50,7 @@ _SHARED = (
     *("max_rolling_batch_size", "enable_lora"),
 )
 _REVISION, _ENABLE_LORA = (declared(EngineConfig)[name] for name in ("revision", "enable_lora"))
-_HANDLERS_ROLLING_BATCH = 32  # LMI's default of `option.max_rolling_batch_size` if none of its engines runs.
+_HANDLERS_ROLLING_BATCH = 32  # LMI's default of `option.max_rolling_batch_size` for handlers.
 _DRAFT_LENGTH = 5  # The number of tokens that a draft model proposes at a time, as in LMI.
 _SPECULATIVE = "speculative_config"
 _PARALLEL_LOADING = f"{PREFIX}parallel_loading"
@@ -61,11 +61,11 @@ _NUMBERS_OF_COPIES = frozenset(
 # SageMaker's toolkit reads this variable, but LMI does not. JumpStart sets it to 1 for each model.
 _WORKERS_OF_SCRIPTS = "SAGEMAKER_MODEL_SERVER_WORKERS"
 _TEMPLATES = frozenset({"chat_template"})
-_NAME_FOR_HANDLERS = replace(MODEL_ID, aliases=())  # A custom handler may give `option.model` another meaning.
+_NAME_FOR_HANDLERS = replace(MODEL_ID, aliases=())  # For a custom handler, `option.model` may mean something else.
 
 
 def read_model_config(sources: Sources) -> ModelConfig:
-    """Return the settings of the model. An invalid setting is a problem, and its field keeps the default."""
+    """Return the settings of the model. For an invalid setting, a problem is added and the default is kept."""
     function = sources.lookup.value(FUNCTION, sources.model) or str(FUNCTION.default)
     code = model_code(sources)
     entry_point = handler_code(sources, code, function)
@@ -122,7 +122,7 @@ def _engine_model(sources: Sources, code: Path | None) -> ModelConfig:
 
 
 def _has_handle_before_engine(sources: Sources, code: Path | None) -> bool:
-    """Return True if `model.py` may have a `handle` that is called before the engine."""
+    """Return True if `model.py` may have a function `handle` that is called before the engine."""
     given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
     if given is None or given.text.strip() != SERVICE_FOR_VLLM:
         return False
@@ -177,12 +177,12 @@ def _adapter_fault(adapter: Mapping[str, str], source: str) -> str:
 
 
 def _for_vectors(sources: Sources, config: ModelConfig) -> ModelConfig:
-    """Return the settings, with those for models that compute vectors and scores."""
+    """Return the settings, adapted for models that compute vectors or scores."""
     reranking = sources.value(RERANKING) or False
     if reranking and config.task == "auto":
         config = replace(config, task="classify")
     if (config.djl_engine or config.task in ("embed", "classify")) and ROLLING_BATCH.key not in sources.model:
-        # vLLM always joins the requests of such models, so no dynamic batch is needed.
+        # vLLM always batches the requests of such models, so dynamic batching is not needed.
         config = replace(config, batch_size=1)
     lmi = replace(
         config.lmi,
@@ -193,10 +193,10 @@ def _for_vectors(sources: Sources, config: ModelConfig) -> ModelConfig:
 
 
 def _with_engine_chosen(sources: Sources, config: ModelConfig) -> ModelConfig:
-    """Choose `rolling_batch`. A batch size above 1 means dynamic batching with any value of the option.
+    """Choose `rolling_batch`. A batch size above 1 means dynamic batching, whatever the option says.
 
-    In asynchronous mode, LMI's configurations set `rolling_batch=disable`. This only selects the schema there. The
-    engine still batches requests.
+    In asynchronous mode, LMI's configurations set `rolling_batch=disable`. In that mode, the value only selects a
+    schema, and the engine still batches requests.
     """
     layer, lookup = sources.model, sources.lookup
     given = layer.get(ROLLING_BATCH.key)
@@ -227,7 +227,7 @@ def _with_engine_chosen(sources: Sources, config: ModelConfig) -> ModelConfig:
 
 
 def _with_formatter(sources: Sources, lmi: LmiConfig, code: Path | None) -> LmiConfig:
-    """Return the settings with the output formatter: a built-in formatter, or a function of `model.py`."""
+    """Return the settings with the output formatter, which is built in or a function of `model.py`."""
     name = sources.value(OUTPUT_FORMATTER)
     if name in FORMATTERS:
         return replace(lmi, output_formatter=name)
@@ -241,7 +241,7 @@ def _with_formatter(sources: Sources, lmi: LmiConfig, code: Path | None) -> LmiC
 
 
 def _engine_arguments(sources: Sources, config: ModelConfig) -> dict[str, Value]:
-    """Return the arguments of the engine: those for which LMI has a name, and all others."""
+    """Return the arguments of the engine, from options of LMI and from other keys."""
     layer, lookup = sources.model, sources.lookup
     arguments: dict[str, Value] = {}
     for name, setting in ENGINE_ARGUMENTS.items():
@@ -266,7 +266,7 @@ def other_arguments(
         layer: The keys and their values.
         rolling_batch: The value of the option.
         lookup: Collects the problems and warnings.
-        reads_names: The model's code or another engine of DJL may read names that Slipway does not know.
+        reads_names: Whether code of the model or another engine of DJL may read names that Slipway does not know.
     """
     arguments: dict[str, Value] = {}
     for key, value in layer.items():
@@ -282,7 +282,7 @@ def other_arguments(
         elif name and name != key:
             if key not in options.KNOWN:
                 meant = options.meant_by(key, value)
-                if not reads_names or name in options.KNOWN:  # LMI also ignores a name with a superfluous prefix.
+                if not reads_names or name in options.KNOWN:  # LMI ignores a name with a superfluous prefix, too.
                     stops = rolling_batch != "disable" and name not in options.KNOWN
                     lookup.unknown(key, value, meant, stops=stops)
                     continue
@@ -292,13 +292,13 @@ def other_arguments(
                 lookup.problems.append(f"{value.describe(key)}; allowed: {allowed}")
             arguments[name] = value
             lookup.entries.append(SettingEntry(key, value.text, value.source, "for the engine"))
-        elif key in server.SUGGESTED:  # LMI also ignores such a key.
-            hidden = replace(value, text=HIDDEN)  # The value may be the server's keys.
+        elif key in server.SUGGESTED:  # LMI ignores such a key, too.
+            hidden = replace(value, text=HIDDEN)  # The value may be a list of API keys.
             lookup.ignore(key, hidden, f"it is a setting of the server; use {server.variable(key)}")
-        elif meant := options.meant_by(key, value):  # LMI also ignores a name without the prefix.
+        elif meant := options.meant_by(key, value):  # LMI ignores a name without the prefix, too.
             lookup.unknown(key, value, meant, stops=False)
         else:
-            hidden = replace(value, text=HIDDEN)  # The name may be a misspelled name of a secret.
+            hidden = replace(value, text=HIDDEN)  # The unknown name may be a misspelled secret.
             lookup.ignore(key, hidden, "the model has no such setting; options of the engine start with option.")
     return arguments
 
@@ -312,7 +312,7 @@ def _check_parsers(arguments: Mapping[str, Value], lookup: Lookup) -> None:
 
 
 def _check_json(arguments: Mapping[str, Value], lookup: Lookup) -> None:
-    """Check the engine arguments that are JSON objects. A chat template may begin like an object."""
+    """Check engine arguments that look like JSON objects, except chat templates, which may begin with a brace, too."""
     for name, value in arguments.items():
         if value.text.lstrip().startswith("{") and name not in _TEMPLATES:
             try:
@@ -343,7 +343,7 @@ def _set_draft_model(arguments: dict[str, Value], rolling_batch: str, lookup: Lo
 
 
 def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
-    """Replace a draft model's `s3://` URL, or its path in the model directory, by a local directory."""
+    """Replace the draft model by its local directory if it is on S3 or in the model directory."""
     given = arguments.get(_SPECULATIVE)
     if given is None:
         return
@@ -361,9 +361,9 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
             sources.lookup.problems.append(f"{given.describe(PREFIX + _SPECULATIVE)}: {error}")
             return
     elif os.path.isdir(sources.model_dir / url):
-        directory = str(sources.model_dir / url)  # An absolute path is kept.
+        directory = str(sources.model_dir / url)  # If `url` is an absolute path, this is the same path.
     else:
-        return  # It is a hub id. If it is not, the engine reports that the directory is missing.
+        return  # This is a hub id, or a missing directory, which the engine reports.
     if fault := location.model_fault(Path(directory)):
         sources.lookup.problems.append(f"{given.describe(PREFIX + _SPECULATIVE)}: {fault}")
     arguments[_SPECULATIVE] = Value(json.dumps(config | {"model": directory}), given.source)
@@ -389,7 +389,7 @@ def _engine_devices(sources: Sources, config: ModelConfig) -> tuple[int, ...] | 
     try:
         groups = device_groups(sources.gpus, degree * stages, load_on.text)
     except ValueError:
-        return allowed  # The engine reports that the GPUs are too few.
+        return allowed  # There are too few GPUs, which the engine reports.
     return tuple(sorted({*allowed, *(int(device) for group in groups for device in group.split(","))}))
 
 
@@ -412,7 +412,7 @@ def _copies(sources: Sources, config: ModelConfig) -> tuple[int | None, int | No
         most = least
     takes_all = sources.one_model and sources.gpus > 0 and config.devices != ()
     if takes_all and (least or 1) == (most or 1) == 1:
-        least = most = None  # In LMI, both numbers are per GPU, and 1 is the default.
+        least = most = None  # In LMI, these numbers are per GPU, and the default is 1.
     largest = 1 if reason else most or (None if takes_all else least or 1)
     if most is None:
         note = "" if largest else "as many copies as the GPUs hold"
@@ -433,7 +433,7 @@ def _copies(sources: Sources, config: ModelConfig) -> tuple[int | None, int | No
 
 
 def _numbers_of_copies(sources: Sources) -> dict[str, Value]:
-    """Return the model's settings, without the number of workers that applies only to scripts."""
+    """Return the model's settings, without a number of workers that is meant for scripts only."""
     layer = sources.workers()
     for setting in options.COPIES:
         value = layer.get(setting.key)
@@ -481,7 +481,7 @@ def _handler_model(sources: Sources, entry_point: str, function: str) -> ModelCo
     path, given = Path(entry_point), sources.model.get(ROLLING_BATCH.key)
     is_script = path.is_file() and defines(path, MODEL_FN) and not defines(path, function)
     if is_script and given is not None and given.word != "disable":
-        # The functions of a script handle one request at a time.
+        # A script handles one request at a time.
         sources.lookup.ignore(ROLLING_BATCH.key, given, f"{path.name} has {MODEL_FN} and no `{function}`")
         sources.model[ROLLING_BATCH.key] = Value("disable", given.source)
     return replace(config, handler=handler_settings(sources, entry_point, function, model_id, packages))
@@ -491,11 +491,11 @@ def _handler_model(sources: Sources, entry_point: str, function: str) -> ModelCo
 
 
 def _model(sources: Sources, *, required: bool) -> tuple[str, str, str | None]:
-    """Return the model to load, its name, and its revision. Model and name are empty if no model is found.
+    """Return the model to load, its name, and its revision. The model and the name are empty if no model is found.
 
     Args:
-        required: Add a problem if no model is given or the model is not found. It is False for a custom handler, which
-            may bring its own model and may give `option.model_id` another meaning.
+        required: Whether to add a problem if no model is given or the model is not found. False for a custom handler:
+            it may bring its own model, and `option.model_id` may have another meaning.
     """
     lookup = sources.lookup
     setting = MODEL_ID if required else _NAME_FOR_HANDLERS
@@ -515,7 +515,7 @@ def _model(sources: Sources, *, required: bool) -> tuple[str, str, str | None]:
             if required or isinstance(error, SourceError):
                 lookup.problems.append(f"{value.describe(MODEL_ID.key)}: {error}")
     elif value is None and not sources.has_model_dir:
-        pass  # The problem is already reported, and the directory may have named the model.
+        pass  # The missing directory, which may have named the model, is already reported.
     elif value is None and required and not location.has_model(sources.model_dir):
         lookup.problems.append(
             f"there is no model: give option.model_id in serving.properties or HF_MODEL_ID in the environment, or put "
@@ -524,7 +524,7 @@ def _model(sources: Sources, *, required: bool) -> tuple[str, str, str | None]:
     elif value is None:
         model_id = str(sources.model_dir)
         lookup.replace(SettingEntry(MODEL_ID.key, model_id, DEFAULT, "the model directory"))
-    # If `hf_config_path` is set, the model's configuration is elsewhere.
+    # If `hf_config_path` is set, the model's configuration is in another place.
     has_config = model_id is not None and os.path.isdir(model_id) and f"{PREFIX}hf_config_path" not in sources.model
     if required and has_config and (fault := location.model_fault(Path(str(model_id)))):
         shown = f"model directory ({model_id})" if value is None else value.describe(MODEL_ID.key)
@@ -542,12 +542,12 @@ def _model_variable(sources: Sources, given: Value | None) -> Value | None:
     if variable is None or (given is None and not location.is_store_of(variable.text, (sources.model_dir,))):
         return variable
     if given is not None:
-        # Both may name the same model, or the variable may name a folder on S3 whose serving.properties names the
-        # model.
+        # If both name the same model, nothing is ignored. The same holds if the variable names a folder on S3, and the
+        # serving.properties in that folder names the model.
         is_same = given.text.strip() == variable.text.strip() or sources.is_open(variable.text)
         if not is_same:
             sources.lookup.ignore("HF_MODEL_ID", variable, f"one model is served, that of {given.source}")
-    return None  # Without another source, the variable names the parent directory of the same model.
+    return None  # If no other source names the model, the variable names the parent of the model directory.
 
 
 def _revision(sources: Sources, *, by_variable: bool, required: bool) -> str | None:

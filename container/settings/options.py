@@ -20,7 +20,7 @@ from handlers.lmi.settings import RERANKING
 from handlers.model_config import GROUPS, ModelConfig
 
 _OFFLOADING = "`option.kv_offloading_size=<GiB of a copy's GPUs>` keeps KV cache in main memory"
-# For an engine, the numbers of workers are numbers of copies of the model. The default depends on the engine's GPUs.
+# For an engine, each worker is a copy of the model. The default numbers depend on the engine's GPUs.
 COPIES = (replace(MIN_WORKERS, default=None), replace(MAX_WORKERS, default=None))
 # The settings for the workers of a custom handler. An engine has no such workers.
 OF_WORKERS = tuple(
@@ -63,7 +63,7 @@ BY_KEY: Mapping[str, Setting[Any]] = {key: setting for setting in ALL_OF_MODEL f
 _TRANSFORMERS = (
     "device_map load_in_8bit load_in_4bit low_cpu_mem_usage disable_flash_attn attn_implementation is_peft_model"
 )
-# Arguments of the engine that `option.rolling_batch=disable` selects. vLLM ignores them.
+# `option.rolling_batch=disable` selects an engine that reads these arguments. vLLM ignores them.
 DYNAMIC_BATCH_ARGUMENTS = tuple(f"option.{name}" for name in _TRANSFORMERS.split())
 TENSORRT_LLM = (
     "tokens_per_block batch_scheduler_policy enable_kv_cache_reuse enable_trt_overlap use_custom_all_reduce "
@@ -173,7 +173,7 @@ _FORMER: Mapping[str, str] = {
         "vLLM no longer has this argument; set `option.hf_overrides` to all `rope_parameters`",
     ),
 }
-# The settings of LMI and of vLLM that have no effect if an engine serves the model, and why.
+# The settings of LMI and of vLLM that have no effect if an engine serves the model, with the reasons.
 IGNORED: Mapping[str, str] = {
     **{f"option.{name}": reason for name, reason in WITHOUT_EFFECT.items()},
     **{f"option.{name}": reason for reason, names in _IGNORED_OPTIONS.items() for name in names.split()},
@@ -185,13 +185,14 @@ IGNORED: Mapping[str, str] = {
 KNOWN = frozenset({*BY_KEY, *IGNORED, *(f"{PREFIX}{name}" for name in ARGUMENTS), "job_queue_size"})
 # The names in `KNOWN` that have an effect.
 SUGGESTED = KNOWN - IGNORED.keys() - {key for setting in NOT_SERVED for key in setting.keys}
-_NAMES_OF_VARIABLES = frozenset({"entryPoint"})  # Names that a variable spells in capitals.
+_NAMES_OF_VARIABLES = frozenset({"entryPoint"})  # Names in mixed case that are in capitals in a variable's name.
 
 
 def meant_by(key: str, value: Value) -> str:
-    """Return the model setting that is probably meant by an unknown key. Empty if no setting is.
+    """Return the model setting that is probably meant by an unknown key. Empty if there is no such setting.
 
-    The setting has an effect. If the value comes from a variable, the name of the setting's variable is returned.
+    Only settings that have an effect are considered. If the value is from a variable, the result is the name of a
+    variable, too.
     """
     bare = key.removeprefix(PREFIX)
     meant = next((name for name in (bare, PREFIX + bare) if name in SUGGESTED), "") or closest(key, SUGGESTED)

@@ -32,10 +32,9 @@ def startup_text(startup: Startup, plan: GpuPlan | None = None) -> str:
 
 
 def startup_json(startup: Startup, plan: GpuPlan | None = None) -> str:
-    """Return the same content as JSON.
+    """Return the same content as JSON. The field `gpus` contains the plan.
 
-    If the server does not have exactly one model, the form is `{"server": {...}, "models": {"<name>": {...}}}`. In both
-    forms, the field `gpus` holds the plan.
+    If the server does not have exactly one model, the form is `{"server": {...}, "models": {"<name>": {...}}}`.
     """
     if startup.report is None:
         content = report_object(startup.models[0].settings)
@@ -116,5 +115,5 @@ def _text(value: Scalar | None) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return the text with unprintable characters escaped, which could break the table or control the terminal."""
+    """Escape unprintable characters, because they could break the table or control the terminal."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)

@@ -1,6 +1,6 @@
 """SageMaker's secure mode: restricts which parts of an untrusted model are allowed.
 
-Each check returns one line for each thing that it refuses.
+A check returns one line for each part of the model that it refuses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NEURON = (
 )
 _TENSORRT_LLM = f"max_input_len max_output_len max_num_tokens kv_cache_free_gpu_mem_fraction {TENSORRT_LLM}"
 
-# The allowed keys, which are case-sensitive. All other keys are refused.
+# The allowed keys. All other keys are refused. The keys are case-sensitive.
 ALLOWED_KEYS = frozenset(_PLAIN.split()) | frozenset(
     f"option.{name}" for group in (_GENERAL, _VLLM, LMI_DIST, _NEURON, _TENSORRT_LLM) for name in group.split()
 )
@@ -68,12 +68,12 @@ class SecureMode:
     """The active controls, and the model that they check."""
 
     controls: frozenset[str]
-    channels: tuple[Path, ...] = ()  # Untrusted directories. If this is empty, `directories` are untrusted.
+    channels: tuple[Path, ...] = ()  # The untrusted directories. If none is given, all of `directories` are untrusted.
     # The model's settings as they were written in serving.properties, the environment and the management API.
     keys: Mapping[str, Value] = field(default_factory=dict)
     variables: Mapping[str, Value] = field(default_factory=dict)
-    directories: tuple[Path, ...] = ()  # The model directory, and the directory of the weights if they differ.
-    fetched: tuple[Path, ...] = ()  # Directories of models that were fetched from S3. They are never trusted.
+    directories: tuple[Path, ...] = ()  # The model directory, and the directory of the weights if it is another.
+    fetched: tuple[Path, ...] = ()  # The directories of models that were fetched from S3. They are always untrusted.
     handler: Path | None = None  # The file of the model's handler. None if an engine or a module serves the model.
 
     def model_faults(self) -> list[str]:
@@ -143,7 +143,7 @@ class SecureMode:
 
 
 def read_secure_mode(variables: Mapping[str, Value], problems: list[str]) -> SecureMode | None:
-    """Return the mode that the environment requests. None if it is off. Invalid values are added to `problems`."""
+    """Return the secure mode that the environment asks for. None if it is off. Add invalid values to `problems`."""
     mode = variables.get(MODE)
     if mode is None or mode.word != "true":
         return None
@@ -151,7 +151,7 @@ def read_secure_mode(variables: Mapping[str, Value], problems: list[str]) -> Sec
     if not controls:
         problems.append(f"{MODE} is true, but {CONTROLS} is not set; allowed: {', '.join(sorted(KNOWN_CONTROLS))}")
     for name in sorted(controls - KNOWN_CONTROLS):
-        # If the server started, the unknown control would seem to be active.
+        # The start has to fail. Otherwise the unknown control would seem to be active.
         problems.append(f"{CONTROLS} has {quoted('', name)}; allowed: {', '.join(sorted(KNOWN_CONTROLS))}")
     channels = tuple(Path(text) for text in _listed(variables, CHANNELS))
     for channel in channels:
@@ -168,7 +168,7 @@ def _listed(variables: Mapping[str, Value], name: str) -> list[str]:
 def _model_code(directories: Iterable[Path], handler: Path | None = None) -> Iterator[str]:
     """Refuse Python files that may be run.
 
-    A `model.py` is refused with every entry point, because its formatters also run.
+    A `model.py` is refused whatever the entry point is, because its formatters may run, too.
     """
     found = [directory / name for directory in directories for name in ("model.py", f"{directory.name}.py")]
     for path in dict.fromkeys((*found, *([handler] if handler is not None else []))):
@@ -184,7 +184,7 @@ def _requirements(directories: Iterable[Path], handler: Path | None = None) -> I
 
 def _pickles(channels: Iterable[Path]) -> Iterator[str]:
     for channel, path in _files(channels):
-        # A link may be named differently from the file that is read.
+        # The name of a link may differ from the name of the file that is read.
         if any(name.lower().endswith(_PICKLE_NAMES) for name in (path.name, os.path.realpath(path))):
             yield f"{PICKLES}: there is {path.relative_to(channel)} ({', '.join(_PICKLE_NAMES)} are not allowed)"
 

@@ -112,7 +112,7 @@ class ServerConfig:
     )
     drain_timeout: float = setting("drain_timeout", SECONDS, "20", doc="Time for running requests after SIGTERM")
     fail_fast: bool = setting("fail_fast", BOOLEAN, "false", doc="Exit when the engine dies")
-    # None: 60 s, or 300 s for an engine that has worked for less than ten minutes.
+    # If None, the limit is 60 s, or 300 s while the engine has worked for less than ten minutes.
     stall_timeout: float | None = setting(
         "stall_timeout",
         SECONDS_OR_NEVER,
@@ -156,7 +156,7 @@ class ServerConfig:
         TEXT,
         doc="Directory for a [record of each inference request](security.md#recorded-requests), also `--capture`",
     )
-    # None: in the cache directory. Empty: no files are written.
+    # If None, black boxes are in the cache directory. If empty, no files are written.
     blackbox_dir: str | None = setting(
         "blackbox_dir",
         DIRECTORY_OR_NONE,
@@ -212,9 +212,9 @@ class ServerConfig:
     error_rate_server: str | None = setting("error_rate_server", _ERROR_RATE, doc="Likewise: 424 and 5xx")
     error_rate_model: str | None = setting("error_rate_model", _ERROR_RATE, doc="Likewise: without refusals")
     error_rate_any: str | None = setting("error_rate_any", _ERROR_RATE, doc="Likewise: 4xx and 5xx")
-    # Callers need one of these keys. None: callers need no key.
+    # The API keys, of which callers need one. If None, callers need no key.
     api_keys: ApiKeys | None = field(default=None, metadata=API_KEYS.metadata)
-    # Further names under which browsers may reach the server's own routes (`container.http.cross_site`).
+    # Further host names under which browsers may reach the server's own routes (`container.http.cross_site`).
     allowed_hosts: tuple[str, ...] = setting(
         "allowed_hosts", NAMES_OR_NONE, "", doc="Further names for [browsers](security.md#browsers)"
     )
@@ -273,7 +273,7 @@ NOT_SERVED: tuple[Setting[Any], ...] = (
         for key in ("keystore", "keystore_pass", "keystore_type", "private_key_file", "certificate_file")
     ),
 )
-# LMI's settings that Slipway ignores, and why.
+# LMI's settings that Slipway ignores, with the reasons.
 IGNORED: Mapping[str, str] = {
     **dict.fromkeys(
         ("plugin_folder", "number_of_netty_threads", "netty_client_threads", "use_native_io", "features"),
@@ -287,7 +287,7 @@ IGNORED: Mapping[str, str] = {
     "engine": "LMI does not read it either; `engine` of serving.properties is meant, or OPTION_ENGINE",
 }
 
-# The settings of the documentation's table.
+# The settings in the table of the documentation.
 SERVED: tuple[Setting[Any], ...] = (*declared(ServerConfig).values(), API_KEYS_FILE, *FOR_MODELS)
 _INFERENCE_ADDRESS = Setting("inference_address", _HTTP_ADDRESS, shows_default=False)
 SUGGESTED = frozenset({*(setting.key for setting in SERVED), _INFERENCE_ADDRESS.key})
@@ -295,7 +295,7 @@ _KEYS = SUGGESTED | {setting.key for setting in NOT_SERVED}
 
 
 def server_layer(variables: Mapping[str, Value], command_line: Mapping[str, str], lookup: Lookup) -> dict[str, Value]:
-    """Return the server's keys, and add their faults to `lookup.problems`."""
+    """Return the server's keys and their texts. Faults are added to `lookup.problems`."""
     given = {key: Value(text, f"command line: {_flag(key)}") for key, text in command_line.items() if text}
     serving = serving_layer(variables, lookup.problems)
     if (text := lookup.value(_INFERENCE_ADDRESS, serving)) is not None:
@@ -339,7 +339,7 @@ def read_server_config(layer: dict[str, Value], lookup: Lookup) -> ServerConfig:
             continue
         elif value.source.startswith("command line"):
             lookup.problems.append(f"{value.source}: there is no such option")
-        else:  # DJL also ignores such a name. Kubernetes sets some for a service called `serving`.
+        else:  # DJL ignores unknown names, too. Kubernetes sets such variables for a service called `serving`.
             meant = closest(key, SUGGESTED)
             lookup.unknown(variable(key), value, meant and variable(meant), stops=False)
     return server_config
@@ -349,7 +349,8 @@ def _api_keys(layer: Mapping[str, Value], lookup: Lookup) -> ApiKeys | None:
     """Return the keys of the variable and those of the file. None if neither is set."""
     keys: list[str] = []
     if (text := lookup.value(API_KEYS, layer)) is not None:
-        lookup.replace(SettingEntry(API_KEYS.key, HIDDEN, layer[API_KEYS.key].source))  # The report contains no key.
+        # The report must not contain keys.
+        lookup.replace(SettingEntry(API_KEYS.key, HIDDEN, layer[API_KEYS.key].source))
         keys += keys_in(text)
     if (path := lookup.value(API_KEYS_FILE, layer)) is not None:
         try:

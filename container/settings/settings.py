@@ -16,7 +16,7 @@ from handlers.model_config import ModelConfig
 
 
 class RemoteWeights(Protocol):
-    """A model on S3: the total size of its weights, and how many of the bytes are already on this machine.
+    """A model on S3, with the total size of its weights and the number of bytes that are already on this machine.
 
     The weights are fetched before the model is loaded. `fetch_weights` blocks until it is done or `stop` is set. It
     raises SourceError.
@@ -39,7 +39,7 @@ class ServerReport:
     entries: tuple[SettingEntry, ...] = ()
     warnings: tuple[str, ...] = ()
     aliases: tuple[Alias, ...] = ()  # The aliases that are in effect.
-    # Environment variables for libraries that read them.
+    # Environment variables to set for libraries.
     exports: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -48,15 +48,15 @@ class Settings(ServerReport):
     """All settings of a model and of its server."""
 
     config: ModelConfig
-    required_memory: int | None = None  # The MiB that the model needs. None: this is estimated.
-    reserved_memory: int = 500  # The MiB that have to stay free.
-    # Returns the parts of the model that the secure mode refuses. Called again after weights were downloaded. None: the
-    # mode is off.
+    required_memory: int | None = None  # The memory that the model needs, in MiB. If None, it is estimated.
+    reserved_memory: int = 500  # The memory that has to stay free, in MiB.
+    # Returns the parts of the model that the secure mode refuses. It is called again after weights were downloaded.
+    # None if the mode is off.
     model_faults: Callable[[], list[str]] | None = field(default=None, compare=False)
     # Returns the parts of an adapter's directory that the secure mode refuses.
     adapter_faults: Callable[[Path], list[str]] | None = field(default=None, compare=False)
     remote_models: tuple[RemoteWeights, ...] = ()  # Models whose weights must be fetched before the model is loaded.
-    # Fetches adapters while the model serves. None: adapters on S3 are refused.
+    # Fetches adapters while the model serves. If None, adapters on S3 are refused.
     remote_adapters: AdapterDownloads | None = field(default=None, compare=False)
 
 
@@ -81,7 +81,7 @@ class Startup:
 
     server_config: ServerConfig
     models: tuple[StartupModel, ...]
-    # The server's settings with their sources. None: the settings of the server's one model contain them.
+    # The server's settings with their sources. None if the settings of the server's only model contain them.
     report: ServerReport | None = None
     # The environment and the command line. They also apply to models that are registered later.
     environment: Environment = field(default_factory=Environment)
@@ -101,9 +101,9 @@ class Startup:
 
 
 class SettingsError(Exception):
-    """The settings cannot be used. `problems` lists each fault: the option, its source, its value, the allowed values.
+    """The settings cannot be used. Each of `problems` names an option, its source, its value and the allowed values.
 
-    `warnings` lists other findings, because an ignored value may be the reason for a missing one.
+    `warnings` contains other findings. They may explain a problem: a value may be missing because it was ignored.
     """
 
     def __init__(self, problems: Iterable[str], warnings: Iterable[str] = ()) -> None:

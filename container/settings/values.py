@@ -13,8 +13,8 @@ HIDDEN = "***"
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")  # Characters that no value may contain.
 _LONGEST_QUOTE = 200
 
-# The ends of credential names. Names such as `max_num_batched_tokens`, `eos_token_id` and `image_token` do not match.
-# These words before `token` are not credentials.
+# `_NAMES` matches the ends of credentials' names, but not names such as `max_num_batched_tokens`, `eos_token_id` and
+# `image_token`. If one of these words is before `token`, the name is not a credential's.
 _NO_CREDENTIAL = "audio|bos|cls|end|eos|image|mask|media|pad|sep|start|stop|unk|video|vision"
 _NAMES = (
     r"((api|access|secret|private)[_-]?keys?|passwords?|passwd|secrets?|credentials?|authorization|signature|"
@@ -31,8 +31,8 @@ _SECRET_VALUE = re.compile(
     r"|\b(sk|glpat|nvapi)-[A-Za-z0-9_-]{16,}|\b(gh[a-z]|github_pat)_[A-Za-z0-9_]{20,}"
     r"|(?<=[Bb]earer )[^\s\"']+"
 )
-# For text that is not JSON: the values of an argument (`--api-key KEY KEY`), or a member of an object or a query. An
-# object or an array is hidden together with all text after it.
+# Matches credentials in text that is not JSON: the values of an argument (`--api-key KEY KEY`), or a member of an
+# object or a query. If the value is an object or an array, all text after it is hidden, too.
 _SECRET_MEMBER = re.compile(
     rf"(?P<argument>--([a-z]{{1,20}}-){{0,3}}{_NAMES}[\"'\\,\s]{{1,9}}).+?(?=[\"'\\,\s]--|\Z)"
     rf"|(?P<name>{_NAMES}[\"'\\]{{0,9}}\s{{0,9}}[=:]\s{{0,9}}\\{{0,9}}[\"']?)"
@@ -60,7 +60,7 @@ def masked(name: str, text: str) -> str:
 
 
 def _masked_json(value: Any, name: str = "") -> Any:
-    """Return a JSON value with credentials replaced. `name` is its name in an object, or that of its argument."""
+    """Return a JSON value with credentials replaced. `name` is the key or the argument to which the value belongs."""
     if _SECRET_NAME.search(name) and not isinstance(value, bool | None) and value not in ("", [], {}):
         return HIDDEN
     if isinstance(value, str):
@@ -78,7 +78,7 @@ def _masked_json(value: Any, name: str = "") -> Any:
 
 
 def quoted(name: str, text: str) -> str:
-    """Return the `masked` text for a message: quoted, on one line, and shortened."""
+    """Return the text for a message: masked, shortened, quoted, and on one line."""
     shown = masked(name, text)
     if len(shown) > _LONGEST_QUOTE:
         shown = shown[:_LONGEST_QUOTE] + "..."
@@ -91,11 +91,11 @@ class Value:
 
     text: str
     source: str
-    line: int = 0  # The line in the file. 0: the value is not in a file.
+    line: int = 0  # The number of the line in the file. 0 if the value is not from a file.
 
     @property
     def place(self) -> str:
-        """The source, for a message that names the key."""
+        """The source as text for a message that already names the key."""
         return f"{self.source.partition(':')[0]}, line {self.line}" if self.line else self.source
 
     @property
