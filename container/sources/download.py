@@ -1,7 +1,8 @@
 """A local copy of a remote model.
 
-The copy is made in two steps: first the small files from which settings and code are read, then the weights, when the
-server is already listening. A file is downloaded under a temporary name, and renamed once it is complete and checked.
+The copy is made in two steps. The small files with settings and code are downloaded first. The weights are downloaded
+later, when the server is already listening. A file is downloaded under a temporary name, and renamed once it is
+complete and checked.
 Each URL has its own folder in the cache directory:
 
     models/<hash of the URL>/model/<last part of the URL>/   the files
@@ -47,7 +48,7 @@ class RemoteModel:
         """Create the remote model.
 
         Args:
-            folder: The folder on S3. None if S3 must not be asked.
+            folder: The folder on S3. None if no request to S3 is allowed.
         """
         self.url = copy.url
         self.directory = copy.directory
@@ -159,30 +160,30 @@ class LocalCopy:
         self._listing = self.root / "listing"
 
     def missing(self, files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
-        """Return the files that are missing, incomplete, or of another version than those on S3."""
+        """Return the files that are missing, incomplete, or outdated: S3 has another version."""
         listed = set(self._listed())
         return tuple(file for file in files if file not in listed or not self._has(file))
 
     def is_complete(self, files: Sequence[RemoteFile]) -> bool:
-        """Return whether exactly these files were downloaded, and all of them are still here."""
+        """Return whether the copy consists of exactly these files, and none of them is missing."""
         return set(files) == set(self._listed()) and not self.missing(files)
 
     def complete_files(self) -> tuple[RemoteFile, ...]:
-        """Return the files of the last listing, or an empty tuple if one of them is missing."""
+        """Return the files in the listing. If a file is missing, return an empty tuple."""
         files = self._listed()
         return () if self.missing(files) else files
 
     def begin(self, files: Sequence[RemoteFile]) -> None:
-        """Write the listing of the wanted files. Remove all other files, and the files of a process that died."""
+        """Write a listing of the wanted files. Remove all other files, and partial files of dead processes."""
         for stale in self.root.glob("partial.*"):
             shutil.rmtree(stale, ignore_errors=True)
         listed = self._listed()
         if not listed:
-            shutil.rmtree(self.directory, ignore_errors=True)  # The version of these files is unknown.
+            shutil.rmtree(self.directory, ignore_errors=True)  # Without a listing, the version of the files is unknown.
         for gone in set(listed).difference(files):
             place = self.directory / gone.path
             place.unlink(missing_ok=True)
-            self._remove_empty(place.parent)  # Another file may need this name now.
+            self._remove_empty(place.parent)  # A wanted file may have the name of this directory.
         partial = self.root / "partial.listing"
         partial.write_bytes(msgspec.json.encode(files))
         partial.replace(self._listing)
@@ -191,7 +192,7 @@ class LocalCopy:
         while directory != self.directory:
             try:
                 directory.rmdir()
-            except OSError:  # The directory contains files, or is gone.
+            except OSError:  # The directory is not empty, or does not exist.
                 return
             directory = directory.parent
 
@@ -231,7 +232,7 @@ class DownloadProgress:
         self._logged, self._bytes_logged = time.monotonic(), 0
 
     def add(self, size: int) -> None:
-        """Count downloaded bytes. A negative number subtracts bytes that have to be downloaded again."""
+        """Count downloaded bytes. `size` is negative if bytes have to be downloaded again."""
         with self._lock:
             self.bytes += size
 
@@ -248,7 +249,7 @@ class DownloadProgress:
 
 
 class _Download:
-    """One download into a local copy. If several processes start it, one downloads and the others wait."""
+    """One download into a local copy. If several processes start the download, one downloads and the others wait."""
 
     def __init__(
         self,
@@ -263,7 +264,7 @@ class _Download:
         self._stop = stop or threading.Event()
 
     def run(self, files: Sequence[RemoteFile], wanted: Sequence[RemoteFile]) -> None:
-        """Fetch those of `files` that are missing.
+        """Fetch the missing files among `files`.
 
         Args:
             files: The files to fetch.
@@ -305,7 +306,7 @@ class _Download:
                     if not ended:
                         self._stop.wait(_CHECK_SECONDS)
         finally:
-            # Partial files are also removed after a failure. No later download uses them, and they may fill the disk.
+            # Partial files are removed even after a failure: no later download uses them, and they may fill the disk.
             shutil.rmtree(partial, ignore_errors=True)
 
     def _check(self) -> None:

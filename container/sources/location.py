@@ -56,8 +56,8 @@ def existing_directory(text: str) -> Path:
 def models_in(path: Path) -> tuple[Path, ...]:
     """Return the model directories to load for a given directory, sorted by name.
 
-    If all entries of the directory are model directories, these are returned, as in LMI's model store. Otherwise the
-    directory itself is returned.
+    If the directory contains only directories, the model directories among them are returned, as in LMI's model store.
+    If it contains other files, or if only one of several directories is a model, the directory itself is returned.
     """
     try:
         names = [name for name in os.listdir(path) if not name.startswith(".")]
@@ -72,7 +72,7 @@ def models_in(path: Path) -> tuple[Path, ...]:
 def is_store_of(text: str, directories: tuple[Path, ...]) -> bool:
     """Return whether `text` is the directory that contains these model directories.
 
-    HF_MODEL_ID may be the directory that contains the models, such as /opt/ml/model. It then adds no model.
+    HF_MODEL_ID may name the directory that contains the models, such as /opt/ml/model. The variable then adds no model.
     """
     path = Path(os.path.abspath(text.strip()))
     return os.path.isdir(path) and path not in directories and models_in(path) == directories
@@ -84,9 +84,10 @@ def is_model_dir(path: Path) -> bool:
 
 
 def model_fault(directory: Path) -> str:
-    """Return why an engine cannot load a directory, judged by its file names and its config.json. Empty if it can.
+    """Return the reason why an engine cannot load a directory. Empty if it can.
 
-    Directories without `config.json` may be in Mistral's format or in GGUF.
+    Only file names and the content of `config.json` are checked. Directories without `config.json` may be in Mistral's
+    format or in GGUF.
     """
     try:
         names = os.listdir(directory)
@@ -103,7 +104,7 @@ def model_fault(directory: Path) -> str:
 
 
 def json_file_fault(path: Path) -> str:
-    """Return why a file cannot be read as a JSON object. Empty if it can."""
+    """Return the reason why a file cannot be read as a JSON object. Empty if it can be read."""
     try:
         content = json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
@@ -144,7 +145,7 @@ def resolve_model_id(text: str, model_dir: Path) -> str:
 
 
 def model_name(model_id: str, model_dir: Path, named_by_variable: bool) -> str:
-    """Return the model's name in routes: its directory's name or its hub id, with `_` for non-word characters.
+    """Return the model's name in routes: the name of its directory or its hub id. `_` replaces non-word characters.
 
     As in LMI, a model that HF_MODEL_ID selects (`named_by_variable`) is named after its id. A model that
     option.model_id selects is named after the model directory.
@@ -205,7 +206,7 @@ class S3Url:
     """A folder in a bucket: `s3://bucket/prefix/`."""
 
     bucket: str
-    prefix: str  # Without leading and trailing slashes. Empty for the whole bucket.
+    prefix: str  # The prefix without leading and trailing slashes. Empty for the whole bucket.
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.key_prefix}"

@@ -40,8 +40,8 @@ WEIGHTS = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx", ".tar", ".gz", ".tgz", ".zip"}
 )
 _MAX_SETTINGS_BYTES = 32 << 20  # A larger file counts as weights, even without such a suffix.
-# Files that engines do not load if there are `*.safetensors` next to them: the weights in other formats, as named by
-# transformers, diffusers, PEFT and Llama's repositories, and training state. Other files may be parts of a model.
+# Engines do not load these files if `*.safetensors` are next to them: weights in other formats, and training state. The
+# names are those of transformers, diffusers, PEFT and Llama's repositories. Other files may be parts of a model.
 _DUPLICATES = re.compile(
     r"(diffusion_)?pytorch_model[-\w]*\.bin|tf_model[-\w]*\.h5|flax_model[-\w]*\.msgpack|consolidated[-.\w]*\.pth"
     r"|adapter_model\.bin|optimizer\.(pt|bin)"
@@ -52,9 +52,9 @@ _DUPLICATES = re.compile(
 class RemoteFile:
     """A file in a listing of S3."""
 
-    path: str  # Relative to the model's directory, with `/` between the parts.
+    path: str  # The path relative to the model's directory, with `/` between the parts.
     size: int  # Bytes.
-    etag: str  # In quotes, as S3 sends it. It changes with the content.
+    etag: str  # S3's tag, which changes with the content. It includes the quotes that S3 sends.
     # The algorithms for which S3 stores a checksum of the whole object.
     checksums: tuple[str, ...] = field(default=(), compare=False)
 
@@ -65,7 +65,7 @@ class RemoteFile:
 
 
 def check_path(path: str) -> str:
-    """Return `path` if it stays inside the directory that it is joined to.
+    """Return a relative path, after a check that it stays inside its directory.
 
     Raises:
         SourceError: The path may leave the directory.
@@ -77,9 +77,10 @@ def check_path(path: str) -> str:
 
 
 def selected(files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
-    """Return the files to fetch, sorted by path. Weights that `*.safetensors` files also contain are left out.
+    """Return the files to fetch, sorted by path.
 
-    Empty objects that represent folders are left out.
+    If there are `*.safetensors` files, the same weights in other formats are left out. Empty objects that represent
+    folders are left out, too.
 
     Raises:
         SourceError: An object with content has the same path as a folder of other objects.
@@ -152,14 +153,14 @@ class S3Folder:
         """Yield a function that begins to download a file to a path. The path exists only after a complete download.
 
         boto3's TransferManager reads several ranges of objects at a time. `on_bytes` gets the number of bytes that were
-        downloaded. The number is negative for bytes that have to be downloaded again. When the context ends, unfinished
+        downloaded. The number is negative if bytes have to be downloaded again. When the context ends, unfinished
         downloads are cancelled. Threads that still wait for S3 end soon after that.
         """
         from s3transfer.manager import TransferConfig, TransferManager
 
         config = TransferConfig(
-            # With this threshold boto3 reads ranges of every object. boto3 checks that an object has not changed since
-            # it was listed, but for ranges only.
+            # With this threshold, boto3 reads all objects in ranges. Only then does boto3 check that an object has not
+            # changed since it was listed.
             multipart_threshold=1,
             multipart_chunksize=RANGE,
             max_request_concurrency=THREADS,
@@ -188,13 +189,13 @@ class S3Folder:
             threading.Thread(target=manager.shutdown, name="download-end", daemon=True).start()
 
     def check(self, file: RemoteFile, download: TransferFuture, path: Path, go_on: Callable[[], None]) -> None:
-        """Raise the error of a finished download, and compare the file with S3's checksum.
+        """Check a finished download: raise its error if it failed, and compare the file with S3's checksum.
 
         Args:
             file: The file as S3 listed it.
             download: The finished download.
             path: The downloaded file.
-            go_on: Called for each block of the file. If it raises an error, the check is aborted.
+            go_on: A function that is called for each block of the file. It aborts the check by raising an error.
 
         Raises:
             SourceError: S3 failed, or the content differs from the listed object.
@@ -257,7 +258,7 @@ class _Crc32:
         return self._value.to_bytes(4, "big")
 
 
-# Checksums that are fast without AWS's C library. S3 also supports CRC32C and CRC64NVME.
+# These checksums are fast without AWS's C library. S3 also supports CRC32C and CRC64NVME, which are not used.
 _CHECKSUMS: dict[str, Callable[[], Any]] = {"CRC32": _Crc32, "SHA256": hashlib.sha256, "SHA1": hashlib.sha1}
 
 
@@ -290,14 +291,14 @@ def s3_client() -> S3Client:
 
 
 def _is_botocores(error: OSError) -> bool:
-    """Return True if botocore raised this network error. Some of botocore's errors are OSErrors, too."""
+    """Return True if the error is botocore's, and thus from the network. Some of botocore's errors are OSErrors."""
     from botocore.exceptions import BotoCoreError
 
     return isinstance(error, BotoCoreError)
 
 
 def _close_with_body(parsed: dict[str, Any], **_: Any) -> None:
-    """Close the connection when the body is dropped. boto3 leaves the connection open if a read is cancelled."""
+    """Close the connection when its body is dropped. If a read is cancelled, boto3 leaves the connection open."""
     if (body := parsed.get("Body")) is not None:
         weakref.finalize(body, body._raw_stream.close)
 

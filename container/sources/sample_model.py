@@ -19,7 +19,7 @@ from engines.cache_dir import cache_dir
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_FORMAT = 1  # Part of the directory's name. Increase it if the written files change.
+_FORMAT = 1  # A number in the directory's name. Increase it if the written files change.
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def _gguf_directory() -> Path:
 
 def _write_whole(target: Path, write: Callable[[Path], None]) -> None:
     for stale in target.parent.glob(f".{target.name}.*"):
-        shutil.rmtree(stale, ignore_errors=True)  # The directory of an interrupted call. This process holds the lock.
+        shutil.rmtree(stale, ignore_errors=True)  # Left by an interrupted call, because this process holds the lock.
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         write(partial)
@@ -97,7 +97,7 @@ def _convert(source: Path, directory: Path) -> None:
 
 
 def _plain_copy(model: Any) -> Any:
-    """Return a model with the same weights but without GGUF's quantization, which transformers refuses to save."""
+    """Return a model with the same weights but no quantization. transformers refuses to save GGUF's quantization."""
     import torch
     from transformers import AutoModelForCausalLM
 
