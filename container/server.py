@@ -254,7 +254,7 @@ class ModelServer:
                 await asyncio.Event().wait()
 
     async def _watch_engines(self) -> None:
-        """Restart engines and copies that die or stall. If one cannot be restarted, log this, and end under `fail_fast`."""
+        """Restart engines and copies that die or stall. Log those that cannot restart, and return under `fail_fast`."""
         server_config, restarts = self.server_config, self.registrar.engine_restarts
         ends_when_stalled = server_config.fail_fast and server_config.fail_fast_when_stalled
         reported: set[Model] = set()
@@ -431,8 +431,8 @@ class Process:
 
     def _end_late(self, number: int, seconds: float, left: float) -> None:
         reason = f"the server has not stopped, and has {left:g} s left"
-        # The box is written in another thread, because the cause of the hang may block it, too. Meanwhile, the server may
-        # still stop.
+        # The box is written in another thread, because the cause of the hang may block it, too. The server may still
+        # stop meanwhile.
         threading.Thread(target=self.server.boxes.write_now, args=("end", reason), daemon=True).start()
         time.sleep(left)
         logger.critical("not stopped within %g s of the signal; ending at once", seconds)
