@@ -1,32 +1,32 @@
 # Slipway. `make run` serves the sample model on port 8080. CI runs the stages of .ci/run.
 
-# The first of these that is Python 3.11, 3.12 or 3.13 makes the environment.
+# The first of these programs that is Python 3.11, 3.12 or 3.13 creates the environment.
 PYTHON ?= python3.11 python3.12 python3.13 python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# vLLM with CUDA if the machine has an NVIDIA GPU, else its CPU build.
+# The build of vLLM: with CUDA if the machine has an NVIDIA GPU, else for CPUs.
 DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
-# The address of `run`. Shells and conda set a variable of this name, which is ignored.
+# The address for `make run`. Shells and conda set a variable HOST, which is ignored.
 HOST = 127.0.0.1
 PORT ?= 8080
-# Processes that run tests side by side. 0: pytest's own process runs all tests.
+# The number of processes that run tests in parallel. With 0, pytest's own process runs all tests.
 WORKERS ?= 2
-# Unit tests often wait, and so do slow tests.
+# The numbers of processes for unit tests and for slow tests. Both kinds of tests often wait.
 UNIT_WORKERS ?= 3
 SLOW_WORKERS ?= 2
-# The Pythons of `make pythons`, in addition to that of VENV. uv downloads those that it does not find.
+# `make pythons` runs tests with these versions of Python. uv downloads a version if it does not find it.
 OTHER_PYTHONS ?= 3.12 3.13
 ROOMS := djl_python engines handlers container deploy replay slipway benchmarks tests
 UNIT_ONLY := -m "not live and not image and not gpu and not slow"
 UNIT := tests --ignore tests/live $(UNIT_ONLY)
-# Files of `make unit` that `make pythons` leaves out. They take minutes together, and show little of another Python: most start
-# programs, load models or imitate AWS.
+# Tests of `make unit` that `make pythons` leaves out. Together they take minutes. Most of them start programs, load models or
+# imitate AWS, so they show little about another Python.
 LEFT_OUT := container/image container/models container/sources container/test_model_management.py \
 	container/test_server.py deploy/sagemaker engines/memory handlers/parsing/test_json_limits.py replay slipway test_next_vllm.py
 # The duration and the random seed of `chaos`, `fuzz`, `soak`, `overload` and `deaths`.
 MINUTES ?= 2
 SEED ?= 1
-# Deaths of the engine, and loads of other models and adapters, during `soak`.
+# The number of times that `soak` kills the engine, and loads another model and another adapter.
 CHANGES ?= 0
 # PyTorch's public index of CPU wheels, for machines on which pip does not find torch's CPU build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -57,20 +57,20 @@ $(VENV)/.installed-%: requirements/%.txt requirements/install.sh pyproject.toml 
 
 $(VENV)/.installed-dev: $(VENV)/.installed-$(DEVICE)
 
-# vLLM uses FlashInfer's sampler, which is compiled at the first start, with ninja and the toolkit in CUDA_HOME.
+# vLLM uses FlashInfer's sampler. It is compiled at the first start, with ninja and the toolkit in CUDA_HOME.
 ifeq ($(DEVICE),gpu)
 run live slow live-and-slow bench bench-front-end gpu-proof: export CUDA_HOME ?= $(abspath $(VENV))/cuda
 run live slow live-and-slow bench bench-front-end gpu-proof: export PATH := $(abspath $(BIN)):$(PATH)
 endif
 
-# exec: make passes signals to the process of the recipe, which has to be the server.
+# exec replaces the recipe's shell by the server, because make passes signals to the process of the recipe.
 run: install ## Serve the sample model on port 8080 (HOST, PORT), also as a SageMaker endpoint
 	HF_MODEL_ID=$$($(BIN)/slipway sample-model) && export HF_MODEL_ID && \
 		exec $(BIN)/slipway serve --model-dir . --model-name model --host $(HOST) --port $(PORT) \
 		--local-endpoint my-endpoint
 
 test: ## Run the checks for daily work (CI also runs slow and image-test: .ci/run)
-	@# lint runs while unit tests wait.
+	@# lint runs in parallel, because unit tests often wait.
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint unit
 	$(MAKE) --no-print-directory live
 
@@ -91,18 +91,18 @@ coverage: install-dev ## Run the tests of `make unit`, and show the share of the
 
 pythons: $(OTHER_PYTHONS:%=python-%) ## Compile all code with Python 3.12 and 3.13, and run most unit tests
 
-# Python 3.12 warns of escapes that strings do not have. dev.txt has no torch: tests that need it are skipped.
-# Tests that look for reference cycles (`no_cycle`) are left out.
+# Python 3.12 warns of invalid escapes in strings, and these warnings are errors here. dev.txt does not contain torch, so tests
+# that need torch are skipped. Tests that look for reference cycles (`no_cycle`) are left out.
 python-%: build/python%/.installed
 	build/python$*/bin/python -W error::SyntaxWarning -m compileall -q -f $(ROOMS) examples slipway_torchvision.py
 	build/python$*/bin/python -m pytest tests/contracts tests/unit $(LEFT_OUT:%=--ignore tests/unit/%) -k "not no_cycle" $(UNIT_ONLY) \
 		-n $(WORKERS) --hypothesis-profile=few
 
-# CI asks for the Pythons first, because a machine may have none and no way to download one.
+# Creates environments of the other Pythons. CI does this first: a machine may lack a Python and be unable to download it.
 other-pythons: $(OTHER_PYTHONS:%=build/python%/bin/python)
 
 .PRECIOUS: build/python%/bin/python build/python%/.installed
-# pyenv shows the Python that PYENV_VERSION names.
+# With PYENV_VERSION, pyenv makes this version of Python available to uv.
 build/python%/bin/python: export PYENV_VERSION = $*
 build/python%/bin/python: | install-dev
 	$(BIN)/uv venv --quiet --clear --seed --python $* build/python$*
@@ -163,7 +163,7 @@ bench-front-end: install-dev ## Compare front ends and numbers of copies on scri
 gpu-proof: gpu-needs install-dev ## Test on this machine's NVIDIA GPU, then compare with vLLM's own server there
 	PYTHON=$(BIN)/python sh tests/gpu/proof.sh
 
-# Checks the machine first, because the installation takes minutes.
+# Checks the machine before the installation, which takes minutes.
 gpu-needs:
 	@for python in $(BIN)/python $(PYTHON); do \
 		if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then break; fi; \
@@ -181,8 +181,8 @@ lock: install-dev ## Renew requirements/*.txt
 	$(MAKE) --no-print-directory lock-gpu EXTRA="--extra gpu"
 	$(MAKE) --no-print-directory lock-dev EXTRA="--override requirements/dev-overrides.in"
 
-# Locks the packages for Python 3.11. If other Pythons need other packages, this fails and shows the difference.
-# The hashes cover all files of a version, for every Python.
+# Locks the packages for Python 3.11. If Python 3.12 or 3.13 needs other packages, the rule fails and shows the difference.
+# The lock has the hashes of all files of a version, for all Pythons.
 lock-%:
 	$(LOCK) $(EXTRA) --generate-hashes --python-version 3.11 pyproject.toml requirements/$*.in -o requirements/$*.txt
 	@for python in 3.12 3.13; do \
