@@ -9,18 +9,18 @@ lock=$2
 locks=$(dirname "$0")
 
 # --no-deps: the locks leave out packages that are wrong or useless here; see *overrides.in.
-# --require-hashes: pip refuses a file that is not the locked one, from any index.
-# --no-compile: pip compiles 35,000 modules on one core, which takes more than a minute. The last step uses all cores.
+# --require-hashes: whatever the index, pip refuses a file whose hash differs from the lock.
+# --no-compile: pip would compile 35,000 modules on one core, in more than a minute. The last step here uses all cores.
 locked() {
     "$python" -m pip install --quiet --no-compile --no-deps --require-hashes "$@"
 }
 
-# PyPI does not have torch's CPU build. It is installed first, so that a machine without access to it fails at once.
+# PyPI does not have torch's CPU build. torch is installed first, so that a machine without access to this build fails at once.
 torch() {
     wanted=$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' "$locks/cpu.txt")
     only=$(mktemp)
     trap 'rm -f "$only"' EXIT
-    # The line of torch, and the lines of its hashes.
+    # Selects the line of torch and the lines with its hashes.
     sed -n '/^torch==/,/[^\\]$/p' "$locks/cpu.txt" >"$only"
     if errors=$(locked -r "$only" 2>&1); then
         return
@@ -30,7 +30,7 @@ torch() {
         exit 1
     fi
     echo "pip does not find $wanted in its configured indexes; trying PyTorch's index of CPU wheels, $TORCH_INDEX" >&2
-    # A short query first, so that an index that does not answer does not cost minutes.
+    # A short query comes first. Without it, pip would spend minutes on an index that does not answer.
     if ! PIP_RETRIES=0 PIP_DEFAULT_TIMEOUT=10 timeout 30 "$python" -m pip index versions --index-url "$TORCH_INDEX" torch 2>&1 \
         | grep -qF "${wanted#torch==}"; then
         echo "$errors" >&2
@@ -40,7 +40,7 @@ torch() {
     locked --index-url "$TORCH_INDEX" -r "$only"
 }
 
-# Triton and FlashInfer compile kernels at run time. vLLM's engine dies if they cannot.
+# Triton and FlashInfer compile kernels at run time. Without a compiler, vLLM's engine dies.
 compiler() {
     headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
     if ! command -v c++ >/dev/null || [ ! -e "$headers/Python.h" ]; then
@@ -49,8 +49,8 @@ compiler() {
     fi
 }
 
-# pip prefers a CPU build of torch if an index offers one, because `2.13.0+cpu` counts as newer than `2.13.0`. Its hash is
-# not in the lock, so pip then refuses it.
+# If an index offers a CPU build of torch, pip prefers it, because `2.13.0+cpu` counts as newer than `2.13.0`. pip then
+# refuses this build, because its hash is not in the lock.
 with_cuda() {
     if errors=$(locked -r "$locks/gpu.txt" 2>&1); then
         return
@@ -64,9 +64,10 @@ with_cuda() {
     exit 1
 }
 
-# Makes a CUDA toolkit of the lock's CUDA packages: the directory `cuda` of the environment. FlashInfer compiles kernels
-# with it (CUDA_HOME). The packages name libraries with their versions, but `-lcudart` needs the plain names. `-lcuda`
-# links with an empty library, as in NVIDIA's own toolkit: the driver's library is loaded together with the kernels.
+# Makes a CUDA toolkit from the CUDA packages of the lock, in the environment's directory `cuda`. FlashInfer compiles
+# kernels with this toolkit (CUDA_HOME). In the packages, the names of libraries contain versions, but `-lcudart` needs
+# names without versions. As in NVIDIA's own toolkit, `-lcuda` links with an empty library. When the kernels are loaded,
+# the driver's library is loaded, too.
 toolkit() {
     site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     cuda=$site/nvidia/cu13
@@ -91,5 +92,5 @@ gpu)
     ;;
 esac
 
-# It fails for templates that are no Python.
+# compileall fails for some files that end in .py but are templates, so errors are ignored.
 "$python" -W ignore -m compileall -qq -j 0 "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true

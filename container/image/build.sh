@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds an image: `build.sh cpu slipway:cpu [flags of "docker build"...]`. It runs in any directory. See docs/image.md.
 #
-# CONTAINER_ENGINE     docker or podman; default: the first of them that answers
+# CONTAINER_ENGINE     docker or podman; default: docker if it answers, else podman
 # BASE_IMAGE, TINI_IMAGE, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX, SAMPLE_MODEL, RUN_AS,
 # VERSION, SOURCE
 #                      build arguments; variables that are not set are not passed
@@ -29,10 +29,10 @@ fi
 
 : "${VERSION:=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)}"
 REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)
-# The commit's time, not the clock's: the same sources give the same labels.
+# The label has the time of the commit, so that the same sources get the same labels.
 CREATED=$(git log -1 --format=%cI 2>/dev/null || date --utc --iso-8601=seconds)
 
-# The build names the base image by its digest, because a registry may move a tag. Labels store the tag and the digest.
+# The build uses the digest of the base image, because a registry may move a tag. Labels store the tag and the digest.
 : "${BASE_IMAGE:=$(sed -n 's/^ARG BASE_IMAGE=//p' "container/image/Dockerfile.$device")}"
 base=${BASE_IMAGE%%@*}
 if [ "$base" = "$BASE_IMAGE" ]; then
@@ -63,7 +63,7 @@ for name in BASE_IMAGE TINI_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LIN
 done
 [ -z "${PIP_CONFIG_FILE:-}" ] || set -- --secret "id=pip.conf,src=$PIP_CONFIG_FILE" "$@"
 [ -z "${CA_CERTIFICATES:-}" ] || set -- --secret "id=ca.pem,src=$CA_CERTIFICATES" "$@"
-# podman's own image format has no health checks. A chroot is enough for a build.
+# podman's default image format cannot store health checks. A chroot is enough isolation for a build.
 [ "$CONTAINER_ENGINE" != podman ] || set -- --format docker --isolation chroot "$@"
 
 exec "$CONTAINER_ENGINE" build -f "container/image/Dockerfile.$device" -t "$tag" "$@" .

