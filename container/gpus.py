@@ -146,7 +146,7 @@ def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
     """Return one group of `each` devices for each worker. Empty if the workers run on the CPU.
 
     As in LMI, `load_on` lists the first device of each group. If these groups overlap or contain devices that do not
-    exist, `load_on` is read as a list of all devices of all groups instead.
+    exist, `load_on` lists the devices of all groups instead.
 
     Raises:
         ValueError: `load_on` names a GPU that does not exist, or allows fewer GPUs than a worker needs.

@@ -67,7 +67,7 @@ _LEFT_SECONDS = 60.0
 
 _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
-_FAILED_SECONDS = 3.0  # If a load fails, /ping shows the reason for this time before the process exits.
+_FAILED_SECONDS = 3.0  # If a load fails, the process exits after this time. Until then, /ping shows the reason.
 # A process that was told to stop exits within 25 s, because SageMaker kills it after 30 s. If `drain_timeout` is longer
 # than 20.5 s, the process instead exits at most 4.5 s after this limit.
 _END_SECONDS, _STOP_SECONDS = 25.0, 4.5
@@ -107,9 +107,9 @@ def allow_open_files() -> None:
 def socket_directory() -> Iterator[None]:
     """Create a temporary directory for sockets inside the block.
 
-    multiprocessing's sockets are in this directory. vLLM's sockets, too, unless the environment names another directory
-    for them. If the path of the temporary directory is too long for sockets, the libraries' default directories are
-    used.
+    The directory contains the sockets of multiprocessing. It also contains vLLM's sockets, unless the environment names
+    another directory for them. If the path of the temporary directory is too long for sockets, the libraries' default
+    directories are used.
     """
     _remove_left_directories()
     ours = _SOCKETS not in os.environ
@@ -208,7 +208,7 @@ def http_server(application: Application, last_seconds: float = _LAST_SECONDS) -
 
 
 class ModelServer:
-    """Loads, watches, drains and stops the models of a server. Has their applications, but does not open ports."""
+    """Loads, watches, drains and stops the models of a server, and creates the applications. It opens no port."""
 
     def __init__(self, startup: Startup, mounts: Sequence[Mount] = ()) -> None:
         self.server_config = startup.server_config
@@ -254,7 +254,10 @@ class ModelServer:
                 await asyncio.Event().wait()
 
     async def _watch_engines(self) -> None:
-        """Restart engines and copies that die or stall. Log those that cannot restart, and return under `fail_fast`."""
+        """Restart engines and copies that die or stall.
+
+        If a restart is impossible, log the failure. With `fail_fast`, return then.
+        """
         server_config, restarts = self.server_config, self.registrar.engine_restarts
         ends_when_stalled = server_config.fail_fast and server_config.fail_fast_when_stalled
         reported: set[Model] = set()
@@ -341,7 +344,7 @@ class Process:
         self._loading: asyncio.Task[None] | None = None
         self._unfinished = False  # Whether an engine was still being started when the process was stopped.
         self._stopping: asyncio.Task[None] | None = None
-        self._end_at = 0.0  # The time of the event loop by which a stopping process has to be done.
+        self._end_at = 0.0  # When a stopping process has to be done, on the event loop's clock.
 
     async def run(self) -> int:
         """Serve until the process is told to stop. Return the exit code."""

@@ -25,7 +25,7 @@ class BodyMemory:
     """The memory budget, in bytes, for the long bodies of all open requests."""
 
     def __init__(self, server_config: ServerConfig) -> None:
-        """Set the limit to `max_request_memory`, or to a quarter of this process's memory if it is not set.
+        """Set the limit: the setting `max_request_memory`, which by default is a quarter of this process's memory.
 
         The limit is never below `max_request_size`, so that one body always fits.
         """
@@ -88,7 +88,7 @@ class BodyReader:
             receive: ASGI's callable.
             limit: The largest size, in bytes.
             seconds: The longest time to wait for the next part of the body.
-            waits: The set of running waits. The time limit of this wait is added, so that a drain can end the wait.
+            waits: The time limits of running waits. The limit of this wait is added, so that a drain can end the wait.
 
         Returns:
             The whole body, or None if the client left while sending it.

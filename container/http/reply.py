@@ -68,7 +68,7 @@ class HttpReply:
         """
         self._send, self.headers, self._break_off = send, headers, break_off
         self._retry_after = retry_after
-        self._connection: CorkedTransport | None = None  # Chunks are written to it. If it is None, parts go to `send`.
+        self._connection: CorkedTransport | None = None  # The connection for chunks. If None, parts go to `send`.
         self._broken = False
         self._resuming: asyncio.Task[None] | None = None  # Sends the backlog. None if there is no backlog.
         self._backlog = bytearray()

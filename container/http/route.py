@@ -77,7 +77,7 @@ class AppState:
             },
             refusals=frozenset({server_config.throttle_error_http_code, server_config.wlm_error_http_code}),
         )
-        self.searches = asyncio.Lock()  # Held while a call that is explained searches for origins.
+        self.searches = asyncio.Lock()  # Held while a call searches for the origins in its explanation.
         self.id_header = server_config.request_id_header.lower().encode()
         self.retry_after = RetryAfter()
         cors = {
@@ -218,7 +218,7 @@ class HttpRoute:
                     if body is None:
                         if service is not None and self.queued and announced_size(head.headers) > UNCOUNTED:
                             explanation, _ = asked_explanation(head.headers, head.attributes)
-                            # The handler refuses explained calls itself, because they are not counted.
+                            # An explained call is not counted, so its handler refuses it.
                             if explanation is None:
                                 service.refuse_if_full()
                         # The service may change while the body is read.

@@ -21,7 +21,7 @@ from handlers.route_declarations import MODEL_VERSION
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
-ANY_METHOD = "*"  # The entry for all methods for which the path has no entry of their own.
+ANY_METHOD = "*"  # The entry for all methods that have no other entry for the path.
 WITH_SLASHES = "/"  # In place of a method: the entry for the path with trailing slashes.
 FOR_BROWSERS = "text/html"  # In place of a method: the entry for GET if the client accepts text/html.
 _ENCODED_SLASH = re.compile("%2f", re.IGNORECASE)

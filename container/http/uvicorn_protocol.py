@@ -54,7 +54,7 @@ def check_uvicorn() -> None:
         raise RuntimeError(f"this uvicorn is not one that Slipway knows: it has no {', '.join(missing)}")
 
 
-# The transports of one server that have unflushed writes. `_flush_all` flushes them at the end of a turn.
+# The transports of one server that have unflushed writes. `_flush_all` flushes them at the end of the turn.
 Cork = list["CorkedTransport"]
 
 
@@ -169,7 +169,7 @@ def received_body(receive: Any, most: int = sys.maxsize) -> bytes | None:
         return None
     if len(cycle.body) > most:
         return None
-    cycle.waiting_for_100_continue = False  # The client did not wait for it (RFC 9110, section 10.1.1).
+    cycle.waiting_for_100_continue = False  # The body is here without it (RFC 9110, section 10.1.1).
     cycle.message_event.clear()
     cycle.flow.resume_reading()
     body, cycle.body = bytes(cycle.body), bytearray()
@@ -343,7 +343,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._head_limit.cancel()
             self._head_limit = None
         self.scope["extensions"] = self._extensions
-        # CONNECT stops the parser, like an offer of another protocol, but it cannot be served as plain HTTP.
+        # A CONNECT request stops the parser, like an offer of another protocol, but cannot be served as plain HTTP.
         if self.parser.get_method() == b"CONNECT":
             raise _Refused("CONNECT is for proxies, and this server is none.")
         hosts = 0

@@ -79,7 +79,7 @@ class EngineRestarts:
         return True
 
     def _recent(self, model: Model) -> int:
-        """Return the smallest number of recent restarts that any of the copies to restart has had."""
+        """Return the lowest number of recent restarts among the copies that are to be restarted now."""
         since = time.monotonic() - WINDOW_SECONDS
         return min(model.recent_restarts(copy, since) for copy in _to_restart(model))
 

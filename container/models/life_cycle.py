@@ -76,7 +76,7 @@ class Lifecycle:
 
     @property
     def _waiting_engine(self) -> Engine | None:
-        """The engine, if calls wait for its restart after a death. None if they get an error instead."""
+        """The engine, if calls wait for its restart when it dies. None if the calls get an error instead."""
         service = self.service
         if service is None or self.stage is State.STARTING:
             return None
@@ -119,7 +119,7 @@ class Lifecycle:
 
     @property
     def lost(self) -> str:
-        """The reason why fewer copies than the minimum will serve from now on. Empty if the model is not ready."""
+        """The reason why the number of copies stays below the minimum. Empty if the model is not ready."""
         return self._health(self.service).lost if self.service is not None and self.state is State.READY else ""
 
     @property
@@ -351,7 +351,7 @@ class Lifecycle:
 
     @property
     def died_while_draining(self) -> bool:
-        """True if the engine has died during a drain, in which running calls may finish."""
+        """True if the engine has died during a drain, while running calls have time to finish."""
         service = self.service
         return self.stage is State.DRAINING and service is not None and not self._health(service).alive
 

@@ -127,7 +127,7 @@ def described(model: Model) -> DescribedModel:
 
 
 def _groups(copies: Sequence[EngineCopy], model: Model) -> list[DescribedGroup]:
-    """Return the workers in groups, as LMI does: one group for the first GPU of each copy.
+    """Return one group of workers for each copy. As in LMI, a group belongs to a GPU: the first GPU of the copy.
 
     The worker counts of all groups add up to those of the model. A copy that is being removed does not count.
     """

@@ -35,7 +35,7 @@ class EngineRestart:
     """A restart of a model's engine."""
 
     at: float  # A time of `time.monotonic`.
-    copies: frozenset[int]  # The numbers of the dead copies. If the engine was stalled: of all copies.
+    copies: frozenset[int]  # The numbers of the dead copies, or of all copies if the engine was stalled.
 
 
 @dataclass(slots=True)
@@ -100,7 +100,8 @@ class Model:
         stage, service = self.lifecycle.stage, self.lifecycle.service
         if self.scaled_to_zero:
             raise NoWorkers(f"model {self.name} has no workers: it is scaled to 0")
-        if service is not None and stage in (State.READY, State.FAILED):  # A failed service has a better error.
+        # If the model has failed, its service reports a more specific error.
+        if service is not None and stage in (State.READY, State.FAILED):
             return service
         if stage is State.STARTING:
             raise NotReady(f"the model {self.name!r} is not loaded yet")

@@ -47,8 +47,9 @@ _MOST_FINDINGS, _MOST_TITLES = 8, 3
 _SENTENCE = 300  # The maximum length of a finding or a reason in the short form.
 _PROCESSES = "processes"  # This list is never cut.
 _TEXT = 20  # In a box that is cut, a string may have this many characters for each entry that lists may have.
-# If a box is too large, its lists are cut. The first of these limits with which the box fits applies: the number of
-# entries for each name of a list, and for all other lists (""). Frames are cut first, then stacks, then calls.
+# If a box is too large, its lists are cut. A cut limits the number of entries by the name of the list. The name ""
+# stands for all other lists. The first cut with which the box fits is used. Frames are cut first, then stacks, then
+# calls.
 _CUTS: tuple[Mapping[str, int], ...] = (
     {"": 1000, "frames": 30},
     {"": 1000, "frames": 10},

@@ -61,7 +61,7 @@ class EventLoopWatch:
         late = max(now - self._due, 0.0)
         self.lag.observe(late)
         if late > LIMIT_SECONDS:
-            # The watch logs the stack in a separate thread. If it did not, no thread of the process could run.
+            # The watch logs the stack in a separate thread. If the stack is missing, no thread could run.
             why = "" if self._reported == self._due else "; no other thread ran either, or the machine stood still"
             logger.warning("the event loop goes on after %.1f s%s", late, why)
         self._due = now + _TICK_SECONDS

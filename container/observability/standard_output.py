@@ -218,6 +218,6 @@ def _open_missing() -> None:
             if null != descriptor:
                 os.dup2(null, descriptor)
                 os.close(null)
-        if getattr(sys, name) is None:  # Python does this if the descriptor is closed.
+        if getattr(sys, name) is None:  # Python sets the stream to None if the descriptor is closed.
             stream = open(descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)

@@ -108,7 +108,7 @@ class Lookup:
 
         Args:
             key: The name.
-            value: The value of the setting. It is never shown, because the unknown name may be a misspelled secret.
+            value: The value of the setting. It is never shown, because the key may be the misspelled name of a secret.
             meant: The known name that is probably meant.
             stops: Whether to add a problem, so that the start fails. If not, a warning is added.
         """

@@ -298,7 +298,7 @@ def other_arguments(
         elif meant := options.meant_by(key, value):  # LMI ignores a name without the prefix, too.
             lookup.unknown(key, value, meant, stops=False)
         else:
-            hidden = replace(value, text=HIDDEN)  # The unknown name may be a misspelled secret.
+            hidden = replace(value, text=HIDDEN)  # The key may be the misspelled name of a secret.
             lookup.ignore(key, hidden, "the model has no such setting; options of the engine start with option.")
     return arguments
 
@@ -343,7 +343,7 @@ def _set_draft_model(arguments: dict[str, Value], rolling_batch: str, lookup: Lo
 
 
 def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
-    """Replace the draft model by its local directory if it is on S3 or in the model directory."""
+    """If the draft model is on S3 or in the model directory, replace its name by its local directory."""
     given = arguments.get(_SPECULATIVE)
     if given is None:
         return

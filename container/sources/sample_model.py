@@ -68,7 +68,7 @@ def _gguf_directory() -> Path:
 
 def _write_whole(target: Path, write: Callable[[Path], None]) -> None:
     for stale in target.parent.glob(f".{target.name}.*"):
-        shutil.rmtree(stale, ignore_errors=True)  # Left by an interrupted call, because this process holds the lock.
+        shutil.rmtree(stale, ignore_errors=True)  # An interrupted call has left this directory.
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         write(partial)
