@@ -1,6 +1,7 @@
-"""Every way in which a client may constrain the text, and every route that supports it.
+"""Every way in which a client may constrain the text, and the routes that support it.
 
-tests/contracts/test_constraint_matrix.py shows what reaches the engine. A few live tests show that the text obeys.
+tests/contracts/test_constraint_matrix.py shows what reaches the engine. A few live tests show that the text obeys the
+constraint.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SOME = [504, 314, 253]
 
 Fields = dict[str, Any]
 Forms = dict[str, tuple[Fields, Fields]]
-"""For each form: the fields of a request for the form, and the form under vLLM's name."""
+"""For each form: the fields of a request that asks for it, and the form under vLLM's name."""
 Refused = dict[str, tuple[Fields, str]]
 """The fields of a request, and the text that its refusal contains."""
 
@@ -72,7 +73,7 @@ FORMS: Forms = {
         {"json": CLOSED},
     ),
 }
-"""The schemas without a type are in TGI's form."""
+"""Schemas without a type are written in TGI's form."""
 TOKENWISE: dict[str, Fields] = {
     "logit_bias": {"logit_bias": {str(PARIS): -100}},
     "bad_words": {"bad_words": ["Paris"]},
@@ -106,7 +107,7 @@ NAMES: dict[str, Fields] = {
     "structural_tag": {"structural_tag": {"format": {}}},
     "grammar": {"grammar": typed("regex", value=REGEX)},
 }
-"""An example for each name with which some server constrains the text."""
+"""An example for each field name with which some server constrains the text."""
 NAMES |= {
     name: {name: value}
     for name, value in (

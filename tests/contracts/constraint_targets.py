@@ -1,4 +1,4 @@
-"""The routes of the constraint matrix: ways to name an adapter, refusals, and bodies that are no common JSON."""
+"""The routes of the constraint matrix, with ways to name an adapter, refusals, and unusual JSON bodies."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ OTHERS: Fields = {
     "response_pool": ["up"],
     "json_format": {"m": "boolean"},
 }
-"""Another value for each name of a form. No text obeys both it and the form."""
+"""Another value for each field of a form. No text obeys both this value and the form's own value."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request before it becomes bytes."""
+    """A request before it is encoded."""
 
     document: Fields
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Request:
 
 
 Way = Callable[[Request, str], Request]
-"""Names an adapter in a request; a header and a query name `ADAPTER` always, since they come once."""
+"""Names an adapter in a request. A header and a query always name `ADAPTER`, because a request has each only once."""
 
 
 def _in_header(request: Request, _: str) -> Request:
@@ -123,23 +123,23 @@ WAYS: dict[str, dict[str, Way]] = {
 
 @dataclass(frozen=True)
 class Sent:
-    """The document of a request, and those that differ from it in its form or its adapter."""
+    """The document of a request, and documents with another form or adapter, or without one of them."""
 
     document: Fields
     formless: Fields
     nameless: Fields
     other: Fields
-    """The document with another form and another adapter, by the same names."""
+    """The document with another form and another adapter, in the same fields."""
 
 
 def _after_nulls(document: Fields) -> bytes:
-    """Write each key twice, with null at first. JSON's readers take the last."""
+    """Write each key twice, first with null. JSON's readers take the last value."""
     fields = [json.dumps(name) + ":" + json.dumps(value) for name, value in document.items()]
     return ("{" + ",".join([*(json.dumps(name) + ":null" for name in document), *fields]) + "}").encode()
 
 
 def _json_of(value: object, written: Callable[[str], str]) -> str:
-    """Return the JSON of a value. `written` writes its keys."""
+    """Return the JSON of a value. `written` encodes its keys."""
     if isinstance(value, dict):
         return "{" + ",".join(f'"{written(name)}":{_json_of(one, written)}' for name, one in value.items()) + "}"
     if isinstance(value, list):
@@ -157,7 +157,7 @@ def _escaped(document: Fields) -> bytes:
 
 
 def _keys(one: Any, another: Any) -> set[str]:
-    """Return the keys with values that differ, at any depth. Of nested keys, only the deepest counts."""
+    """Return the keys whose values differ, at any depth. If keys are nested, only the deepest is returned."""
     if isinstance(one, dict) and isinstance(another, dict):
         found: set[str] = set()
         for name in one.keys() | another.keys():
@@ -170,7 +170,7 @@ def _keys(one: Any, another: Any) -> set[str]:
 
 
 def _one_letter(names: Callable[[Sent], set[str]]) -> Callable[[Sent], bytes]:
-    """Write the first letter of some keys as an escape, and the other keys plainly."""
+    """Write the first letter of some keys as an escape, and the other keys without escapes."""
 
     def encode(sent: Sent) -> bytes:
         chosen = names(sent)
@@ -182,7 +182,7 @@ def _one_letter(names: Callable[[Sent], set[str]]) -> Callable[[Sent], bytes]:
 
 
 def _twice(first: Any, last: Any, *, deep: bool) -> str:
-    """Return a document with both values of each key that has different ones. `deep`: only of the innermost keys."""
+    """Return a document in which each key with two different values has both. `deep`: only the innermost keys do."""
     if deep and isinstance(first, list) and isinstance(last, list):
         return "[" + ",".join(_twice(one, another, deep=deep) for one, another in zip(first, last, strict=True)) + "]"
     begin, end = [], []
@@ -237,7 +237,7 @@ DOCUMENTS: dict[str, Callable[[Fields], bytes]] = {
     "UTF-32": _encoded("utf-32"),
     "keys twice": _after_nulls,
 }
-"""Every reader understands the first two; some refuse the others, and some read them in another way."""
+"""Every reader understands the first two. Some readers refuse the others or read them in another way."""
 OTHER_FIRST: dict[str, Callable[[Sent], bytes]] = {
     "two values, another at first": lambda sent: _twice(sent.other, sent.document, deep=False).encode(),
     "two values within, another at first": lambda sent: _twice(sent.other, sent.document, deep=True).encode(),
@@ -246,7 +246,7 @@ OTHER_LAST: dict[str, Callable[[Sent], bytes]] = {
     "two values, another at last": lambda sent: _twice(sent.document, sent.other, deep=False).encode(),
     "two values within, another at last": lambda sent: _twice(sent.document, sent.other, deep=True).encode(),
 }
-"""JSON's readers take the last value, so the answer is that to the other document."""
+"""JSON's readers take the last value, so the reply is the reply to the other document."""
 BODIES: dict[str, Callable[[Sent], bytes]] = {
     **{name: lambda sent, encode=encode: encode(sent.document) for name, encode in DOCUMENTS.items()},  # type: ignore[misc]
     "a letter of the form's name escaped": _one_letter(lambda sent: _keys(sent.document, sent.formless)),
@@ -262,7 +262,7 @@ LMIS_END = {**LMIS_ERROR, "generated_text": None, "details": {"finish_reason", "
 LMIS_LIST = {**LMIS_END, "details": {"finish_reason", "generated_tokens", "inputs", "tokens"}}
 LMIS_RECORD = {**LMIS_END, "token": {"error_msg", "id", "log_prob", "special_token", "text"}}
 Refusal = tuple[int, Any]
-"""A status, and the keys of the body: those of an object in it as well."""
+"""A status, and the keys of the body, including the keys of an object in it."""
 OPENAIS_REFUSALS: tuple[Refusal, ...] = ((400, OPENAIS_ERROR), (404, OPENAIS_ERROR))
 LMIS_REFUSALS: tuple[Refusal, ...] = tuple((424, shape) for shape in (LMIS_ERROR, LMIS_END, LMIS_LIST, LMIS_RECORD))
 TGIS_REFUSALS: tuple[Refusal, ...] = ((422, {"error": None, "error_type": None}),)
@@ -282,17 +282,17 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """A route, the forms that it has, the ways to name an adapter, and its refusals."""
+    """A route with its forms, its ways to name an adapter, and its refusals."""
 
     route: Route
     forms: Forms
     ways: Mapping[str, Way]
     refusals: tuple[Refusal, ...]
     others: Fields = field(default_factory=lambda: OTHERS)
-    """Another value for each name of its forms."""
+    """Another value for each field of its forms."""
 
     def request(self, form: str, way: str, adapter: str = ADAPTER, *, other: bool = False) -> Request:
-        """A request of a form that names an adapter in a way, or of another form by the same names."""
+        """Return a request with this form that names an adapter in this way. `other`: its form has another value."""
         fields: Fields = {} if form == WITHOUT else self.forms[form][0]
         if other:
             fields = {name: self.others[name] for name in fields}
@@ -313,7 +313,7 @@ class Target:
         status, content = response.status_code, response.text
         if self.refusals is TGIS_REFUSALS and content.startswith(TGIS_TEXT):
             return status == 400
-        if status == 200 and self.route.stream:  # an error that is the first event has the status of a stream
+        if status == 200 and self.route.stream:  # if the first event is an error, the status is still 200
             content = content.removeprefix("data:").split("\n\n")[0]
             shapes = [shape for _, shape in self.refusals]
         else:
@@ -340,7 +340,7 @@ TARGETS["chats"] = replace(TARGETS["chat"], route=BATCH)
 
 
 def _alias(name: str, path: str) -> Target:
-    """Another address of a route."""
+    """Return a route under another path."""
     return replace(TARGETS[name], route=replace(TARGETS[name].route, path=path))
 
 
@@ -360,7 +360,7 @@ ALIASES = {
 
 
 def _tools(name: str, every: Any, named: Callable[[str], Fields], tool: Callable[[str, Fields], Fields]) -> Target:
-    """A route on which a tool can be forced, if the model has a parser for it."""
+    """Return a route on which a client can force a tool call, if the model has a parser of tool calls."""
     tools = [tool("f", CLOSED), tool("g", OTHER_SCHEMA)]
     forms = {
         kind: ({"tool_choice": choice}, {"tool_choice": choice})

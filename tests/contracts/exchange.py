@@ -1,4 +1,4 @@
-"""A contract without an engine: a document in, deltas in, bytes out."""
+"""Calls a contract without an engine: a document and deltas go in, bytes come out."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def parse(document: Any, content_type: str = "application/json", **settings: Any
 
 
 def view(state: State = "ready", reason: str = "", loaded: Any = None, **settings: Any) -> ModelView:
-    """Return what the routes that generate nothing know of the model."""
+    """Return the view of the model for the routes that generate nothing."""
     return ModelView(
         config=configured(MODEL, **settings),
         state=state,
@@ -95,6 +95,6 @@ def a_joke(finish_reason: FinishReason = FinishReason.LENGTH) -> tuple[TokenDelt
 
 
 def whole(text: str, *tokens: Token, sequence: int = 0, last: bool = True, **fields: Any) -> TokenDelta:
-    """Return a sequence in one delta, as an engine sends it if the answer is not streamed."""
+    """Return a whole sequence as one delta, which an engine sends if the answer is not streamed."""
     fields.setdefault("finish_reason", FinishReason.LENGTH)
     return TokenDelta(text, list(tokens), sequence=sequence, token_count=len(tokens), last=last, **fields)

@@ -54,7 +54,7 @@ POOLING: dict[Kind, PoolingModel | None] = {
 
 
 class FakeTokenizer:
-    """A real tokenizer of a few words, with those methods of Hugging Face's wrapper that contracts use."""
+    """A real tokenizer of a few words, with the methods of Hugging Face's wrapper that contracts use."""
 
     all_special_tokens = _SPECIAL
     all_special_ids = (0, 1, 2, 3)
@@ -82,7 +82,7 @@ class FakeTokenizer:
 
 @dataclass
 class PoolingEngine(ScriptedEngine):
-    """Answers each request at once, with the next of `numbers`; the last of them again and again."""
+    """Answers each request at once with the next item of `numbers`. The last item is repeated."""
 
     kind: Kind = "embedding"
     numbers: Sequence[Any] = ((0.5, 0.5, 0.5, 0.5),)

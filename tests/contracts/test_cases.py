@@ -1,4 +1,5 @@
-"""Runs the case files `cases/<contract>/<behaviour>.yaml`. Each YAML document is one exchange of bytes.
+"""Runs the case files `cases/<contract>/<behaviour>.yaml`. Each YAML document is a request and its reply, byte for
+byte.
 
 `-k NAME` runs one file. UPDATE_CASES=1 writes the replies, and keeps the text above each `reply:`.
 """
@@ -52,7 +53,7 @@ HEADERS += ("x-slipway-deadline", "x-amzn-sagemaker-custom-attributes")
 
 
 class CaseEngine(pooling_exchange.PoolingEngine):
-    """Plays the deltas of a case when it has all requests of the call, or answers with the case's numbers."""
+    """Sends the deltas of a case once it has all requests of the call, or answers with the case's numbers."""
 
     eos_token_ids = frozenset({tgi_exchange.END})
 
@@ -62,7 +63,7 @@ class CaseEngine(pooling_exchange.PoolingEngine):
             self.max_model_len = tgi_exchange.CONTEXT
         self.tokenizer: Any = SimpleNamespace(pad_token="")
         self._script: Sequence[dict[str, Any]] | None = case.get("deltas")
-        error = case.get("error")  # The name of the engine's error, and its arguments. Without deltas, it is a refusal.
+        error = case.get("error")  # The engine's error: name and arguments. Without deltas, it refuses the request.
         self.error: errors.RequestError | None = getattr(errors, error[0])(*error[1:]) if error else None
         self._playing: asyncio.Task[None] | None = None
 
@@ -100,7 +101,7 @@ def token(number: int, text: str, logprob: float | None = None, fields: dict[str
 
 
 async def exchanged(case: dict[str, Any], directory: Path, engine: CaseEngine | None = None) -> dict[str, Any]:
-    """Return the reply of the application to a case's request. `engine`: one that does not play the case."""
+    """Return the application's reply to a case's request. `engine`: an engine to use in place of a `CaseEngine`."""
     options = {"option.rolling_batch": "lmi-dist"} | case.get("options", {})
     (directory / "config.json").write_text("{}")
     (directory / "serving.properties").write_text("".join(f"{key}={value}\n" for key, value in options.items()))
@@ -135,7 +136,7 @@ async def exchanged(case: dict[str, Any], directory: Path, engine: CaseEngine | 
     sent: dict[str, Any] = {"content": body.encode()} if isinstance(body, str) else {"json": body}
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
     sent["headers"] = {"x-request-id": "r"} | request.get("headers", {})
-    async with asyncio.timeout(60), client:  # A script without a last delta has no end.
+    async with asyncio.timeout(60), client:  # A script without a last delta does not end.
         reply = await client.request(request.get("method", "POST"), request["path"], **sent)
     headers = {name: reply.headers[name] for name in HEADERS if name in reply.headers}
     body = re.sub(r'("created": ?)\d{10}', r"\g<1>1", reply.content.decode())  # the time of the call
@@ -143,7 +144,7 @@ async def exchanged(case: dict[str, Any], directory: Path, engine: CaseEngine | 
 
 
 class ReplyDumper(yaml.SafeDumper):
-    """Writes bodies as blocks, whose lines are the bytes on the wire."""
+    """Writes bodies as YAML blocks, whose lines are the bytes of the body."""
 
 
 ReplyDumper.add_representer(

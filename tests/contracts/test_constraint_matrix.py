@@ -1,8 +1,8 @@
-"""Each form of constraint on each route reaches the engine, with the adapter of the call, or is refused by its name.
+"""Each form of constraint on each route reaches the engine with the call's adapter, or is refused by its name.
 
-Calls go through the application with all contracts to a scripted engine. For a call that Slipway leaves to vLLM's front
-end, the tests look at the body that vLLM gets. Bodies that JSON's readers disagree about mean the same here, or are
-refused.
+The application has all contracts, and its engine is scripted. For a call that Slipway leaves to vLLM's front
+end, the tests look at the body that vLLM gets. Slipway reads a body that JSON's readers disagree about in one way, or
+refuses it.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ REFUSED: dict[str, Refused] = {
     ),
 }
 BESIDE: Refused = by_name("grammar guided_json response_format logit_bias bad_words stop min_new_tokens")
-"""Beside `inputs`, in the place of `parameters`."""
+"""Fields that stand beside `inputs` instead of in `parameters`."""
 
 _OWN_NAMES = [(fields, fields) for fields in TOKENWISE.values()]
 _STOP = [({"stop": ["Par"]}, {"stop": ["Par"]})]
@@ -163,7 +163,7 @@ OF_TOKENS: dict[str, list[tuple[Fields, Fields]]] = {
     **for_each(LMI, [*_OWN_NAMES, *_STOP_SEQUENCES, ({"min_new_tokens": 6}, {"min_tokens": 6})]),
     **for_each(TGI, [*_STOP, *_STOP_SEQUENCES]),
 }
-"""The parameters of each route that constrain single tokens, and those that the engine or vLLM gets."""
+"""The parameters of each route that constrain single tokens, and the parameters that the engine or vLLM gets."""
 
 
 def _json_schema(**strict: Any) -> Fields:
@@ -181,7 +181,9 @@ STRICTNESS: dict[str, list[tuple[Fields, bool | None]]] = {
     **for_each((*LMI, *ASYNCHRONOUS, *DYNAMIC, *VLLM_NAMES), [*_WITH_STRICT, *_WITHOUT_STRICT]),
     **for_each(TGI, _WITHOUT_STRICT[1:]),
 }
-"""Schemas, and if the engine must hold them whole. tests/contracts/test_openai_constraints.py has those for vLLM."""
+"""Schemas, and whether the engine has to hold them whole. tests/contracts/test_openai_constraints.py has those for
+vLLM.
+"""
 
 
 class Engine(ScriptedEngine):
@@ -257,12 +259,12 @@ def _read(form: Fields) -> Fields:
 
 @pytest_asyncio.fixture
 async def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
-    """A client of an application with all contracts, and what reaches its engine."""
+    """A client of an application with all contracts, and the requests that reach its engine."""
     engine = Engine()
     seen = Seen(engine)
 
     async def vllm(scope: Any, receive: Any, send: Any) -> None:
-        with contextlib.suppress(ValueError):  # vLLM refuses what Python cannot read
+        with contextlib.suppress(ValueError):  # vLLM refuses bodies that Python cannot read
             seen.bodies.append(json.loads((await receive())["body"]))
         answer = error_body("left to vLLM", "Error", LEFT_TO_VLLM)
         headers = [(b"content-type", b"application/json")]
@@ -300,7 +302,7 @@ async def post(
 
 @pytest.mark.parametrize("name", EVERY)
 async def test_every_form_reaches_the_engine(client: Client, name: str) -> None:
-    """The ways to name an adapter take turns."""
+    """Each form comes with the next way to name an adapter."""
     (http, seen), target = client, EVERY[name]
     for form, way in zip(target.forms, cycle([WITHOUT, *target.ways])):
         response = await post(http, target, target.request(form, way))
@@ -323,7 +325,7 @@ async def test_every_way_of_naming_an_adapter_names_it(client: Client, name: str
 
 @pytest.mark.parametrize("name", STRICTNESS)
 async def test_the_strictness_of_a_schema_reaches_the_engine(client: Client, name: str) -> None:
-    """The head of the reply names the parts of the schema that the engine does not hold."""
+    """A header of the reply names the parts of the schema that the engine does not hold."""
     http, seen = client
     seen.engine.not_held = ("#/a/contains", "#/b/uniqueItems")
     for fields, strict in STRICTNESS[name]:
@@ -378,7 +380,7 @@ async def test_a_constraint_beside_inputs_is_refused(client: Client, name: str) 
 
 @pytest.mark.parametrize("name", EVERY)
 async def test_a_body_that_json_readers_disagree_about_means_the_same_or_is_refused(client: Client, name: str) -> None:
-    """Each body has another form, and names the adapter in another way."""
+    """Each body comes with the next form and the next way to name an adapter."""
     (http, seen), target = client, EVERY[name]
     for body, form, way in zip(BODIES, cycle(target.forms), cycle([*target.ways, WITHOUT])):
         request, sent = target.request(form, way), target.sent(form, way)

@@ -1,4 +1,4 @@
-"""Golden bytes of happy_vllm's generating routes. Source: happy_vllm, "Generating endpoints"."""
+"""The exact bytes of the answers on happy_vllm's generating routes. Source: happy_vllm, "Generating endpoints"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""happy_vllm's bodies of any kind. `requests/happy_vllm.yaml` has the requests that they become."""
+"""Bodies of every kind for happy_vllm's routes. `requests/happy_vllm.yaml` has the requests that bodies become."""
 
 from __future__ import annotations
 

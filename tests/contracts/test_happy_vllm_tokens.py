@@ -1,4 +1,4 @@
-"""happy_vllm's routes on texts and tokens, and its technical ones."""
+"""happy_vllm's routes for texts and tokens, and its technical routes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _like_gpt() -> Tokenizer:
 def _like_llama() -> Tokenizer:
     """Return a tokenizer like SentencePiece's.
 
-    It puts a space before every text and `<s>` at the start, and has bytes for characters that the vocabulary lacks.
+    It puts `<s>` and a space before every text. A character that the vocabulary lacks becomes its bytes.
     """
     corpus = [text.replace(" ", "▁") for text in CORPUS]
     words = Tokenizer(models.BPE())
@@ -96,7 +96,7 @@ def _like_llama() -> Tokenizer:
 
 
 class Model:
-    """The text side of a model."""
+    """A loaded model that can only tokenize."""
 
     max_model_len = 64
     max_top_tokens = 20
@@ -127,7 +127,7 @@ def reply(
 ) -> Reply:
     try:
         return told(TELLS[path], call(document), view, rendered)
-    except ContractError as error:  # the server answers both so, for every route
+    except ContractError as error:  # the server answers both errors in this way, on every route
         return error.reply
     except RequestError as error:
         return HAPPY_VLLM.refuse(error)
@@ -269,7 +269,7 @@ def test_a_chat_that_cannot_become_a_prompt_is_refused_in_vllms_form() -> None:
 def test_the_second_decoder_has_the_prompt_alone() -> None:
     ids = LIKE_GPT.tokenizer.encode(SENTENCE)
     assert ask("/v2/decode", {"model": "model", "tokens": ids}) == {"prompt": SENTENCE}
-    # The original's example has texts, which Pydantic takes as numbers.
+    # In happy_vllm's own example these are texts, which Pydantic converts to numbers.
     assert ask("/v2/decode", {"model": "model", "tokens": [*map(str, ids[:1]), *map(float, ids[1:])]}) == {
         "prompt": SENTENCE
     }
@@ -293,7 +293,7 @@ def test_errors_of_the_second_decoder_are_vllms(tokens: list[Any]) -> None:
             {"text": TEXT, "num_tokens_in_chunk": 4},
             [SENTENCE, " I am clearly fine.", " And you ? Exceptionally good, thanks for asking."],
         ),
-        # Separators are compared as tokens, and may take several.
+        # Separators are compared as tokens. A separator may have several.
         ({"text": "a ?b?c", "num_tokens_in_chunk": 1, "separators": ["?"]}, ["a ?b?", "c"]),
         ({"text": "a ?b?c", "num_tokens_in_chunk": 1, "separators": [" ?"]}, ["a ?", "b?c"]),
         (
@@ -310,7 +310,7 @@ def test_chunks_end_at_separators_once_they_are_long_enough(document: dict[str, 
 
 
 def test_an_empty_separator_is_behind_each_token() -> None:
-    """happy_vllm looks for the tokens of a separator, and an empty list of tokens is everywhere."""
+    """happy_vllm looks for the tokens of a separator. An empty separator has none, so it is found everywhere."""
     text = "one two three four five"
     for minimum in (1, 2, 3):
         chunks = ask("/v1/split_text", {"text": text, "num_tokens_in_chunk": minimum, "separators": ["", "x"]})
@@ -390,7 +390,7 @@ def test_what_would_exhaust_memory_is_refused_by_its_name_and_limit(
 
 
 def test_a_text_that_no_word_goes_with_is_tokenized_in_few_passes() -> None:
-    """Checks a text with a beginning that depends on its end. A long run of one character may be such a text."""
+    """Check a text whose first tokens depend on its end. A long run of one character may be such a text."""
     passes: list[str] = []
 
     class Contrary:

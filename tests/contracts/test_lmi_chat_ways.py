@@ -1,6 +1,6 @@
-"""LMI's chats and the answers of the asynchronous mode have the same bytes both ways.
+"""LMI's chats and the answers of the asynchronous mode have the same bytes, in whichever way they are written.
 
-One way writes them from the engine's deltas, the other converts the bytes of vLLM's serving classes.
+One way writes them from the engine's deltas. The other converts the bytes of vLLM's serving classes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CALL = Call(body=b'{"stop_token_ids": [7]}', request_id="r")
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What a caller asks for, and what an engine says."""
+    """The options of a caller, and the deltas or the error of an engine."""
 
     options: AnswerOptions
     stream: bool
@@ -41,7 +41,7 @@ class Script:
 
 
 def send(answer: Answer, writer: ReplyWriter, script: Script) -> None:
-    """Write an answer as a running call does."""
+    """Write an answer in the same way as a running call."""
     begun = False
     for delta in script.deltas:
         data = answer.feed(0, delta)
@@ -70,7 +70,7 @@ def result(writer: CollectedReply) -> tuple[int, str, bytes]:
 
 
 def both(form: AnswerForm, script: Script, *, chat: bool = True) -> list[tuple[int, str, bytes]]:
-    """Return the reply from deltas, and the reply that is converted from vLLM's bytes."""
+    """Return the reply that is written from deltas, and the reply that is converted from vLLM's bytes."""
     results = []
     for own in (True, False):
         client = CollectedReply()
@@ -139,7 +139,7 @@ def scripts(draw: Any) -> Script:
 @pytest.mark.parametrize("chat", [True, False])
 def test_an_answer_from_deltas_has_the_bytes_of_a_converted_answer(form: AnswerForm, chat: bool) -> None:
     if not chat and isinstance(form, LmiChatForm):
-        return  # The completions of the rolling batch are vLLM's.
+        return  # For the rolling batch, vLLM's serving classes write the completions.
 
     @given(scripts())
     def same(script: Script) -> None:

@@ -1,4 +1,4 @@
-"""LMI's dynamic batch, byte for byte. Source: LMI schema v0.31, "Dynamic Batch/Static Batch Schema"."""
+"""The replies of LMI's dynamic batch, byte for byte. Source: LMI schema v0.31, "Dynamic Batch/Static Batch Schema"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests and answers of a customer's formatters, which have the forms that LMI's documentation shows."""
+"""Requests and answers of a customer's formatters, which are written as in LMI's documentation."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def failing(*_: Any, **__: Any) -> Any:
 def test_a_failing_input_formatter_refuses_its_request_and_says_why(read: Callable[..., Any], message: str) -> None:
     reply = refusal_of(contract(read=read), call(PROMPT))
     assert (reply.status, reply.content_type) == (424, "application/json")
-    # LMI escapes its errors for HTML.
+    # LMI's errors are escaped for HTML.
     error = json.loads(reply.body)
     assert message in error["error"]
     assert error["code"] == 424
@@ -244,7 +244,7 @@ def changed_by(read: Callable[..., Any], request: Call) -> Call:
 
 
 def completion_of(document: Any) -> Call:
-    """Return the completion by which vLLM answers a body with `inputs`."""
+    """Return the completion request that vLLM answers in place of a body with `inputs`."""
     completion, _ = LmiAsyncContract(configured(MODEL, async_mode=True)).as_completion(call(document))
     return completion
 
@@ -399,7 +399,7 @@ class Dumpable:
 
 
 def formatted_event(value: Any) -> CollectedReply:
-    """Return the reply to a stream of one event, for which the output formatter returns the value."""
+    """Return the reply to a stream of one event. The output formatter returns this value for it."""
 
     async def reply() -> CollectedReply:
         client, formatters = CollectedReply(), Formatters(FormatterThread(5), output=lambda response: value)

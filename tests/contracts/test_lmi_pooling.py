@@ -1,4 +1,4 @@
-"""LMI's contracts for vectors, scores and classes, with other models than `requests/lmi_vectors.yaml`."""
+"""LMI's contracts for vectors, scores and classes, with models that `requests/lmi_vectors.yaml` does not have."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def requests(model: PoolingModel, document: Any, **settings: Any) -> list[tuple[
 def answer(model: PoolingModel, document: Any, *numbers: list[float], **settings: Any) -> bytes:
     exchange = contract(model, **settings).parse(call(document))
     assert len(exchange.requests) == len(numbers)
-    # The engine's order is not that of the prompts.
+    # The engine's order differs from the order of the prompts.
     parts = [
         exchange.answer.feed(place, TokenDelta("", last=True, numbers=np.array(one, np.float32)))
         for place, one in reversed(list(enumerate(numbers)))

@@ -1,4 +1,4 @@
-"""LMI's bodies that no row of `requests/lmi.yaml` can have, and bodies of any kind. Source: LMI schema v0.31."""
+"""Bodies for LMI that cannot be a row of `requests/lmi.yaml`, and bodies of every kind. Source: LMI schema v0.31."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ CHATS, ANSWERS, TURNS = (
 
 
 def calls_of(*names: str) -> dict[str, Any]:
-    """Return what matters of vLLM's schema of a call of one of these tools."""
+    """Return the relevant part of vLLM's schema for a call of one of these tools."""
     return {"items": {"anyOf": [{"properties": {"name": {"enum": [name]}}} for name in names]}}
 
 

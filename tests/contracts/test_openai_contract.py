@@ -1,4 +1,4 @@
-"""The bodies that Slipway's own contract of OpenAI's routes understands, and its requests.
+"""The bodies that Slipway's own contract for OpenAI's routes understands, and the requests that they become.
 
 `cases/openai` has the bytes of its answers. tests/live/test_openai_ways_live.py shows that vLLM sends the same bytes.
 """

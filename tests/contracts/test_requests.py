@@ -1,8 +1,8 @@
-"""Bodies by contract in `requests/*.yaml`, and the requests that the engine gets. UPDATE_CASES=1 writes the requests.
+"""The bodies in `requests/*.yaml`, by contract, and the requests that the engine gets. UPDATE_CASES=1 writes the
+requests.
 
-A row without a request for the engine has the reply, and so has a row with the `numbers` of the engine's answer.
-Headers that most replies have are left out. So are fields that have their defaults, and the id of a request that is
-alone.
+A row has the reply if the engine gets no request, or if the row has the `numbers` of the engine's answer. The rows
+leave out headers that most replies have, fields with default values, and the id of a single request.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_the_engine_gets_the_requests_of_the_row(path: Path, tmp_path: Path) -> 
 
 
 def test_each_contract_of_a_route_is_steered_by_headers() -> None:
-    """Routes whose contracts read a call with the same method need one row together."""
+    """Routes whose contracts read calls with the same method need only one row for all of them."""
     rows = [row for rows in yaml.safe_load((FILES[0].parent / "steering.yaml").read_text()).values() for row in rows]
     found, expected = set(), set()
     for kind in ("generating", "embedding"):

@@ -1,4 +1,6 @@
-"""TEI's routes with bodies of any kind, and by SageMaker's attribute. `requests/tei.yaml` has the refusals."""
+"""TEI's routes: bodies of every kind, and calls that name a route in SageMaker's attribute. `requests/tei.yaml` has the
+refusals.
+"""
 
 from __future__ import annotations
 

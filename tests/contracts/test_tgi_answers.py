@@ -1,4 +1,4 @@
-"""Golden bytes for TGI's answers."""
+"""The exact bytes of TGI's answers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_headers_of_a_stream_keep_proxies_from_holding_it_back() -> None:
 
 
 def number(logprob: float | None) -> str:
-    """Return a log probability as an answer has it."""
+    """Return the text of a log probability in an answer."""
     body = answer("/generate", {"details": True}, whole(" a", Token(7, " a", logprob))).decode()
     return body.partition('"logprob":')[2].partition(",")[0]
 

@@ -1,4 +1,4 @@
-"""TGI's seeds, errors, and bodies of any kind. `requests/tgi.yaml` has the requests that bodies become."""
+"""TGI's seeds, TGI's errors, and bodies of every kind. `requests/tgi.yaml` has the requests that bodies become."""
 
 from __future__ import annotations
 

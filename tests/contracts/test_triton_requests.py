@@ -1,4 +1,4 @@
-"""Triton's notes and paths, and bodies of any kind. `requests/triton.yaml` has the requests that bodies become."""
+"""Triton's notes and paths, and bodies of every kind. `requests/triton.yaml` has the requests that bodies become."""
 
 from __future__ import annotations
 

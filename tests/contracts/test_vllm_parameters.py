@@ -1,4 +1,4 @@
-"""vLLM's sampling keywords in texts and of any kind. `requests/happy_vllm.yaml` has each keyword."""
+"""vLLM's sampling keywords as texts and as JSON values of every kind. `requests/happy_vllm.yaml` has each keyword."""
 
 from __future__ import annotations
 

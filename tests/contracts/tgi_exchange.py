@@ -1,4 +1,4 @@
-"""Calls TGI's contracts without an engine, for tests: documents and deltas in, bytes out."""
+"""Calls TGI's contracts without an engine, for tests: documents and deltas go in, bytes come out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VOCABULARY = {"<unk>": 0, "<s>": 1, "</s>": END, "<|turn|>": TURN, "Tell": 4, "
 
 
 class FakeTokenizer:
-    """A real tokenizer of a few words, with those methods of Hugging Face's wrapper that contracts use."""
+    """A real tokenizer of a few words, with the methods of Hugging Face's wrapper that contracts use."""
 
     all_special_tokens = ("<s>", "</s>", "<|turn|>")
     all_special_ids = (1, END, TURN)
@@ -69,7 +69,7 @@ class FakeModel:
 
 
 def contract(path: str, image_mark: Callable[[int], str] | None = None, **settings: Any) -> Contract:
-    """Return the contract of a route. `image_mark`: that of a model that takes images."""
+    """Return the contract of a route. `image_mark`: returns the mark of an image, if the model takes images."""
     route = next(route for route in TGI.routes if isinstance(route, GenerationRoute) and route.path == path)
     assert route.contract is not None
     return route.contract(configured(MODEL, rolling_batch="lmi-dist", **settings), FakeModel(image_mark))

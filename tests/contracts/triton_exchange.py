@@ -22,7 +22,7 @@ NAMED = {"model": "model"}
 
 
 class LoadedText:
-    """The part of a loaded model that a contract may know."""
+    """The part of a loaded model that a contract may use."""
 
     max_model_len, max_top_tokens, eos_token_ids = 1024, 20, frozenset({2})
     tokenizer: Any = None

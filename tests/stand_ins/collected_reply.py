@@ -12,7 +12,7 @@ class CollectedReply:
 
     def __init__(self) -> None:
         self.whole: Reply | None = None  # A reply that was not streamed.
-        self.status = 0  # Of a streamed reply, like the following.
+        self.status = 0  # This and the next fields describe a streamed reply.
         self.content_type = ""
         self.headers: tuple[tuple[str, str], ...] = ()
         self.parts: list[bytes] = []
@@ -25,7 +25,7 @@ class CollectedReply:
 
     @property
     def body(self) -> bytes:
-        """The bytes that were written so far, of either kind of reply."""
+        """The bytes that were written so far, whether the reply is streamed or not."""
         return self.whole.body if self.whole is not None else b"".join(self.parts)
 
     def reply(self, reply: Reply) -> None:
@@ -39,7 +39,7 @@ class CollectedReply:
         self.status, self.content_type, self.headers = status, content_type, headers
 
     def write(self, data: bytes) -> None:
-        self.parts.append(data)  # Also data that comes too late, so that a test sees it.
+        self.parts.append(data)  # Data that comes too late is kept, too, so that a test sees it.
         assert self.status
         assert not self.ended
 

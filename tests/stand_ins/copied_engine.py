@@ -1,4 +1,4 @@
-"""An engine with copies that a test kills, and whose restarts a test ends."""
+"""An engine with copies. A test kills the copies, and decides when a restart ends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.stand_ins.scripted_engine import ScriptedEngine
 class CopiedEngine(ScriptedEngine):
     """An engine with copies, each on two GPUs."""
 
-    max_most = 4  # The machine has room for so many copies.
+    max_most = 4  # The number of copies that fit on the machine.
     stalled = False
-    stopped: str | None = None  # The reason of the stop. None if it was not stopped.
+    stopped: str | None = None  # The reason for the stop. None if the engine was not stopped.
 
     def __init__(self, copies: int = 3, least: int | None = None, *, waits: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An S3 for tests: moto's server, and a gate before it that can damage the answers."""
+"""A stand-in for S3: moto's server, and a gate in front of it that can damage the answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Fault = Callable[["Passing"], bool]
 
 @dataclass
 class Passing:
-    """A GET of an object on its way."""
+    """A GET request for an object, while the gate holds it."""
 
     path: str
     body: bytes
@@ -99,7 +99,7 @@ def _other_bytes(times: int, sent: Callable[[bytes], bytes]) -> Fault:
 
 
 def held(until: threading.Event, ending: str = "", first: int = 0) -> Fault:
-    """Hold each object with this ending until the event is set, except for the `first` ones."""
+    """Hold objects whose paths have this ending until the event is set. The `first` objects are not held."""
     left = [first]
 
     def fault(passing: Passing) -> bool:
@@ -113,7 +113,7 @@ def held(until: threading.Event, ending: str = "", first: int = 0) -> Fault:
 
 
 def slow(seconds: float, ending: str = "") -> Fault:
-    """Delay each object with this ending."""
+    """Delay objects whose paths have this ending."""
 
     def fault(passing: Passing) -> bool:
         if passing.path.endswith(ending):
@@ -127,7 +127,7 @@ class _QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: Any) -> None:
-        """Ignore the error. Clients leave in the middle, and moto ends before them, because tests check that."""
+        """Ignore the error. In some tests, clients leave early, or moto stops before its clients."""
 
 
 def _handler(gate: Gate) -> type[BaseHTTPRequestHandler]:
@@ -193,7 +193,7 @@ def moto() -> Iterator[str]:
     """Run an S3, and return its address."""
     from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel("ERROR")  # it would log each request, among the lines that tests read
+    logging.getLogger("werkzeug").setLevel("ERROR")  # it would log each request between the lines that tests read
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:

@@ -14,7 +14,7 @@ from engines.statistics import EngineStatistics
 
 
 class ScriptedGeneration:
-    """A request of a ScriptedEngine. On abort it hands over one token, as an engine does that had kept it back."""
+    """A request of a ScriptedEngine. An abort hands over one more token, as if the engine had kept it back."""
 
     def __init__(self, request: GenerationRequest, sink: Sink, engine: ScriptedEngine) -> None:
         self.cancelled = self.aborted = False
@@ -50,9 +50,9 @@ class ScriptedEngine:
         self.statistics = EngineStatistics()
         self.sinks: list[Sink] = []
         self.running: list[ScriptedGeneration] = []
-        self.begun = True  # Its requests have tokens, as far as `Generation.begun` says.
-        self.not_held: tuple[str, ...] = ()  # The parts that it does not hold of the schema of each request.
-        self.failures: dict[int, Exception] = {}  # The error that `submit` raises, by the number of the request.
+        self.begun = True  # The value of `Generation.begun` for all requests that generate.
+        self.not_held: tuple[str, ...] = ()  # The parts of each request's schema that the engine does not hold.
+        self.failures: dict[int, Exception] = {}  # The errors that `submit` raises, by the request's number.
 
     async def start(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM's client of one engine process, below the client of all copies, and requests for it."""
+"""Stand-ins for vLLM's clients, one for each engine process, below the client of all copies, and requests for them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Client:
     """The parts of `AsyncMPClient` that `CopiesClient` uses. A method's call hangs while `answers` is cleared."""
 
     def __init__(self) -> None:
-        self.queue: Any = None  # Takes the messages and the errors of the process.
+        self.queue: Any = None  # The messages and the errors of the process are put here.
         self.added: list[Any] = []
         self.aborted: list[str] = []
         self.calls: list[tuple[Any, ...]] = []
@@ -99,7 +99,7 @@ class Started:
         return copy
 
     def kill(self, copy: Any) -> list[str]:
-        """Let a copy die. Returns the ids of the requests that it had."""
+        """Let a copy die. Return the ids of its requests."""
         from engines.interface import CopyState
 
         copy.client.resources.engine_dead = True
