@@ -12,8 +12,8 @@ The promises:
 - Nothing runs while no client waits.
 - The server leaves nothing behind on the machine.
 
-If a promise is broken, the exit code is 1. The report has the actions, which `--actions` repeats: leave out those that
-the failure does not need.
+If a promise is broken, the exit code is 1. The report lists the actions. `--actions` repeats them: leave out the
+actions that the failure does not need.
 """
 
 from __future__ import annotations

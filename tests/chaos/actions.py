@@ -26,7 +26,7 @@ _GAUGES = ("slipway_engine_running", "slipway_engine_waiting", "slipway_open_req
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action. It can be written down and repeated."""
+    """An action, which can be written as text and repeated."""
 
     name: str
     amount: float
@@ -63,12 +63,12 @@ class Stage:
         self.number = 0
 
     def error(self, text: str, since: float) -> None:
-        """Count an error as a violation if the server was not disturbed since the given time, nor its queue full."""
+        """Count an error as a violation, unless the server was disturbed since the given time or its queue was full."""
         if not self.load.truth_since(since).errors and "queue is full" not in text:
             self.violations.append(text)
 
     async def seen(self, status: int, since: float, seconds: float = 30.0) -> float | None:
-        """Return the seconds until `/ping` answered with this status. None if it did not within `seconds`."""
+        """Return the seconds until `/ping` answered with this status. None if it did not answer so within `seconds`."""
         while clock() < since + seconds:
             if (at := self.subject.watch.first(status, since)) is not None:
                 return at - since
@@ -76,8 +76,8 @@ class Stage:
         return None
 
     async def served(self, since: float, seconds: float = 60.0) -> float | None:
-        """Return the seconds until a request that was sent after `since` was completely answered. None if none was
-        within `seconds`.
+        """Return the seconds until a request that was sent after `since` was completely answered. None if there was no
+        such answer within `seconds`.
         """
         deadline = clock() + seconds
         while clock() < deadline:
@@ -105,7 +105,9 @@ async def stop(stage: Stage, seconds: float, name: str) -> None:
 
 
 async def stop_server(stage: Stage, seconds: float, *, whole: bool) -> None:
-    """Pause the server's own process, or all processes, as `docker pause` does. Clients get no errors after it."""
+    """Pause the server's own process, or all processes, as `docker pause` does. Clients get no errors because of the
+    pause.
+    """
     with stopped(stage.subject.processes() if whole else [stage.subject.process("slipway")]):
         await asyncio.sleep(seconds)
     fault = "all processes stopped" if whole else "server stopped"
@@ -154,7 +156,7 @@ async def terminate(stage: Stage, _: float) -> None:
 
 
 async def crowd(stage: Stage, clients: float, manner: Manner, tokens: tuple[int, int]) -> None:
-    """Send concurrent requests, which may be more than the queue has places."""
+    """Send concurrent requests, possibly more than fit into the queue."""
     for _ in range(int(clients)):
         contract = stage.random.choice(CONTRACTS)
         stage.load.beside(stage.load.send(contract, stage.random.randint(*tokens), manner, stage.random))
@@ -235,8 +237,8 @@ async def _bad(stage: Stage, path: str, body: object) -> None:
 
 
 async def rest(stage: Stage, _: float) -> None:
-    """Wait until every client has its answer. Then nothing may run, and the server has to stay healthy for its stall
-    time.
+    """Wait until every client has its answer. After that, no request is allowed to run, and the server has to stay
+    healthy for its stall time.
     """
     await stage.load.rest()
     since = clock()

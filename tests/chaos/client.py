@@ -90,7 +90,7 @@ async def _talk(
 
 
 class _Received(io.BytesIO):
-    """The bytes of a connection. A reply that has been read does not close them."""
+    """The bytes of a connection. They stay readable after `HTTPResponse` has closed them."""
 
     def close(self) -> None:
         pass

@@ -141,7 +141,7 @@ class Contract:
                     data = [text for text in data if text != "[DONE]"]
                 return [json.loads(text) for text in data]
             if self.name.endswith("stream"):
-                # Of the line ends that Python knows, JSON escapes only those in ASCII.
+                # Not `splitlines`: JSON text may contain line ends outside ASCII, such as U+2028.
                 return [json.loads(line) for line in answer.body.decode().removesuffix("\n").split("\n")]
             return [json.loads(answer.body)]
         except ValueError as error:
@@ -158,12 +158,12 @@ _CHAT: Json = {"messages": [{"role": "user", "content": PROMPT}], "ignore_eos": 
 
 
 def _asked(limit: str, **fields: Any) -> Callable[[int], Json]:
-    """Return a function that makes a body with these fields, and with the number of tokens as the field `limit`."""
+    """Return a function that makes a body. It has these fields, and the number of tokens in the field `limit`."""
     return lambda tokens: {**fields, limit: tokens}
 
 
 def _asked_inside(limit: str, parameters: Json, **fields: Any) -> Callable[[int], Json]:
-    """The same, for contracts whose limit is one of `parameters`."""
+    """Like `_asked`, but the limit is one of the `parameters`."""
     return lambda tokens: {**fields, "parameters": {limit: tokens, **parameters}}
 
 

@@ -1,4 +1,4 @@
-"""Deaths: kills the engine, and compares the answers of the calls that ran with those of an engine that lived.
+"""Deaths: kills the engine while calls run, and compares their answers with the answers of an engine that stays alive.
 
     python -m tests.chaos.deaths --answers 10000 --clients 512 --seed 7
 
@@ -28,11 +28,11 @@ from tests.live.server import START_SECONDS, Server, serving
 from tests.live.small_model import prepare_small_model
 
 _DEATHS_OF_A_SERVER = 5
-"""Each death doubles the pause before the next restart, so a server dies only this often."""
+"""The number of deaths before a new server is started. Each death doubles the pause before the next restart."""
 _TEXTS = ("Once", "Twice", "A lamp", "The sea", "Rain", "Seven boats", "Morning", "Under the bridge")
 _TOKENS = 12
 _TOGETHER = 32
-"""The number of concurrent calls to a live engine. Far more calls run at a death, so batches differ, too."""
+"""The number of concurrent calls to an engine that stays alive. Far more run at a death, so the batches differ."""
 
 _BATCH = 384
 """The number of sequences in a step. With more, the engine's memory would exceed 3 GB. Other calls wait."""
@@ -90,7 +90,7 @@ class Attack:
 
     def __init__(self, answers: int, clients: int, random: Random) -> None:
         self._answers, self._clients, self._random = answers, clients, random
-        self._right: dict[Call, str] = {}  # The answers of an engine that lived. They are the same on every server.
+        self._right: dict[Call, str] = {}  # The answers of an engine that stays alive: the same on every server.
         self.outcomes = Counter[str]()
 
     @property

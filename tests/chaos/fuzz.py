@@ -1,4 +1,4 @@
-"""Fuzz: wrong bodies of every contract, and every route as the API description has it.
+"""Fuzz: wrong bodies for every contract, and every route in the API description.
 
     python -m tests.chaos.fuzz --minutes 5 --seed 3
 
@@ -47,7 +47,7 @@ _SHARE_OF_ROUTES = 0.4
 _SHOWN = 20
 """The number of different errors after which the run ends."""
 _SUMMARY = 12000
-"""How many characters of schemathesis's output are kept, from its first failures and from its end."""
+"""The number of characters of schemathesis's output that are kept, both from its first failures and from its end."""
 _KIND = 60
 """The number of leading characters of an error's text that identify its kind."""
 _HOSTILE: tuple[Any, ...] = (
@@ -59,7 +59,7 @@ _HOSTILE: tuple[Any, ...] = (
 )  # fmt: skip
 _CONTENT_TYPES = ("application/json", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "")
 _EXCLUDED = "/unload|^/models$|^/adapters|/adapters|^/v2/repository/[^/]+/models"
-"""Routes that would remove models or adapters that other requests need, or that answer 501 as in Triton."""
+"""Left out: routes that would remove models or adapters that other requests need, or that answer 501 as in Triton."""
 
 
 def mutated(body: dict[str, Any], properties: list[str], random: Random) -> bytes:
@@ -187,7 +187,7 @@ def routes(url: str, seed: int, seconds: float, directory: Path) -> tuple[bool, 
     """Make schemathesis try every route in the API description. Return True if nothing failed, and the summary."""
     program = Path(sys.executable).with_name("st")
     command = [str(program) if program.exists() else shutil.which("st") or "st", "run", f"{url}/openapi.json"]
-    # Only one worker, because schemathesis fails if Python 3.11's parser fails in a thread.
+    # Only one worker: schemathesis fails if Python 3.11's parser fails in a thread.
     command += ["--seed", str(seed), "--max-time", str(int(seconds)), "--workers", "1", "--continue-on-failure"]
     command += ["--phases", "examples,coverage,fuzzing", "--no-color"]
     command += ["--exclude-method", "DELETE", "--exclude-method", "PUT", "--exclude-path-regex", _EXCLUDED]

@@ -14,7 +14,7 @@ from tests.chaos.contracts import CONTRACTS, Answer, Contract, Malformed
 from tests.chaos.watch import Moment, Subject, clock
 
 REQUEST_SECONDS = 120.0
-"""A request without a complete reply after this time counts as hung. No fault lasts as long."""
+"""A request without a complete reply after this time counts as hung. Every fault is shorter."""
 _MANNERS: tuple[Manner, ...] = ("plain", "plain", "plain", "plain", "leaves", "reads slowly", "sends slowly")
 _TOKENS = 24
 _PAUSE = 1.0
@@ -26,7 +26,7 @@ _BUSY = (b"queue is full", b"overloaded")
 
 
 class Load:
-    """Clients that repeat requests in random contracts, and requests that are sent in addition."""
+    """Clients that repeat requests in random contracts, and additional requests."""
 
     def __init__(self, subject: Subject, clients: int, seed: int) -> None:
         self.violations: list[str] = []
@@ -41,7 +41,7 @@ class Load:
         lost, hung, malformed: These outcomes are always violations.
         """
         self.completed: list[tuple[float, float]] = []
-        """For each complete answer: when its request was sent and when the answer ended. Sorted by the end."""
+        """The times at which the request of each complete answer was sent and the answer ended. Sorted by the end."""
         self._subject = subject
         self._active = asyncio.Event()
         self._active.set()
@@ -108,7 +108,9 @@ class Load:
         return wait
 
     async def ask(self, path: str, body: bytes = b"", method: str = "POST") -> tuple[int, bytes]:
-        """Send a request outside the contracts, for example to the management API. Status 0: the connection broke."""
+        """Send a request outside the contracts, such as one to the management API. The status is 0 if the connection
+        broke.
+        """
         sent = clock()
         request = request_bytes(path, body, method, "application/json" if body else "text/plain")
         try:

@@ -1,9 +1,9 @@
-"""Overload: ten times as many clients as the server has places. A refused client comes again after `Retry-After`.
+"""Overload: ten times as many clients as the server has places. A refused client retries after `Retry-After`.
 
     python -m tests.chaos.overload --minutes 7
 
 The server has as many waiting places as places in its batch. On a machine with two or more processors, the load client
-and the server use different ones.
+and the server use different processors.
 
 The number of tokens in an answer varies between a half and one and a half times the mean. With equal numbers, the
 requests at capacity would run in step, and the engine would process 16 prompts at once, which happens under no other

@@ -41,11 +41,11 @@ _GROWTH = 0.05
 _SLACK = {"rss_mb": 16.0, "descriptors": 16.0, "threads": 2.0}
 """The absolute growth that is always allowed."""
 _NAMES_SLACK = 2
-"""The allowed growth of the number of names of shared memory."""
+"""The allowed growth of the number of shared-memory names."""
 _CALLS = 5
-"""The number of calls to each model and adapter that is loaded for a change."""
+"""The number of calls to each model or adapter that a change loads."""
 _LEAVING = 20
-"""How many clients leave at once, and how many samples are between two such moments."""
+"""The number of clients that leave at once, and the number of samples between two such moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Sample:
     second: float
     processes: dict[str, Process]
     names: int
-    """The number of names of shared memory that the server's processes created."""
+    """The number of shared-memory names that the server's processes created."""
     restarts: int
     """How often the engine was restarted so far."""
     ping: float | None

@@ -21,8 +21,8 @@ _ACTIONS = ("fill:100", "leave:40", "read_slowly:8", "send_slowly:8", "bad_reque
 async def test_a_server_under_random_faults_loses_no_request_and_tells_the_truth() -> None:
     actions = [Action.read(text) for text in _ACTIONS]
     Random(1).shuffle(actions)
-    # A busy machine does not reach this stall time. The end of a run waits as long. The run is over once all actions
-    # are done, which takes less than a minute on an idle machine.
+    # A stall time that a busy machine does not reach. At its end, a run waits for this time. The run ends once all
+    # actions are done, which takes less than a minute on an idle machine.
     report = await chaos(actions, 400.0, 8, stall_timeout=20.0)
     print(report)
     assert report.violations == []

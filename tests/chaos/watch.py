@@ -1,4 +1,4 @@
-"""The server under test: the statuses that `/ping` may return and did return, and the remains of a server."""
+"""The server under test: the statuses that `/ping` may return, the statuses that it did return, and its remains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _END_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The observations that are allowed from a certain time on."""
+    """The observations that are allowed from a given time."""
 
     since: float
     statuses: frozenset[int]
@@ -55,7 +55,7 @@ class Truth:
         self._lock = threading.Lock()
 
     def is_now(self, *statuses: int, errors: bool = False, after: float = 0.0) -> None:
-        """Allow these observations from now on, or in `after` seconds. Entries for later times are removed."""
+        """Allow these observations from `after` seconds from now on. Entries for later times are removed."""
         with self._lock:
             since = clock() + after
             self._moments = [moment for moment in self._moments if moment.since < since]
@@ -94,7 +94,7 @@ class PingWatch:
         self._thread.join()
 
     def first(self, status: int, since: float) -> float | None:
-        """Return when the first `/ping` that was sent after `since` returned this status."""
+        """Return the time at which the first `/ping` that was sent after `since` returned this status."""
         later = self.pings[bisect_left(self.pings, since, key=lambda ping: ping.sent) :]
         return next((ping.received for ping in later if ping.status == status), None)
 
@@ -108,7 +108,7 @@ class PingWatch:
             allowed = self._truth.between(ping.sent, ping.received).statuses
             if status in allowed:
                 lie = ""
-            elif not lie:  # One report for each series of wrong answers.
+            elif not lie:  # Each series of wrong answers is reported once.
                 lie = f"/ping said {status} where {sorted(allowed)} would be true: {text}"
                 self.lies.append(lie)
 
@@ -131,7 +131,7 @@ class Subject:
         self.truth = Truth()
         self.left_behind: list[str] = []
         self.engine_restarts = 0
-        """How often this server will still restart its engine."""
+        """The number of times that this server will still restart its engine."""
         self.stall_timeout = float(environment.get("SERVING_STALL_TIMEOUT", "60"))
         self._directory = directory
         self._model_dir = write_model(directory / "model", **options)
@@ -139,7 +139,7 @@ class Subject:
         self._temporary = Path(tempfile.mkdtemp(prefix="chaos-"))
         compiled = cache_dir() / "inductor"
         compiled.mkdir(parents=True, exist_ok=True)
-        (self._temporary / f"{_CACHES}{getpass.getuser()}").symlink_to(compiled)  # Shared by all runs: it takes 20 s.
+        (self._temporary / f"{_CACHES}{getpass.getuser()}").symlink_to(compiled)  # Compiling takes 20 s.
         self._environment = environment | {"TMPDIR": str(self._temporary), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
         self._logs: list[Path] = []
         self.server = self._started()
