@@ -13,14 +13,14 @@ from xdist.scheduler import LoadScopeScheduling
 
 # On a busy machine, one example may take several seconds.
 settings.register_profile("slow", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# For a second run with another Python.
+# A second run, with another Python, uses this profile.
 settings.register_profile("few", settings.get_profile("slow"), max_examples=10)
 settings.load_profile("slow")
 
 _SHARED = re.compile(r"[\[-](lmi-dist|sample|host)[-\]]")
 """Finds the value of the fixture `engine`, `sample_server` or `host` in a live test's name.
 
-Many files share these servers.
+Tests in many files share these servers.
 """
 _INTERNALS = "_internals.py"
 """The suffix of live test files that import vLLM into the test's process.
@@ -32,7 +32,7 @@ In each process, this import takes ten seconds and a gigabyte.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run tests with a shared server first, and then files with slow tests. One process runs all tests of a server or a
-    file, and the others should not wait for it at the end.
+    file. The other processes should not wait for it at the end.
     """
     if not hasattr(config, "workerinput"):
         return  # There is only one process.
@@ -62,7 +62,7 @@ def no_collection_by_itself() -> Iterator[None]:
 
 
 class ByServer(LoadScopeScheduling):
-    """A scheduler that runs the tests that share a server, or that use vLLM, in one process. Others are run by file."""
+    """A scheduler that runs tests in one process if they share a server or use vLLM. Other tests are run by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _shared(nodeid) or nodeid.partition("::")[0]
@@ -78,7 +78,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServe
 
 
 def _shared(nodeid: str) -> str:
-    """Return the server that a live test shares with other files, a marker for vLLM in this process, or ""."""
+    """Return the name of the shared server that a live test uses, `_INTERNALS` if the test imports vLLM, or ""."""
     path, _, name = nodeid.partition("::")
     if not path.startswith("tests/live/"):
         return ""

@@ -1,8 +1,8 @@
-"""Tries each argument of vLLM that Slipway passes on, and records the results.
+"""Tries each argument that Slipway passes on to vLLM, and records the results.
 
 A server loads a small model with the option, answers requests on several routes, and shows its metrics. If something
 fails, vLLM's own server is tried with the same arguments. The program writes rows into docs/engine_arguments.md, for
-the named options or for all:
+the named options or for all options:
 
     python -m tests.engine_arguments max_logprobs block_size
     python -m tests.engine_arguments
@@ -44,7 +44,7 @@ REFUSED = {option.key.removeprefix("option.") for option in NOT_SERVED}
 AT_ONCE = 12
 """The number of options that are tried together."""
 ANY_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Environment variables of the servers. An engine that is bound to a core may wait for another engine on it."""
+"""Environment variables of the servers. If an engine is bound to a core, it may have to wait for another one."""
 PROMPT = "Once upon a time"
 TOKENS = 5
 MODEL = "model"
@@ -59,7 +59,7 @@ MAMBA = "is for models with Mamba layers"
 
 @dataclass(frozen=True)
 class Trial:
-    """An option's trial with a value, in which `{model}`, `{directory}` and similar names stand for paths."""
+    """A trial of an option. In its value, `{model}`, `{directory}` and similar names stand for paths."""
 
     value: str
     beside: Mapping[str, str] = field(default_factory=dict)
@@ -472,7 +472,7 @@ class Slipway:
             yield from self._together(together)
 
     def _first_that_agree(self, names: Sequence[str]) -> list[str]:
-        """Return the first of these options, as far as they do not contradict each other."""
+        """Return the first of these options, with further options that do not contradict it or each other."""
         merged: dict[str, str] = {}
         found: list[str] = []
         for name in names:
@@ -564,7 +564,7 @@ def _trial(name: str) -> Trial:
 
 
 def _reason(message: str) -> str:
-    """Return a refusal without the names of the model and of other options."""
+    """Return the text of a refusal without the model's name and without other options' names."""
     return re.sub(r"^model \w+ cannot be loaded: (vLLM cannot load [^:]*: )?", "", " ".join(message.split()))
 
 
@@ -573,7 +573,7 @@ def _serve_arguments(options: Mapping[str, str], model: Path) -> list[str]:
 
 
 def refused_at_once(options: Mapping[str, str], model: Path) -> str:
-    """Return the reason if vLLM refuses arguments before it starts an engine. Empty if it does not."""
+    """Return the reason if vLLM refuses arguments before it starts an engine, or an empty string."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -587,7 +587,7 @@ def refused_at_once(options: Mapping[str, str], model: Path) -> str:
 
 
 def tried_on_vllm(options: Mapping[str, str], model: Path, log: Path) -> str:
-    """Return the error if vLLM's own server fails with these arguments. Empty if it works."""
+    """Return the error if vLLM's own server fails with these arguments, or an empty string."""
     if refusal := refused_at_once(options, model):
         return refusal
     port = free_port()

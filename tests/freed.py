@@ -1,4 +1,4 @@
-"""Checks that objects are freed: a single object without references, or everything that reference cycles hold."""
+"""Checks that objects are freed: a single object, or everything that only reference cycles hold."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ KERNELS = Path(os.environ.get("GPU_PROOF_KERNELS", "build/gpu-kernels")).absolut
 PART_SECONDS = float(os.environ.get("GPU_PROOF_PART_SECONDS", "420"))
 BENCH = "bench"
 GRACE_SECONDS = 55.0
-"""How long a part may take to stop its servers once its limit is reached. Each may take 20 s on a busy machine."""
+"""The time that a part has to stop its servers once its limit is reached. Each may take 20 s on a busy machine."""
 LIMIT_ENDED = 3
 """The exit status if a time limit left something out."""
 _OVER = "not run: the time was over"
@@ -56,7 +56,7 @@ class Part:
     def files(self) -> list[str]:
         if self.name != "internals":
             return [f"tests/gpu/test_{self.name}.py"]
-        # On a CPU, `make live` already runs all of these tests, and a short file shows that the part runs.
+        # On a CPU, `make live` already runs all of these tests. One short file is enough to show that the part runs.
         names = ["cpu"] if ON_CPU else ["vllm", "typical"]
         return [f"tests/live/test_{name}_internals.py" for name in names]
 
@@ -217,10 +217,10 @@ def outcome_of(file: Path) -> Outcome:
 def _bench(seconds: float) -> Outcome:
     options = ["--peers", "slipway,vllm", "--samples-file", str(RESULTS / "samples.json")]
     if ON_CPU:
-        # Without time, only the first load runs: the streams.
+        # With no time left, only the first load runs: the streams.
         options += ["--device", "cpu", "--workload", "b", "--concurrency", "2", "--time-limit", "0", "--seconds", "0.2"]
     else:
-        # The last sixth of the time is for the load that is still running.
+        # No load starts in the last sixth of the time, so that the running load can finish.
         options += ["--time-limit", str(seconds * 5 / 6)]
         options += ["--device", "gpu", "--workload", "a", "--contracts", "lmi,openai", "--concurrency", "32,256"]
         options += ["--rounds", "5", "--seconds", "2"]
@@ -235,7 +235,9 @@ def _bench(seconds: float) -> Outcome:
 
 
 def outcome_of_bench(report: Path, code: int | None, seconds: float) -> Outcome:
-    """Return the benchmark's outcome from its report, exit status and duration. It has passed if it has ratios."""
+    """Return the benchmark's outcome from its report, exit status and duration. The benchmark has passed if its report
+    has ratios.
+    """
     streams = report.read_text().partition("streams")[2].partition("###")[0]
     ratios = [line.strip("| ").split(" | ") for line in streams.splitlines() if " / vllm" in line]
     figures = [f"{pair}, {clients} clients: {rate}" for pair, clients, rate, *_ in ratios]

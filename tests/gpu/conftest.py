@@ -30,13 +30,13 @@ from tests.live.small_model import prepare_small_model
 ON_CPU = os.environ.get("GPU_PROOF_ON_CPU") == "1"
 TOKENS = 8 if ON_CPU else 64
 LONG = 32 if ON_CPU else 800
-"""The number of tokens in an answer that still runs when a process is killed: at least a second on any device."""
+"""The number of tokens in an answer that takes at least a second on any device. A process is killed meanwhile."""
 RecordProperty = Callable[[str, object], None]
 """pytest's fixture `record_property`. It records a figure for the summary."""
 needs_gpu = pytest.mark.skipif(ON_CPU, reason="needs a GPU")
 _LORA: dict[str, object] = {"enable_lora": "true", "max_loras": 2, "max_lora_rank": 8}
 _MEMORY: dict[str, object] = {"kv_cache_memory_bytes": (512 << 20 if ON_CPU else 4 << 30)}
-"""Set explicitly, so that nothing depends on the free memory, and two engines fit on one GPU."""
+"""The fixed size of the KV cache: it does not depend on the free memory, and two engines fit on one GPU."""
 _SHARE: dict[str, object] = {} if ON_CPU else {"gpu_memory_utilization": 0.3}
 """The share of the GPU's memory that has to be free when an engine starts."""
 
@@ -52,7 +52,7 @@ def adapter_options(model: Path, dtype: str | None) -> dict[str, object]:
 
 
 class OneServer:
-    """The running server. A GPU has room for only one at a time, and tests in several files share it."""
+    """The running server. A GPU has room for only one server at a time, and tests in several files share a server."""
 
     def __init__(self, directories: pytest.TempPathFactory) -> None:
         self._directories = directories
@@ -61,7 +61,7 @@ class OneServer:
         self._name = ""
 
     def of(self, name: str, serve: Callable[[Path], Server]) -> Server:
-        """Return a server. If another server is running, it is stopped first, and this one is started.
+        """Return a server. If it is not running, it is started, after any other server is stopped.
 
         Args:
             name: The server's name.
@@ -115,7 +115,7 @@ def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneServer]:
 
 @pytest.fixture(scope="session")
 def used_without_server(one_server: OneServer) -> int:
-    """Return how many MiB of GPU memory are in use while no server runs."""
+    """Return the MiB of GPU memory that are in use while no server runs."""
     one_server.stop()
     return used_gpu_memory()
 
@@ -148,7 +148,7 @@ def host(one_server: OneServer) -> Server:
 
 
 def used_gpu_memory() -> int:
-    """Return how many MiB of all GPUs' memory any process uses. In a container, processes cannot be told apart."""
+    """Return the MiB of memory in use on all GPUs, by any process. In a container, processes cannot be told apart."""
     if shutil.which("nvidia-smi") is None:
         return 0
     asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]

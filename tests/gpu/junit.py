@@ -26,7 +26,7 @@ _NOT_XML = re.compile("[^\\t\\n\\r\\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 _OUTCOMES = ("failure", "error", "skipped")
 _OVER = "the time is over"
 _POOL_SECONDS = 2.0
-"""How long a pool may wait for its calls when the time is over."""
+"""The time that a thread pool may wait for its calls once the limit is reached."""
 _OF_PART = re.compile(r"(?:.*/)?tests/gpu/test_(\w+)\.py")
 
 
@@ -95,7 +95,7 @@ class Results:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "setup" and report.passed:
-            self._setup_seconds = report.duration  # Nothing is known about the test yet.
+            self._setup_seconds = report.duration  # The test's outcome is not known yet.
             return
         name = part_of(report.nodeid)
         case = self._parts[name].cases.setdefault(report.nodeid, Case(self._setup_seconds))
@@ -140,13 +140,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """End the run. A test's pool then waits for its calls, which may wait for a server that hangs: leave the pool."""
-    signal.signal(signal.SIGALRM, _leave_pool)  # In place of pytest-timeout's handler.
+    """End the run. Leave a test's thread pool if its calls do not end, because their server may hang."""
+    signal.signal(signal.SIGALRM, _leave_pool)  # Replaces pytest-timeout's handler.
     signal.setitimer(signal.ITIMER_REAL, _POOL_SECONDS, _POOL_SECONDS)
     pytest.exit(_OVER)
 
 
 def _leave_pool(number: int, frame: FrameType | None) -> None:
-    # Other code is not interrupted, because it may be stopping a server.
+    # Only a pool's shutdown is interrupted: other code may be stopping a server.
     if any(each.f_code is ThreadPoolExecutor.shutdown.__code__ for each, _ in traceback.walk_stack(frame)):
         pytest.exit(_OVER)

@@ -21,7 +21,7 @@ DRIVER = 580
 """The oldest branch of NVIDIA's driver that supports CUDA 13.0."""
 _SECONDS = 60
 _PROBE = "msgspec"
-"""A small package in the lock file."""
+"""A small package from the lock file, to check that packages can be downloaded."""
 _MODULES = ("msgspec", "psutil", "httpx", "pytest", "pytest_asyncio", "pytest_timeout", "xdist", "hypothesis")
 """The modules that the proof imports before its first part."""
 

@@ -18,7 +18,7 @@ def test_quantized_weights_take_less_memory_and_the_answer_makes_sense(
     tmp_path: Path,
     record_property: RecordProperty,
 ) -> None:
-    """A 16-bit weight loses half of its bytes. Embeddings, a fifth of the sample model, are not quantized."""
+    """Quantization halves the size of a 16-bit weight. Embeddings, a fifth of the sample model, are not quantized."""
     options = gpu_options | {"dtype": "bf16", "quantize": "fp8"}
     with hosted(host, write_model(tmp_path / "fp8" / "model", rolling_batch="vllm", **options)) as quantized:
         answer = quantized.invoke(PROMPTS[0], max_new_tokens=16)

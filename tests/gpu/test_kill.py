@@ -15,7 +15,7 @@ from tests.waiting import wait_until
 
 CALLS = 12
 FREED_MIB = 1024
-"""The most MiB by which the GPU's used memory may differ before and after a server. Other programs may use the GPU."""
+"""The MiB by which the GPU's used memory may differ after a server from before it. Other programs may use the GPU."""
 
 
 def test_a_client_that_leaves_ends_its_generation(server: Server) -> None:

@@ -10,13 +10,13 @@ from tests.live.server import Server, hosted, write_model
 from tests.waiting import wait_until
 
 BLOCKS = 80
-"""Blocks of 16 tokens: enough for one sequence of the maximum length, and a little more."""
+"""The number of blocks of 16 tokens: a little more than one sequence of the maximum length needs."""
 LONG = [" ".join(f"{word} {number}" for word in range(130)) for number in range(5)]
 """Prompts of at least 400 tokens. The cache holds at most three of them."""
 
 
 def loaded_back(server: Server) -> int:
-    """Return how many tokens were found in main memory."""
+    """Return the number of tokens that were found in main memory."""
     metrics = server.client.get("/metrics").text
     found = re.findall(r"^vllm:external_prefix_cache_hits_total{.*} (\S+)$", metrics, re.M)
     return sum(int(float(value)) for value in found)

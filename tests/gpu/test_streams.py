@@ -80,7 +80,7 @@ OPENAI = {"/v1/completions": _completion, "/v1/chat/completions": _chat}
 
 
 def openai_streams(client: httpx.Client, path: str) -> Texts:
-    """Return the streams of all prompts, which are requested at the same time."""
+    """Request streams for all prompts at the same time, and return them."""
 
     def stream(prompt: str) -> tuple[str, str]:
         body = {"model": "model", "max_tokens": TOKENS, "temperature": 0, "stream": True, **OPENAI[path](prompt)}
@@ -95,8 +95,8 @@ def openai_streams(client: httpx.Client, path: str) -> Texts:
 
 
 def lmi_answers(server: Server, stream: bool) -> list[dict[str, Any]]:
-    """Return the answers to all prompts, which are requested together. Of a stream, return the last record, with
-    the tokens' text.
+    """Send all prompts at the same time, and return the answers. For a stream, return its last record, with the text of
+    all tokens.
     """
 
     def answer(prompt: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tests.live.server import METRIC_SECONDS, Server, hosted, records, serving, 
 
 PROMPTS = prompts.PROMPTS[:2] if ON_CPU else prompts.PROMPTS
 CONTEXT_MIB = 100
-"""The GPU memory that each process takes once it uses the GPU."""
+"""The MiB of GPU memory that a process takes as soon as it uses the GPU."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,9 @@ def texts(gpu_options: dict[str, object]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def used_by_tests(one_server: OneServer, texts: dict[str, str]) -> int:
-    """Return how many MiB of GPU memory are in use without a server. This process has loaded its model there."""
+    """Return the MiB of GPU memory that are in use without a server. They include the model that this process has
+    loaded.
+    """
     one_server.stop()
     return used_gpu_memory()
 

@@ -1,4 +1,4 @@
-"""Builds the images from the Dockerfiles that users build. It also works if no image registry is reachable."""
+"""Builds the images from the same Dockerfiles as users. It works even if no image registry is reachable."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CannotBuild(Exception):
 
 
 def build(engine: Engine, device: str) -> str:
-    """Build the image for `cpu` or `gpu`, and return its tag. An earlier build is updated.
+    """Build the image for `cpu` or `gpu`, and return its tag. If the image exists, it is updated.
 
     Raises:
         CannotBuild: This machine cannot get or make a base image.
@@ -88,8 +88,8 @@ _PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX"
 
 
 def _requirements_of_vllm() -> tuple[str, list[str]]:
-    """Return torch, in any build of the locked version, and the lines of the CPU lock for the other packages of the
-    vLLM image.
+    """Return a requirement for torch's locked version, in any build, and the CPU lock's lines for the other packages of
+    the vLLM image.
     """
     lines = _pins("cpu")
     (torch,) = {line.partition("+")[0] for line in lines if line.startswith("torch==")}

@@ -27,7 +27,7 @@ from tests.live.server import free_port
 
 START_SECONDS = 480.0
 UNPRIVILEGED = "12345:12345"
-# Directories of this machine that its programs need in an empty container.
+# Directories of this machine that the machine's own programs need in an empty container.
 _OF_THE_MACHINE = ("/usr", "/lib", "/lib64")
 _CGROUP_V2 = Path("/sys/fs/cgroup/cgroup.controllers")
 
@@ -42,7 +42,7 @@ class Engine:
 
     name: str
     variables: Mapping[str, str] = field(default_factory=dict)
-    # The reason if containers run in buildah's chroot, which shares podman's images and does not need cgroups.
+    # The reason why containers run in buildah's chroot, or "". The chroot shares podman's images, and needs no cgroups.
     chroot: str = ""
 
     @property
@@ -142,7 +142,7 @@ def _in_one_line(text: str) -> str:
 
 
 def _podman_variables(directory: Path) -> dict[str, str]:
-    """Return settings with which podman runs without systemd, and without rights that this process lacks."""
+    """Return settings for podman, so that it needs neither systemd nor rights that this process lacks."""
     if "CONTAINERS_CONF" in os.environ:
         return {}
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -15,7 +15,7 @@ from tests.image.container_engine import Container, Engine, running
 from tests.live.server import records
 
 PROMPT = "The capital of France is"
-# Takes far longer than SERVING_DRAIN_TIMEOUT allows.
+# A request that takes far longer than SERVING_DRAIN_TIMEOUT allows.
 ENDLESS = {
     "inputs": "Once upon a time",
     "parameters": {"max_new_tokens": 1000, "ignore_eos_token": True, "details": True},
