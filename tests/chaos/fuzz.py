@@ -1,4 +1,4 @@
-"""Fuzz: wrong bodies for every contract, and every route in the API description.
+"""Fuzz: wrong bodies of every contract, and every route as the API description has it.
 
     python -m tests.chaos.fuzz --minutes 5 --seed 3
 

@@ -1,4 +1,4 @@
-"""Overload: ten times as many clients as the server has places. A refused client retries after `Retry-After`.
+"""Overload: ten times as many clients as the server has places. A refused client comes again after `Retry-After`.
 
     python -m tests.chaos.overload --minutes 7
 

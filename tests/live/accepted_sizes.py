@@ -2,8 +2,8 @@
 
     python -m tests.live.accepted_sizes FILE
 
-FILE: a JSON object of configs by name. Prints a JSON object by name: `sizes`, those from 1 to 8 that vLLM accepts, and
-`config`, the config as vLLM knows it.
+FILE: a JSON object of configs by name. The program prints a JSON object with two values for each name: `sizes`, the
+sizes from 1 to 8 that vLLM accepts, and `config`, vLLM's own form of the config.
 
 For each size, vLLM checks its own configuration and builds some layers of the model's own class, on the meta device and
 in a process group that claims to have this size. Nothing is computed. A GPU and torchvision are not needed: stand-ins
@@ -25,9 +25,8 @@ from unittest.mock import MagicMock
 
 _SIZES = range(1, 9)
 _LAYERS = 4
-"""The layers of each model that are built: they include attention with and without a window or a state, dense layers
-and
-experts.
+"""The number of layers of each model that are built. They include attention with and without a window or a state, dense
+layers and experts.
 """
 _TORCHVISION = ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
 

@@ -1,4 +1,4 @@
-"""The texts of bare vLLM, without Slipway, for prompts with images or sounds. As a program, it makes them."""
+"""The texts of bare vLLM, without Slipway, for prompts with images or sounds. The module's program generates them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MediaPrompt:
     prompt: str
     images: tuple[str, ...] = ()
     sounds: tuple[str, ...] = ()
-    transcribes: bool = False  # The sound is the encoder's, and the prompt the decoder's.
+    transcribes: bool = False  # The sound goes to the encoder, and the prompt to the decoder.
     max_tokens: int = 6
 
 

@@ -1,4 +1,4 @@
-"""Makes numbers of texts with transformers, without vLLM and Slipway."""
+"""Computes vectors and scores of texts with transformers, without vLLM and Slipway."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Job(NamedTuple):
 
 
 def numbers_of_transformers(**jobs: Job) -> dict[str, list[Any]]:
-    """Return the numbers for each text of each job. All come from one new process."""
+    """Return the vector or scores of each text of each job. One new process computes all of them."""
     given = {name: (str(job.model), job.pooling, job.texts) for name, job in jobs.items()}
     numbers: dict[str, list[Any]] = result_of(__name__, given)
     return numbers

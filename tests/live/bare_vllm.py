@@ -1,4 +1,4 @@
-"""The texts that bare vLLM, without Slipway, generates for the test prompts. As a program, it makes them."""
+"""The texts that bare vLLM, without Slipway, generates for the test prompts. The module's program generates them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _CONTROL, _SHIFT = 2, 8
 
 
 class Page:
-    """A page of the browser. Its requests and its complaints are recorded."""
+    """A page of the browser. Its requests, errors and warnings are recorded."""
 
     def __init__(self, connection: ClientConnection, session: str, numbers: Iterator[int]) -> None:
         self._connection, self._session, self._numbers = connection, session, numbers
@@ -124,7 +124,7 @@ class Page:
         self.call("DOM.setFileInputFiles", files=[str(path)], nodeId=node)
 
     def press(self, key: str, *, control: bool = False, shift: bool = False) -> None:
-        """Press a key. The focused element gets it."""
+        """Press a key. It goes to the focused element."""
         modifiers = _CONTROL * control + _SHIFT * shift
         code = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": modifiers}
         text = {"text": "\r"} if key == "Enter" and not control else {}
@@ -132,7 +132,7 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **code)
 
     def text(self, selector: str) -> str:
-        """Return the text of an element, to the character."""
+        """Return the exact text of an element."""
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)}).textContent"))
 
     def size(self, width: int, height: int, *, scale: float = 1.0, dark: bool = False) -> None:
@@ -178,7 +178,7 @@ def chromium(directory: Path) -> Iterator[Browser]:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
         address = _address(profile / "DevToolsActivePort", process)
-        # No pings: their answers would lie behind events that nobody reads while a test does something else.
+        # No pings: their answers would be queued behind events that nobody reads while a test does something else.
         with connect(address, max_size=None, open_timeout=_START_SECONDS, ping_interval=None) as connection:
             yield Browser(connection)
     finally:
@@ -187,7 +187,7 @@ def chromium(directory: Path) -> Iterator[Browser]:
 
 
 def _address(file: Path, process: subprocess.Popen[bytes]) -> str:
-    """Return the address at which the browser listens. The browser writes it into its profile."""
+    """Return the address at which the browser listens. The browser writes this address into its profile."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
         with contextlib.suppress(FileNotFoundError, ValueError):

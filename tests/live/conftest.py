@@ -26,11 +26,11 @@ from tests.live.small_model import MAX_MODEL_LEN, prepare_small_model
 ENGINE = {"dtype": "fp32", "max_model_len": 1024, "kv_cache_memory_bytes": 512 << 20, "max_rolling_batch_size": 32}
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    # Tests run beside each other: each engine has one thread, on any free core.
+    # Tests run at the same time, so each engine has one thread, on any free core.
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    # transformers keeps the code of models there, and two processes that write it disturb each other.
+    # transformers keeps the code of models there. Two processes that write it would disturb each other.
     os.environ["HF_MODULES_CACHE"] = str(cache_dir() / f"modules-{worker}")
-plain_environment()  # Before a test imports vLLM.
+plain_environment()  # It is cached here, before a test imports vLLM.
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -81,7 +81,7 @@ def small_options() -> dict[str, object]:
 def engine(request: pytest.FixtureRequest) -> str:
     """vLLM as LMI's lmi-dist, which has all parameters.
 
-    A parameter, so that the name of a test says that it uses a shared server (tests/conftest.py).
+    The fixture has a parameter, so that a test's name shows that the test uses a shared server (tests/conftest.py).
     """
     name: str = request.param
     return name
@@ -89,7 +89,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, engine: str, small_options: dict[str, object]) -> Iterator[Server]:
-    """Start the server of most tests, with the small model: an answer has the right form, and no meaning."""
+    """Start the server of most tests, with the small model: its answers have the right form, but no meaning."""
     with _local_endpoint(tmp_path_factory.mktemp("server"), small_options | {"rolling_batch": engine}) as running:
         yield running
 
@@ -98,7 +98,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, engine: str, small_options:
 def sample_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
 ) -> Iterator[Server]:
-    """Start the server of tests that need the sample model's text, or its end. A parameter, as `engine` is.
+    """Start the server of tests that need the sample model's text, or the end of its text. The parameter is like
+    `engine`'s.
 
     A token takes 90 ms of processor time. The context has 1024 tokens.
     """
@@ -110,7 +111,7 @@ def sample_server(
 def _local_endpoint(directory: Path, options: dict[str, object]) -> Server:
     """Start a server with the default formatter. It also serves SageMaker's runtime API, for `my-endpoint`.
 
-    The folder `s3` beside its log stands for S3.
+    The folder `s3` beside the server's log stands for S3.
     """
     folders = ("--s3-folder", str(directory / "s3"))
     model = write_model(directory / "model", **options)

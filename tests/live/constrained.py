@@ -1,4 +1,4 @@
-"""Asks for constrained answers, and tells which of them do not obey."""
+"""Requests constrained answers, and reports the answers that do not obey their constraint."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TOKEN_CHECKS: dict[str, Check] = {
     "stop_token_ids": lambda text: text.strip() in ("", "Paris"),
     "min_tokens": lambda text: len(text) > 6,
 }
-"""The greedy answer of the sample model to the prompt, " Paris. ...", breaks all but the last."""
+"""The sample model's greedy answer to the prompt, " Paris. ...", breaks all constraints but the last."""
 CHECKED_TOKENS: Checked = {name: (fields, TOKEN_CHECKS[name]) for name, fields in TOKENWISE.items()}
 
 
 def obeys(form: Fields, text: str) -> bool:
-    """Return True if a text has a form. `form`: its kind and its value, by vLLM's names."""
+    """Return True if a text obeys a form. `form`: its kind, under vLLM's name, and its value."""
     ((kind, value),) = form.items()
     match kind:
         case "regex":
@@ -74,7 +74,7 @@ def text_in(route: Route, response: httpx.Response) -> str:
 
 
 def disobeyed(server: Server, route: Route, cases: Checked, at_a_time: int = AT_A_TIME) -> Iterator[str]:
-    """Return the cases with answers that do not obey, with the texts that came instead."""
+    """Yield a line for each case whose answer does not obey, with the text of the answer."""
     with ThreadPoolExecutor(at_a_time) as clients:
         for name, (response, text) in zip(
             cases, clients.map(lambda case: answer(server, route, case[0]), cases.values()), strict=True
@@ -86,7 +86,7 @@ def disobeyed(server: Server, route: Route, cases: Checked, at_a_time: int = AT_
 def accepted(
     server: Server, route: Route, cases: Mapping[str, tuple[Fields, str]], at_a_time: int = AT_A_TIME
 ) -> Iterator[str]:
-    """Return the cases that are not refused with a message that has these words."""
+    """Yield a line for each case that is not refused, or whose refusal lacks the expected words."""
     with ThreadPoolExecutor(at_a_time) as clients:
         for name, (response, text) in zip(
             cases, clients.map(lambda case: answer(server, route, case[0]), cases.values()), strict=True

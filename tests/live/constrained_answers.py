@@ -1,4 +1,4 @@
-"""The vLLM engine's answers to constraints. Some of these would harm the engine, so a program runs it."""
+"""The vLLM engine's answers to constraints. Some of them would harm the engine, so it runs in its own program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ PAUSE = 0.05
 
 
 def constrained_answers(model: Path, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the answers to the cases, by name, from a new process. "others": those of requests beside them."""
+    """Return the answers to the cases, by name, from a new process. "others": the results of requests that run
+    meanwhile.
+    """
     answers: dict[str, dict[str, Any]] = result_of(__name__, [str(model), cases])
     return answers
 

@@ -26,7 +26,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHE
 FORMATTERS = Path(__file__).parents[1] / "fixtures" / "formatters"
 SESSION = "X-Amzn-SageMaker-Session-Id"
 OPTIONS = {"enable_lora": "true", "max_loras": 3}
-"""Options of a server for these calls. The adapters of `add_adapters` fit into one step."""
+"""Options of a server for these calls. All adapters that `add_adapters` adds fit into one step."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def cases(text: str = "Once", tokens: int = TOKENS) -> dict[str, Case]:
     triton = {"text_input": text, "parameters": {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}}
     happy = {"prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     response = {"model": "model", "input": text, "max_output_tokens": tokens, "temperature": 0, "store": False}
-    two = {"n": 2, "temperature": 1, "top_k": 1}  # Sampling that has one result.
+    two = {"n": 2, "temperature": 1, "top_k": 1}  # Sampling with only one possible result.
     return {
         "LMI": lmi(),
         "LMI, stream": lmi(stream=True),
@@ -110,7 +110,7 @@ def cases(text: str = "Once", tokens: int = TOKENS) -> dict[str, Case]:
 
 CASES = cases()
 PLAIN = {name: case for name, case in CASES.items() if "adapters" not in case.body and case.body.get("model") != "red"}
-"""Those that need no adapter."""
+"""The calls that need no adapter."""
 FEW = (
     *("LMI, stream", "LMI, constraint", "LMI, beam search", "TGI", "Triton, stream", "happy_vllm, stream"),
     *(
@@ -122,13 +122,13 @@ FEW = (
         "message, stream",
     ),
 )
-"""Names of calls without an adapter: some of each contract, whole and streamed."""
+"""Names of calls without an adapter: some of each contract, both whole and streamed."""
 _VARYING = re.compile(
     r'"(created|created_at|completed_at)":\s?\d+(\.\d+)?|(resp|msg|rs)_[0-9a-f]{16,}|"id":\s?"(chatcmpl|cmpl|embd|pooling)-[^"]+"'
     r'|"(request_id|total_time|queue_time|inference_time)":\s?"?[\w.-]+"?|^:\n\n',
     re.MULTILINE,
 )
-"""Times, ids, and the comments of an idle stream."""
+"""The parts that vary: times, ids, and the comments in an idle stream."""
 _DELTA = re.compile(r'event: content_block_delta\ndata: .*?"text":"(.*?)"\}.*\n\n')
 
 
@@ -141,10 +141,11 @@ def answer(server: Server, case: Case) -> str:
 
 
 def answers(server: Server, calls: Mapping[str, Case], disturb: Callable[[], object] | None = None) -> dict[str, str]:
-    """Return the answers of calls that run together.
+    """Return the answers of calls that run at the same time.
 
     Args:
-        disturb: Is called meanwhile. The engine is stopped then: `kill` or `step_until` lets it go on.
+        disturb: A function that is called while the calls run. The engine is paused then: `kill` or `step_until`
+            resumes it.
     """
     with ThreadPoolExecutor(len(calls)) as pool:
         if disturb is not None:
@@ -163,24 +164,24 @@ def new_session(server: Server) -> str:
 
 def essence(text: str) -> str:
     """Return an answer without the parts that differ between equal calls."""
-    deltas = _DELTA.findall(text)  # vLLM joins those of a busy moment
+    deltas = _DELTA.findall(text)  # vLLM joins deltas if it is busy
     return _VARYING.sub("", _DELTA.sub("", text)) + "".join(deltas)
 
 
 def kill(server: Server, running: float, process: int | None = None, by: int = signal.SIGKILL) -> None:
-    """Kill a process of the engine when so many sequences run. None: the engine process."""
+    """Kill a process of the engine once this number of sequences run. None: the engine process."""
     step_until_running(server, running)
     os.kill(process or server.engine_process(), by)
     signal_engines(server, signal.SIGCONT)
 
 
 def step_until_running(server: Server, sequences: float) -> None:
-    """Let the engine run until it has so many sequences, as `step_until`."""
+    """Let the engine run until it has this number of sequences, in the way of `step_until`."""
     step_until(server, lambda: server.metric("slipway_engine_running") >= sequences)
 
 
 def step_until(server: Server, condition: Callable[[], object]) -> None:
-    """Let the engine run a moment at a time until the condition holds, and leave it stopped.
+    """Let the engine run for short moments until the condition holds, and leave it paused.
 
     No answer ends meanwhile, however fast the machine is.
     """

@@ -1,4 +1,4 @@
-"""A worker process of vLLM with two faults: an error as CUDA has them, and an end without a word.
+"""A worker process of vLLM with two faults: an error like CUDA's, and an exit without a message.
 
 Its class is a value of `option.worker_cls`.
 """

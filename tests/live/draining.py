@@ -1,4 +1,4 @@
-"""A stop of a server while clients have streams, and the check that its processes end."""
+"""Stops a server while clients have streams, and checks that its processes end."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.live.small_model import ENDLESS, ENDLESS_STREAM
 from tests.waiting import wait_until
 
 STOPPING = "the server is stopping; the request was not completed"
-_TOKENS = 100  # Of an answer that has time to finish.
+_TOKENS = 100  # The length of an answer that has time to finish.
 
 
 def open_stream(server: Server, parameters: dict[str, Any] = ENDLESS) -> socket.socket:
-    """Return a client that has asked for a stream without an end."""
+    """Return a client that has requested a stream without an end."""
     body = {"inputs": "Once upon a time", "stream": True, "parameters": parameters}
     return server.send(f"/predictions/{server.name}", body)
 
@@ -37,7 +37,7 @@ def lives(process: psutil.Process) -> bool:
 def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
     """Stop the server with a signal, and assert that it drains.
 
-    Running requests finish or end with the reason, new requests are refused, and the process ends without a complaint.
+    Running requests finish or end with the reason. New requests are refused. The process ends without an error.
     The signal goes to the whole process group, as Ctrl-C in a terminal does.
     """
     parameters = {"max_new_tokens": _TOKENS, "ignore_eos_token": True}

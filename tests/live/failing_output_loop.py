@@ -1,6 +1,6 @@
-"""A program: the loop that handles vLLM's messages fails once while two copies answer.
+"""A program in which the loop that handles vLLM's messages fails once while two copies answer.
 
-Its order is the model's directory, and its result is what came of the calls (`tests.live.preloaded.result_of`).
+Its order is the model's directory. Its result is the outcome of the calls (`tests.live.preloaded.result_of`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FAILS_AT = 20  # Messages.
 
 
 def outcome(model: Path) -> dict[str, Any]:
-    """Return what came of the calls, in a process of its own."""
+    """Return the outcome of the calls, which a new process makes."""
     found: dict[str, Any] = result_of(__name__, str(model))
     return found
 

@@ -1,4 +1,4 @@
-"""Bodies that cost the most to read, and the time that `/ping` waits while a server reads them."""
+"""Bodies that take the longest to read, and the time that `/ping` waits while a server reads them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A route, and the fields of its bodies that take the heavy values."""
+    """A route, and the fields of its bodies into which the heavy values are put."""
 
     path: str
     fields: tuple[str, ...]
     others: bytes = MODEL
-    """The rest of the body, which makes the body a request."""
+    """The other members, without which the body would not be a request."""
     content_type: str = "application/json"
 
     def bodies(self, size: int, shapes: Iterable[str] = SHAPES) -> Iterator[tuple[str, bytes]]:
@@ -111,7 +111,7 @@ ALL = (*LMI, *OPENAI, *TGI, *TRITON, *HAPPY, *MANAGEMENT)
 
 
 def forms(size: int) -> dict[str, tuple[str, bytes]]:
-    """Return forms of about `size` bytes by the names of their contents: content type and body."""
+    """Return forms of about `size` bytes, by the names of their contents. Each is a content type and a body."""
     head = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n'
     return {
         "form fields": (_FORM, _many(b"a=1", b"&a=1", b"", size)),
@@ -152,7 +152,9 @@ async def send(host: str, port: int, path: str, content_type: str, body: bytes) 
 
 
 def _watch(pipe: Connection, host: str, port: int) -> None:
-    """Ask `/ping` every 20 ms. A message in the pipe gets the longest wait since the last one; None ends the loop."""
+    """Ask `/ping` every 20 ms. The answer to a message in the pipe is the longest wait since the last message. None
+    ends the loop.
+    """
 
     async def watch() -> None:
         reader, writer = await asyncio.open_connection(host, port)
@@ -175,7 +177,7 @@ def _watch(pipe: Connection, host: str, port: int) -> None:
 
 
 class PingWatch:
-    """A process that asks `/ping` all the time and does nothing else."""
+    """A process that does nothing but call `/ping`."""
 
     def __init__(self, host: str, port: int) -> None:
         context = multiprocessing.get_context("spawn")

@@ -13,7 +13,7 @@ from engines.cache_dir import cache_dir
 
 
 def make_adapter(directory: Path, model: Path, seed: int, rank: int = 4, scale: float = 0.4, **options: Any) -> Path:
-    """Make an adapter below `directory`, and return its directory. The adapter is cached, because it does not vary."""
+    """Write an adapter into `directory`, and return the directory. The adapter is cached, because it does not vary."""
     made_by = (Path(__file__).read_text(), str(model), seed, rank, scale, options, version("peft"), version("torch"))
     digest = sha256(repr(made_by).encode()).hexdigest()[:16]
     kept = make_once(cache_dir() / f"adapter-{digest}", lambda path: _write(path, model, seed, rank, scale, **options))

@@ -1,4 +1,4 @@
-"""The commands of a page of the documentation, and the outputs that the page shows.
+"""The commands on a page of the documentation, and the outputs that the page shows.
 
 Blocks of the languages `sh` and `python` are run. A block of the language `text` is the output of the block before it.
 A line `...` of the output stands for any lines, and `...` within a line for any text. Blocks without a language need
@@ -37,12 +37,12 @@ def commands(text: str) -> list[Command]:
 
 
 def at_port(text: str, port: int) -> str:
-    """Return a text of a page for a server on another port than 8080."""
+    """Return a page's text for a server on this port instead of 8080."""
     return text.replace("localhost:8080", f"localhost:{port}")
 
 
 def printed(command: Command, port: int, directory: Path, environment: Mapping[str, str]) -> str:
-    """Run a command for the server on this port, and return its output. The command has to succeed."""
+    """Run a command against the server on this port, and return its output. The command has to succeed."""
     program = [sys.executable, "-c"] if command.language == "python" else ["bash", "-euo", "pipefail", "-c"]
     done = subprocess.run(
         [*program, at_port(command.text, port)],

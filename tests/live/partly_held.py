@@ -1,4 +1,4 @@
-"""JSON schemas that the engine holds in part, and the verdicts on their answers."""
+"""JSON schemas of which the engine holds only a part, and the verdicts on their answers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def tags(**array: Any) -> dict[str, Any]:
     }
 
 
-SAME = tags(items=A, minItems=2, maxItems=2)  # Every answer that the engine makes breaks it.
-DIFFERENT = tags(prefixItems=[A, B], items=False, minItems=2, maxItems=2)  # Every one obeys it.
+SAME = tags(items=A, minItems=2, maxItems=2)  # Every answer of the engine breaks this schema.
+DIFFERENT = tags(prefixItems=[A, B], items=False, minItems=2, maxItems=2)  # Every answer obeys this schema.
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SAME}}
 
 
@@ -36,7 +36,7 @@ def verdicts(server: Server) -> dict[str, int]:
 
 
 def assert_judged(server: Server, before: dict[str, int], **more: int) -> None:
-    """Wait for the verdicts that have come since."""
+    """Wait until these verdicts have been added to the ones before."""
     expected = {verdict: before[verdict] + more.get(verdict, 0) for verdict in VERDICTS}
     wait_until(lambda: sum(verdicts(server).values()) >= sum(expected.values()), about=lambda: verdicts(server))
     assert verdicts(server) == expected
