@@ -1,11 +1,12 @@
 """Programs that begin with their modules imported: they are forked from a process that has imported them.
 
 An import of vLLM takes ten seconds of processor time, in a server and once more in its fork server. A live run starts
-about fifty servers, and ten programs that use vLLM or transformers without Slipway. `start` forks a program, with a
-process in store that becomes its fork server. From there on it runs as `python -m` does.
+about fifty servers, and ten programs that use vLLM or transformers without Slipway. `start` forks a program together
+with a spare process, which becomes the program's fork server. After the fork, the program runs as if `python -m` had
+started it.
 
-A server whose environment matters to the imports is started as users start it, and so are those of the tests of starts
-(`tests.live.server.Server.forked`).
+Two kinds of servers are started in the same way as users start them: servers whose environment changes the imports, and
+servers in the tests of starts (`tests.live.server.Server.forked`).
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ _FREE = (
     *("HF_MODEL_ID", "MAX_BEST_OF", "MAX_INPUT_LENGTH", "MAX_TOTAL_TOKENS", "MESSAGES_API_ENABLED", "SM_NUM_GPUS"),
     *("LORA_ADAPTERS", "OTEL_BSP_", "OTEL_EXPORTER_", "RECORDED", "TORCHINDUCTOR_CACHE_DIR"),
 )
-"""Begin the names of the variables that no import reads, or whose value `_serve` takes over.
+"""The beginnings of the names of variables that no import reads, or whose value `_serve` takes over.
 
-An import reads TORCHINDUCTOR_CACHE_DIR. It is only the place of compiled code.
+An import does read TORCHINDUCTOR_CACHE_DIR, but this is only the place of compiled code.
 """
 _PROGRAM_SECONDS = 400.0
 _OWN = {"OPENBLAS_NUM_THREADS": "1", "PYTHONSAFEPATH": ""}  # OpenBLAS starts no threads, which a fork would lose.
-_MOST_BYTES = 1 << 20  # Of a message.
+_MOST_BYTES = 1 << 20  # The maximum size of a message.
 _FORK_SERVER = "multiprocessing.forkserver"
 
 
@@ -101,7 +102,7 @@ class ForkedProgram:
 
 
 class _Source:
-    """The process that forks servers, as the tests' process sees it."""
+    """The tests' end of the connection to the process that forks programs."""
 
     def __init__(self) -> None:
         self.codes: dict[int, int] = {}  # Exit codes by process id.
@@ -124,7 +125,7 @@ class _Source:
         return ForkedProgram(self, pid)
 
     def read(self) -> None:
-        """Read the exit codes that have come."""
+        """Read the exit codes that have arrived."""
         with self._reading:
             while select.select([self._socket], [], [], 0)[0]:
                 self._note(self._receive())
@@ -143,7 +144,7 @@ _source: _Source | None = None
 
 
 def can_start(environment: Mapping[str, str]) -> bool:
-    """Return True if no import reads the variables in which an environment differs from that of the imports."""
+    """Return True if no import reads a variable in which this environment differs from the imports' environment."""
     imported = _environment_of_imports()
     names = imported.keys() | environment.keys()
     return all(name.startswith(_FREE) for name in names if imported.get(name) != environment.get(name))
@@ -158,7 +159,7 @@ def start(
 ) -> ForkedProgram | subprocess.Popen[bytes]:
     """Start `python -m module` in a new session.
 
-    On a GPU nothing is forked: the modules of vLLM's worker there look at the GPU when they are imported.
+    On a machine with a GPU nothing is forked: the modules of vLLM's worker access the GPU when they are imported.
 
     Args:
         module: The name of the module.
@@ -201,16 +202,16 @@ def result_of(module: str, order: Any, **variables: str) -> Any:
 
 
 def answer_order(answer: Callable[[Any], Any]) -> None:
-    """Run a program: read the order from the directory that is its argument, and write the result there."""
+    """Run a program: read its order from the directory in its argument, and write the result there."""
     directory = Path(sys.argv[1])
     (directory / "result").write_text(json.dumps(answer(json.loads((directory / "order").read_text()))))
 
 
 @cache
 def plain_environment() -> dict[str, str]:
-    """Return this process's environment at the first call, without pytest's variables.
+    """Return this process's environment as it was at the first call, without pytest's variables.
 
-    An import of vLLM sets variables. They are not those of a user.
+    Later, an import of vLLM sets variables that a user does not set.
     """
     left_out = ("PYTEST_", "VLLM_WORKER_MULTIPROC_METHOD")
     return {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
@@ -233,7 +234,7 @@ def run(control: int) -> None:
             if not (pid := os.fork()):
                 orders.close()
                 _serve(order, files[0])
-                return  # The interpreter ends as it does after `python -m`.
+                return  # The interpreter then ends in the same way as after `python -m`.
             os.close(files[0])
             children.add(pid)
             orders.send(json.dumps({"forked": pid}).encode())
@@ -249,10 +250,10 @@ def _import() -> None:
     gc.disable()
     torch = importlib.import_module("torch")
     for library in sorted((Path(str(torch.__file__)).parents[1] / "torch.libs").glob("libgomp*.so*")):
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # As the fork server does (engines.vllm.processes.preload).
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # Like the fork server (engines.vllm.processes.preload).
     for name in _MODULES:
         importlib.import_module(name)
-    # It finds the room for titles beside the environment that the process was started with, once.
+    # At its first call, it finds the room for titles next to the environment that the process was started with.
     importlib.import_module("setproctitle").getproctitle()
     gc.freeze()
     gc.enable()
@@ -266,7 +267,7 @@ def _serve(order: dict[str, Any], log: int) -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["directory"])
-    tempfile.tempdir = None  # It is that of the first import that asked for it.
+    tempfile.tempdir = None  # It was set by the first import that asked for it.
     _keep_a_fork_server()
     _configure_vllms_logs_later()
     sys.argv = [order["module"], *order["arguments"]]
@@ -274,7 +275,7 @@ def _serve(order: dict[str, Any], log: int) -> None:
 
 
 def _keep_a_fork_server() -> None:
-    """Fork the process that becomes the server's fork server, now that nothing runs in this one."""
+    """Fork the process that becomes the server's fork server, while no other thread runs in this process."""
     orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = os.getpid()
     if not (spare := os.fork()):
@@ -304,7 +305,8 @@ def _become_fork_server(orders: socket.socket, server: int) -> NoReturn:
     if not message:
         os._exit(0)
     order = json.loads(message)
-    # The numbers of the descriptors are in the command. First all get numbers above these, so that none is overwritten.
+    # The command has the numbers of the descriptors. All descriptors first get higher numbers, so that none is
+    # overwritten.
     wanted = order["descriptors"]
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, max(wanted) + 1) for descriptor in received]
     for descriptor in (*received, orders.detach()):
@@ -325,7 +327,9 @@ def _become_fork_server(orders: socket.socket, server: int) -> NoReturn:
 
 
 def _configure_vllms_logs_later() -> None:
-    """Have vLLM configure its logs when the server has said how. vLLM does so when it is imported."""
+    """Have vLLM configure its logs once the server has set their configuration. vLLM itself configures them at its
+    import.
+    """
     from container.observability import logs
 
     configure = logs.configure_vllm

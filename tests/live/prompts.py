@@ -1,4 +1,4 @@
-"""Prompts whose greedy answers are compared; the last ones make the model write split UTF-8 characters."""
+"""Prompts whose greedy answers are compared. The answers to the last prompts have characters of several tokens."""
 
 PROMPTS = (
     "The capital of France is",

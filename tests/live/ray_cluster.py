@@ -21,11 +21,11 @@ from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 START = 300.0
-"""The time within which replicas start or stop, in seconds, also on a busy machine."""
+"""The time within which replicas start or stop even on a busy machine, in seconds."""
 
 
 class Cluster(Server):
-    """A local cluster with its replicas. A second `slipway ray` changes the model that it serves."""
+    """A local cluster with its replicas. A second `slipway ray` changes the model that the cluster serves."""
 
     deployed: Path | str | None = None
     """The directory of the last model that `deploy` has deployed. None before that."""
@@ -105,7 +105,7 @@ def ray_cluster(model: Path, log: Path, *arguments: str) -> Iterator[Cluster]:
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
         "SERVING_ENGINE_RESTART": "3",
-        # Two engines on the same cores.
+        # Two engines run on the same cores.
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }

@@ -29,7 +29,7 @@ START_SECONDS = 550.0
 METRIC_SECONDS = 120.0
 ENGINE_NICENESS = 10
 _ports = iter(random.sample(range(20_000, 32_000), 12_000))
-"""Ports below those that the kernel gives to connections, and above those that Ray takes. Each is tried once."""
+"""Ports below the range that the kernel uses for connections, and above the range that Ray uses. Each is tried once."""
 
 
 def free_port() -> int:
@@ -58,7 +58,9 @@ def write_model(directory: Path, **options: object) -> Path:
 
 
 def copy_model(fixture: Path, directory: Path, properties: str = "", **options: object) -> Path:
-    """Copy a model directory, with a serving.properties for the copy. `properties` are lines without `option.`."""
+    """Copy a model directory, with a serving.properties for the copy. `properties`: further lines, whose names do not
+    start with `option.`.
+    """
     shutil.copytree(fixture, directory, ignore=shutil.ignore_patterns("__pycache__"))
     write_model(directory, **options)
     with (directory / "serving.properties").open("a") as file:
@@ -74,7 +76,7 @@ class Server:
     """
 
     model_dir: Path | str | None
-    """None: as the environment says."""
+    """None: the environment decides."""
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
@@ -84,11 +86,13 @@ class Server:
     name: str | None = "model"
     """The model's name. None: the server chooses the name, or has several models."""
     working_directory: Path | None = None
-    """None: the working directory of the tests."""
+    """The server's working directory. None: the working directory of the tests."""
     forked: ClassVar[bool] = True
-    """A server may be forked (`tests.live.preloaded`). False: each is started as users start it."""
+    """Whether servers may be forked (`tests.live.preloaded`). Otherwise they are started in the same way as users start
+    them.
+    """
     gives_way: bool = True
-    """The engine gives way to other processes."""
+    """Whether the engine gives way to other processes."""
 
     def __post_init__(self) -> None:
         self.url = f"http://127.0.0.1:{self.port}"
@@ -126,7 +130,7 @@ class Server:
         return preloaded.plain_environment() | given | self.environment
 
     def __enter__(self) -> Self:
-        """Wait until the server is ready. It ends with the block."""
+        """Wait until the server is ready. The server stops at the end of the block."""
         try:
             self.wait_until_ready()
         except BaseException:
@@ -150,7 +154,7 @@ class Server:
         raise AssertionError(f"the server was not ready in {START_SECONDS:g} s:\n{self.log_text()[-4000:]}")
 
     def give_way(self) -> None:
-        """Lower the priority of the engine process. It polls, and would hold up other tests for many seconds."""
+        """Lower the priority of the engine process. The engine polls, and would delay other tests by many seconds."""
         for engine in self.engine_processes():
             for thread in engine.threads():
                 os.setpriority(os.PRIO_PROCESS, thread.id, ENGINE_NICENESS)
@@ -176,7 +180,7 @@ class Server:
         return self.client.post("/invocations", json=document)
 
     def send(self, path: str, document: object) -> socket.socket:
-        """Send a request, and return its connection. A client that leaves closes the connection."""
+        """Send a request, and return its connection. Closing the connection is the way in which a client leaves."""
         body = json.dumps(document).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         client = socket.create_connection(("127.0.0.1", self.port), timeout=60)
@@ -184,7 +188,9 @@ class Server:
         return client
 
     def metric(self, name: str) -> float:
-        """Return the value of a metric that has no label except the model's name in a server of several models."""
+        """Return the value of a metric without labels. If the server has several models, the model's name is the only
+        label.
+        """
         for line in self.client.get("/metrics").text.splitlines():
             if line.startswith((f"{name} ", f'{name}{{model="{self.name}"}} ')):
                 return float(line.split()[-1])
@@ -211,7 +217,7 @@ class Server:
         """Return vLLM's engine cores: one for each model and data-parallel rank."""
         found = []
         for child in self.children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # It may end at this moment.
+            with contextlib.suppress(psutil.NoSuchProcess):  # The process may end at this moment.
                 if "EngineCore" in child.name():
                     found.append(child)
         return found
@@ -230,7 +236,7 @@ class Server:
         return next(child for child in self.children() if "Worker" in " ".join(child.cmdline()))
 
     def stop(self) -> int:
-        """End the server, and return its exit code."""
+        """Stop the server, and return its exit code."""
         self.client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -246,7 +252,7 @@ class Server:
 
 
 class HostedModel(Server):
-    """A model beside others in a running server. Its requests name it."""
+    """A model in a running server that may have other models. Its requests name it."""
 
     def __init__(self, host: Server, name: str) -> None:
         self.__dict__ |= host.__dict__
@@ -266,7 +272,7 @@ class HostedModel(Server):
 
 @contextlib.contextmanager
 def stopped(process: int) -> Iterator[None]:
-    """Stop a process for the time of the block."""
+    """Pause a process inside the block."""
     os.kill(process, signal.SIGSTOP)
     try:
         yield

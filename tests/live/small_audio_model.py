@@ -12,7 +12,7 @@ from engines.cache_dir import cache_dir
 from tests.live.small_model import chat_template
 
 MARK = "<|audio_bos|><|AUDIO|><|audio_eos|>"
-_FORMAT = 1  # of the files; a change makes older caches unused
+_FORMAT = 1  # the version of the files: after a change, older caches are not used
 _SEED = 3
 _MELS = 16
 _WEIGHTS = "model.safetensors"
@@ -64,7 +64,7 @@ def _write(directory: Path) -> None:
     torch.manual_seed(_SEED)
     model = Qwen2AudioForConditionalGeneration(config).to(torch.float32)
     model.save_pretrained(directory)
-    # transformers 5 writes the names of the language model in another way than the published models have them.
+    # transformers 5 writes other names for the language model's weights than the published models have.
     weights = {
         name.replace(".model.model.", ".model."): weight for name, weight in load_file(directory / _WEIGHTS).items()
     }

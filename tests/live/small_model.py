@@ -1,8 +1,8 @@
 """A small model with random weights and the sample model's tokenizer, for tests in which the text does not matter.
 
-A token takes a fiftieth of the time that it takes the sample model, and a request can run for minutes. Its greedy text
-depends on the prompt. Sampled, all tokens are about as likely, so the seed alone decides. It ends an answer only with a
-bias for the end token, and fills JSON with white space without an end.
+A token takes a fiftieth of the sample model's time. A request can still run for minutes. The model's greedy text
+depends on the prompt. If it samples, all tokens are about equally likely, so only the seed decides. The model ends an
+answer only if the end token has a bias. In JSON, it writes white space without an end.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 from container.sources.sample_model import make_once, prepare
 from engines.cache_dir import cache_dir
 
-_FORMAT = 2  # of the files; a change makes older caches unused
+_FORMAT = 2  # the version of the files: after a change, older caches are not used
 _SEED = 3
 MAX_MODEL_LEN = 65536
 ENDLESS: dict[str, Any] = {"max_new_tokens": 65000, "ignore_eos_token": True}
-"""Minutes, and a minute on a fast machine; a slow client must not find it finished. The test ends it."""
+"""A request that takes minutes, or one minute on a fast machine, so that even a slow client finds it running. The test
+ends it.
+"""
 ENDLESS_COMPLETION: dict[str, Any] = {"prompt": "Once", "max_tokens": 65000, "ignore_eos": True}
 ENDLESS_STREAM = {"model": "model", "n": 3, "stream": True, **ENDLESS_COMPLETION}
 
@@ -35,7 +37,7 @@ _CHAT_TEMPLATE = """\
 
 
 def chat_template(mark: str) -> str:
-    """Return the sample model's chat template for a model of pictures or sounds. `mark` stands for one of these."""
+    """Return the sample model's chat template for a model with images or sounds. `mark` stands for one of them."""
     return _CHAT_TEMPLATE.replace("MARK", mark)
 
 
@@ -45,7 +47,7 @@ def prepare_small_model() -> Path:
 
 
 def stop_within(text: str) -> str:
-    """Return a part of the model's text, for a stop string. The text has few words and many scripts."""
+    """Return a part of the model's text that can be a stop string. The text has few words, but many scripts."""
     middle = len(text) // 2
     return text[middle : middle + 2]
 

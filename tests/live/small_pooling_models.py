@@ -1,4 +1,4 @@
-"""Small encoders with random weights and a tokenizer that tests make: for vectors, ranks and classes."""
+"""Small encoders for vectors, ranks and classes. Tests create them with random weights and their own tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prepare_small_encoder(kind: Kind = "encoder") -> Path:
     """Return the directory of a BERT model, which is made first if needed.
 
     Args:
-        kind: The model without a head, with one label, with LABELS, or with a vector for each token.
+        kind: The kind of model: without a head, with one label, with LABELS, or with a vector for each token.
     """
     return make_once(cache_dir() / f"small-bert-{kind}-v{_FORMAT}", lambda directory: _write(directory, kind))
 

@@ -9,9 +9,9 @@ from engines.cache_dir import cache_dir
 from tests.live.small_model import chat_template
 
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
-_FORMAT = 1  # of the files; a change makes older caches unused
+_FORMAT = 1  # the version of the files: after a change, older caches are not used
 _SEED = 3
-_MOST_PIXELS = 112 * 112  # That the model sees of an image.
+_MOST_PIXELS = 112 * 112  # The maximum number of pixels of an image that the model sees.
 
 
 def prepare_small_qwen_model() -> Path:

@@ -9,9 +9,9 @@ from container.sources.sample_model import make_once, prepare
 from engines.cache_dir import cache_dir
 
 SECONDS = 2  # Of a clip. Longer sounds are split.
-_FORMAT = 1  # of the files; a change makes older caches unused
+_FORMAT = 1  # the version of the files: after a change, older caches are not used
 _SEED = 3
-_FRAMES = SECONDS * 100  # The feature extractor makes a hundred in a second, and the encoder halves them.
+_FRAMES = SECONDS * 100  # From each second, the extractor makes 100. The encoder halves their number.
 
 
 def prepare_small_speech_model() -> Path:

@@ -10,9 +10,9 @@ from pathlib import Path
 from container.sources.sample_model import make_once, prepare
 from engines.cache_dir import cache_dir
 
-_FORMAT = 1  # of the files; a change makes older caches unused
+_FORMAT = 1  # the version of the files: after a change, older caches are not used
 _SEED = 3
-_IMAGE = 64  # Pixels of a side that the model sees.
+_IMAGE = 64  # The number of pixels on each side of the images that the model sees.
 _TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}

@@ -19,7 +19,7 @@ def silence(seconds: int, rate: int = 8000) -> bytes:
 
 
 def bomb() -> bytes:
-    """Return a small FLAC of a minute of silence, which is 350 MiB when it is decoded."""
+    """Return a small FLAC file with a minute of silence, which takes 350 MiB once it is decoded."""
     import numpy as np
     import soundfile
 

@@ -1,4 +1,4 @@
-"""Adapters of a custom handler, over HTTP: the handler says what becomes of them."""
+"""Adapters of a custom handler, over HTTP: the handler decides what they do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The holders of adapters, with vLLM but without an engine: loads that hang, and adapters that change places."""
+"""The classes that hold adapters, with vLLM but without an engine: adapters whose loading hangs, and adapters that
+change places.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place
     from handlers.openai.vllm.engine_client import EngineClient
 
     await adapters.add(adapter(source, 1))
-    looked_up = adapters.public["a"]  # by vLLM's front end, before it reads the prompt
+    looked_up = adapters.public["a"]  # vLLM's front end looks it up before it reads the prompt
     await adapters.add(adapter(source, 2))
     await adapters.remove(1)
     engine: Any = SimpleNamespace(async_llm=llm, adapters=adapters, claim=adapters.claim)
@@ -130,7 +132,7 @@ async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place
     removal = asyncio.create_task(adapters.remove(2))
     await asyncio.sleep(0.3)
     assert not removal.done()  # the call has it
-    assert await client._adapter(call, "a") is taken  # and asks again, as a beam search does
+    assert await client._adapter(call, "a") is taken  # and looks it up again, like a beam search
     with pytest.raises(UnknownAdapter):
         await adapters.claim("a")
     call.close()
@@ -200,7 +202,9 @@ async def test_an_adapter_whose_files_change_while_the_engine_reads_them_is_refu
 
 @pytest.mark.parametrize("is_only", [True, False])
 async def test_a_further_copy_gets_idle_adapters_as_well(llm: Any, adapters: Any, source: Path, is_only: bool) -> None:
-    """Requests find an adapter in each copy that serves. If none served, an idle one waits for its next request."""
+    """Each copy that serves has the adapters, so that requests find them. If no copy serves, an idle adapter is loaded
+    at its next request.
+    """
     for number, (name, preload) in enumerate(
         {"idle": False, "used": False, "preloaded": True, "new": False}.items(), 1
     ):

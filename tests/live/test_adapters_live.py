@@ -1,4 +1,4 @@
-"""LoRA adapters on a real engine, over HTTP: made with peft, registered, asked for by every contract, removed."""
+"""LoRA adapters, made with peft, on a real engine: registered, used by every contract, and removed over HTTP."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, obje
 
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory, made: Path, small_options: dict[str, object]) -> Iterator[Server]:
-    """Start a server with `blue` beside its model, and `red` as clients of TGI name it.
+    """Start a server with the adapter `blue` beside its model, and `red` in TGI's variable LORA_ADAPTERS.
 
     Two adapters fit into a batch, and three into memory.
     """
@@ -271,7 +271,7 @@ def test_an_adapter_whose_files_have_changed_is_refused_until_it_is_registered_a
     current.symlink_to(tmp_path / "blue")
     assert text(lora, PROMPTS[0], "mine") == alone["red"][0], "it is in memory"
     assert lora.client.post("/adapters/mine/update?preload=false").status_code == 200
-    for name in others:  # They take all places in memory.
+    for name in others:  # These adapters take all places in memory.
         assert register(lora, name, made / "red").status_code == 200
     unregister(lora, *others)
     chat = {"model": "mine", "messages": [{"role": "user", "content": "x"}]}

@@ -1,4 +1,6 @@
-"""A server that asks for keys, called by each contract's clients: with a key as they usually send it, and without."""
+"""A server that requires API keys. Each contract's clients call it, both with a key in their usual place and without a
+key.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def asking(directory: Path, small_options: dict[str, object]) -> Iterator[Server]:
-    """A server as it was configured for vLLM, with further keys in a file, and with a local endpoint."""
+    """A server with vLLM's own setting for a key, more keys in a file, and a local endpoint."""
     (directory / "keys").write_text(f"# of another team\n{FROM_FILE}\n")
     model = write_model(directory / "model", enable_prompt_tokens_details="true", **small_options)
     environment = {"VLLM_API_KEY": KEY, "SERVING_API_KEYS_FILE": str(directory / "keys")}
@@ -146,7 +148,7 @@ _WARMING: list[tuple[str, Any]] = [
 
 
 def _cached(server: Server, prompt: str, key: str, **fields: Any) -> int:
-    """Return how many tokens of the prompt are in the KV cache for the calls of this key."""
+    """Return the number of the prompt's tokens that a call with this key finds in the KV cache."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
         usage = client.completions.create(model="model", prompt=prompt, max_tokens=1, extra_body=fields).usage
     assert usage is not None

@@ -22,14 +22,14 @@ STALL_TIMEOUT = 8.0
 PROMPT, KEY, HEADER = "a prompt that no file may have", "key-that-no-file-may-have", "header-that-no-file-may-have"
 MOST_BYTES = 1_000_000
 LMI_STREAM = {"inputs": PROMPT, "stream": True, "parameters": ENDLESS}
-OPENAI_STREAM = {  # The model does not end it.
+OPENAI_STREAM = {  # The model never ends this stream.
     "model": "model",
     "prompt": PROMPT,
     "stream": True,
     "max_tokens": 60000,
     "structured_outputs": {"regex": "[a-z]+"},
 }
-CHAT_OF_VLLM = {  # The last field leaves it to vLLM's front end.
+CHAT_OF_VLLM = {  # Because of the last field, vLLM's front end answers the chat.
     "model": "model",
     "messages": [{"role": "user", "content": PROMPT}],
     "stream": True,
@@ -76,7 +76,7 @@ def boxes(server: Server, cause: str) -> list[Path]:
 
 
 def new_box(server: Server, cause: str, before: list[Path]) -> tuple[Path, dict[str, Any]]:
-    """Wait for a box that was not there before."""
+    """Wait for a new black box."""
 
     def new() -> list[Path]:
         return [path for path in boxes(server, cause) if path not in before]

@@ -1,4 +1,4 @@
-"""Chats with tools on models whose parser of tool calls nobody names, and chats without tools on the same models."""
+"""Chats with and without tools on models for which no setting names a parser of tool calls."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _ID = re.compile(r"(?<=[_-])[0-9a-f]{12,}")  # Of vLLM.
 def models(
     host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]
 ) -> Iterator[dict[str, Server]]:
-    """Two models with the same template: one without a setting, one without a parser."""
+    """Two models with the same template. One has no setting for its parser, and the other has the setting `none`."""
     directories = {}
     for name, options in (("chosen", {}), ("off", {"tool_call_parser": "none"})):
         options = small_options | {"chat_template": "own.jinja"} | options
@@ -115,7 +115,7 @@ def _joined(stream: str) -> tuple[list[str], str]:
 
 
 def _shape(value: Any, texts: list[str], name: str = "") -> Any:
-    """Return a value without its text, which is added to `texts`, and without that of single tokens."""
+    """Return a value without its text and without single tokens. The text is added to `texts`."""
     if isinstance(value, dict):
         return {key: _shape(member, texts, key) for key, member in value.items()}
     if isinstance(value, list):
@@ -132,7 +132,7 @@ def _shape(value: Any, texts: list[str], name: str = "") -> Any:
 def test_a_refusal_names_the_setting_and_its_values(
     models: dict[str, Server], server: Server, name: str, path: str
 ) -> None:
-    """The template of the shared server's model, which is SmolLM2's, does not read tools."""
+    """The shared server's model has SmolLM2's template, which does not use tools."""
     model = models.get(name, server)
     refused = model.client.post(path, json={"model": model.name, "messages": HELLO, "tools": [TOOL]})
     assert refused.status_code in (400, 424)

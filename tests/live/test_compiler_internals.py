@@ -1,4 +1,4 @@
-"""Serving on a CPU where nothing can be compiled."""
+"""Serving on a CPU without a compiler."""
 
 from __future__ import annotations
 

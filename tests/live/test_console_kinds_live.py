@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=MISSI
 ENGINE = {"dtype": "fp32", "kv_cache_memory_bytes": 64 << 20, "max_rolling_batch_size": 8}
 QUERY = "capital of france"
 DOCUMENTS = ["paris", "a dog runs", "the weather is good"]
-PIXELS = 1300  # Of a side of the picture, which is 5 MB: too long for the argument of a program.
+PIXELS = 1300  # The length of the picture's sides. With 5 MB, the picture is too long for a program's argument.
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def shared_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture
 def refusing(shared_page: Page, models: dict[str, Server]) -> Page:
-    """Return the page, loaded anew, for requests that the server refuses."""
+    """Reload the page, and return it for requests that the server refuses."""
     shared_page.size(1280, 900)
     shared_page.open(f"{models['vision'].url}/console")
     every = f"document.querySelectorAll('[name=model] option').length >= {len(models)}"
@@ -65,7 +65,7 @@ def refusing(shared_page: Page, models: dict[str, Server]) -> Page:
 @pytest.fixture
 def page(refusing: Page) -> Iterator[Page]:
     yield refusing
-    refusing.evaluate("0")  # Takes the complaints that the browser still has.
+    refusing.evaluate("0")  # Collects the last errors and warnings of the browser.
     assert not refusing.complaints
 
 

@@ -45,7 +45,7 @@ CONTRACTS = [(contract, form) for contract, forms in FORMATS.items() for form in
 STREAMED = [(contract, forms[0]) for contract, forms in FORMATS.items()]
 CHATS = [("lmi", "stream"), ("lmi", "json"), ("openai", "sse"), ("openai", "json"), ("sagemaker", "stream")]
 GREEDY = ("lmi", "tgi", "sagemaker")
-"""The contracts that sample only on request."""
+"""The contracts whose answers are greedy unless the request asks for sampling."""
 ENDED = "['done', 'failed', 'stopped'].includes(document.querySelector('.phase').dataset.state)"
 WIDTH = "document.documentElement.scrollWidth"
 UNLABELLED = """[...document.querySelectorAll('input, select, textarea, button')].filter((one) =>
@@ -80,9 +80,9 @@ def refusing(shared_page: Page, url: str) -> Iterator[Page]:
 
 @pytest.fixture
 def page(refusing: Page) -> Iterator[Page]:
-    """Load the page anew. It must ask no other machine for anything, and cause no complaint."""
+    """Reload the page. It must not call other machines, and must not cause errors or warnings."""
     yield refusing
-    refusing.evaluate("0")  # takes the complaints that the browser still has
+    refusing.evaluate("0")  # collects the last errors and warnings of the browser
     assert not refusing.complaints
 
 
@@ -108,7 +108,7 @@ def state(page: Page) -> str:
 
 
 def reply_with(page: Page, parts: str = "[]", kind: str = "application/json", *, breaks_off: bool = False) -> None:
-    """Answer each call of the page in the server's place. `parts` are texts or bytes, as a JavaScript expression."""
+    """Answer each call of the page in place of the server. `parts` are texts or bytes, as a JavaScript expression."""
     page.evaluate(
         f"""(() => {{
         const parts = {parts}.map((part) => typeof part === "string" ? new TextEncoder().encode(part) : part);
@@ -415,7 +415,7 @@ def test_every_contract_is_shown_to_its_end(page: Page, completion: str, sample_
         text = page.text(".text")
         assert text.removeprefix(PROMPT) == completion, (contract, form)
         figures = page.text(".figures")
-        counted = form != "json" or contract in ("openai", "happy_vllm")  # the others say it only where asked to
+        counted = form != "json" or contract in ("openai", "happy_vllm")  # the others report it only on request
         assert (f"Tokens{TOKENS}" in figures) == counted, (contract, form, figures)
         assert ("Gap, median–" in figures) == (form == "json")
         reply = page.text(".reply").partition("\n\n")[2]
@@ -448,7 +448,7 @@ def test_stop_ends_the_generation_in_the_engine(page: Page, sample_server: Serve
         greedy(page, contract, "900")
         page.click("#send")
         page.wait_for("document.querySelector('.text').textContent.length > 20")
-        with stopped(sample_server.engine_process()):  # so that the generation cannot end before the key is pressed
+        with stopped(sample_server.engine_process()):  # the generation cannot end before the key is pressed
             assert sample_server.metric(RUNNING) == 1, contract
             page.press("Escape")
             page.wait_for(ENDED)
@@ -526,7 +526,7 @@ def _output(command: list[str], environment: dict[str, str], given: str = "") ->
 
 
 def _constant(reply: str) -> list[str]:
-    """Return the records of a reply without the parts that vary: ids, times, and the fractions of numbers."""
+    """Return a reply's records without the parts that vary: ids, times, and numbers with a decimal point."""
     records = [line.removeprefix("data:").strip() for line in reply.splitlines()]
     kept = []
     for record in records:
@@ -605,7 +605,7 @@ def test_the_server_is_shown_as_it_is(page: Page, sample_server: Server) -> None
     shown = page.text("#view-server")
     assert "Health" in shown
     assert "(/ping: 200, Healthy)" in shown
-    page.wait_for("document.querySelector('#view-server .line').hasAttribute('d')")  # two looks, so there is a rate
+    page.wait_for("document.querySelector('#view-server .line').hasAttribute('d')")  # a rate needs two measurements
     assert "1024 tokens" in shown
     rows = page.evaluate(
         "[...document.querySelectorAll('#view-server tbody tr')].map((row) => row.innerText.split('\\t'))"
@@ -669,12 +669,12 @@ def test_a_character_may_be_cut_and_markup_stays_text(page: Page) -> None:
 LONG_TASKS = """window.longest = 0, new PerformanceObserver((list) => list.getEntries().forEach((entry) => {
   window.longest = Math.max(window.longest, entry.duration); })).observe({type: "longtask"})"""
 MAX_TASK = 1000
-"""Milliseconds in which the page may stand still, on a machine that has other things to do."""
+"""The number of milliseconds for which the page may freeze on a busy machine."""
 
 
 @pytest.mark.long
 def test_a_long_answer_stays_quick(page: Page) -> None:
-    """4,000 tokens with their log probabilities, as fast as a stream can be read."""
+    """A stream with 4,000 tokens and their log probabilities arrives as fast as it can be read."""
     choose(page, "lmi", "jsonlines")
     tokens = [{"id": place, "text": f" word{place}", "log_prob": -(place % 7) / 2} for place in range(4000)]
     reply_with(page, json.dumps([json.dumps({"token": token}) + "\n" for token in tokens]), "application/jsonlines")
@@ -689,7 +689,9 @@ def test_a_long_answer_stays_quick(page: Page) -> None:
 
 @pytest.mark.long
 def test_an_answer_that_repeats_its_text_stays_quick(page: Page) -> None:
-    """happy_vllm's lines have all of the text so far: 1,500 of them are 10 MB, of which 8 MB are shown."""
+    """Each line of happy_vllm's stream repeats all text so far: 1,500 lines have 10 MB, and the page shows 8 MB of
+    them.
+    """
     choose(page, "happy_vllm", "stream")
     record = 'JSON.stringify({responses: [" longerword".repeat(place + 1)], finish_reasons: ["None"]})'
     reply_with(page, f'Array.from({{length: 1500}}, (_, place) => {record} + "\\n")', "")
@@ -767,7 +769,7 @@ def page_host(page: Page) -> str:
 
 
 def _picture(page: Page, name: str, names: dict[str, str]) -> None:
-    """A picture of the page, with the places of this test under `names`."""
+    """Take a picture of the page. `names`: the names that replace this test's addresses and paths."""
     page.evaluate(
         f"""(() => {{ const names = {json.dumps(names)}, walk = document.createTreeWalker(document.body, 4);
         while (walk.nextNode()) for (const [from, to] of Object.entries(names))

@@ -1,4 +1,5 @@
-"""Each form of constraint holds once, and each route once. A form that the engine cannot hold is refused by its name.
+"""Each form of constraint is tried on one route, and each route with at least one form. A form that the engine cannot
+hold is refused by its name.
 
 tests/contracts/test_constraint_matrix.py has all forms on all routes.
 """
@@ -43,7 +44,7 @@ COMPACT: Mapping[str, Fields] = {
 
 
 def each_once(cases: Mapping[str, Forms]) -> dict[str, Forms]:
-    """Leave each case to the first route that has it. A route whose cases are all taken keeps its first one."""
+    """Keep each case only for the first route that has it. A route that would have no cases keeps its first case."""
     seen: set[str] = set()
     chosen: dict[str, Forms] = {}
     for route, own in cases.items():
@@ -143,7 +144,9 @@ REFUSED_BY_ENGINE: dict[str, Refused] = {
     "LMI, streamed": _ENDLESS,
     **for_each(("happy_vllm", "Triton"), {**_ENDLESS, **_VLLMS_BEAMS}),
 }
-"""The contracts let these pass. vLLM's front end or the engine refuses them. The model has no parser of tools."""
+"""Constraints that the contracts accept, but vLLM's front end or the engine refuses. The model has no parser of tool
+calls.
+"""
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_ENGINE)

@@ -161,4 +161,4 @@ def test_a_request_whose_parameters_forbid_every_token_fails_alone(results: dict
 
 def test_others_go_on_meanwhile(results: dict[str, dict[str, Any]]) -> None:
     assert results["others"]["alive"]
-    assert results["others"]["longest_wait"] < 10.0  # on a busy machine; a stalled engine takes longer
+    assert results["others"]["longest_wait"] < 10.0  # enough for a busy machine; a stalled engine takes longer

@@ -1,4 +1,4 @@
-"""Requests that continue in the next engine process, the request that this process gets, and requests that kill it."""
+"""Requests that continue in the next engine process: the requests that this process gets, and requests that kill it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Detokenizer:
 
 
 class _State(SimpleNamespace):
-    """A sequence of vLLM's front end, with the tokens that have come."""
+    """A sequence of vLLM's front end, with the tokens that have arrived."""
 
     def __init__(self, request: Any, tokens: list[int]) -> None:
         errors: list[Exception] = []
@@ -162,7 +162,9 @@ class _Sequences:
 async def test_a_sequence_goes_on_after_the_tokens_that_are_still_to_be_handled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM's output loop lets other tasks run within a message of many sequences, and may be behind."""
+    """vLLM's output loop lets other tasks run in the middle of a message with many sequences, and may be late with
+    messages.
+    """
     sequences = _Sequences(monkeypatch, 2, ("a", "b"))
     for state in sequences.states.values():
         await sequences.client.add_request_async(state.core_request)
@@ -181,7 +183,7 @@ async def test_a_sequence_goes_on_after_the_tokens_that_are_still_to_be_handled(
     for _ in range(3):
         first.client.queue.put_nowait(message("a"))
     sequences.kill(first)
-    first.client.queue.put_nowait(message("a"))  # It is dropped: the other copy makes this token.
+    first.client.queue.put_nowait(message("a"))  # This message is dropped: the other copy generates the token.
     async with sequences.started.reading(handle):
         await sequences.continuations.send_on()
     assert second.client.added[-1].prompt_token_ids == [1, 2, 3, 4, 5, 5, 5]
@@ -206,7 +208,7 @@ async def test_suspects_that_wait_for_a_copy_get_an_error_if_none_will_come(monk
 
 
 async def test_a_suspect_that_another_copy_has_got_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two copies are started at once: the second one tries a suspect while the first one waits for another."""
+    """Two copies start at once. The second copy tries one suspect while the first copy waits for another suspect."""
     from engines.errors import EngineDead
 
     sequences = _Sequences(monkeypatch, 1, ("a", "b", "killer"))

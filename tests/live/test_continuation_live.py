@@ -1,4 +1,4 @@
-"""Calls that run when the engine dies: their clients get the answers that they would have got."""
+"""Calls that run when the engine dies: their clients get the same answers as without the death."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.waiting import wait_until
 
 WAITING = "the engine has died; calls wait for it"
 DEAD = "the engine has died; the request was not completed"
-VLLMS_WAY = {"return_token_ids": True}  # A field that leaves the call to vLLM's front end.
+VLLMS_WAY = {"return_token_ids": True}  # Because of this field, vLLM's front end answers the call.
 # Calls that are not continued.
 LOST: dict[str, dict[str, Any]] = {
     "presence_penalty and frequency_penalty count the tokens of the answer alone": {"presence_penalty": 0.5},
@@ -189,7 +189,7 @@ def test_the_console_shows_the_restart_and_the_calls_that_continued(restarting: 
         page.wait_for("document.querySelector('#status')?.dataset.state === 'ready'")
         call = pool.submit(answer, restarting, CASES["LMI, stream"])
         kill(restarting, 1)
-        killer = pool.submit(kill_each, restarting, seen)  # The page looks only now and then.
+        killer = pool.submit(kill_each, restarting, seen)  # The page polls only now and then.
         page.wait_for("document.querySelector('#status').dataset.state === 'restarting'")
         assert page.text("#status") == "model · restarting"
         assert page.text("#notice") == "The engine has died and is started again. Calls wait for it."
@@ -211,7 +211,7 @@ def test_the_console_shows_the_restart_and_the_calls_that_continued(restarting: 
 def test_calls_that_kill_each_engine_get_the_error_alone_and_the_others_too_when_no_restart_is_left(
     tmp_path: Path, small_options: dict[str, object]
 ) -> None:
-    """The engine dies twice under all calls, and once under each killer alone."""
+    """The engine dies twice while all calls run, and once for each deadly prompt that runs alone."""
     environment = {"SERVING_ENGINE_RESTART": "4"}
     worker = "tests.live.deadly_worker.DeadlyWorker"
     with serving(tmp_path, environment, worker_cls=worker, **small_options) as server, ThreadPoolExecutor(2) as pool:
@@ -220,7 +220,7 @@ def test_calls_that_kill_each_engine_get_the_error_alone_and_the_others_too_when
             step_until_running(server, len(calls) / 2)
             before = server.metric("slipway_generations_total")
             killers = []
-            for prompt in (RAISES, IS_KILLED):  # Both come in one step.
+            for prompt in (RAISES, IS_KILLED):  # Both arrive in one step.
                 body = {"model": "model", "prompt": prompt, "max_tokens": 5}
                 killers.append(pool.submit(server.client.post, "/v1/completions", json=body, timeout=START_SECONDS))
             wait_until(lambda: server.metric("slipway_generations_total") >= before + 2)
@@ -252,7 +252,7 @@ def test_calls_that_kill_each_engine_get_the_error_alone_and_the_others_too_when
 def test_calls_wait_through_several_deaths_and_restarts_leave_nothing(
     tmp_path: Path, small_options: dict[str, object]
 ) -> None:
-    """The engine dies under the calls, and then once while it starts."""
+    """The engine dies while the calls run, and then once while it starts."""
     names = ("LMI, stream", "completion", "completions, vLLM's way", "chat, stream", "LMI, beam search")
     calls = {name: PLAIN[name] for name in names}
     with serving(tmp_path, {"SERVING_ENGINE_RESTART": "3"}, **small_options) as server:
@@ -274,8 +274,8 @@ def test_calls_wait_through_several_deaths_and_restarts_leave_nothing(
         kill(server, 0)
         server.wait_for_metric("slipway_engine_restarts_total", 3)
         assert answers(server, calls) == undisturbed
-        # Threads that run functions for the event loop start as they are needed. A restart left four, and nine
-        # descriptors.
+        # The event loop starts threads for functions as it needs them. A fault once left four threads and nine
+        # descriptors at each restart.
         assert process.num_threads() < threads + 5
         assert process.num_fds() < descriptors + 5
         shared = [file.name for file in Path("/dev/shm").glob(f"*{sockets(process).name}-*")]
@@ -284,7 +284,7 @@ def test_calls_wait_through_several_deaths_and_restarts_leave_nothing(
 
 
 def kill_each(server: Server, enough: Event) -> None:
-    """Kill each engine process that is started, until it is enough."""
+    """Kill each engine process that is started, until `enough` is set."""
     killed: set[int] = set()
     while not enough.wait(0.02):
         for engine in engines(server) - killed:
@@ -312,7 +312,7 @@ def test_a_server_that_stops_finishes_calls_on_another_engine(
     tmp_path: Path, small_options: dict[str, object], dies_first: bool
 ) -> None:
     environment = {"SERVING_ENGINE_RESTART": "1", "SERVING_DRAIN_TIMEOUT": "200"}
-    long = cases(tokens=800)  # They run when the server has begun to drain.
+    long = cases(tokens=800)  # These calls still run when the server begins to drain.
     calls = {name: long[name] for name in ("LMI", "completion, stream")}
     with serving(tmp_path, environment, **small_options) as server:
         undisturbed = answers(server, calls)

@@ -176,7 +176,9 @@ async def test_messages_have_the_number_of_their_copy(monkeypatch: pytest.Monkey
 
 
 async def test_work_goes_back_to_nothing_when_requests_end(monkeypatch: pytest.MonkeyPatch, sample_model: Path) -> None:
-    """By their last output, by an abort, because nobody has them any more, or with their copy."""
+    """Requests end with their last output, with an abort, with the death of their copy, or because nobody refers to
+    them any more.
+    """
     from transformers import AutoTokenizer
 
     started = Started(monkeypatch, 2)

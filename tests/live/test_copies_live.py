@@ -1,4 +1,4 @@
-"""Copies of a model on one CPU, real vLLM: one engine for its clients."""
+"""Copies of a model on one CPU, with the real vLLM. For clients, the copies are one engine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_calls_of_all_contracts_get_the_same_answers_from_each_copy(two: Server,
 
 
 def test_equal_streams_are_spread_evenly(two: Server) -> None:
-    """All have begun before one ends: a copy that is faster would get more."""
+    """All streams begin before one of them ends, because otherwise a faster copy would get more streams."""
     before, begun = two.by_engine(TOKENS), two.metric("slipway_generations_total")
     case = completion("Once upon a time there was", 64, stream=True)
     with ThreadPoolExecutor(64) as pool, contextlib.ExitStack() as stack:
@@ -80,7 +80,7 @@ def test_equal_streams_are_spread_evenly(two: Server) -> None:
 
 
 def test_calls_with_one_system_prompt_meet_in_one_cache(two: Server) -> None:
-    """Eight prompts of more than 512 tokens, over four contracts, one call at a time."""
+    """Eight prompts of more than 512 tokens are sent through four contracts, one call at a time."""
     before = two.by_engine(HITS)
     system = [" ".join(f"{number} {word}" for word in range(130)) for number in range(8)]
     for turn in range(4):
@@ -148,7 +148,7 @@ def test_a_server_that_stops_while_a_copy_loads_ends_without_an_error(
 
 @pytest.mark.slow
 def test_calls_go_on_after_a_failure_of_the_loop_that_handles_messages(small_options: dict[str, object]) -> None:
-    """No token is missing, though the messages after the failure are not handled."""
+    """No token is missing, even though the messages after the failure are not handled."""
     found, calls = failing_output_loop.outcome(Path(str(small_options["model_id"]))), failing_output_loop.CALLS
     assert found == {"equal": calls, "copies": ["ready", "ready"], "continued": calls}
 
@@ -187,7 +187,7 @@ def test_a_stalled_copy_gets_no_new_calls_while_the_other_works(
         before = [call(body)["choices"] for body in bodies]
         assert copies() == {1, 2}
         with stopped(server.engine_process()):
-            waiting = [pool.submit(call, body) for body in bodies]  # One of them stalls its copy.
+            waiting = [pool.submit(call, body) for body in bodies]  # One of these calls stalls its copy.
             wait_until(lambda: server.ping() == 500)
             assert len(copies()) == 1
             assert [call(body)["choices"] for body in bodies] == before

@@ -1,4 +1,4 @@
-"""The replacements of vLLM's functions on a CPU, beside vLLM's own."""
+"""Slipway's replacements for vLLM's functions on a CPU, compared with vLLM's own functions."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.live.test_start_failure_internals import taken_host
 
 @pytest.fixture
 def resources() -> Any:
-    """Return vLLM's own module, which warns of other things during its import."""
+    """Return vLLM's own module. Its import warns about things that do not matter here."""
     from vllm.utils import cpu_resource_utils
 
     return cpu_resource_utils
@@ -29,7 +29,7 @@ def test_a_node_has_what_vllm_says_it_has(resources: Any, monkeypatch: pytest.Mo
     if not nodes:
         pytest.skip("needs a machine with NUMA nodes")
     theirs = [resources.get_memory_node_info(node) for node in resources.get_visible_memory_node()]
-    # Other programs use memory at the same time, and a virtual machine may be given more memory.
+    # Other programs use memory at the same time, and a virtual machine may get more memory.
     total = nodes[0].total
     assert abs(sum(node.total_memory for node in theirs) - total) <= total / 4
     assert abs(sum(node.available_memory for node in theirs) - nodes[0].available) <= total / 4

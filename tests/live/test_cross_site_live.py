@@ -75,7 +75,7 @@ def trojan(directory: Path) -> tuple[Path, Path]:
 
 
 def status(page: Page, method: str, url: str, mode: str = "cors") -> object:
-    """Return the status that `fetch` reports. 0: the page may not see the status. A text: the name of the error."""
+    """Return the status that `fetch` reports, 0 if the page may not see the status, or the name of the error."""
     options = json.dumps({"method": method, "mode": mode})
     return page.evaluate(f"fetch({json.dumps(url)}, {options}).then((r) => r.status, (error) => error.name)")
 

@@ -1,4 +1,4 @@
-"""Two replicas of a model, on vLLM's data parallelism: their figures together, and their end with the server."""
+"""Two replicas of a model with vLLM's data parallelism: their metrics are added up, and they end with the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.live.server import METRIC_SECONDS, Server, serving
 from tests.waiting import wait_until
 
 BATCH = 4
-"""Sequences that run together on each of the replicas."""
+"""The number of sequences that run at the same time on each replica."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_the_gauges_are_those_of_all_replicas_together(replicas: Server) -> None
 
         def all_counted() -> bool:
             running, waiting = (replicas.metric(f"slipway_engine_{kind}") for kind in ("running", "waiting"))
-            # How many each replica gets is up to vLLM; more than one of them can run shows that both do.
+            # vLLM distributes the requests. If more requests run than fit on one replica, both replicas run some.
             return running > BATCH and running + waiting == clients
 
         wait_until(all_counted, METRIC_SECONDS, about=lambda: replicas.log_text()[-2000:])

@@ -15,7 +15,7 @@ from tests.live.small_model import ENDLESS, ENDLESS_COMPLETION
 from tests.waiting import wait_until
 
 NO_TIME = 0.0001  # Shorter than any parsing.
-# Far longer than the time of a first token. A call that has none until then has none at any deadline.
+# Far longer than the time to a first token. A call that has no token until then gets none at any deadline.
 MOST_SECONDS = 64.0
 MISSED = re.compile('the call had no answer at its deadline|"status":"failed"')
 ENDLESS_CHAT = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 65000, "ignore_eos": True}
@@ -51,7 +51,7 @@ SEQUENCES = {"LMI, beams": 2, "OpenAI, completion": 2, "OpenAI, beams": 2}
 RESPONSE = {"model": "model", "input": "Once", "max_output_tokens": 65000}
 MESSAGE = {"model": "model", "messages": ENDLESS_CHAT["messages"], "max_tokens": 65000}
 TOLD = '"stop_reason":"deadline"'
-# A route, a body for it, and what tells the reason at the end of the stream.
+# A route, a body for it, and the text that gives the reason at the end of the stream.
 STREAMS: dict[str, tuple[str, dict[str, Any], str]] = {
     "LMI": ("/invocations", LMI, '"stop_reason": "deadline"}}'),
     "LMI, chat": ("/invocations", ENDLESS_CHAT, '"stop_reason": "deadline"}]}'),
@@ -75,9 +75,10 @@ def post(server: Server, path: str, body: dict[str, Any], seconds: float) -> htt
 
 
 def cut(call: Callable[[float], httpx.Response]) -> httpx.Response:
-    """Return the answer to a call that ends at its deadline with a token.
+    """Return the answer to a call that has at least one token when it ends at its deadline.
 
-    The deadline is doubled until there is a token: the machine may be slow, or stand still. No answer ends before.
+    The deadline is doubled until there is a token, because the machine may be slow or stand still. No answer is
+    complete before its deadline.
     """
     seconds = 0.5
     while MISSED.search((answer := call(seconds)).text) and seconds < MOST_SECONDS:
@@ -122,7 +123,7 @@ def test_a_call_without_a_token_gets_the_contracts_error_of_a_time_out(server: S
     assert "the call had no answer at its deadline" in answer.text
 
 
-@pytest.mark.parametrize("name", [name for name in STREAMS if name != "TGI"])  # Its streams begin before a token.
+@pytest.mark.parametrize("name", [name for name in STREAMS if name != "TGI"])  # TGI's begin before a token.
 def test_a_stream_without_a_token_has_the_errors_status(server: Server, name: str) -> None:
     assert post(server, *streamed(name), NO_TIME).status_code == TIMED_OUT.get(name, 504)
 
@@ -130,7 +131,7 @@ def test_a_stream_without_a_token_has_the_errors_status(server: Server, name: st
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "more", [{}, {"return_token_ids": True}, {"echo": True}]
-)  # vLLM's front end answers those with more.
+)  # If `more` has fields, vLLM's front end answers.
 def test_prompts_that_wait_for_a_place_in_the_batch_end_empty(
     server: Server, more: dict[str, Any], stream: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""LMI's options of a draft model have vLLM draft with it."""
+"""With LMI's options for a draft model, vLLM drafts tokens with this model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The workers that Ray or another machine runs: how the engine process names them, and how the server learns them."""
+"""The workers that run in Ray or on another machine: how the engine process names them, and how the server learns their
+names.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ WITH_LORA = {
     if isinstance(trial, Trial) and name != "max_loras" and (name == "enable_lora" or "enable_lora" in trial.beside)
 }
 ALWAYS = {"limit_mm_per_prompt", "served_model_name"}
-"""Arguments that have another default than with `vllm serve`."""
+"""Arguments whose default differs from `vllm serve`'s."""
 ON_CPU = ALWAYS | {"enforce_eager"}
 ADAPTERS = {"max_loras": "2", "max_cpu_loras": "8"}
 IMAGES = DEFAULT_MEDIA_COUNTS | {"image": 2, "video": 1}
@@ -49,7 +49,7 @@ def config(sample_model: Path) -> ModelConfig:
 
 
 class _StoppedHere(Exception):
-    """The arguments were seen; no engine is needed."""
+    """Raised once vLLM's arguments are known, because no engine is needed."""
 
 
 def arguments_seen(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -184,13 +184,13 @@ def test_gpus_that_share_each_layer_are_as_few_as_hold_the_model_or_as_many_as_i
         ({"max_rolling_batch_size": 7}, True, {"max_num_seqs": 7}),
         ({"rolling_batch": "scheduler"}, True, {"model_impl": "transformers"}),
         ({"rolling_batch": "scheduler", "engine_arguments": {"model_impl": "vllm"}}, True, {"model_impl": "vllm"}),
-        # LMI's default counts, and on a CPU one more slot, which stays empty.
+        # LMI's default numbers. On a CPU there is one more slot, which stays empty.
         ({"enable_lora": True}, False, {"max_loras": 4, "enable_lora": True}),
         ({"enable_lora": True}, True, {"max_loras": 5, "max_cpu_loras": 5}),
         ({"enable_lora": True, "engine_arguments": ADAPTERS}, False, {"max_loras": 2, "max_cpu_loras": 8}),
         ({"enable_lora": True, "engine_arguments": ADAPTERS}, True, {"max_loras": 9, "max_cpu_loras": 9}),
         ({"engine_arguments": {"enable_prefix_caching": "FALSE"}}, True, {"enable_prefix_caching": False}),
-        # As LMI wrote limits of images, and as JSON.
+        # The limits in LMI's notation, and as JSON.
         *[
             ({"engine_arguments": {"limit_mm_per_prompt": text}}, True, {"limit_mm_per_prompt": IMAGES})
             for text in ("image=2,video=1", " image = 2 , video=1", '{"image": 2, "video": 1}')
@@ -207,7 +207,7 @@ def test_settings_become_arguments(
 
 
 def _kind(action: Any) -> str | list[str]:
-    """Return the kind of an argument's value, by what the type of vLLM's parser takes."""
+    """Return the kind of an argument's value, from the texts that its type in vLLM's parser accepts."""
     if action.nargs == 0:
         return "boolean"
     if action.nargs in ("+", "*"):
@@ -364,7 +364,7 @@ def test_a_wrong_option_is_named(options: dict[str, str], message: str) -> None:
 
 @pytest.mark.long
 def test_sizes_are_those_that_vllm_accepts(tmp_path: Path) -> None:
-    """vLLM's own checks, and its own layers, decide on every size from 1 to 8 of every model of the table."""
+    """vLLM's own checks and layers decide about every size from 1 to 8, for every model in the table."""
     configs = tmp_path / "configs.json"
     configs.write_text(json.dumps({name: model["config"] for name, model in MODELS.items()}))
     command = [sys.executable, "-m", "tests.live.accepted_sizes", str(configs)]
@@ -375,7 +375,7 @@ def test_sizes_are_those_that_vllm_accepts(tmp_path: Path) -> None:
         name: model["sizes"] for name, model in MODELS.items()
     }
     for name, answer in found.items():
-        # vLLM's config of the model has more than the file, and may call things otherwise.
+        # vLLM's config of the model has more values than the file, and may use other names.
         assert list(tensor_parallel_sizes(answer["config"], 8)) == answer["sizes"], name
         model = MODELS[name]
         need = ModelMemory(answer["config"], Weights(model["weight_bytes"]))

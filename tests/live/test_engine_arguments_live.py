@@ -1,4 +1,4 @@
-"""The program that tries vLLM's arguments finds the same as the table, for a few of them."""
+"""For a few arguments, the program that tries vLLM's arguments gets the same results as the table."""
 
 from __future__ import annotations
 

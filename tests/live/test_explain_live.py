@@ -78,7 +78,7 @@ def counts(server: Server) -> list[str]:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, Any]) -> Iterator[tuple[Server, Path]]:
-    """Start a server that writes down what its engine gets."""
+    """Start a server that records the requests that its engine gets."""
     directory = tmp_path_factory.mktemp("recorded")
     file = directory / "requests.jsonl"
     model = write_model(directory / "model", **small_options | {"rolling_batch": "lmi-dist"})

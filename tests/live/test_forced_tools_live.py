@@ -1,4 +1,4 @@
-"""A model calls a tool that a request names or requires, also if other models of the server have other grammars."""
+"""A model calls a tool that a request names or requires, even if other models of the server have other grammars."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PARAMETERS: dict[str, Any] = {
 def first(
     host: Server, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
 ) -> Iterator[Server]:
-    """Return a first model of a server. It writes calls in its own syntax."""
+    """Return the first model of a server. This model writes tool calls in its own syntax."""
     directory = write_model(tmp_path_factory.mktemp("tools") / "model", **engine_options, **_options("tags"))
     with hosted(host, directory) as running:
         yield running
@@ -62,7 +62,7 @@ def model(
     tmp_path_factory: pytest.TempPathFactory,
     engine_options: dict[str, object],
 ) -> Iterator[Server]:
-    """One of several models of the server."""
+    """A model on a server that has several models."""
     if request.param == "tags":
         yield first
         return

@@ -227,7 +227,7 @@ def test_each_adapter_brings_its_own_formatters_in_the_asynchronous_mode(
     with hosted(host, model) as server:
 
         def ask(adapter: str, stream: bool) -> tuple[str, set[str]]:
-            """Return the text, and the marks of the formatters that have seen it."""
+            """Return the text, and the marks of the formatters that it went through."""
             body = {"ask": "Say yes", "max_tokens": 12, "temperature": 0, "adapters": adapter, "stream": stream}
             response = server.client.post("/invocations", json=body)
             assert response.status_code == 200, response.text

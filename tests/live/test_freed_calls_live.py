@@ -22,11 +22,11 @@ pytestmark = pytest.mark.slow
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 BODY = "x" * (5 << 20)
 CALLS, WARM_UP = 20, 5
-MOST_MIB = 20  # The bodies of all calls have 100.
+MOST_MIB = 20  # The bodies of all calls together have 100 MiB.
 
 Call = Callable[[Server], object]
 CHAT: dict[str, Any] = {"model": "text", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "user": BODY}
-SLOW = {"return_token_ids": True}  # A field that leaves the call to vLLM's front end.
+SLOW = {"return_token_ids": True}  # Because of this field, vLLM's front end answers the call.
 TEXT: dict[str, Any] = {"inputs": "Once", "parameters": {"max_new_tokens": 2}, "pad": BODY}
 VISION = {"rolling_batch": "vllm", "max_model_len": 2048, "kv_cache_memory_bytes": 64 << 20}
 ENDLESS = {"max_tokens": 60000, "ignore_eos": True, "stream": True}
@@ -56,7 +56,7 @@ def leave(path: str, document: object) -> Call:
 
 
 def leave_body(server: Server) -> None:
-    """Leave in the middle of the body."""
+    """Call the server, and leave in the middle of the body."""
     head = b"POST /models/text/invoke HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(head + BODY.encode())

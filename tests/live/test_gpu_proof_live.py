@@ -1,4 +1,4 @@
-"""`make gpu-proof` rehearsed on a CPU, whole and with small numbers: every part runs, or tells that it needs a GPU."""
+"""Runs all of `make gpu-proof` on a CPU, with small numbers: every part runs or reports that it needs a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEED_A_GPU = {"fp8", "offload"}
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_proof_for_gpus_runs_whole_on_a_cpu(tmp_path: Path) -> None:
-    # The proof ends itself and its servers in time. The limit of `run` would kill only make.
+    # The proof ends itself and its servers in time, because the time limit of `subprocess.run` would kill only make.
     own = {"GPU_PROOF_ON_CPU": "1", "GPU_PROOF_RESULTS": str(tmp_path), "GPU_PROOF_SECONDS": "800"}
     done = subprocess.run(
         ["make", "--old-file=install-dev", "gpu-proof", f"BIN={Path(sys.executable).parent}"],

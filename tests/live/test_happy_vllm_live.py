@@ -15,7 +15,7 @@ from tests.waiting import wait_until
 
 PROMPT = "The capital of France is"
 GREEDY = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6}
-# In happy_vllm's notation. Nothing bounds their strings and arrays.
+# Forms in happy_vllm's notation. The length of their strings and arrays has no limit.
 SIMPLE_FORMS: list[dict[str, Any]] = [
     {"is_alive": "boolean", "is_rich": "boolean", "flags": ["boolean"]},
     {"name": "string", "age": "integer", "is_alive": "boolean"},
@@ -68,7 +68,7 @@ def test_an_aborted_request_ends_with_abort(server: Server) -> None:
 @pytest.mark.parametrize("fields", [{"n": 2, "temperature": 1.0}, {"use_beam_search": True, "n": 2, "best_of": 2}])
 def test_an_aborted_whole_answer_has_what_there_is_of_it(server: Server, fields: dict[str, Any]) -> None:
     document = ENDLESS_COMPLETION | fields
-    generate(server, **document | {"max_tokens": 2})  # the first of its kind may take long
+    generate(server, **document | {"max_tokens": 2})  # the first call of its kind may take long
     with ThreadPoolExecutor() as pool:
         headers, before = {"x-request-id": "whole-to-abort"}, server.metric("slipway_generated_tokens_total")
         answer = pool.submit(server.client.post, "/v1/generate", json=document, headers=headers, timeout=60)

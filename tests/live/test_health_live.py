@@ -1,4 +1,4 @@
-"""Trustworthy health: every moment of /ping, and the end of all processes after a SIGKILL."""
+"""Trustworthy health: the status of /ping at every moment, and the end of all processes after a SIGKILL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.live.small_model import ENDLESS_COMPLETION
 from tests.waiting import wait_until
 
 STALL_TIMEOUT, PREDICT_TIMEOUT = 8.0, 20.0
-"""Seconds. A busy machine can keep the engine from a step for some of them."""
+"""The timeouts in seconds. On a busy machine, the engine may not make a step for some seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def wait_for_ping(server: Server, wanted: int) -> float:
 
 
 def ping_times(server: Server, seconds: float) -> list[float]:
-    """Seconds that each of many calls took, a new connection for each, as SageMaker makes them; all are 200."""
+    """Return the seconds that each of many calls took. Each has a new connection, like SageMaker's, and gets 200."""
     times = []
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -110,7 +110,7 @@ def test_a_deep_queue_is_no_reason_to_be_unhealthy_and_ping_stays_quick(vllm_ser
     with contextlib.ExitStack() as clients:
 
         def one_more_makes_it_deep() -> bool:
-            """A busy machine may take so long that some of those before have ended by `predict_timeout`."""
+            """On a busy machine, earlier streams may already have ended because of `predict_timeout`."""
             clients.enter_context(open_stream(vllm_server))
             return vllm_server.metric("slipway_engine_waiting") >= 38
 
@@ -163,7 +163,7 @@ def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on
 
 
 LONE_SURROGATE = '["a\\ud800"]'
-"""A grammar that the engine's messages cannot hold."""
+"""A list of texts with a lone surrogate, which the engine's messages cannot hold."""
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ LONE_SURROGATE = '["a\\ud800"]'
 def test_a_refused_request_leaves_nothing_for_an_idle_engine_to_be_late_with(
     vllm_server: Server, path: str, body: str
 ) -> None:
-    """The next test waits for as long as the engine may stand still."""
+    """The next test would notice such a request, because it waits for longer than the stall timeout."""
     content = f'{{"model": "model", {body}{LONE_SURROGATE}}}'
     answer = vllm_server.client.post(path, content=content, headers={"content-type": "application/json"})
     assert answer.status_code in (400, 424)
@@ -192,7 +192,7 @@ def test_stuck_requests_end_by_predict_timeout_and_the_engine_stays_unhealthy_un
 ) -> None:
     chat = {"model": "model", "messages": [{"role": "user", "content": "Go on."}]}
     with ThreadPoolExecutor(2) as pool:
-        with stopped(vllm_server.engine_process()):  # idle: nothing is wrong with that
+        with stopped(vllm_server.engine_process()):  # an idle engine may be stopped without a fault
             time.sleep(STALL_TIMEOUT + 1)
             assert status(vllm_server) == (200, {"status": "Healthy"})
             calls = [

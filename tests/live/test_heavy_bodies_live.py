@@ -14,7 +14,9 @@ pytestmark = pytest.mark.asyncio
 
 SIZE = 2 << 20
 LONGEST = 10.0
-"""Seconds of `/ping`; 0.25 is promised for two quiet cores, and without its checks a server takes minutes."""
+"""The limit for `/ping`, in seconds. The promise for two quiet cores is 0.25. Without Slipway's checks, it takes
+minutes.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ async def test_eight_at_a_time_hold_up_nothing_either(small: Server, watch: Ping
     ],
 )
 async def test_a_document_of_any_depth_is_served_or_refused(small: Server, path: str, body: bytes) -> None:
-    # Near the interpreter's limit a document can be read, but not written again further down the stack.
+    # Near the interpreter's recursion limit, a document can be read, but not be written by code deeper in the stack.
     for depth in range(900, 1000, 3):
         document = b'{"items":' * depth + b"{}" + b"}" * depth
         assert await statuses(small, path, "application/json", body % document) <= {200, 400, 422, 424}, depth

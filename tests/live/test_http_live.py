@@ -99,7 +99,7 @@ _OF_CALL = re.compile(rb'"(resp|msg)_[0-9a-f]+"|"(created|created_at|completed_a
 
 
 def reply_from(file: BinaryIO) -> tuple[int, str, bytes]:
-    """Read a reply. Returns its status, its content type and its body, without what differs from call to call."""
+    """Read a reply. Return its status, content type and body, without the parts that differ from call to call."""
     status = int(file.readline().split()[1])
     headers = {}
     while line := file.readline().strip():
@@ -125,7 +125,7 @@ def chunk(data: bytes) -> bytes:
 def test_a_request_is_answered_alike_in_one_write_and_in_several(
     server: Server, path: str, document: dict[str, Any]
 ) -> None:
-    """Most clients write the head and the body apart. All calls of the test share a connection."""
+    """Most clients write the head and the body separately. All calls of the test share a connection."""
     body = json.dumps(document, ensure_ascii=False).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-Request-Id: pieces\r\n".encode()
     with_length, in_chunks = head + b"Content-Length: %d\r\n" % len(body), head + b"Transfer-Encoding: chunked\r\n"
@@ -149,7 +149,7 @@ def test_a_request_is_answered_alike_in_one_write_and_in_several(
         for name, parts in pieces.items():
             for part in parts:
                 client.sendall(part)
-                server.client.get("/health")  # The server has read the part.
+                server.client.get("/health")  # After its answer, the server has read the part.
             assert reply_from(file) == expected, name
         for lines in (with_length, in_chunks):
             client.sendall(lines + b"Expect: 100-continue\r\n\r\n")
@@ -157,6 +157,6 @@ def test_a_request_is_answered_alike_in_one_write_and_in_several(
             assert file.readline() == b"\r\n"
             client.sendall(body if lines is with_length else chunk(body) + b"0\r\n\r\n")
             assert reply_from(file) == expected, lines
-        client.sendall((with_length + b"\r\n" + body) * 2)  # The second one comes before the first one is answered.
+        client.sendall((with_length + b"\r\n" + body) * 2)  # Both are sent before the first is answered.
         assert [reply_from(file), reply_from(file)] == [expected, expected]
     assert expected[0] == (422 if document.get("prompt") == 5 else 200)
