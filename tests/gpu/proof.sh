@@ -1,18 +1,18 @@
 #!/bin/sh
 # Shows that Slipway works on this machine's GPU, and how fast it is.
 #
-# usage: sh tests/gpu/proof.sh [PART...]    (all parts without an argument; tests/gpu/__main__.py lists them)
+# usage: sh tests/gpu/proof.sh [PART...]    (without an argument: all parts; tests/gpu/__main__.py lists them)
 #
-# PYTHON: an interpreter that has Slipway's requirements. GPU_MODEL: a model's directory; the sample model without it.
-# GPU_PROOF_SECONDS: a limit for all parts together; the parts that it leaves out are named as not run.
-# GPU_PROOF_PART_SECONDS: the limit of one part, 420 without it.
-# GPU_PROOF_RESULTS: where the results go, as they come; build/gpu-proof without it: PART.xml (JUnit), samples.json and
-# benchmarks.md, and summary.md, whose rows are those of docs/status.md.
-# GPU_PROOF_KERNELS: where compiled kernels are kept between parts and runs; build/gpu-kernels without it.
-# GPU_PROOF_ON_CPU=1 runs everything on the CPU with small numbers, to see that the script works.
+# PYTHON: an interpreter that has Slipway's requirements.
+# GPU_MODEL: a model's directory. Default: the sample model.
+# GPU_PROOF_SECONDS: the limit for all parts together, in seconds. Parts that it leaves out are reported as not run.
+# GPU_PROOF_PART_SECONDS: the limit for each part, in seconds. Default: 420.
+# GPU_PROOF_RESULTS: the directory to which results are written as they arrive: PART.xml (JUnit), samples.json,
+# benchmarks.md, and summary.md with rows for docs/status.md. Default: build/gpu-proof.
+# GPU_PROOF_KERNELS: the directory that keeps compiled kernels between parts and runs. Default: build/gpu-kernels.
+# GPU_PROOF_ON_CPU=1 runs everything on the CPU with small numbers, to check that the script works.
 #
-# Exit status: 0; 1 if something failed, or this machine lacks something; 3 if a limit left something out, and nothing
-# failed.
+# Exit status: 1 if something failed or this machine lacks something; otherwise 3 if a limit left something out, or 0.
 set -eu
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python}

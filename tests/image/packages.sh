@@ -1,15 +1,15 @@
 #!/bin/sh
 # Installs the container tools for the image tests, if docker does not answer and the user may install packages.
 #
-# podman builds images. runc starts containers if podman's default, crun, cannot (cgroups in hybrid mode). buildah runs
-# images in a chroot if neither can. debootstrap makes a base image if no registry is reachable. Without these packages the
-# tests are skipped, with one line that says so.
+# podman builds images. runc starts containers if podman's default, crun, fails because cgroups are in hybrid mode. buildah
+# runs images in a chroot if both fail. debootstrap makes a base image if no registry is reachable. Without these packages,
+# the tests are skipped, and one line of output says so.
 set -eu
 
 PATH=$PATH:/usr/sbin:/sbin
 missing=
 for package in podman runc buildah debootstrap; do
-    # Each package has a command with its name.
+    # Each package has a command of the same name.
     command -v "$package" >/dev/null || missing="$missing $package"
 done
 if [ -z "$missing" ] || docker info >/dev/null 2>&1; then

@@ -1,6 +1,7 @@
-# Stands in for vLLM's image, which is large and needs a GPU. It has the same layout, with vLLM's CPU build. As in
-# docker/Dockerfile of vLLM's repository are: Python's version and directory, vLLM without bytecode in the packages of the
-# system's Python, variables, working directory, entry point. The context has requirements.txt: vLLM and its dependencies.
+# Stands in for vLLM's image, which is large and needs a GPU. It has the same layout, but vLLM's CPU build. The following is
+# the same as in docker/Dockerfile of vLLM's repository: Python's version and directory, the variables, the working
+# directory, the entry point, and the place of vLLM, which is in the system Python's packages, without bytecode.
+# The build context has requirements.txt, with vLLM and its dependencies, and torch.txt.
 ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm@sha256:0f5b26b9518d002b6173fd61daad821fa340635ebfec5bba471013f9ca114579
 FROM ${PYTHON_IMAGE}
 ARG PIP_INDEX_URL
@@ -12,7 +13,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /vllm-workspace
 COPY requirements.txt torch.txt ./
-# torch with its dependencies: the CUDA build, which may be the only one for this Python, needs CUDA's libraries.
+# torch is installed with its dependencies. For this Python there may be only the CUDA build, which needs CUDA's libraries.
 RUN python3 -m pip install --no-cache-dir --no-compile --no-deps -r requirements.txt \
     && python3 -m pip install --no-cache-dir --no-compile -r torch.txt \
     && python3 -c 'import torch'

@@ -1,4 +1,5 @@
-"""The image's command `serve`, without a container: installed as the image installs it, started as SageMaker does.
+"""The image's command `serve`, without a container. It is installed by the image's script, and started like
+SageMaker's.
 
 `make image-test` starts it in containers. This test is for machines that cannot run containers, and for `make slow`.
 """
@@ -32,13 +33,13 @@ PROMPT = "The capital of France is"
 STOP_SECONDS = 30.0
 """The time after SIGTERM at which SageMaker kills a container that still runs."""
 OF_THE_MACHINE = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "LD_LIBRARY_PATH")
-"""Variables of the tests that share the machine between servers, or let Python run."""
+"""Variables of the tests that servers keep: they let Python run, and share the machine's cores between servers."""
 Start = Callable[..., AbstractContextManager["Serve"]]
 
 
 @dataclass
 class Serve(Server):
-    """`serve`, started with nothing but the environment that SageMaker and the image give it."""
+    """A `serve` process that has only the environment variables that SageMaker and the image set."""
 
     prefix: Path = Path("/opt/slipway")
 
@@ -50,7 +51,7 @@ class Serve(Server):
         return inherited | self.environment
 
     def terminate(self) -> int:
-        """Stop it as SageMaker does, and return the exit code."""
+        """Stop the process in the same way as SageMaker, and return its exit code."""
         self.process.terminate()
         return self.process.wait(STOP_SECONDS)
 
@@ -62,7 +63,7 @@ def copied_sources() -> list[str]:
 
 
 def image_variables(prefix: Path, home: Path) -> dict[str, str]:
-    """Return the Dockerfile's ENV, with this prefix and this home."""
+    """Return the variables in the Dockerfile's ENV, with this prefix and this home directory."""
     text = DOCKERFILE.read_text().replace("\\\n", " ")
     (assignments,) = re.findall(r"^ENV (.*)$", text, re.MULTILINE)
     variables = dict(assignment.split("=", 1) for assignment in shlex.split(assignments))
@@ -74,8 +75,8 @@ def image_variables(prefix: Path, home: Path) -> dict[str, str]:
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install Slipway's wheel and the image's programs with the image's script.
 
-    The packages of the lock file are those of the environment that runs the tests. A line of a .pth file shows them
-    without that environment's own .pth files, so that its editable Slipway stays out of sight.
+    The packages of the lock file come from the environment that runs the tests. A .pth file adds their directory to the
+    path, but does not run that environment's own .pth files, which would add its editable Slipway.
     """
     source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("opt") / "slipway"
     for name in copied_sources():
@@ -135,7 +136,7 @@ def test_vllm_is_served_and_its_processes_end_with_sigterm(
     start: Start, tmp_path: Path, small_options: dict[str, object], method: dict[str, str]
 ) -> None:
     model_dir = write_model(tmp_path / "model", **small_options)
-    # The working directory is the model's. Python must not import Slipway's modules from there.
+    # The working directory is the model's directory. Python must not import Slipway's modules from it.
     (model_dir / "container.py").write_text("raise SystemExit('a file of the model was imported')\n")
     with start(model_dir, **method) as server:
         assert all(of_its_own(module, server) for module in ("container", "handlers", "djl_python", "slipway"))

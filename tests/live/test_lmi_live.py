@@ -20,7 +20,7 @@ GREEDY = {"max_new_tokens": MAX_NEW_TOKENS}
 
 
 def ask_all(server: Server, **parameters: Any) -> dict[str, httpx.Response]:
-    """Return the answers to all PROMPTS, which are asked at the same time."""
+    """Send all PROMPTS at the same time, and return the answers."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = pool.map(lambda prompt: server.invoke(prompt, **GREEDY, **parameters), PROMPTS)
         return dict(zip(PROMPTS, answers, strict=True))
@@ -62,7 +62,7 @@ def test_the_texts_of_a_streams_tokens_joined_are_its_generated_text(
 @pytest.mark.slow
 def test_requests_with_the_same_parameters_have_the_room_that_their_own_prompts_leave(sample_server: Server) -> None:
     parameters = {"max_new_tokens": 20, "ignore_eos_token": True, "details": True}
-    prompts = [" hello" * count for count in (1014, 3, 1012)]  # one token each, of a context of 1024
+    prompts = [" hello" * count for count in (1014, 3, 1012)]  # " hello" is one token, and the context has 1024
     counts = [sample_server.invoke(prompt, **parameters).json()["details"]["generated_tokens"] for prompt in prompts]
     assert counts == [10, 20, 12]
 
@@ -171,7 +171,7 @@ def test_typical_sampling_narrows_the_choice(sample_server: Server) -> None:
 
 
 def test_n_gives_sequences_ranked_by_probability(server: Server) -> None:
-    """Each sequence has the next seed. The seed after the largest is the smallest."""
+    """Each sequence has the next seed. After the largest seed comes the smallest."""
     answer = server.invoke("Once", n=3, do_sample=True, seed=2**63 - 1, max_new_tokens=6).json()
     sequences = [answer["details"], *answer["details"]["best_of_sequences"]]
     sums = [sum(token["log_prob"] for token in sequence["tokens"]) for sequence in sequences]
@@ -216,7 +216,7 @@ def test_a_beam_search_counts_as_one_prompt(server: Server) -> None:
     grown = {name: server.metric(name) - value for name, value in before.items()}
     assert [grown[name] for name in counted] == [1, prompt, 2]
     assert grown[first_tokens] == 1
-    # One token for the prompt, and one for each of two beams in each later step. An ended beam has fewer.
+    # One token for the prompt, and one for each of two beams in each later step. A beam that ends early has fewer.
     assert 6 <= grown[tokens] <= 11
 
 
@@ -294,12 +294,12 @@ def test_what_the_docs_show_is_what_is_served(server: Server) -> None:
     document = json.loads(server.client.get("/openapi.json").text)
     for path, operations in document["paths"].items():
         if path.endswith(("{response_id}", "/cancel")):
-            continue  # of nothing that is stored
+            continue  # there is no stored response
         for method in operations:
             if method in ("delete", "put"):
-                continue  # it would unload or scale the model that the tests share
+                continue  # the call would unload or scale the model that the tests share
             if path == "/rerank":
-                continue  # the body decides if it is TEI's or vLLM's, and a model of text has neither
+                continue  # a text model has neither TEI's nor vLLM's route, and the body decides between them
             filled = path.replace("{model}", "model").replace("{version}", "1").replace("{id}", "model")
             body = {"inputs": "x", "parameters": {"max_new_tokens": 1}} if method == "post" else None
             status = server.client.request(method, filled, json=body).status_code

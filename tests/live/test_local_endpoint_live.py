@@ -1,4 +1,4 @@
-"""SageMaker's runtime API on this machine, for its real clients, unmodified: no AWS account, no network."""
+"""SageMaker's runtime API on this machine. Its real, unmodified clients need no AWS account and no network."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def environment(url: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def container(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
-    """Start `slipway serve --local-endpoint my-endpoint`, a container that has the API's routes."""
+    """Start `slipway serve --local-endpoint my-endpoint`, which has the API's routes."""
     directory = tmp_path_factory.mktemp("local")
     model = write_model(directory / "model", enable_lora="true", max_loras=2, **small_options)
     for seed, name in enumerate(("red", "blue"), start=1):
@@ -63,7 +63,7 @@ def container(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str,
 
 @pytest.fixture(scope="module", params=["serve", "local"])
 def url(request: pytest.FixtureRequest, container: Server) -> Iterator[str]:
-    """Return the address of the API: in the container, or in a `slipway local` before it."""
+    """Return the address of the API, either in the container or in a `slipway local` in front of it."""
     if request.param == "serve":
         yield container.url
         return
@@ -133,7 +133,7 @@ def streamed(client: Any, body: str, **more: str) -> bytes:
 )
 def test_boto3_gets_the_very_bytes_of_the_container(container: Server, runtime: Any, more: dict[str, object]) -> None:
     for body in (document(**more), document(stream=True, **more)):
-        # The first answer fills the prefix cache, with which the last digits of log probabilities change.
+        # The first answer fills the prefix cache. With this cache, the last digits of log probabilities change.
         whole, again = (
             container.client.post("/invocations", content=body, headers={"content-type": JSON}) for _ in "12"
         )

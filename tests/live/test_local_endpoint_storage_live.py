@@ -89,7 +89,7 @@ class Endpoint:
 
     url: str
     objects: Objects
-    captured: Path  # Records of `slipway local`. Those of `slipway serve` are tested with its other records.
+    captured: Path  # The directory of `slipway local`'s records. Other tests check `slipway serve`'s.
 
     def invoke(self, **parameters: Any) -> Any:
         with contextlib.closing(runtime_at(self.url)) as client:
@@ -124,7 +124,7 @@ class Endpoint:
 def endpoint(
     request: pytest.FixtureRequest, server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Endpoint]:
-    """The container itself with a folder, or `slipway local` before it with S3's stand-in."""
+    """The endpoint: the container itself with a folder, or `slipway local` in front of it with S3's stand-in."""
     if request.param == "serve":
         directory = server.log.parent
         yield Endpoint(server.url, Folder(directory / "s3"), directory)
@@ -195,7 +195,7 @@ def test_calls_of_every_kind_are_captured_with_their_whole_output(endpoint: Endp
 
 
 def _status(client: httpx.Client, url: str) -> int | None:
-    """Return the status of a GET, None while nothing listens."""
+    """Return the status of a GET. None if nothing listens."""
     try:
         return client.get(url).status_code
     except httpx.ConnectError:

@@ -22,7 +22,7 @@ _DROPPED = "slipway_log_lines_dropped_total"
 
 
 def _log_much(server: Server) -> None:
-    """Have the server log more than waits for a reader."""
+    """Have the server log until it drops lines, because too many wait for a reader."""
     path = "/" + "x" * 16_000
     while server.metric(_DROPPED) == 0:
         for _ in range(100):
@@ -30,21 +30,23 @@ def _log_much(server: Server) -> None:
 
 
 class PipedServer(Server):
-    """A server whose log is a pipe. A reader of a pipe that this process holds open too would wait without an end."""
+    """A server whose log is a pipe. It is read without blocking, because the pipe never ends while this process has it
+    open.
+    """
 
     def log_text(self) -> str:
         with os.fdopen(os.open(self.log, os.O_RDONLY | os.O_NONBLOCK), "rb") as pipe:
             return (pipe.read() or b"").decode(errors="replace")
 
 
-@pytest.mark.usefixtures("own_start")  # The engine of a forked server would write into the pipe, and wait.
+@pytest.mark.usefixtures("own_start")  # A forked server's engine would write to the pipe, and block.
 def test_a_server_whose_log_nobody_reads_serves_and_stops_and_each_line_is_json(
     tmp_path: Path, small_options: dict[str, object]
 ) -> None:
     log = tmp_path / "log"
     os.mkfifo(log)
     reader = os.open(log, os.O_RDWR)
-    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)  # the start alone fills it
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)  # the start alone fills the pipe
     model = write_model(tmp_path / "model", **small_options)
     server = PipedServer(model, log, {"SERVING_LOG_FORMAT": "json"})
     try:
@@ -67,7 +69,7 @@ def test_a_server_whose_log_nobody_reads_serves_and_stops_and_each_line_is_json(
         assert any("EngineCore" in str(line) or "vllm" in line["logger"] for line in lines)
         assert {"stderr", "slipway.access"} <= {line["logger"] for line in lines}
 
-        server.process.send_signal(signal.SIGTERM)  # the log has no reader from here on
+        server.process.send_signal(signal.SIGTERM)  # nobody reads the log from now on
         assert server.process.wait(_STOP_SECONDS) == 0
     finally:
         server.stop()

@@ -1,4 +1,5 @@
-"""`make run` as a user types it: with no setting of the test, on this machine and with less memory than it has.
+"""`make run` as a user types it, without the tests' settings: on this machine, and with less memory than the machine
+has.
 
 The other live tests set the size of the KV cache by hand. Here, Slipway has to find it.
 """
@@ -34,7 +35,7 @@ MEMINFO = Path("/sys/devices/system/node/node0/meminfo")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 GIB = 1 << 30
 STOP_SECONDS = 60.0
-MOST_LINES = 25  # Of the log of a first start.
+MOST_LINES = 25  # The maximum number of lines that a first start logs.
 CURL = "curl --silent --show-error --fail-with-body "
 OF_THE_TESTS = ("HF_HUB_OFFLINE", "HF_MODEL_ID")
 THREADS_OF_THE_TESTS = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
@@ -60,7 +61,7 @@ class MakeRun:
         return self.log.read_text(errors="replace")
 
     def wait_for(self, what: str) -> str:
-        """Return the first line of the log that has the text `what`. Wait for it if needed."""
+        """Return the first line of the log that has the text `what`. Wait for such a line if needed."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             ended = self.process.poll() is not None
@@ -83,11 +84,10 @@ class MakeRun:
 
 @contextlib.contextmanager
 def make_run(directory: Path, *before: str) -> Iterator[MakeRun]:
-    """Start `make run`. `before`: lines of shell that run first, and have an effect on the server.
+    """Start `make run`. `before`: shell commands that run first and affect the server.
 
-    Without such lines, vLLM chooses the cores of its threads. One test of that is enough, because the threads spin
-    where
-    other tests run.
+    Without such commands, vLLM chooses the cores of its threads. One test of this is enough, because these threads spin
+    on cores that other tests use.
     """
     port = free_port()
     left_out = OF_THE_TESTS if before else OF_THE_TESTS + THREADS_OF_THE_TESTS
@@ -118,7 +118,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def mount_namespace() -> None:
-    """Skip the test if a process cannot get a private mount namespace, or if main memory limits nothing."""
+    """Skip the test if a process cannot get a private mount namespace, or if the KV cache is not in main memory."""
     if gpu_count():
         pytest.skip("the KV cache is on the GPU")
     if shutil.which("unshare") is None:
@@ -149,7 +149,7 @@ def control_group(mount_namespace: None) -> Iterator[Path]:
 
 
 def quick_start() -> list[Command]:
-    """Return the commands of README's quick start that ask the server."""
+    """Return the commands in README's quick start. They call the server."""
     return commands((REPOSITORY / "README.md").read_text().partition("## Quick start")[2].partition("\n## ")[0])
 
 
@@ -172,7 +172,7 @@ def test_make_run_answers_what_the_readme_asks(tmp_path: Path) -> None:
             assert is_shown(command.output or "", output), f"{text}\n{output}"
         if not gpu_count():
             assert "option.kv_cache_memory_bytes sets it by hand" in server.wait_for("KV cache: ")
-        # make hands SIGTERM to the recipe's shell, and to no process below it.
+        # make sends SIGTERM to the recipe's shell, but not to the shell's child processes.
         server.process.terminate()
         assert server.process.wait(STOP_SECONDS) == 0
         assert "drained" in server.text()
@@ -180,7 +180,7 @@ def test_make_run_answers_what_the_readme_asks(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_make_run_answers_in_a_container_of_3_gib(control_group: Path, tmp_path: Path) -> None:
-    """As in a container, the group's directory is all that can be seen of control groups."""
+    """As in a container, the group's directory is the only visible control group."""
     enter = f"echo $$ > {shlex.quote(str(control_group / 'cgroup.procs'))}"
     hide = f"mount --bind {shlex.quote(str(control_group))} {shlex.quote(str(control_group.parent))}"
     with make_run(tmp_path, enter, hide) as server:
@@ -189,7 +189,9 @@ def test_make_run_answers_in_a_container_of_3_gib(control_group: Path, tmp_path:
 
 
 def meminfo(free: int) -> str:
-    """Return the meminfo of this machine's node, with this number of free bytes and no memory to gain from files."""
+    """Return the meminfo of this machine's node, with this number of free bytes and no memory that the file cache could
+    free.
+    """
     lines = []
     for line in MEMINFO.read_text().splitlines():
         _, _, name, *_ = line.split()

@@ -1,4 +1,4 @@
-"""Several models in one server, loaded and unloaded while others serve: two engines and a customer's handler."""
+"""Several models in one server: two engines and a customer's handler. Models come and go while others serve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = {"inputs": "The capital of France is", "parameters": {"max_new_tokens":
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> dict[str, Path]:
-    """A model directory for vLLM, and one with a handler."""
+    """A model directory for vLLM, and a model directory with a handler."""
     root = tmp_path_factory.mktemp("models")
     found = {"vllm": write_model(root / "vllm", **small_options)}
     shutil.copytree(HANDLERS / "echo", root / "echo", ignore=shutil.ignore_patterns("__pycache__"))
@@ -31,7 +31,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory, small_options: dict[st
 
 @pytest.fixture(scope="module")
 def multi_model(host: Server, directories: dict[str, Path]) -> Server:
-    """A multi-model endpoint, with one model on vLLM; the last test that uses it unloads that."""
+    """A multi-model endpoint with one model on vLLM. The last test that uses the endpoint unloads this model."""
     assert (host.client.get("/ping").content, host.client.get("/models").content) == (b"{}\n", b'{"models":[]}')
     load(host, "v", directories["vllm"])
     return host
@@ -140,7 +140,7 @@ def write(output: RequestOutput) -> str:
 def test_models_in_the_servers_process_come_and_go_and_leave_nothing_behind(
     tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
-    """Each model has formatters and a module beside them. Some requests outlive the drain."""
+    """Each model has formatters and a module beside them. Some requests run longer than the drain allows."""
     environment = {"SAGEMAKER_MULTI_MODEL": "true", "SERVING_DRAIN_TIMEOUT": "0.5"}
     told, held = [], []
     with Server(None, tmp_path / "server.log", environment, name=None) as server:

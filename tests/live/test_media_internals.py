@@ -30,7 +30,7 @@ CONFIG = ModelConfig(name="model", model_dir=Path("."), model_id="m")
 
 
 class Loading:
-    """Loads media as vLLM does for a message of a call."""
+    """Loads media in the same way as vLLM does for a call's message."""
 
     def __init__(self, **limits: Any) -> None:
         from handlers.openai.media.connector import bound_media
@@ -41,7 +41,7 @@ class Loading:
         self.call = OpenAICall(queue, media=self.memory)
 
     def load(self, kind: str, *urls: str, media_io_kwargs: Any = None, **options: Any) -> list[Any]:
-        """Load them at the same time, as vLLM's parser of chats does."""
+        """Load them at the same time, like vLLM's parser of chats."""
         import vllm.envs as envs
         from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
@@ -211,7 +211,7 @@ def test_media_that_clients_name_are_kept_apart_by_salts(salt: str) -> None:
 
 
 def test_the_budgets_of_the_next_vllm_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.33 gives the connector two more arguments, and its connection one."""
+    """vLLM 0.33 passes two more arguments to the connector, and one more to the connector's connection."""
     from vllm.exceptions import VLLMClientError
     from vllm.multimodal.media import MediaConnector
 
@@ -256,7 +256,7 @@ def test_frames_are_counted_before_any_of_vllms_loaders_decodes_them(video: byte
     url = data_url(video, "video/avi")
     for name, loader in VIDEO_LOADER_REGISTRY.name2class.items():
         assert issubclass(loader, VideoLoader), "its methods are those that are replaced"
-        if name == "pynvvideocodec":  # It decodes on a GPU.
+        if name == "pynvvideocodec":  # This loader decodes on a GPU.
             continue
         options = {"video": {"video_backend": name}}
         loading = Loading()
@@ -279,7 +279,7 @@ def test_a_video_that_says_it_has_too_many_frames_is_refused(monkeypatch: pytest
 
 
 def test_frames_may_not_grow_and_none_is_decoded_for_a_request_that_has_ended() -> None:
-    """A stream may change its size, and the decoder follows."""
+    """A video may change its size in the middle, and the decoder follows."""
     import numpy as np
 
     from handlers.openai.media.connector import _Capture
@@ -317,7 +317,7 @@ def test_a_decoder_that_there_is_not_is_the_clients_fault(video: bytes) -> None:
 
 
 def test_sounds_are_counted_once_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """test_speech_live.py would also pass if nothing were counted."""
+    """The tests in test_speech_live.py would also pass if sounds were not counted."""
     import numpy as np
     from vllm.multimodal.media.audio import AudioMediaIO
 
@@ -426,7 +426,7 @@ def test_the_data_of_media_are_in_each_prompt_until_the_engine_has_got_one(monke
     got("x", item)
     assert made("x") is None
     got("y", made("y"))
-    # Both caches are full. Two prompts are made before the engine gets the first of them.
+    # Both caches are full. Two prompts are prepared before the engine gets the first prompt.
     first, second = made("z"), made("x")
     got("z", first)
     got("x", second)

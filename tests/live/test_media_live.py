@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 
 IMAGE = data_url(encoded(100, 80))
 JPEG = data_url(encoded(100, 80, "JPEG"), "image/jpeg")
-TOKENS_OF_AN_IMAGE = 7  # Four, and three marks around them.
+TOKENS_OF_AN_IMAGE = 7  # Four tokens, and three marks around them.
 PICTURES = [drawn(3), drawn(200)]
 URLS = [data_url(picture) for picture in PICTURES]
 MARK = "<image>"
@@ -165,7 +165,7 @@ CHAT = f"<|im_start|>user\n{MARK}{MARK}What is this?<|im_end|>\n<|im_start|>assi
 
 @pytest.fixture(scope="module")
 def bare() -> dict[str, str]:
-    """The texts of bare vLLM for TEXT, for TEXT with the pictures the other way round, and for a chat."""
+    """The texts of bare vLLM for TEXT, for TEXT with the pictures in the opposite order, and for a chat."""
     files = tuple(base64.b64encode(picture).decode() for picture in PICTURES)
     text = TEXT.format(MARK, MARK)
     prompts = [MediaPrompt(text, files), MediaPrompt(text, files[::-1]), MediaPrompt(CHAT, files)]
@@ -177,7 +177,9 @@ def bare() -> dict[str, str]:
 
 
 def tgi(vision: Server, path: str, inputs: str, **parameters: Any) -> httpx.Response:
-    """Call a route of TGI's. The server has several models, so `route` names the path, and the query the model."""
+    """Call one of TGI's routes. The server has several models, so `route` names the path, and the query names the
+    model.
+    """
     body = {"inputs": inputs, "parameters": {"max_new_tokens": LENGTH, **parameters}}
     headers = {"X-Amzn-SageMaker-Custom-Attributes": f"route={path}"}
     return vision.client.post("/invocations", json=body, headers=headers)
@@ -226,7 +228,7 @@ def test_tritons_images_answer_as_bare_vllm(vision: Server, bare: dict[str, str]
 
 @pytest.mark.slow
 def test_images_that_grow_are_refused_in_bounded_memory(vision: Server) -> None:
-    """The first would take 300 MiB, and the others 190 MiB together."""
+    """The first image would take 300 MiB. The other images would take 190 MiB together."""
     tgi(vision, "/generate", f"![]({IMAGE})")  # imports the decoders
     urls = [data_url(encoded(9000, 9000)), *[data_url(encoded(4000, 4000))] * 3]
     peak_memory.reset(vision.process.pid)

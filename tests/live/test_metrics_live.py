@@ -1,4 +1,4 @@
-"""The metrics of a model on vLLM: their names, types, labels and buckets are vLLM's, and they count every request."""
+"""The metrics of a model on vLLM count every request. Their names, types, labels and buckets are vLLM's."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_completions_and_chats_report_the_load_to_routers(lora: Server, path: st
     [
         ("/invocations", {"inputs": PROMPT, "parameters": {"max_new_tokens": 5, "ignore_eos_token": True}}, 1),
         ("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True, "n": 3, "temperature": 1.0}, 3),
-        # The last field has vLLM's own serving classes answer.
+        # Because of the last field, vLLM's own serving classes answer.
         (
             "/v1/completions",
             {
@@ -222,7 +222,7 @@ def test_dashboard_and_alerts_name_metrics_and_labels_that_a_server_has(
     samples: dict[str, set[str]] = {}
     for text in texts:
         for metric in text_string_to_metric_families(text):
-            # The parser gives counters without `_total` that ending; neither file names one of them.
+            # The parser appends `_total` to counters without it. Neither file names such a counter.
             for sample in metric.samples:
                 samples.setdefault(sample.name, set()).update(sample.labels)
     for expression in expressions():

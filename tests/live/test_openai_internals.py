@@ -1,4 +1,4 @@
-"""The parts of vLLM that Slipway's OpenAI front end uses, without an engine: options, and limits of requests."""
+"""Parts of vLLM that Slipway's OpenAI front end uses, without an engine: the options, and the limits of requests."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ async def test_what_fails_after_vllm_has_registered_it_is_taken_out_again_and_no
             await asyncio.Event().wait()
 
     llm: Any = Llm()
-    llm.register("a", 99)  # another client's, of the same id
+    llm.register("a", 99)  # another client's request with the same id
     engine: Any = _engine(llm)
     call = OpenAICall(EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4))  # type: ignore[arg-type]
     call.take(sequences)
@@ -175,7 +175,7 @@ async def _note(noted: list[str], ids: list[str]) -> None:
 
 
 def _engine(llm: Any) -> Any:
-    """Return a stand-in for Slipway's engine that takes requests at once."""
+    """Return a stand-in for Slipway's engine that accepts requests at once."""
     from engines.statistics import EngineStatistics
 
     async def wait_until_ready() -> None: ...

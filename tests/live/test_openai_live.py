@@ -1,5 +1,5 @@
-"""OpenAI's routes, with clients as people use them. The transformers engine refuses them, and names the engine it
-needs.
+"""OpenAI's routes, with the clients that people use. The transformers engine refuses these routes, and its refusal
+names the engine that they need.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def test_a_refused_form_has_the_name_that_the_client_gave_it(
         reply = server.client.post(path, json={**prompt, **field, "stream": stream})
         assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json")
         assert reply.json()["error"]["param"] == next(iter(field))
-    # The engine finds at the first token that no text is allowed.
+    # At the first token, the engine finds that no text is allowed.
     first_prompt = {name: "Hi" if name == "prompt" else value for name, value in prompt.items() if name != "n"}
     forbidden: dict[str, dict[str, Any]] = {
         "allowed_token_ids": {"allowed_token_ids": [5], "response_format": {"type": "json_object"}},
@@ -297,10 +297,10 @@ def test_the_digits_of_an_expression_are_ascii(server: Server) -> None:
         assert text.isdigit(), text
 
 
-# Values for fields of vLLM's requests that reach the engine as they come.
+# Values for FREE_FIELDS: fields of vLLM's requests that reach the engine unchanged.
 OF_ANY_KIND: tuple[Any, ...] = (5, -1, "x", [1], ["a"], True, 1.5, 10**20, {}, {"a": {"b": [None]}})
 FREE_FIELDS = ("vllm_xargs", "kv_transfer_params", "ec_transfer_params", "chat_template_kwargs", "mm_processor_kwargs")
-# Names that Slipway or vLLM read in the engine, or have read.
+# Names that Slipway or vLLM reads in the engine, or read there in earlier versions.
 READ_NAMES = ("slipway_sent_tokens", "kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "unknown")
 
 
@@ -456,7 +456,7 @@ def test_a_stream_of_a_response_in_the_background_ends_if_the_response_is_cancel
 def small(
     host: Server, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
 ) -> Iterator[Server]:
-    """A model in the asynchronous mode, with a parser of tool calls, under other names."""
+    """A model in the asynchronous mode. It has a parser of tool calls, and other served names."""
     options = engine_options | {
         "rolling_batch": "disable",
         "async_mode": "true",
@@ -470,7 +470,7 @@ def small(
 
 
 class TestSmall:
-    """One model for all of it."""
+    """The tests of this class share one model."""
 
     def test_served_names_are_the_models_names(self, small: Server) -> None:
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:

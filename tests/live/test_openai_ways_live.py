@@ -1,7 +1,7 @@
 """Common completions and chats get the same answer from Slipway's own contract and from vLLM's serving classes.
 
-Slipway's contract has no field `echo`, and vLLM's default for it is false. A request with `echo` takes the other way.
-`OPENAI_EXAMPLES` sets how many requests of each kind are compared.
+Slipway's contract has no field `echo`, and vLLM's default for it is false. If a request has `echo`, vLLM's serving
+classes answer it. `OPENAI_EXAMPLES` sets how many requests of each kind are compared.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ MAX_TOKENS = st.sampled_from([1, 2, 5, 12, 12, 12, 0, MAX_MODEL_LEN + 1, 4.0, Tr
 
 @st.composite
 def common(draw: st.DrawFn) -> dict[str, Any]:
-    """The fields that both kinds of bodies have; most of the time few of them, and valid ones."""
+    """Draw fields that both kinds of bodies have. Most bodies have only a few fields, with valid values."""
     body: dict[str, Any] = {"model": "model", **draw(SAMPLING), **draw(STREAM)}
     for name in draw(st.lists(st.sampled_from(sorted(COMMON)), max_size=3, unique=True)):
         body[name] = draw(COMMON[name])
@@ -179,7 +179,7 @@ def test_a_token_within_a_character_has_a_record(
     ours, vllms = (_answer(server, path, prompt | body | more) for more in ({}, {"echo": False}))
     assert ours == vllms
     text = server.client.post(path, json=prompt | body | {"max_tokens": 3}).text
-    field, count = ("text", 3) if path == COMPLETIONS else ("content", 4)  # A chat begins with the role.
+    field, count = ("text", 3) if path == COMPLETIONS else ("content", 4)  # A chat's first record has the role.
     assert text.count(f'"{field}":""') == text.count("data: {") == count
 
 
@@ -195,12 +195,12 @@ def _answer(server: Server, path: str, body: dict[str, Any]) -> Any:
 
 
 def _ordered(text: str) -> Any:
-    """Return a document with objects as ordered lists of their members, without the time."""
+    """Return a document without its time, in which each object is an ordered list of its members."""
     return json.loads(text, object_pairs_hook=lambda pairs: [[k, 0 if k == "created" else v] for k, v in pairs])
 
 
 def _stream(text: str) -> Any:
-    """A stream, in which it does not matter how many tokens a record has."""
+    """Return a stream in a form that does not depend on the number of tokens in a record."""
     *events, end = text.split("\n\n")
     assert end == ""
     first: list[Any] = []
@@ -237,7 +237,7 @@ def _stream(text: str) -> Any:
 
 
 def _shape(value: Any) -> Any:
-    """The fields of a record in their order, with the kinds of their values."""
+    """Return the fields of a record in their order, with the types of their values."""
     if isinstance(value, list):
         if all(isinstance(item, list) and len(item) == 2 and isinstance(item[0], str) for item in value) and value:
             return [

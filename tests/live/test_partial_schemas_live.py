@@ -1,4 +1,4 @@
-"""A JSON schema that cannot be held whole: refused, or followed in part and said, on each way to the engine.
+"""A JSON schema of which the engine cannot hold a part: it is refused, or followed in part, which the reply says.
 
 tests/contracts/test_constraint_matrix.py has the other routes.
 """
@@ -57,7 +57,7 @@ def message_tools(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]
     return {"messages": MESSAGES, "max_tokens": 60, "tools": [tool], "tool_choice": {"type": "tool", "name": "tag"}}
 
 
-# By their names: the path, the function that makes the body, and the name of the schema in the header and in errors.
+# For each name: the path, the function that makes the body, and the schema's name in the header and in errors.
 WITH_STRICT = {
     "chat": ("/v1/chat/completions", chat, ""),
     "response": ("/v1/responses", response, ""),

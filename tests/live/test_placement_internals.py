@@ -1,4 +1,4 @@
-"""vLLM takes the GPUs that the container has chosen. vLLM's own arithmetic shows this without any GPU."""
+"""vLLM uses the GPUs that the container chooses. vLLM's own code shows this without any GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.platforms.interface import Platform
     from vllm.v1.engine import utils
 
-    # Import the engine's modules first, so that they do not keep the platform below for later tests.
+    # Import the engine's modules before the platform is replaced, so that they do not keep the replacement in later
+    # tests.
     import engines.vllm.engine  # noqa: F401
 
     class EightGpus(Platform):
@@ -51,7 +52,7 @@ def settings(devices: tuple[int, ...] | None, **others: Any) -> ModelConfig:
 
 
 def placed(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> tuple[Any, list[Any]]:
-    """Return vLLM's arguments after the choice, and the places."""
+    """Return the places, and vLLM's arguments after the container has chosen GPUs."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from engines.vllm.copies.places import gpu_places
@@ -61,12 +62,12 @@ def placed(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> tu
 
 
 def chosen(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> Any:
-    """Return vLLM's arguments after the choice."""
+    """Return vLLM's arguments after the container has chosen GPUs."""
     return placed(devices, tensor, **arguments)[0]
 
 
 def places(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> list[tuple[int, ...]]:
-    """Return the GPUs of each place. An empty one has those that vLLM takes without being told."""
+    """Return the GPUs of each place. An empty tuple stands for the GPUs that vLLM takes by default."""
     return [place.gpus for place in placed(devices, tensor, **arguments)[1]]
 
 
@@ -178,10 +179,11 @@ def _configuration(**parallel: Any) -> Any:
 
 @pytest.fixture
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
-    """A machine with two NUMA nodes, three cores in each, and two processors in each core, which this process may use.
+    """A machine with two NUMA nodes, three cores in each node, and two processors in each core. This process may use
+    all of them.
 
-    Linux often numbers the first processors of all cores, and then the second ones. Returns the node and the core of
-    each processor.
+    The processors have numbers as on many Linux machines: first the first processor of each core, then the second.
+    Returns the node and the core of each processor.
     """
     from vllm.utils import cpu_resource_utils
     from vllm.utils.cpu_resource_utils import LogicalCPUInfo
@@ -213,7 +215,9 @@ def test_the_processors_are_shared_out_among_places(two_nodes: dict[int, tuple[i
 def test_vllm_binds_the_threads_of_a_copy_to_processors_of_its_share(
     two_nodes: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch, copy: int
 ) -> None:
-    """vLLM takes the processors of the first node that it sees. The share of the second copy is in the second node."""
+    """By itself, vLLM takes the processors of the first node that it sees. The second copy's share is on the second
+    node.
+    """
     from vllm.utils import cpu_resource_utils
     from vllm.utils.ompmultiprocessing import OMPProcessManager
 
@@ -266,7 +270,7 @@ def test_without_a_number_the_allowed_gpus_are_counted(gpus: Any, tmp_path: Path
     config = LLAMA | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(100 * GIBIBYTE)  # takes no room on the disk
+        file.truncate(100 * GIBIBYTE)  # the file takes no space on the disk
     for devices, most, ids in (((5, 4, 3, 2), False, [4, 5]), ((5, 4, 3, 2), True, [2, 3, 4, 5]), ((5,), False, [5])):
         given = AsyncEngineArgs(model=str(tmp_path), skip_tokenizer_init=True)
         gpu_places(given, settings(devices, tensor_parallel_max=most))

@@ -1,4 +1,4 @@
-"""Vectors, scores and classes from the real engine, through all contracts that have them but TEI's."""
+"""Vectors, scores and classes from the real engine, through all contracts that have them, except for TEI's."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def colbert(host: Server, directory: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[Any]]:
-    """The numbers of all models, made by transformers."""
+    """The vectors, scores and classes of all models, computed by transformers."""
     encoder, classifier = prepare_small_encoder(), prepare_small_encoder("classifier")
     return numbers_of_transformers(
         vectors=Job(encoder, TEXTS),
@@ -100,7 +100,9 @@ def vectors(expected: dict[str, list[list[float]]]) -> list[list[float]]:
 
 
 def post(model: Server, path: str, body: object, **headers: str) -> Any:
-    """Return the document of a reply, whose status has to be 200. On OpenAI's routes the body names the model."""
+    """Send a body, and return the reply's document. The status has to be 200. On OpenAI's routes, the body names the
+    model.
+    """
     if isinstance(body, dict) and path != "/invocations":
         body = {"model": model.name, **body}
     answer = model.client.post(path, json=body, headers=headers)
@@ -139,7 +141,7 @@ PARTS: tuple[Any, ...] = (
     None,
     5,
 )
-"""Parts of a message that no model of texts takes."""
+"""Parts of a message that text models refuse."""
 
 
 def test_parts_that_a_model_of_texts_does_not_take_are_the_clients_fault(
@@ -242,7 +244,7 @@ def test_langchain_and_litellm_get_vectors(encoder: Server, vectors: list[list[f
         model=encoder.name,
         base_url=f"{encoder.url}/v1",
         api_key=SecretStr("none"),
-        check_embedding_ctx_length=False,  # Otherwise it sends token ids of OpenAI's own tokenizer.
+        check_embedding_ctx_length=False,  # Otherwise LangChain sends token ids of OpenAI's own tokenizer.
     )
     assert_close(chain.embed_documents(TEXTS), vectors)
     found = litellm.embedding(

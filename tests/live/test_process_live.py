@@ -1,4 +1,4 @@
-"""The process: health, disconnects, overload, drain, a dying engine."""
+"""The server's process: its health, clients that disconnect, overload, draining, and an engine that dies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def tiny(host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
-    """Start a model with requests that run until their clients leave. The last test that uses it kills its engine."""
+    """Start a model with requests that run until their clients leave. The last test kills the model's engine."""
     with hosted(host, write_model(tmp_path_factory.mktemp("tiny") / "model", **small_options)) as model:
         yield model
 
@@ -52,8 +52,8 @@ def test_prompts_are_not_logged(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
-    """Start a server with low limits and JSON logs. Its last test ends it."""
-    # vLLM's sockets are here: pytest's directories are too long for their paths.
+    """Start a server with low limits and JSON logs. The last test with this server stops it."""
+    # vLLM's sockets are in this directory, because the paths of pytest's directories are too long for sockets.
     with TemporaryDirectory(prefix="slipway-test-") as temporary:
         environment = {
             "SERVING_MAX_REQUEST_SIZE": "2000",
@@ -235,7 +235,7 @@ def test_calls_of_a_loaded_model_end_well_if_another_is_still_loading(tmp_path: 
 
 
 def shared_memory(server: Server) -> set[Path]:
-    """Return the files of shared memory that its processes have mapped and that still exist."""
+    """Return the shared-memory files that the server's processes have mapped, if they still exist."""
     mapped = {Path(area.path) for process in server.children() for area in process.memory_maps()}
     return {path for path in mapped if path.parent == Path("/dev/shm") and path.exists()}
 

@@ -1,4 +1,4 @@
-"""A vision model whose processors need torchvision, and images from an allowed network, in every contract."""
+"""A vision model whose processors need torchvision, in every contract. Its images come from an allowed network."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_contract_answers_as_bare_vllm(qwen: Server, bare: tuple[str, str]
 
 
 def test_an_image_that_the_models_processor_refuses_is_the_clients_fault(qwen: Server) -> None:
-    """Qwen2-VL takes no strips of pixels."""
+    """Qwen2-VL refuses images that are very long and narrow."""
     strip = data_url(encoded(3000, 1))
     of_tgi = tgi(qwen, f"![]({strip})")
     assert (of_tgi.status_code, "does not fit its images" in of_tgi.text) == (422, True), of_tgi.text

@@ -1,4 +1,4 @@
-"""A cluster of Ray's own commands, on which `serve deploy` and `serve run` bring what docs/ray.md says."""
+"""A cluster that Ray's own commands start. On it, `serve deploy` and `serve run` do what docs/ray.md says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECONDS = 300.0
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[dict[str, str]]:
-    """A cluster's, and a cluster that is started in it; its token is of this test alone."""
+    """Start a cluster, and yield its environment variables. Its token belongs to this test alone."""
     own = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # the paths of Ray's sockets have to be short
     (own / "token").write_text("0123456789abcdef" * 4)
     dashboard = free_port()
@@ -54,7 +54,7 @@ def environment() -> Iterator[dict[str, str]]:
 
 
 def run(command: list[str], environment: dict[str, str]) -> str:
-    """Run one of the programs beside this Python, and return its output."""
+    """Run a program from the directory of this Python, and return its output."""
     program = Path(sys.executable).with_name(command[0])
     done = subprocess.run([program, *command[1:]], env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve: one cluster, started by one command, that is changed from test to test, in this order."""
+"""Replicas on Ray Serve. One command starts one cluster. The tests change it, and depend on their order."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, A
 
 @pytest.fixture
 def cluster(running: Cluster) -> Cluster:
-    """The cluster, with two replicas of the model on vLLM; an earlier test may have deployed another model."""
+    """The cluster with two replicas of the model on vLLM, even if an earlier test has deployed another model."""
     if running.deployed not in (None, running.model_dir):
         running.replace_replicas(Path(str(running.model_dir)))
     return running
@@ -88,7 +88,7 @@ def test_clients_of_all_contracts_are_answered_and_both_replicas_have_part_in_it
     assert cluster.client.get("/nothing").json()["type"] == "ResourceNotFoundException"
     named = cluster.client.post("/invocations", json={"inputs": "x"}, headers={"x-request-id": "mine"})
     assert named.headers.get_list("x-request-id") == ["mine"]
-    # Ray brings what replicas log to the command's own output.
+    # Ray copies the replicas' logs to the command's own output.
     wait_until(lambda: re.search(r" \w{8} slipway.access \[mine\]: POST /invocations 200 ", cluster.log_text()))
 
 

@@ -19,12 +19,12 @@ PREFIX = 256
 
 
 def system_prompt(tenant: int) -> str:
-    """A prompt of several blocks of the KV cache, which differs from its first words on."""
+    """Return a prompt of several blocks of the KV cache. The prompts of two tenants differ in their first block."""
     return f"You answer the customers of shop number {tenant}. " + "Be brief, be polite, and name your sources. " * 40
 
 
 def conversation(cluster: Cluster, tenant: int, user: int) -> None:
-    """Hold a conversation in TGI's contract, LMI's or OpenAI's; each turn repeats all turns before it."""
+    """Hold a conversation in which each turn repeats all earlier turns, in TGI's, LMI's or OpenAI's contract."""
     text = system_prompt(tenant)
     for turn in range(TURNS):
         text += f"\nUser {user}: question {turn}? " + f"It is about order {user}{turn}. " * 20
@@ -38,7 +38,9 @@ def conversation(cluster: Cluster, tenant: int, user: int) -> None:
 
 
 def hit_rate(cluster: Cluster) -> tuple[float, dict[str, float]]:
-    """The share of the prompts' tokens that were in a cache, and how many requests each replica answered."""
+    """Return the share of the prompts' tokens that were in a cache, and the number of requests that each replica
+    answered.
+    """
 
     def counts() -> tuple[float, float]:
         hits, queries = (cluster.each(f"vllm:prefix_cache_{name}_total") for name in ("hits", "queries"))

@@ -16,7 +16,7 @@ from tests.live.server import Server, serving
 pytestmark = pytest.mark.slow
 CHATS = ("chat", "chat, streamed", "LMI's chat", "LMI's chat, streamed")
 END_OF_REASONING = 5
-"""The id of the token that `_thinker` makes `</think>`."""
+"""The id of the token that `_thinker` renames to `</think>`."""
 CONVERSATIONS = (*CHATS, "responses", "responses, streamed", "messages")
 BIASED = tuple(name for name in CONVERSATIONS if name != "messages")
 """Routes that have `logit_bias`."""
@@ -30,9 +30,9 @@ def _form(name: str) -> Checked:
 
 
 def _thinker(directory: Path, model: Path) -> Path:
-    """Make a copy of the model with `<think>` and `</think>` for two tokens that it never generates.
+    """Copy the model, and rename two tokens that it never generates to `<think>` and `</think>`.
 
-    As with Qwen3, its template ends the reasoning of a chat that sets `enable_thinking` to false.
+    If a chat sets `enable_thinking` to false, the template ends the reasoning, like Qwen3's template.
     """
     directory.mkdir()
     for file in model.iterdir():
@@ -48,7 +48,7 @@ def _thinker(directory: Path, model: Path) -> Path:
 
 
 def _silent(route: Route) -> Route:
-    """The route, asked for an answer without reasoning."""
+    """Return the route with a field that turns off reasoning."""
     return replace(
         route, body=lambda fields: {**route.body(fields), "chat_template_kwargs": {"enable_thinking": False}}
     )

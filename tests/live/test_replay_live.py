@@ -30,7 +30,7 @@ CHAT: dict[str, Any] = {
 }
 COMPLETION: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0}
 SAMPLED: dict[str, Any] = {"do_sample": True, "max_new_tokens": 8, "details": True}
-# Each call of one of these has another text, and may have another number of tokens.
+# Each call of the same request gets another text, and may get another number of tokens.
 SAMPLED_REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/invocations", {"inputs": "Once", "parameters": SAMPLED}),
     ("/invocations", {"inputs": "Once", "parameters": SAMPLED, "stream": True}),
@@ -95,13 +95,13 @@ def recording(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str,
 
 @pytest.fixture(scope="module")
 def capture(recording: Recording) -> Path:
-    """Return a copy of the server's capture of a request of each contract."""
+    """Send a request of each contract, and return a copy of the server's capture of these requests."""
     for number, (path, body) in enumerate(REQUESTS):
         headers = {"x-auth-token": "secret", "x-request-id": f"mine-{number}"}
         reply = recording.server.client.post(f"{path}?code=secret", json=body, headers=headers)
         assert reply.status_code == (422 if body.get("inputs") == "" else 200), reply.text
 
-    def own() -> list[dict[str, Any]]:  # Other tests ask the server, too.
+    def own() -> list[dict[str, Any]]:  # Other tests call the server, too.
         return [record for record in recording.records() if record["id"].startswith("mine-")]
 
     wait_until(lambda: len(own()) >= len(REQUESTS))
@@ -203,4 +203,4 @@ def test_a_sagemaker_endpoint_is_asked_for_every_contract(recording: Recording, 
         )
     assert report["differences"] == [], output
     assert code == 0
-    assert report["compared"] == len(REQUESTS) - 1  # SageMaker captures no call that fails.
+    assert report["compared"] == len(REQUESTS) - 1  # SageMaker does not capture calls that fail.

@@ -63,9 +63,9 @@ def runtime(server: Server) -> Any:
 
 
 def same(body: bytes) -> bytes:
-    """A body without the parts that differ between equal calls.
+    """Return a body without the parts that differ between equal calls.
 
-    vLLM's own front end joins the deltas of a busy moment, so Anthropic's are joined altogether.
+    vLLM's own front end joins deltas if it is busy, so this function joins all deltas of Anthropic's streams.
     """
     deltas = _TEXT_DELTA.findall(body)
     return _VARYING.sub(b"", _TEXT_DELTA.sub(b"", body)) + b"".join(deltas)

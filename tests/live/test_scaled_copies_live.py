@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
-    """Start a server with two copies, one of which is enough."""
+    """Start a server with two copies, which may be scaled down to one."""
     environment = {"SERVING_MIN_WORKERS": "1", "SERVING_MAX_WORKERS": "2", "SERVING_ENGINE_RESTART": "3"}
     with serving(tmp_path_factory.mktemp("copies"), environment, **small_options) as server:
         wait_until(lambda: ready(server) == [1, 2])
@@ -99,7 +99,9 @@ def test_a_copy_that_is_killed_comes_back_and_ping_stays_200(two: Server) -> Non
 def hold(
     server: Server, pool: ThreadPoolExecutor, calls: int
 ) -> tuple[list[psutil.Process], list[Future[httpx.Response]]]:
-    """Stop the copies, and send calls to them. Returns the copies, in the order of their starts, and the calls."""
+    """Pause the copies, and send calls to them. Return the copies in the order in which they were started, and the
+    calls.
+    """
     before = server.metric("slipway_generations_total")
     copies = sorted(server.engine_processes(), key=lambda process: process.create_time())
     for copy in copies:

@@ -1,4 +1,4 @@
-"""Models from other sources than a plain directory: S3, a read-only disk, variables of another container."""
+"""Models that do not come from a plain directory, but from S3, a read-only disk, or another container's variables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def weights_may_come() -> threading.Event:
 def starting(
     small_options: dict[str, object], tmp_path_factory: pytest.TempPathFactory, weights_may_come: threading.Event
 ) -> Iterator[Server]:
-    """Start a server of a model directory on S3."""
+    """Start a server for a model directory on S3."""
     directory, weights = tmp_path_factory.mktemp("s3"), Path(str(small_options["model_id"]))
     with moto() as address, gate_to(address) as gate:
         files = {f"llms/smol/{path.name}": path.read_bytes() for path in weights.iterdir() if path.is_file()}
@@ -165,7 +165,7 @@ def test_sigterm_ends_a_download_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sigterm_ends_the_process_whatever_the_management_api_waits_for(tmp_path: Path) -> None:
-    """S3 does not answer, and the import of a `model.py` in the server does not end."""
+    """S3 never answers, and the server's import of a `model.py` never ends."""
     (tmp_path / "model.py").write_text(
         "import time\nfrom djl_python.output_formatter import output_formatter\n"
         "@output_formatter\ndef write(output): return ''\ntime.sleep(600)\n"
@@ -191,7 +191,7 @@ def test_sigterm_ends_the_process_whatever_the_management_api_waits_for(tmp_path
 
 @pytest.mark.slow
 def test_a_read_only_model_directory_without_a_home_is_served(small_options: dict[str, object], tmp_path: Path) -> None:
-    """A formatter imports the package of a requirements.txt beside the model."""
+    """A formatter imports a package from a requirements.txt beside the model."""
     from tests.stand_ins.wheel import make_wheel
 
     model = tmp_path / "model"

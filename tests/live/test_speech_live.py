@@ -150,7 +150,7 @@ def test_wrong_sounds_are_the_clients_fault(
 
 
 def test_the_sounds_of_a_request_are_counted_as_memory(whisper: Server) -> None:
-    answer = ask(whisper, silence(590))  # 36 MiB when it is decoded for the model
+    answer = ask(whisper, silence(590))  # it takes 36 MiB once it is decoded for the model
     assert answer.status_code == 400
     assert "may take 32 MiB of memory (option.max_media_memory_mb)" in answer.json()["error"]["message"]
 

@@ -1,4 +1,4 @@
-"""The errors that vLLM raises if memory is short, and the reports of its processes. No engine is started."""
+"""The errors that vLLM raises if memory is too small, and the reports of its processes. No engine is started."""
 
 from __future__ import annotations
 
@@ -85,4 +85,4 @@ def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(mo
     assert failure.out_of_memory
     assert failure.reason == "CUDA out of memory. Tried to allocate 2.00 GiB."
     with pytest.raises(torch.OutOfMemoryError):
-        WorkerProc()  # the reports have no reader here
+        WorkerProc()  # nobody reads the reports in this test

@@ -1,7 +1,7 @@
-"""TEI's contract with the real engine: numbers as transformers computes them, and TEI's clients.
+"""TEI's contract with the real engine: its numbers agree with transformers', and TEI's clients can use it.
 
-One server has all models: it starts with an encoder, and others are loaded beside it. Calls of the others name their
-model, in the body or in SageMaker's attributes.
+One server has all models. It starts with an encoder, and the other models are loaded later. Calls to the other models
+name their model in the body or in SageMaker's attributes.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def post(server: Server, path: str, document: dict[str, Any], status: int = 200)
 
 
 def near(number: float | str) -> Any:
-    """Return what equals nearly this number. Its last digits depend on the texts that the engine runs together."""
+    """Return an object that equals numbers near this one. The last digits depend on the texts in the engine's batch."""
     return pytest.approx(float(number), abs=1e-5)
 
 
@@ -291,7 +291,7 @@ def test_huggingface_hub(tei: Server, encoder_reference: Reference, classifier: 
     through = InferenceClient(headers={ATTRIBUTES: "route=/predict"})
     best: Any = through.text_classification(TEXTS[1], model=f"{tei.url}/invocations?model_name={classifier}")
     labels = post(tei, "/predict", {"model": classifier, "inputs": TEXTS[1]})
-    assert (best.label, best.score) == (labels[0]["label"], near(labels[0]["score"]))  # The client reads the first.
+    assert (best.label, best.score) == (labels[0]["label"], near(labels[0]["score"]))  # The client reads one label.
 
 
 def test_litellm(tei: Server, encoder_reference: Reference, reranker: str) -> None:
@@ -308,7 +308,8 @@ def test_litellm(tei: Server, encoder_reference: Reference, reranker: str) -> No
         for item, other in zip(found.data, expected, strict=True):
             assert len(item["embedding"]) == VECTOR_SIZE
             assert cosine(item["embedding"], other) > 0.9999, model
-    # LiteLLM adds the path /rerank to an address without it. The address of a server with one model has no parameters.
+    # LiteLLM adds the path /rerank to an address without it. For a server with one model, the address needs no
+    # parameters.
     base = f"{tei.url}/invocations?model_name={reranker}&path=/rerank"
     ranked = litellm.rerank(model="huggingface/tei", query="dog", documents=TEXTS, api_base=base, return_documents=True)
     ranks = post(tei, "/rerank", {"model": reranker, "query": "dog", "texts": TEXTS})

@@ -119,7 +119,7 @@ def test_the_python_client_raises_overloaded_errors(server: Server, client: Clie
     idle(server)
     with socket.create_connection(("127.0.0.1", server.port)) as crowd:
         crowd.sendall(head.encode() + body)
-        # An earlier request would take one of the places. Then the crowd would be refused as a whole.
+        # No earlier request runs. It would take one of the places, and then the whole crowd would be refused.
         wait_until(lambda: server.metric("slipway_engine_running"))
         with pytest.raises(OverloadedError, match="Model is overloaded"):
             client.generate(PROMPT, max_new_tokens=1)
@@ -253,7 +253,7 @@ def test_every_route_that_counts_a_chat_counts_the_prompt_of_the_chat(
             counts[name] += [of_vllm.json()["count"], of_happy.json()["count"], len(shown["tokenize_response"])]
             assert "".join(token["text"] for token in shown["tokenize_response"]) == shown["templated_text"]
             assert [token["id"] for token in shown["tokenize_response"]] == of_vllm.json()["tokens"], name
-        # A count needs no parser of calls, and no room in the context.
+        # Counting tokens needs no parser of tool calls, and no room in the context.
         for choice in ("auto", "required", "look"):
             tools = CHATS["tools"] | {"tool_choice": choice}
             assert (

@@ -1,7 +1,7 @@
-"""The schemas of real tools constrain texts, and calls on every contract that has tools, whole and streamed.
+"""The schemas of real tools constrain texts, and tool calls in every contract that has tools, both whole and streamed.
 
-Many answers are complete: valid JSON under the schema. Others fill a text or a number that has no bound until their
-limit of tokens: they begin as valid JSON does.
+Many answers are complete: valid JSON under the schema. Other answers fill an unbounded text or number up to their limit
+of tokens: they are the beginning of valid JSON.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ SOME = (
 """Tools of each generator. The small model completes the answers to most of them."""
 
 UNREADABLE = "zod: format: emoji"
-"""Has classes of characters that the `re` of the test's validator does not know."""
+"""A tool whose patterns have classes of characters that the test's validator, with Python's `re`, does not know."""
 SCHEMAS = {name: tool.schema for name, tool in tool_schemas().items() if name not in (UNREADABLE, *NOT_HELD)}
 OBJECTS = {name: schema for name, schema in SCHEMAS.items() if schema.get("type") == "object"}
 BYTES = byte_tokens()
 
 
 def faults(name: str, text: str) -> Iterator[str]:
-    """Yield what is wrong with an answer under a tool's schema. One that is cut off has to begin as a valid one."""
+    """Yield the faults of an answer under a tool's schema. If an answer is cut off, it has to be the beginning of a
+    valid one.
+    """
     schema = SCHEMAS[name]
     try:
         document = json.loads(text)
@@ -139,7 +141,7 @@ def test_a_required_call_follows_the_schema_of_the_tool_that_the_model_calls(
     caller: Server, contract: str, tools: tuple[str, ...], stream: bool
 ) -> None:
     called = [name for name in tools if name in OBJECTS]
-    # The model calls the same tool in each request, so each tool is the first of some.
+    # The model calls the tool with the same number in each request, so the tools rotate through the numbers.
     requests = [
         {f"tool_{index}": name for index, name in enumerate(called[first:][:10])} for first in range(len(called))
     ]

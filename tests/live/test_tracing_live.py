@@ -1,4 +1,4 @@
-"""`option.otlp_traces_endpoint`: a span of each sequence reaches a collector, in the trace of its client."""
+"""`option.otlp_traces_endpoint`: a span of each sequence reaches a collector, as part of the client's trace."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _openai(**fields: object) -> dict[str, Any]:
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 STEPS = 1 + BEAMS * (TOKENS - 1)
 """The number of requests for one token each that Slipway's beam search makes."""
-# The ways to the engine. Slipway has vLLM answer all OpenAI requests of a model that is traced.
+# The ways to the engine. If a model is traced, vLLM's front end answers all of its OpenAI requests.
 REQUESTS = {
     "LMI, streamed": Asked("/invocations", _lmi(stream=True)),
     "LMI, several prompts": Asked("/invocations", _lmi([PROMPT, "The sea is"]), spans=2),
@@ -136,7 +136,7 @@ def test_each_sequence_of_a_request_has_a_span_in_its_clients_trace(
 
 
 def test_no_span_is_outside_the_traces_of_the_clients(traced: Server, collector: Collector) -> None:
-    """A request without a trace comes last: its span, which begins another, is the only one."""
+    """A last request has no trace. Its span begins a new trace, and is the only span outside the clients' traces."""
     given = {f"{place + 1:032x}" for place in range(len(REQUESTS))}
     assert traced.invoke(PROMPT, max_new_tokens=1).status_code == 200
     wait_until(lambda: collector.spans.keys() - given)

@@ -1,4 +1,4 @@
-"""vLLM with transformers' code of the model: on request, and for a model without an implementation in vLLM."""
+"""vLLM with transformers' code for a model: if a setting requests it, or if vLLM does not implement the model."""
 
 from __future__ import annotations
 

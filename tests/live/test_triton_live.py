@@ -110,7 +110,7 @@ def test_generate_with_stream_wants_exactly_one_response(server: Server, complet
     one = generate(server, {"stream": True, "max_tokens": 1, "temperature": 0})["text_output"]
     assert one
     assert completion.startswith(one)
-    # The refused one has been taken back from the engine.
+    # The refused request has been removed from the engine.
     server.wait_for_metric("slipway_engine_running", 0)
     assert generate(server, GREEDY)["text_output"] == PROMPT + completion
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engines.errors import InvalidParameter
 
 VOCABULARY = 17
-# As float32 holds them, and not so near to 1 that rounding alone decides whether there is a cut.
+# Numbers that float32 can hold. None is so near to 1 that only rounding decides whether anything is cut.
 MASSES = st.none() | st.just(1.0) | st.floats(0.0625, 1 - 2**-10, width=32)
 LOGITS = st.lists(st.floats(-20, 20, width=32) | st.just(float("-inf")), min_size=VOCABULARY, max_size=VOCABULARY)
 ROWS = st.lists(
@@ -28,7 +28,7 @@ def params(mass: float | None, temperature: float = 1.0) -> Any:
 
 
 def warped(logits: Any, mass: float | None, temperature: float = 1.0) -> Any:
-    """Return the logits that transformers keeps of one row. The temperature is applied first."""
+    """Return one row of logits after transformers' cut. The temperature is applied before the cut."""
     from transformers import TypicalLogitsWarper
 
     if mass is None or mass == 1.0:

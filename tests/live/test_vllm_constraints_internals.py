@@ -1,4 +1,6 @@
-"""From constraints to vLLM's structured outputs, and the process that compiles them first, without an engine."""
+"""The conversion of constraints to vLLM's structured outputs, and the process that tries to compile them, without an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +174,7 @@ OWN, LOOSE, STRICT = SchemaPart(), SchemaPart(strict=False), SchemaPart(strict=T
 
 
 async def held(translator: ConstraintTranslator, parts: list[SchemaPart], *places: str, error: str = "") -> Any:
-    """Let the trial of any schema find these places."""
+    """Convert a JSON schema. Its trial reports these places as not held."""
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
     from engines.vllm.constraints.trial_process import Trial
@@ -237,7 +239,7 @@ async def test_many_places_of_many_tools_take_little_time(translator: Constraint
     places = [f"{part.place}{'/a' * 64}" for part in parts]
     began = time.process_time()
     found = await held(translator, parts, *places, "#", "#/items")
-    assert time.process_time() - began < 2  # The product would take a hundred times as long.
+    assert time.process_time() - began < 2  # Comparing each place with each tool would take a hundred times as long.
     assert found.not_held[:2] == (f"tools[0]#{'/a' * 64}", f"tools[1]#{'/a' * 64}")
     assert len(found.not_held) == 10_000
 
@@ -247,7 +249,7 @@ async def test_a_schema_of_which_nothing_is_held_is_refused_unless_its_type_is_e
 ) -> None:
     assert (await held(translator, [LOOSE], "#", error="too large")).not_held == ("#",)
     assert (await held(translator, [ONE], f"{CALLS[0]}/not", error="no text")).not_held == ("tools[0].parameters#/not",)
-    for parts in ([STRICT], [OWN], [ONE]):  # Of any array vLLM makes no call.
+    for parts in ([STRICT], [OWN], [ONE]):  # vLLM cannot make calls from an arbitrary array.
         with pytest.raises(InvalidParameter, match="too large"):
             await held(translator, parts, "#", error="too large")
     with pytest.raises(InvalidParameter, match="no schema"):

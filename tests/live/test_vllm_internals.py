@@ -43,7 +43,7 @@ class Failing(Recorder):
 
 
 class Processor:
-    """Slipway's output processor, with one of its states for each request. It can leave common tokens to vLLM."""
+    """Slipway's output processor, with a request state for each request. It can leave common tokens to vLLM."""
 
     def __init__(self, tokenizer: Any, *, lean: bool) -> None:
         from engines.vllm.copies.client import CopiesClient
@@ -79,7 +79,7 @@ class Processor:
         self.processor.external_req_ids[name].append(name)
 
     def step(self, *outputs: Any) -> list[str]:
-        """Do one engine step. Return the requests that vLLM would abort in its engine."""
+        """Do one engine step. Return the requests that vLLM would then abort in its engine."""
         from vllm.v1.metrics.stats import IterationStats
 
         sent = sent_outputs(outputs, lean=True)
@@ -88,7 +88,7 @@ class Processor:
 
 
 def sent_outputs(outputs: Sequence[Any], *, lean: bool) -> list[Any]:
-    """Send outputs as the engine's process does. Return them as vLLM's decoder reads them, or as the lean one does."""
+    """Send outputs as the engine's process does. Return them as vLLM's decoder or the lean decoder reads them."""
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -137,7 +137,7 @@ modules = [owner.partition(":")[0].split(" | ") for owner in owners]
 print([names for names in modules if not sys.modules.keys() & set(names)])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout.endswith("[]\n"), done.stdout + done.stderr  # vLLM may log lines about a GPU before
+    assert done.stdout.endswith("[]\n"), done.stdout + done.stderr  # vLLM may log lines about a GPU before this line
 
 
 def test_a_vllm_of_another_release_or_with_other_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_what_the_next_vllm_adds_is_allowed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_short_way_gives_what_vllms_way_gives(
     tokenizer: Any, text: str, want_tokens: bool, with_logprobs: bool, apart: bool, interval: int
 ) -> None:
-    # OpenAI's answers spell tokens apart, and only beside log probabilities.
+    # OpenAI's answers spell tokens separately, and only if they have log probabilities.
     apart = apart and want_tokens and with_logprobs
     seen = []
     for lean in (False, True):
@@ -228,7 +228,7 @@ def test_the_short_way_gives_what_vllms_way_gives(
 
 @pytest.fixture(scope="module")
 def tokenizers(tokenizer: Any) -> dict[str, Any]:
-    """Return the sample model's tokenizer, one with a token for each byte, and one as that of Llama 2."""
+    """Return the sample model's tokenizer, a tokenizer with a token for each byte, and a tokenizer like Llama 2's."""
     return {"sample": tokenizer, "bytes": MODEL.tokenizer, "fallback": byte_fallback()[0]}
 
 
@@ -238,7 +238,7 @@ def tokenizers(tokenizer: Any) -> dict[str, Any]:
 def test_a_whole_answer_has_the_text_that_its_tokens_have_one_by_one(
     tokenizers: dict[str, Any], name: str, data: st.DataObject
 ) -> None:
-    """Also with special tokens, with ids that no token has, with incomplete characters, and after any prompt."""
+    """The tokens include special tokens, ids that no token has, and incomplete characters. They follow any prompt."""
     from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
     tokenizer = tokenizers[name]
@@ -277,7 +277,7 @@ def test_a_whole_answer_has_the_text_that_its_tokens_have_one_by_one(
 def test_the_work_for_a_whole_text_with_replacement_characters_does_not_grow_with_it(
     tokenizers: dict[str, Any], written: str, filling: str
 ) -> None:
-    """A token that is decoded alone calls the detokenizer of vLLM."""
+    """Each token that is decoded alone would call vLLM's detokenizer."""
 
     def last_step(fillings: int) -> int:
         processor, sink = Processor(MODEL.tokenizer, lean=True), Recorder()
@@ -297,7 +297,7 @@ def test_the_work_for_a_whole_text_with_replacement_characters_does_not_grow_wit
 
 @pytest.mark.parametrize("alternatives", [0, 1, 200])
 def test_the_lean_decoder_reads_the_log_probabilities_that_vllms_reads(alternatives: int) -> None:
-    """With many alternatives, vLLM sends the arrays beside the message."""
+    """If there are many alternatives, vLLM sends the arrays in separate frames."""
     step = output("a", [7], logprobs=[[-0.1, *(-1.0 - place for place in range(alternatives))]])
     (vllms,), (lean,) = sent_outputs([step], lean=False), sent_outputs([step], lean=True)
     assert lean.new_logprobs.chosen() == vllms.new_logprobs.logprobs[0, 0]
@@ -314,7 +314,7 @@ def test_the_lean_decoder_reads_the_log_probabilities_that_vllms_reads(alternati
 def test_the_lean_decoder_reads_the_numbers_of_pooled_prompts_that_vllms_reads(
     dtype: str, shape: tuple[int, ...]
 ) -> None:
-    """vLLM sends many numbers beside the message, and the type is the one of the model's head."""
+    """vLLM sends large arrays in separate frames. The type of their numbers is the type of the model's head."""
     import torch
 
     numbers = (torch.arange(math.prod(shape)) / 7 - 3).to(getattr(torch, dtype)).view(shape)
@@ -438,7 +438,7 @@ def test_a_request_that_the_engine_ends_says_which_parameter_left_it_no_token(
 def test_an_error_of_one_request_ends_this_request_alone(
     processor: Processor, tokenizer: Any, name: str, expected: type[RequestError]
 ) -> None:
-    """vLLM 0.33 gives such an error to the queue of a sequence."""
+    """vLLM 0.33 puts such an error into a sequence's queue."""
     import vllm.exceptions
 
     refused, sound = Recorder(), Recorder()
@@ -474,7 +474,7 @@ def test_an_aborted_request_hears_nothing_more(processor: Processor, tokenizer: 
 
 
 def test_the_engines_own_tokenizer_is_none_of_vllms_pool(sample_model: Path) -> None:
-    """A pool that is empty copies the tokenizer, for tenths of a second, on the event loop."""
+    """If vLLM's pool is empty, it copies the tokenizer on the event loop, which takes tenths of a second."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.tokenizers import cached_tokenizer_from_config
     from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin, maybe_make_thread_pool

@@ -1,4 +1,4 @@
-"""Internal parts of statistics in vLLM. Slipway's shorter ways to count give the same results as vLLM's functions."""
+"""Internal parts of vLLM's statistics: Slipway's shorter code gives the same results as vLLM's functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def event(kind: str, at: float) -> Any:
 
 
 def steps() -> list[tuple[float, list[Any]]]:
-    """Return the times and outputs of an engine's steps: one of two sequences is preempted once, and ends early."""
+    """Return the times and outputs of an engine's steps. One of two sequences is preempted once, and ends early."""
     from vllm.v1.engine import EngineCoreOutput, FinishReason
     from vllm.v1.metrics.stats import PrefillStats
 
@@ -110,7 +110,7 @@ def test_the_lean_processor_counts_what_vllms_does_and_slipways_series_tell_the_
     assert statistics.tokens == sum(one.num_generation_tokens for one in theirs) == 14
     assert statistics.time_to_first_token.total == sum(sum(one.time_to_first_tokens_iter) for one in theirs)
     assert (sum(statistics.queue_time.counts), statistics.queue_time.total) == (2, 1.0)
-    # The tokens of a step share the time since the step before.
+    # The time since the previous step is divided among the tokens of a step.
     assert sum(statistics.inter_token.counts) == 8
     assert statistics.inter_token.total == 4 * 0.125 / 2 + 3 * 0.125 + 0.25
 
@@ -153,7 +153,7 @@ def test_the_reports_make_the_metrics_that_vllms_logger_makes(
         monkeypatch.setattr("engines.statistics.MOST_WAITING", 2)
         monkeypatch.setattr("engines.vllm.metrics.MOST_WAITING", 2)
     ours = EngineReports(config, [0, 1])
-    theirs = PrometheusStatLogger(config, [0, 1])  # The last one has the registry of the process.
+    theirs = PrometheusStatLogger(config, [0, 1])  # The logger that is created last has the registry of the process.
     try:
         for engine in (0, 1):
             for report, iteration in zip(scheduler_reports(), iterations(processors()[0]), strict=True):

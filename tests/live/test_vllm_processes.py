@@ -1,4 +1,4 @@
-"""The start and the end of the processes that vLLM has."""
+"""The start and the end of vLLM's processes."""
 
 from __future__ import annotations
 

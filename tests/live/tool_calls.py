@@ -1,4 +1,4 @@
-"""The calls that a model makes if a request names a tool, or requires a call: on each contract that has tools."""
+"""The calls that a model makes if a request names a tool or requires a call, in each contract that has tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import openai
 from tests.live.server import Server
 
 REQUIRED = "required"
-"""Any of the tools. Other choices are the name of one."""
+"""A choice that requires a call of any tool. Every other choice is the name of a tool."""
 _PROMPT = "Hello!"
 
 Calls = list[tuple[str, str]]

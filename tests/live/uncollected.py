@@ -1,4 +1,4 @@
-"""A program: `slipway`, whose collector of reference cycles is off.
+"""The program `slipway` without automatic collection of reference cycles.
 
 python -m tests.live.uncollected serve
 """
