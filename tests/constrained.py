@@ -170,7 +170,7 @@ def by_name(names: str) -> Refused:
 
 @dataclass(frozen=True)
 class Route:
-    """The requests to a route, and the place of the text in the route's answers."""
+    """A route's requests, and the place of the text in its answers."""
 
     path: str
     body: Callable[[Fields], Fields]
@@ -187,7 +187,7 @@ def _first(document: Any, *path: str | int) -> str:
 
 
 def _joined(*path: str | int) -> Callable[[list[Any]], str]:
-    """Return a function that extracts the text of a stream. Records without this path are ignored."""
+    """Return a function that extracts a stream's text. It ignores records without this path."""
 
     def text(documents: list[Any]) -> str:
         pieces = []

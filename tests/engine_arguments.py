@@ -456,8 +456,8 @@ class Slipway:
     def results(self, names: Sequence[str]) -> Iterator[tuple[str, bool, str]]:
         """Yield each option, whether its result is as expected, and the text to record.
 
-        Options that vLLM accepts and that agree with each other are tried together. If a request fails, each half of
-        these options is tried.
+        Options are tried together if vLLM accepts them and they do not contradict each other. If a request fails, each
+        half of these options is tried by itself.
         """
         taken = []
         for name in names:

@@ -1,4 +1,5 @@
-"""Lists the moved parts of a vLLM release that Slipway uses. The release is not installed or imported.
+"""Lists the parts of vLLM that Slipway uses and that a vLLM release has moved. The release is not installed or
+imported.
 
     python -m tests.next_vllm build/next-vllm/vllm-0.33.0-*.whl
 
@@ -205,7 +206,7 @@ def signature(arguments: ast.arguments) -> str:
 
 
 def moved_names(sources: Sources, names: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[str]:
-    """Yield a line for each row of the table that no longer holds."""
+    """Yield a line for each row of the table that is no longer true."""
     for file, owners in names.items():
         for places, members in owners.items():
             for member in members:

@@ -9,7 +9,9 @@ from typing import Any
 
 
 def python_calls(function: Callable[[], object]) -> int:
-    """Return how many Python functions a function calls, including itself. Its exceptions propagate."""
+    """Return the number of Python functions that a function calls, including the function itself. Its exceptions
+    propagate.
+    """
     count = 0
 
     def counted(frame: FrameType, event: str, argument: Any) -> None:

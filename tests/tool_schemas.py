@@ -1,4 +1,4 @@
-"""Tool schemas as their generators write them, with instances (`fixtures/tool_schemas`)."""
+"""Tool schemas as the generators write them, with instances of each schema (`fixtures/tool_schemas`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment for a `make` command that a test starts."""
+"""The environment of a `make` command that a test starts."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.chaos.watch import Subject, clock, stopped
 
 HANDLER = Path(__file__).parent.parent / "fixtures" / "handlers" / "echo"
 _SLACK = 1.0
-"""`/ping` may report a stall this many seconds before the stall time is up, because of the age of the last step."""
+"""The number of seconds by which `/ping` may report a stall early, because the stall time counts from the last step."""
 _IDLE_SECONDS = 20.0
 """Once every client has its answer or has left, everything must end within this time."""
 _GAUGES = ("slipway_engine_running", "slipway_engine_waiting", "slipway_open_requests")
@@ -68,7 +68,7 @@ class Stage:
             self.violations.append(text)
 
     async def seen(self, status: int, since: float, seconds: float = 30.0) -> float | None:
-        """Return the seconds until `/ping` answered with this status. None if it did not answer so within `seconds`."""
+        """Return the seconds until `/ping` answered with this status. None if it did not within `seconds`."""
         while clock() < since + seconds:
             if (at := self.subject.watch.first(status, since)) is not None:
                 return at - since

@@ -14,7 +14,7 @@ from tests.chaos.contracts import Answer
 
 Manner = Literal["plain", "leaves", "reads slowly", "sends slowly"]
 _PART_BYTES, _PART_SECONDS = 200, 0.01
-"""How many bytes a slow client reads at a time, and the pause between two reads in seconds."""
+"""The number of bytes that a slow client reads at a time, and its pause between two reads, in seconds."""
 _PARTS = 8
 """The number of parts in which a slow client sends its request."""
 

@@ -1,4 +1,4 @@
-"""One request for every contract and format, and the form of its complete answer and of its errors."""
+"""One request for every contract and format, with the form of its complete answer and the form of its errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ErrorForm:
     """The form of errors for a family of clients."""
 
     statuses: frozenset[int]
-    """The statuses that the contract's page in docs/ lists for requests that generate."""
+    """The statuses that the contract's page in docs/ lists for requests that generate tokens."""
     is_error: Callable[[Json], bool]
     """Returns True if an object is an error of the contract. The object is a body or a record of a stream."""
     text: frozenset[int] = frozenset()

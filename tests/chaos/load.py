@@ -74,12 +74,12 @@ class Load:
         task.add_done_callback(self._beside.discard)
 
     def first_completed(self, since: float) -> float | None:
-        """Return the time at which the first answer to a request that was sent after `since` was complete."""
+        """Return the time of the first complete answer to a request that was sent after `since`."""
         later = self.completed[bisect_left(self.completed, since, key=lambda times: times[1]) :]
         return next((end for begin, end in later if begin >= since), None)
 
     async def send(self, contract: Contract, tokens: int, manner: Manner, random: Random) -> float:
-        """Send one request and judge its reply. Return how many seconds the client has to wait afterwards."""
+        """Send one request and judge its reply. Return the seconds that the client has to wait afterwards."""
         sent = clock()
         request = request_bytes(contract.path, json.dumps(contract.body(tokens)).encode())
         self._open += 1

@@ -5,8 +5,8 @@
 The server has as many waiting places as places in its batch. On a machine with two or more processors, the load client
 and the server use different processors.
 
-The number of tokens in an answer varies between a half and one and a half times the mean. With equal numbers, the
-requests at capacity would run in step, and the engine would process 16 prompts at once, which happens under no other
+The number of tokens in an answer varies between a half and one and a half times the mean. With equal numbers, all
+requests at capacity would end together. The engine would then process 16 prompts at once, which happens under no other
 load.
 
 For each contract, the program prints the completed requests per second at capacity and under overload, their times, and
@@ -62,7 +62,7 @@ class Result:
 
 
 def processors() -> tuple[list[int], list[int]]:
-    """Return the processors for the server and those for the clients."""
+    """Return the server's processors and the clients' processors."""
     cores = sorted(os.sched_getaffinity(0))
     return (cores, cores) if len(cores) < 2 else (cores[:-1], cores[-1:])
 

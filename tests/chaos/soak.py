@@ -3,8 +3,8 @@
     python -m tests.chaos.soak --minutes 20 --out soak
     python -m tests.chaos.soak --minutes 30 --changes 20
 
-With `--changes`, the engine is killed that many times under the load, and a model and an adapter are loaded and
-unloaded as often.
+With `--changes N`, the engine is killed N times under the load. A model and an adapter are also loaded and unloaded N
+times.
 
 The program writes soak.json and soak.png: the memory, descriptors and threads of each process, the names of shared
 memory, and the times of `/ping` and of requests. The exit code is 1 if a request was
@@ -66,7 +66,7 @@ class Sample:
     names: int
     """The number of shared-memory names that the server's processes created."""
     restarts: int
-    """How often the engine was restarted so far."""
+    """The number of restarts of the engine so far."""
     ping: float | None
     """The longest time of `/ping` since the last sample, in seconds."""
     p50: float | None

@@ -48,7 +48,7 @@ class Moment:
 
 
 class Truth:
-    """The observations that clients may make, given the actions against the server."""
+    """The observations that clients may make at each time. They depend on the actions against the server."""
 
     def __init__(self) -> None:
         self._moments = [Moment(0.0, frozenset({0}), True)]
@@ -173,7 +173,7 @@ class Subject:
         self.truth.is_now(200)
 
     def restart(self) -> None:
-        """Start another server on the same port. The previous server has ended."""
+        """Start another server on the same port. The previous server must have ended."""
         self.server = self._started(self.server.port)
         self.wait_until_ready()
 
@@ -248,7 +248,7 @@ class Subject:
         self.left_behind += [path for path in shared_memory if Path(path).exists()]
         files = [path for path in sorted(self._temporary.iterdir()) if not path.name.startswith(_CACHES)]
         self.left_behind += [str(path) for path in files if clean or not path.name.startswith(_SWEPT)]
-        for path in files:  # The next server must not be blamed for these files.
+        for path in files:  # Otherwise the next server would be blamed for these files.
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         return code
 

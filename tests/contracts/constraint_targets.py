@@ -246,7 +246,7 @@ OTHER_LAST: dict[str, Callable[[Sent], bytes]] = {
     "two values, another at last": lambda sent: _twice(sent.document, sent.other, deep=False).encode(),
     "two values within, another at last": lambda sent: _twice(sent.document, sent.other, deep=True).encode(),
 }
-"""JSON's readers take the last value, so the reply is the reply to the other document."""
+"""JSON's readers take the last value, so the reply equals the reply to the other document."""
 BODIES: dict[str, Callable[[Sent], bytes]] = {
     **{name: lambda sent, encode=encode: encode(sent.document) for name, encode in DOCUMENTS.items()},  # type: ignore[misc]
     "a letter of the form's name escaped": _one_letter(lambda sent: _keys(sent.document, sent.formless)),
@@ -262,7 +262,7 @@ LMIS_END = {**LMIS_ERROR, "generated_text": None, "details": {"finish_reason", "
 LMIS_LIST = {**LMIS_END, "details": {"finish_reason", "generated_tokens", "inputs", "tokens"}}
 LMIS_RECORD = {**LMIS_END, "token": {"error_msg", "id", "log_prob", "special_token", "text"}}
 Refusal = tuple[int, Any]
-"""A status, and the keys of the body, including the keys of an object in it."""
+"""A status, and the keys of the body. If a value is an object, its keys are given, too."""
 OPENAIS_REFUSALS: tuple[Refusal, ...] = ((400, OPENAIS_ERROR), (404, OPENAIS_ERROR))
 LMIS_REFUSALS: tuple[Refusal, ...] = tuple((424, shape) for shape in (LMIS_ERROR, LMIS_END, LMIS_LIST, LMIS_RECORD))
 TGIS_REFUSALS: tuple[Refusal, ...] = ((422, {"error": None, "error_type": None}),)
@@ -356,7 +356,7 @@ ALIASES = {
     "Triton, a version": _alias("Triton", "/v2/models/model/versions/1/generate"),
     "Triton, a version, streamed": _alias("Triton, streamed", "/v2/models/model/versions/1/generate_stream"),
 }
-"""Other addresses of the same routes."""
+"""The same routes under other paths."""
 
 
 def _tools(name: str, every: Any, named: Callable[[str], Fields], tool: Callable[[str, Fields], Fields]) -> Target:

@@ -28,7 +28,7 @@ def json_values(integers: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
 
 
 JSON = json_values(st.integers())
-ENCODABLE = json_values(st.integers(-(2**62), 2**62))  # msgspec writes no longer integers.
+ENCODABLE = json_values(st.integers(-(2**62), 2**62))  # msgspec cannot write longer integers.
 MODEL = ModelConfig(name="model", model_dir=Path("."), model_id="model")
 
 

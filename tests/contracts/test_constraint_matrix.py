@@ -1,8 +1,8 @@
 """Each form of constraint on each route reaches the engine with the call's adapter, or is refused by its name.
 
 The application has all contracts, and its engine is scripted. For a call that Slipway leaves to vLLM's front
-end, the tests look at the body that vLLM gets. Slipway reads a body that JSON's readers disagree about in one way, or
-refuses it.
+end, the tests look at the body that vLLM gets. If JSON's readers disagree about a body, Slipway always reads it in the
+same way, or refuses it.
 """
 
 from __future__ import annotations

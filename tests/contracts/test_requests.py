@@ -57,7 +57,7 @@ def without_defaults(value: Any) -> Any:
 
 
 def effect(row: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the requests that the engine gets for a row, or the reply."""
+    """Return the requests that the engine gets for a row, or the reply if it gets none."""
     model = row.get("model", "generating")
     case = {"model": model, "numbers": NUMBERS.get(model, [[0.5] * 4]), "request": row, **row}
     engine = RequestEngine(case)

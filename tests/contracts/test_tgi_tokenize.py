@@ -1,4 +1,6 @@
-"""Limits of TGI's routes /tokenize and /chat_tokenize. `requests/tgi.yaml` and `cases/tgi` have their bytes."""
+"""Limits of TGI's routes /tokenize and /chat_tokenize. `requests/tgi.yaml` and `cases/tgi` have the bytes of their
+requests and replies.
+"""
 
 from __future__ import annotations
 

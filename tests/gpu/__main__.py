@@ -177,8 +177,8 @@ def _run(parts: Sequence[Part], deadline: float) -> Iterator[tuple[str, Outcome]
 
 
 def _test(parts: Sequence[Part], seconds: float) -> dict[str, Outcome]:
-    """Run the tests of several parts in one process. Return the outcomes of the parts that began. If none did, because
-    pytest ended first, return an outcome for all parts.
+    """Run the tests of several parts in one process. Return the outcomes of the parts that began. If pytest ended
+    before any part began, return an outcome for all parts.
     """
     files = [file for part in parts for file in part.files]
     own = {"GPU_PROOF_RESULTS": str(RESULTS), "GPU_PROOF_PART_SECONDS": str(PART_SECONDS)}

@@ -5,8 +5,8 @@ set, texts are compared in fp32, and adapters are served in bf16. `GPU_PROOF_ON_
 the tests themselves.
 
 Tests that require equal texts use fp32. fp32's rounding also depends on the batch, but the error is far below the
-distance between the two likeliest tokens. In 16 bits, two tokens are often equally likely. vLLM's batch-invariant mode
-would help there, but it runs other kernels than customers use, and needs an H100 or a newer GPU.
+distance between the two likeliest tokens. In 16-bit types, two tokens are often equally likely. vLLM's batch-invariant
+mode would help there, but it runs other kernels than customers use, and needs an H100 or a newer GPU.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def text(server: Server, prompt: str, adapter: str = "") -> str:
 def test_in_a_batch_each_adapter_has_its_own_answer_and_the_model_without_one_has_its_own(server: Server) -> None:
     """Fill every slot, because on a CPU vLLM applies the weights of the last slot to a prompt without an adapter.
 
-    In 16 bits, two tokens may be equally likely, so a text in a batch may end differently than in a batch of one. Its
-    beginning still matches the text of the same adapter for longer than that of another adapter.
+    In 16-bit types, two tokens may be equally likely, so the end of a text may differ between a batch and a batch of
+    one. The text still has a longer beginning in common with the same adapter's text than with another adapter's text.
     """
     alone = {name: text(server, PROMPTS[0], name) for name in ("", "red", "blue")}
     assert len(set(alone.values())) == 3

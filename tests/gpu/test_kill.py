@@ -15,7 +15,8 @@ from tests.waiting import wait_until
 
 CALLS = 12
 FREED_MIB = 1024
-"""The MiB by which the GPU's used memory may differ after a server from before it. Other programs may use the GPU."""
+"""The allowed difference of the GPU's used memory before and after a server, in MiB. Other programs may use the GPU.
+"""
 
 
 def test_a_client_that_leaves_ends_its_generation(server: Server) -> None:
@@ -27,7 +28,7 @@ def test_a_client_that_leaves_ends_its_generation(server: Server) -> None:
 
 
 def test_streams_of_a_killed_engine_get_all_their_tokens(server: Server, record_property: RecordProperty) -> None:
-    """After a restart, the rest of a text may differ in 16 bits. The tests of copies compare texts in fp32."""
+    """In 16-bit types, the rest of a text may differ after a restart. The tests of copies compare texts in fp32."""
 
     def stream(number: int) -> list[dict[str, Any]]:
         parameters = {"max_new_tokens": LONG, "ignore_eos_token": True}

@@ -1,4 +1,4 @@
-"""N-gram speculation changes no greedy text, and drafts tokens of a repetitive text (in fp32, see conftest)."""
+"""N-gram speculation changes no greedy text (in fp32, see conftest), and drafts tokens of a repetitive text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_guessed_tokens_are_accepted_and_change_no_text(
     tmp_path: Path,
     record_property: RecordProperty,
 ) -> None:
-    """Only a trained model continues a repetitive text with its repetitions."""
+    """Only a trained model goes on with the repetition in a text."""
     options = gpu_options | {"model_id": gpu_model, "rolling_batch": "vllm"}
     with hosted(host, write_model(tmp_path / "alone" / "model", **options)) as plain:
         alone = texts(plain)

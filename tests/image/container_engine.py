@@ -114,7 +114,7 @@ def find_engine(directory: Path) -> Engine:
 
 
 def _in_chroot_if_need_be(engine: Engine) -> Engine:
-    """Return the engine. A podman that cannot start containers is set to buildah's chroot.
+    """Return the engine. If podman cannot start containers, set it to use buildah's chroot.
 
     Raises:
         NoEngine: podman cannot start containers, and buildah's chroot does not work either.
@@ -155,7 +155,7 @@ def _podman_variables(directory: Path) -> dict[str, str]:
         'events_logger = "file"',
     ]
     if not _CGROUP_V2.exists() and shutil.which("runc"):
-        lines.append('runtime = "runc"')  # podman's default, crun, does not run on such machines.
+        lines.append('runtime = "runc"')  # podman's default runtime, crun, does not run on such machines.
     file = directory / "containers.conf"
     file.write_text("\n".join(lines) + "\n")
     return {"CONTAINERS_CONF": str(file)}

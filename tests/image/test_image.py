@@ -97,7 +97,7 @@ def test_the_container_serves_as_root_and_stops_in_time_as_sagemaker_runs_it(
             next(lines)
             container.terminate()
             last = [line for line in lines if line][-1]
-            # A server that still runs 25 s after the signal ends with another code. The test's own clock would also
+            # A server that still runs 25 s after the signal exits with another code. The test's own clock would also
             # count the time that the container engine takes.
             assert container.wait() == 0, container.log()[-4000:]
     assert json.loads(last)["details"]["finish_reason"] == "error", "it was still running"

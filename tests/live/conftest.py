@@ -22,7 +22,7 @@ from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import START_SECONDS, Server, write_model
 from tests.live.small_model import MAX_MODEL_LEN, prepare_small_model
 
-# float32: in bfloat16 a greedy answer can flip where two tokens tie, and these tests compare texts.
+# float32, because these tests compare texts: in bfloat16, a greedy answer can change if two tokens are equally likely.
 ENGINE = {"dtype": "fp32", "max_model_len": 1024, "kv_cache_memory_bytes": 512 << 20, "max_rolling_batch_size": 32}
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
@@ -120,7 +120,9 @@ def _local_endpoint(directory: Path, options: dict[str, object]) -> Server:
 
 @pytest.fixture(scope="session", params=["host"])
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Start a server without a model, for tests that bring models (`hosted`). A parameter, as `engine` is."""
+    """Start a server without a model, for tests that load their own models (`hosted`). The parameter is like
+    `engine`'s.
+    """
     directory = tmp_path_factory.mktemp("host")
     environment = {"SAGEMAKER_MULTI_MODEL": "true", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     if worker:

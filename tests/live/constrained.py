@@ -17,7 +17,7 @@ AT_A_TIME = 16
 
 Check = Callable[[str], bool]
 Checked = Mapping[str, tuple[Fields, Check]]
-"""The fields of requests, and what their texts have to be."""
+"""The fields of each request, and the check of its text."""
 TOKEN_CHECKS: dict[str, Check] = {
     "logit_bias": lambda text: not text.startswith(" Paris"),
     "bad_words": lambda text: "Paris" not in text,

@@ -72,7 +72,7 @@ async def answer(engine: Any, case: dict[str, Any]) -> dict[str, Any]:
 async def longest_wait(engine: Any, stop: asyncio.Event) -> float:
     """Answer requests without a constraint, and return the longest time between two of their tokens.
 
-    The pauses leave the processors to the trials, as a slower model would.
+    In the pauses, the trials get the processors, as they would with a slower model.
     """
     longest = 0.0
     while not stop.is_set():

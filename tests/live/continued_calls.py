@@ -1,4 +1,4 @@
-"""Calls of every contract with one right answer each, for tests in which their engine dies."""
+"""Calls of every contract, for tests in which their engine dies. Each call has only one right answer."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def kill(server: Server, running: float, process: int | None = None, by: int = s
 
 
 def step_until_running(server: Server, sequences: float) -> None:
-    """Let the engine run until it has this number of sequences, in the way of `step_until`."""
+    """Let the engine run until it has this number of sequences, like `step_until`."""
     step_until(server, lambda: server.metric("slipway_engine_running") >= sequences)
 
 

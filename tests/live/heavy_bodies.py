@@ -152,7 +152,7 @@ async def send(host: str, port: int, path: str, content_type: str, body: bytes) 
 
 
 def _watch(pipe: Connection, host: str, port: int) -> None:
-    """Ask `/ping` every 20 ms. The answer to a message in the pipe is the longest wait since the last message. None
+    """Call `/ping` every 20 ms. The answer to a message in the pipe is the longest wait since the last message. None
     ends the loop.
     """
 

@@ -1,7 +1,7 @@
 """The commands on a page of the documentation, and the outputs that the page shows.
 
 Blocks of the languages `sh` and `python` are run. A block of the language `text` is the output of the block before it.
-A line `...` of the output stands for any lines, and `...` within a line for any text. Blocks without a language need
+A line `...` in the output stands for any lines. `...` inside a line stands for any text. Blocks without a language need
 Docker, a GPU or AWS.
 """
 
@@ -59,7 +59,7 @@ def printed(command: Command, port: int, directory: Path, environment: Mapping[s
 
 def is_shown(shown: str, output: str) -> bool:
     """Return True if a page shows this output of a command."""
-    # Long runs of blanks would make a mismatch slow to find.
+    # With long runs of blanks, finding a mismatch would take long.
     return re.fullmatch(_pattern(shown), re.sub(" {2,}", " ", output).rstrip("\n") + "\n") is not None
 
 

@@ -1,4 +1,4 @@
-"""The most memory that a process has had."""
+"""The maximum memory that a process has used."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ def reset(process: int) -> None:
 
 
 def peak_mib(process: int) -> int:
-    """Return the most memory since `reset`."""
+    """Return the maximum memory since `reset`."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) // 1024

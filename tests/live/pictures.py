@@ -28,7 +28,7 @@ def drawn(shade: int) -> bytes:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """Return a PNG with this size in its header, and no picture."""
+    """Return a PNG with this size in its header, but without a picture."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b""))
     parts = (

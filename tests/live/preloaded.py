@@ -1,9 +1,9 @@
 """Programs that begin with their modules imported: they are forked from a process that has imported them.
 
-An import of vLLM takes ten seconds of processor time, in a server and once more in its fork server. A live run starts
-about fifty servers, and ten programs that use vLLM or transformers without Slipway. `start` forks a program together
-with a spare process, which becomes the program's fork server. After the fork, the program runs as if `python -m` had
-started it.
+An import of vLLM takes ten seconds of processor time. Each server needs one, and its fork server another. A live run
+starts about fifty servers, and ten programs that use vLLM or transformers without Slipway. `start` forks a program
+together with a spare process, which becomes the program's fork server. After the fork, the program runs as if it had
+been started by `python -m`.
 
 Two kinds of servers are started in the same way as users start them: servers whose environment changes the imports, and
 servers in the tests of starts (`tests.live.server.Server.forked`).
@@ -179,7 +179,7 @@ def start(
 
 
 def result_of(module: str, order: Any, **variables: str) -> Any:
-    """Return the result of a program that answers an order (`answer_order`).
+    """Run a program that answers an order (`answer_order`), and return its result.
 
     Args:
         module: The program.

@@ -1,4 +1,4 @@
-"""A program: `slipway`, which also writes down each request that goes to an engine's process.
+"""The program `slipway`, which also records each request that goes to an engine's process.
 
 RECORDED=FILE python -m tests.live.recorded_requests serve --model-dir DIRECTORY
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 RECORDED = "RECORDED"
-"""The variable with the file."""
+"""The environment variable that names the file."""
 
 
 def main() -> None:

@@ -170,7 +170,7 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def wait_for_log(self, text: str) -> None:
-        """Wait until the text was logged. A thread of the server writes the log after the answers."""
+        """Wait until the text is logged. A thread of the server writes the log after the answers."""
         wait_until(lambda: text in self.log_text(), about=lambda: f"{text!r} is not in {self.log_text()[-4000:]}")
 
     def invoke(self, inputs: object, stream: bool | None = None, **parameters: object) -> httpx.Response:
@@ -262,7 +262,7 @@ class HostedModel(Server):
         self._before = set(super().children())
 
     def children(self) -> list[psutil.Process]:
-        """Return the processes that came with the model."""
+        """Return the processes that were started for the model."""
         return [child for child in super().children() if child not in self._before]
 
     def log_text(self) -> str:

@@ -66,7 +66,7 @@ def _write(directory: Path) -> None:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=MAX_MODEL_LEN,
-        tie_word_embeddings=False,  # with one table for both, the model would repeat its last token
+        tie_word_embeddings=False,  # if both shared one table, the model would repeat its last token
         eos_token_id=tokenizer.eos_token_id,
         dtype=torch.float32,
     )

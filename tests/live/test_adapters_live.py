@@ -43,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, obje
 def lora(tmp_path_factory: pytest.TempPathFactory, made: Path, small_options: dict[str, object]) -> Iterator[Server]:
     """Start a server with the adapter `blue` beside its model, and `red` in TGI's variable LORA_ADAPTERS.
 
-    Two adapters fit into a batch, and three into memory.
+    A batch can have two adapters, and the memory three.
     """
     directory = tmp_path_factory.mktemp("lora")
     for name in ("red", "blue"):

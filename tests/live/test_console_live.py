@@ -510,7 +510,7 @@ print(json.dumps(said))
 def run_python(codes: list[str]) -> list[str]:
     """Return the output of each program. One process runs them all, because importing the clients takes seconds."""
     environment = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true"}
-    environment.pop("HF_HUB_OFFLINE", None)  # with it, the hub's client calls no server at all
+    environment.pop("HF_HUB_OFFLINE", None)  # with this variable, the hub's client calls no server at all
     said: list[str] = json.loads(_output([sys.executable, "-c", RUN_ALL], environment, json.dumps(codes)))
     return said
 

@@ -1,4 +1,4 @@
-"""Constraints on the vLLM engine: their enforcement, and the check that no client's constraint harms the engine."""
+"""Constraints on the vLLM engine are enforced, and no client's constraint harms the engine."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ def engines(server: Server) -> set[int]:
 
 
 def sockets(process: psutil.Process) -> Path:
-    """Return the directory of the server's sockets, which it holds open."""
+    """Return the directory of the server's sockets. The server holds it open."""
     held = (file.resolve() for file in Path(f"/proc/{process.pid}/fd").iterdir())
     return next(path for path in held if path.name.startswith("slipway-sockets-"))
 

@@ -53,7 +53,7 @@ def completion(prompt: str, tokens: int, **given: Any) -> Case:
 
 @pytest.fixture(scope="module")
 def right(two: Server) -> dict[str, str]:
-    """Return the answer of each call when it runs alone."""
+    """Run each call alone, and return its answer."""
     return {name: answer(two, case) for name, case in CALLS_OF_ALL.items()}
 
 
@@ -108,7 +108,7 @@ def test_a_copy_dies_and_no_call_notices(two: Server, right: dict[str, str]) -> 
 
 
 @pytest.mark.slow
-# test_continuation_live.py has both ways to die.
+# test_continuation_live.py tries both ways in which an engine dies.
 @pytest.mark.parametrize(
     "prompt", [pytest.param(RAISES, id="raises", marks=pytest.mark.long), pytest.param(IS_KILLED, id="is killed")]
 )

@@ -1,4 +1,4 @@
-"""Slipway reads the same figures of a CPU's memory as vLLM's worker, and understands vLLM's refusals."""
+"""Slipway reads the same figures for a CPU's memory as vLLM's worker, and understands vLLM's refusals."""
 
 from __future__ import annotations
 

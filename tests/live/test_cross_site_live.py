@@ -21,7 +21,7 @@ TELLING = ("/models", "/metrics", "/console/state", "/openapi.json", "/endpoints
 
 
 class Blank(BaseHTTPRequestHandler):
-    """Any page of another site."""
+    """Serves a page of another site."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -67,7 +67,7 @@ def opened(browser: Browser, url: str) -> Page:
 
 
 def trojan(directory: Path) -> tuple[Path, Path]:
-    """Return a model, and the file that the model's code writes when it runs."""
+    """Return a model's directory, and the file that the model's code writes if it runs."""
     model, proof = directory / "trojan", directory / "was-run"
     model.mkdir()
     (model / "model.py").write_text(f"open({str(proof)!r}, 'w').close()\ndef handle(inputs):\n    return None\n")

@@ -1,4 +1,4 @@
-"""Deadlines with the real engine: an answer that would take minutes ends, and nothing of it stays."""
+"""Deadlines with the real engine: an answer that would take minutes ends, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class _StoppedHere(Exception):
 
 
 def arguments_seen(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """Start loading a model; return vLLM's arguments and usage context as vLLM gets them."""
+    """Start loading a model. Return the arguments and the usage context that vLLM gets."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from engines.vllm.loading import VllmLoader
@@ -76,7 +76,7 @@ def arguments_seen(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 def serve_arguments(model: Path) -> Any:
-    """The arguments of `vllm serve MODEL`, made by vLLM itself."""
+    """The arguments that vLLM itself makes for `vllm serve MODEL`."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -246,7 +246,7 @@ def test_the_table_of_arguments_has_those_of_vllm_serve_and_each_has_an_effect_o
     assert {kind for kind in found.values() if isinstance(kind, str)} == KINDS.keys()
     assert {name for name, row in TABLE.items() if row.get("of") == "engine"} == fields
     assert all(WITHOUT_EFFECT.get(name) for name in fields - kinds.keys())
-    # These are settings of Slipway's own.
+    # These are Slipway's own settings.
     assert kinds.keys() - fields - FRONT_END - WITHOUT_EFFECT.keys() == {"api_key", "lora_modules"}
     assert not [name for name in kinds if name.startswith("no_")]  # Such a name would be read as a negation.
 

@@ -1,4 +1,4 @@
-"""The memory of a server whose collector of reference cycles is off, after calls with large bodies."""
+"""The memory of a server after calls with large bodies, without the collection of reference cycles."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def leave_body(server: Server) -> None:
 
 
 def picture() -> str:
-    """Return a picture of megabytes, as a URL."""
+    """Return a picture of several megabytes, as a data URL."""
     return data_url(encoded(64, 64) + b"\0" * (3 << 20))
 
 

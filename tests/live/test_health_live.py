@@ -95,7 +95,7 @@ def test_while_the_model_loads_connections_are_taken_at_once_and_ping_says_pendi
         assert status(starting)[1]["status"] in ("PENDING", "Healthy")
         pings.append(time.perf_counter() - started)
         time.sleep(0.05)
-    # The median: a busy machine can stand still for seconds.
+    # The median is compared, because a busy machine can stand still for seconds.
     connect, ping = map(statistics.median, (connects, pings))
     print(f"loading: {len(pings)} connections, median {connect:.4f} s, max {max(connects):.4f} s")
     print(f"loading: {len(pings)} pings, median {ping:.4f} s, max {max(pings):.3f} s")
@@ -192,7 +192,7 @@ def test_stuck_requests_end_by_predict_timeout_and_the_engine_stays_unhealthy_un
 ) -> None:
     chat = {"model": "model", "messages": [{"role": "user", "content": "Go on."}]}
     with ThreadPoolExecutor(2) as pool:
-        with stopped(vllm_server.engine_process()):  # an idle engine may be stopped without a fault
+        with stopped(vllm_server.engine_process()):  # an idle engine that is paused counts as healthy
             time.sleep(STALL_TIMEOUT + 1)
             assert status(vllm_server) == (200, {"status": "Healthy"})
             calls = [

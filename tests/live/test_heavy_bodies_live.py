@@ -1,4 +1,4 @@
-"""The most costly bodies on every route of a real server."""
+"""The bodies that take the longest to read, on every route of a real server."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_eight_at_a_time_hold_up_nothing_either(small: Server, watch: Ping
     ],
 )
 async def test_a_document_of_any_depth_is_served_or_refused(small: Server, path: str, body: bytes) -> None:
-    # Near the interpreter's recursion limit, a document can be read, but not be written by code deeper in the stack.
+    # Near the recursion limit, a document can be read, but code deeper in the stack cannot write it.
     for depth in range(900, 1000, 3):
         document = b'{"items":' * depth + b"{}" + b"}" * depth
         assert await statuses(small, path, "application/json", body % document) <= {200, 400, 422, 424}, depth

@@ -32,7 +32,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Say hello."}]
 
 
 class Objects(Protocol):
-    """S3 as its user sees it."""
+    """The operations of S3 that the tests use."""
 
     def put(self, key: str, body: bytes) -> str: ...
 

@@ -42,7 +42,7 @@ THREADS_OF_THE_TESTS = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
 
 
 def command(port: int) -> str:
-    """Return the command that `make run` gives to the shell, with the interpreter and the code of the tests."""
+    """Return the `make run` command for a shell, with the tests' interpreter and code."""
     variables = f"BIN={Path(sys.executable).parent}", f"PORT={port}"
     make = ["make", "--dry-run", "--no-print-directory", "run", *variables]
     recipe = subprocess.run(make, cwd=REPOSITORY, env=without_make(), capture_output=True, text=True, check=True).stdout
@@ -130,7 +130,7 @@ def mount_namespace() -> None:
 
 @pytest.fixture
 def control_group(mount_namespace: None) -> Iterator[Path]:
-    """Make a memory control group of 3 GiB. Skip the test if this is not possible."""
+    """Create a control group with 3 GiB of memory. Skip the test if this is not possible."""
     first = CONTROL_GROUPS / "memory" if (CONTROL_GROUPS / "memory").is_dir() else CONTROL_GROUPS
     group = first / f"slipway-test-{os.getpid()}"
     try:

@@ -1,4 +1,4 @@
-"""Images over HTTP: a model that takes them, in every contract that has them."""
+"""Images over HTTP: a model that accepts images, in every contract that has images."""
 
 from __future__ import annotations
 

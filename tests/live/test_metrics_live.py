@@ -31,7 +31,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, obje
 
 
 def families(text: str, start: str = "") -> dict[str, Metric]:
-    """Return the metrics whose names have this start, by name."""
+    """Return the metrics whose names start with this text, by name."""
     return {metric.name: metric for metric in text_string_to_metric_families(text) if metric.name.startswith(start)}
 
 

@@ -381,7 +381,7 @@ def test_a_batch_is_aborted_by_the_id_of_its_request(server: Server) -> None:
 def three_places(
     host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]
 ) -> Iterator[Server]:
-    """Start a model that runs two requests, while one more waits."""
+    """Start a model that runs two requests at the same time and lets one more wait."""
     options = small_options | {"rolling_batch": "disable", "async_mode": "true", "max_rolling_batch_size": 2}
     model = write_model(tmp_path_factory.mktemp("three") / "model", **options)
     with (model / "serving.properties").open("a") as file:
@@ -507,7 +507,7 @@ class TestSmall:
 
 @pytest.fixture(scope="module")
 def tiny(host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
-    """Start a model with requests that run until something ends them. Its last test kills its engine."""
+    """Start a model with requests that run until something ends them. The last test kills the model's engine."""
     options = small_options | {"rolling_batch": "disable", "async_mode": "true"}
     with hosted(host, write_model(tmp_path_factory.mktemp("tiny") / "model", **options)) as running:
         yield running

@@ -1,4 +1,4 @@
-"""A JSON schema of which the engine cannot hold a part: it is refused, or followed in part, which the reply says.
+"""If the engine cannot hold a part of a JSON schema, it is refused, or followed in part and the reply says so.
 
 tests/contracts/test_constraint_matrix.py has the other routes.
 """

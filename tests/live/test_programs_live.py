@@ -1,4 +1,6 @@
-"""The programs that people start by hand before a release. Each runs for a moment, and its output is checked."""
+"""The programs that people start by hand before a release. The tests run each program for a moment, and check its
+output.
+"""
 
 from __future__ import annotations
 

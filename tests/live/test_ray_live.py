@@ -220,7 +220,7 @@ def test_the_calls_of_a_replica_outlive_its_engine(cluster: Cluster) -> None:
 
 
 class Load:
-    """Clients that send one request after the other until they are stopped."""
+    """Clients, each of which sends one request after the other until it is stopped."""
 
     def __init__(self, cluster: Cluster, body: bytes, clients: int = 6) -> None:
         self.answers: collections.Counter[str] = collections.Counter()

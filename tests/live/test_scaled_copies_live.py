@@ -1,4 +1,4 @@
-"""Copies of a model that the management API adds, removes and lists, real vLLM on one CPU."""
+"""Copies of a model on one CPU, with the real vLLM. The management API adds, removes and lists the copies."""
 
 from __future__ import annotations
 

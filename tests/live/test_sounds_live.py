@@ -36,7 +36,7 @@ def audio(host: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def bare() -> dict[int, str]:
-    """The texts of bare vLLM for a chat with the first sound, and with both."""
+    """The texts of bare vLLM for a chat with the first sound, and for a chat with both sounds."""
     files = tuple(base64.b64encode(sound).decode() for sound in SOUNDS)
     prompts = [
         MediaPrompt(

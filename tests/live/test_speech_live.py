@@ -64,7 +64,7 @@ def ask(whisper: Server, sound: bytes, path: str = TRANSCRIPTIONS, **fields: Any
 
 
 def through_invocations(whisper: Server, path: str, sound: bytes, **fields: Any) -> httpx.Response:
-    """Call as SageMaker's clients do, whose calls all go to one path."""
+    """Call the server like SageMaker's clients, which send all calls to one path."""
     form = {"language": "en", "max_completion_tokens": str(LENGTH)} | fields
     headers = {"X-Amzn-SageMaker-Custom-Attributes": f"route={path}"}
     return whisper.client.post("/invocations", data=form, files={"file": ("a.wav", sound)}, headers=headers)

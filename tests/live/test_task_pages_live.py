@@ -66,7 +66,7 @@ def two_copies(directory: Path) -> Server:
     return Server(model, directory / "server.log", {"SERVING_MAX_WORKERS": "2"})
 
 
-# Pages whose commands need another server than that of `make run`.
+# Pages whose commands need a different server from `make run`'s.
 SERVERS: dict[str, Callable[[Path], Server]] = {
     "adapters": engine_with(enable_lora="true"),
     "all_gpus": two_copies,

@@ -67,7 +67,7 @@ def classifier(tei: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 class Reference:
-    """A model and its tokenizer in transformers."""
+    """A model and its tokenizer, loaded with transformers."""
 
     def __init__(self, kind: Kind) -> None:
         from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer

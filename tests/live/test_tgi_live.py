@@ -132,13 +132,13 @@ def test_the_python_client_raises_overloaded_errors(server: Server, client: Clie
 
 
 def idle(server: Server) -> None:
-    """Wait until nothing of earlier requests is left."""
+    """Wait until no earlier request is open, running or waiting."""
     for gauge in ("slipway_open_requests", "slipway_engine_running", "slipway_engine_waiting"):
         server.wait_for_metric(gauge, 0)
 
 
 def test_the_hub_client_reads_plain_answers_details_and_streams(hub: InferenceClient, text: str) -> None:
-    # TGI gives the full text at the root by default.
+    # By default, TGI returns the full text on the root route.
     assert hub.text_generation(PROMPT, max_new_tokens=5) == PROMPT + text
     assert hub.text_generation(PROMPT, max_new_tokens=5, return_full_text=False) == text
     details = hub.text_generation(PROMPT, max_new_tokens=5, details=True, return_full_text=False).details
@@ -180,7 +180,7 @@ def test_info_and_tokens(server: Server) -> None:
 USER = {"role": "user", "content": "Sing"}
 TOOL = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"a": [1, "b"]}'}}
-# A template that shows all that it is given, with the arguments of calls as objects.
+# A template that writes all of its variables, with the arguments of tool calls as objects.
 SHOWS_ALL = (
     "{% for m in messages %}[{{ m.role }} {{ m.name }}]{{ m.content }} {{ m.reasoning }} {{ m.reasoning_content }}"
     "{% for c in m.tool_calls or [] %}{% for name, value in c.function.arguments.items() %}{{ name }}={{ value }}"

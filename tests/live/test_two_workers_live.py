@@ -1,4 +1,4 @@
-"""vLLM with two workers, as on two GPUs: two ranks on a CPU share each layer of a model."""
+"""vLLM with two workers, as on two GPUs: each layer of a model is split between two ranks on a CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = 16
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
-    """Start a server with two workers, each with one of the model's two heads. The last test ends it."""
+    """Start a server with two workers, each with one of the model's two heads. The last test stops it."""
     cores = sorted(os.sched_getaffinity(0))
     environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
     workers = {"tensor_parallel_degree": 2, "distributed_executor_backend": "mp", "enable_prefix_caching": "false"}

@@ -88,7 +88,9 @@ class Processor:
 
 
 def sent_outputs(outputs: Sequence[Any], *, lean: bool) -> list[Any]:
-    """Send outputs as the engine's process does. Return them as vLLM's decoder or the lean decoder reads them."""
+    """Send outputs in the same way as the engine's process. Return them as vLLM's decoder or the lean decoder reads
+    them.
+    """
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 

@@ -46,7 +46,7 @@ def answering_route(
     model: Model | None = None,
     queued: bool = False,
 ) -> Router:
-    """Return an application that answers calls with `answering`, and refuses them with `status` and the message."""
+    """Return an application that answers calls with `answering`. A refusal has `status` and the message."""
 
     def refuse(error: RequestError) -> Reply:
         return Reply(status(error), "text/plain", error.message.encode())

@@ -190,7 +190,7 @@ def gate_to(upstream: str) -> Iterator[Gate]:
 
 @contextlib.contextmanager
 def moto() -> Iterator[str]:
-    """Run an S3, and return its address."""
+    """Run an S3 server, and return its address."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel("ERROR")  # it would log each request between the lines that tests read
@@ -204,7 +204,7 @@ def moto() -> Iterator[str]:
 
 
 def put(address: str, files: dict[str, bytes]) -> None:
-    """Write objects into BUCKET, which is made if it does not exist."""
+    """Write objects into BUCKET. If the bucket does not exist, create it."""
     client = _client(address)
     with contextlib.closing(client):
         with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou):
