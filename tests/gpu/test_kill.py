@@ -15,8 +15,7 @@ from tests.waiting import wait_until
 
 CALLS = 12
 FREED_MIB = 1024
-"""The allowed difference of the GPU's used memory before and after a server, in MiB. Other programs may use the GPU.
-"""
+"""The allowed difference of the GPU's used memory before and after a server, in MiB. Other programs may use the GPU."""
 
 
 def test_a_client_that_leaves_ends_its_generation(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""If the engine cannot hold a part of a JSON schema, it is refused, or followed in part and the reply says so.
+"""If the engine cannot hold a part of a JSON schema, the schema is refused, or followed in part with a note.
 
 tests/contracts/test_constraint_matrix.py has the other routes.
 """
