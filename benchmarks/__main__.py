@@ -73,7 +73,7 @@ WORKLOADS = {
 _SCRIPTED = (WorkloadChoice.FRONT_END, WorkloadChoice.VECTORS_FRONT_END, WorkloadChoice.COPIES)
 
 
-# The workloads whose model is created for them.
+# The workloads for which this program creates a model.
 TINY_MODELS = {
     "tiny": prepare_tiny_llama,
     "vectors": prepare_tiny_encoder,
@@ -82,7 +82,7 @@ TINY_MODELS = {
 
 
 class Defaults(NamedTuple):
-    """The defaults of the options that depend on the workload."""
+    """The defaults of some options. They depend on the workload."""
 
     peers: str = "slipway,vllm,bare"
     contracts: str = "lmi"
@@ -230,7 +230,7 @@ def _loads(levels: Sequence[int], *, short: bool, seconds: float, timeout: float
 
 
 def _vector_loads(levels: Sequence[int], seconds: float, timeout: float) -> tuple[EngineLoad, ...]:
-    """Return requests for the vector of one text and for the vectors of many, for each number of clients."""
+    """Return requests with one text and requests with many texts, for each number of clients."""
     one = EngineLoad(
         name="one text",
         prompt=SHORT_TEXT,

@@ -47,16 +47,17 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int  # The tokens of complete answers.
     records: int  # Streamed records. There are fewer than `tokens` if the server merged several tokens into one record.
     wall_s: float
-    # From sending the request to the first byte of the body. Without HTTP: to the engine's first output.
+    # The time from the start of the request to the first byte of the body. Without HTTP: to the engine's first output.
     first_p50_ms: float
     first_p99_ms: float
     total_p50_ms: float
     total_p99_ms: float
-    # Between the records of a stream, or the outputs of the engine. Records that are read together count as one.
+    # The time between two records of a stream, or between two outputs of the engine. Records that are read together
+    # count as one.
     gap_p50_ms: float
     gap_p99_ms: float
     client_cpu_s: float  # The CPU time of the process that generates the load.
-    # Replies with status 429 or 503 if clients retry (`LoadSpec.come_again`). They are then not errors.
+    # The number of replies with status 429 or 503 if clients retry (`LoadSpec.come_again`). They are not errors.
     refused: int = 0
     refused_p50_ms: float = math.nan
     refused_p99_ms: float = math.nan
@@ -213,7 +214,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The requests of a load run, its duration, and the checks for whether an answer is complete."""
 
     url: str
-    body: str  # One body, or several with one per line. Each request uses a random one.
+    body: str  # One or several bodies, one per line. Each request uses a random body.
     concurrency: int = 1
     seconds: float = 5.0  # No wave starts after this time. Running requests finish.
     timeout: float = 120.0  # The run ends after this time. Unfinished requests are errors.
@@ -221,8 +222,8 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     marker: str = ""  # Occurs once in each streamed record.
     end_marker: str = ""  # Occurs at the end of the body.
     exact_records: bool = False  # A complete answer has exactly as many records as tokens.
-    # A client that a full queue refused retries after the time in Retry-After, or up to a quarter later. Each client
-    # then sends as many requests as it can. If this is False, a refusal is an error.
+    # Whether a client retries after a full queue has refused it. The client waits for the time in Retry-After and up to
+    # a quarter longer. Each client then sends as many requests as it can. If this is False, a refusal is an error.
     come_again: bool = False
 
     def requests(self) -> list[bytes]:
@@ -270,7 +271,7 @@ class Load:
         if self.spec.come_again and answer.status in _REFUSALS:
             self.tally.refused(total_s)
             pause = answer.retry_after * random.uniform(1.0, 1.25)
-            if clock() + pause >= self._waves.deadline:  # The run would be over by then.
+            if clock() + pause >= self._waves.deadline:  # The run would end before the retry.
                 client.close()
                 return
             asyncio.get_running_loop().call_later(pause, self._go_on, client, answer.keep_alive)

@@ -1,9 +1,8 @@
-"""The servers that are compared: Slipway, also with copies of the model and on Ray Serve, vLLM's servers in Python and
-in Rust, Triton, the bare engine, and the floor of a front end in Python.
+"""The servers that are compared: Slipway, vLLM's servers, Triton, the bare engine, and the floor of a front end.
 
-All of them get the same engine arguments. Instead of a model, they may get the same script
-(`benchmarks.scripted_engine`). Each server has its own process group, so that all its processes can be paused, stopped
-and measured.
+Slipway also runs with copies of the model, and on Ray Serve. vLLM has a server in Python and one in Rust. All servers
+get the same engine arguments. Instead of a model, they may get the same script (`benchmarks.scripted_engine`). Each
+server has its own process group, so that all its processes can be paused, stopped and measured.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from benchmarks.scripted_front_end import Script, processors
 from container.gpus import gpu_count
 
 MODEL = "m"  # The name of the served model.
-LOGPROBS = "+logprobs"  # Ends the name of a variant whose streams include log probabilities.
+LOGPROBS = "+logprobs"  # The end of the name of a variant whose streams include log probabilities.
 START_TIMEOUT_S = 300.0
 IDLE_TIMEOUT_S, IDLE_CPU_S = 30.0, 0.1
 STOP_TIMEOUT_S = 20.0
 _BODIES = 64  # The number of different requests for vectors.
-GRACE_S = 30.0  # Extra time for a load, in which its process starts and exits.
+GRACE_S = 30.0  # The extra time of a load. The load's process starts and exits in this time.
 LOG_TAIL_LINES = 30
 # Parts of the titles of engine processes. If a fork server starts the workers, they are siblings of the engine.
 ENGINE_PROCESSES = ("VLLM::EngineCore", "VLLM::Worker", "benchmarks.scripted_engine")
@@ -278,7 +277,7 @@ def openai(load: EngineLoad) -> ContractRequest:
     body: dict[str, object] = {"model": MODEL, "prompt": load.prompt, "max_tokens": load.tokens, "temperature": 0}
     body |= {"ignore_eos": True, "stream": load.stream}
     if load.logprobs:
-        body["logprobs"] = 0  # As in LMI, without alternatives to the chosen tokens.
+        body["logprobs"] = 0  # Only the chosen tokens, without alternatives, as in LMI.
     return ContractRequest(
         path="/v1/completions",
         body=body,
@@ -433,7 +432,7 @@ class HttpPeer(Peer):
         return CONTRACTS[contract_of(variant) or "openai"]
 
     def variants(self, stream: bool) -> list[str]:
-        """Return the variants for completions, with which other contracts are compared, and for chats."""
+        """Return the variants for completions and for chats. Other contracts are compared with completions."""
         names = [self.name, f"{self.name}:chat"] if "chat" in self.contracts else [self.name]
         return [name + end for name in names for end in ("", LOGPROBS)] if stream else names
 

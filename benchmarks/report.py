@@ -136,7 +136,7 @@ def _ratios(samples: Sequence[Sample]) -> str:
         + [_ratio(groups[concurrency, own], groups[concurrency, other], value) for value in values.values()]
         for own, other in pairs
         for concurrency in levels
-        if (concurrency, own) in groups and (concurrency, other) in groups  # An interrupted benchmark lacks some.
+        if (concurrency, own) in groups and (concurrency, other) in groups  # An interrupted benchmark has gaps.
     ]
     return _table(["ratio of", "clients", *values], rows)
 
@@ -197,7 +197,7 @@ def _peer(variant: str) -> str:
 
 
 def _ratio(group: Sequence[Sample], other: Sequence[Sample], value: str) -> str:
-    # The ratio is computed per round, before the median, because a machine that is slow for a while slows both.
+    # The ratio is computed per round, before the median. If the machine is slow for a while, it slows both servers.
     get, others = attrgetter(value), {sample.round: sample for sample in other}
     pairs = [(one, others[one.round]) for one in group if one.round in others]
     ratios = [get(one) / get(two) for one, two in pairs if get(two)]

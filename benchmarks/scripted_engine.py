@@ -1,6 +1,6 @@
 """Engine cores without a model: they speak vLLM's protocol, and send the tokens of a fixed text at a fixed rate.
 
-So a measurement covers only the front end. A request gets its first token at once, and another with each step. A
+So a measurement covers only the front end. A request gets its first token at once, and one more token with each step. A
 request for a vector gets the vector at once. The protocol is that of vLLM 0.32 between `AsyncMPClient` and its engine
 process: requests arrive on a DEALER socket, outputs leave on a PUSH socket, and messages are encoded in msgpack.
 
@@ -87,7 +87,8 @@ class PrefixCache:
     def __init__(self, size: int) -> None:
         """Create an empty cache with room for `size` blocks."""
         self._size = size
-        self._blocks: OrderedDict[int, None] = OrderedDict()  # By the hash of all tokens up to the end of the block.
+        # The keys are hashes of all tokens up to the end of a block.
+        self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def take(self, token_ids: Sequence[int]) -> int:
         """Add a prompt to the cache.
@@ -143,9 +144,9 @@ class ScriptedEngine:
                     if was_idle:
                         due = time.monotonic() + self._step_seconds
                 elif wait is not None and (rest := due - time.monotonic()) > 0:
-                    time.sleep(rest)  # Less than a millisecond, which is too short for `poll`.
+                    time.sleep(rest)  # This is less than a millisecond, which is too short for `poll`.
                 continue
-            due = max(due + self._step_seconds, time.monotonic())  # Late steps are not caught up.
+            due = max(due + self._step_seconds, time.monotonic())  # A late step delays all later steps.
             self._advance([*self._running.values(), *self._read()])
 
     def _read(self) -> list[_Sequence]:
@@ -179,7 +180,7 @@ class ScriptedEngine:
         return _Sequence(request.request_id, self._place, params.max_tokens, params.logprobs, prefill)
 
     def _advance(self, sequences: Iterable[_Sequence]) -> None:
-        """Send one token of each sequence, or its vector."""
+        """Send the next token of each sequence, or the vector of a request for a vector."""
         outputs = [self._output_of(sequence) for sequence in sequences]
         if not outputs:
             return

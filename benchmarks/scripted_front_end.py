@@ -70,7 +70,7 @@ def use_scripted_engines(directory: Path, count: int) -> None:
 
 
 def become_rust(directory: Path, model: str, program: str, port: str) -> None:
-    """Replace this process by vLLM's front end in Rust, whose sockets are bound here already."""
+    """Bind the sockets of vLLM's front end in Rust, and replace this process by that front end."""
     import zmq
     from vllm.utils.network_utils import make_zmq_listener
 

@@ -1,6 +1,7 @@
 """Measures how copies of a model share the calls, and how often a prompt's beginning is in a copy's prefix cache.
 
-The engines are scripted. Slipway with two copies is compared with a single copy, and with two copies in turn.
+The engines are scripted. Slipway with two copies is compared with a single copy, and with two copies
+that get the calls in turn.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from benchmarks.scripted_front_end import BLOCK
 STREAMS, STREAM_TOKENS = 64, 128  # These streams start together.
 CALLS, CALL_TOKENS = 200, 16
 CALLERS = 8  # The number of concurrent calls.
-SYSTEM_TOKENS, END_TOKENS = 512, 32  # The lengths of the prompts' parts. The calls differ only in their ends.
-MANY, FEW = 8, 4  # The numbers of system prompts.
-CACHE_BLOCKS = 5 * SYSTEM_TOKENS // BLOCK  # Two caches together hold `MANY` system prompts. Each holds `FEW`.
+SYSTEM_TOKENS, END_TOKENS = 512, 32  # The lengths of the prompts' two parts, in tokens.
+MANY, FEW = 8, 4  # Two numbers of different system prompts.
+CACHE_BLOCKS = 5 * SYSTEM_TOKENS // BLOCK  # Each cache holds `FEW` system prompts. Two caches together hold `MANY`.
 PEERS: tuple[type[Slipway], ...] = (Slipway, TwoCopies, InTurn)
 
 _TOKEN_IDS = range(1000, 20_000)  # The ids of words, in the vocabulary of every measured model.
@@ -42,8 +43,9 @@ class Shares(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one server."""
 
     server: str
-    # The tokens that the busiest copy generated, relative to the mean of all copies: for streams with short prompts,
-    # for streams that share one long prompt, and for the calls with many system prompts.
+    # The number of tokens that the busiest copy generated, divided by the mean of all copies. The streams of the first
+    # number have short prompts, those of the second share one long prompt, and the calls of the third have many system
+    # prompts.
     busiest: float
     busiest_of_one_prompt: float
     busiest_of_calls: float
@@ -88,7 +90,7 @@ def _measure(peer: Slipway) -> Shares:
 
 
 def calls(chance: random.Random, system_prompts: int) -> list[Prompt]:
-    """Return the prompts of the calls. New system prompts have equal shares of the calls. Each call has a new end."""
+    """Return the prompts of the calls: new system prompts, which occur equally often, each with a new end."""
     beginnings = [_words(chance, SYSTEM_TOKENS) for _ in range(system_prompts)]
     prompts = [beginnings[number % system_prompts] + _words(chance, END_TOKENS) for number in range(CALLS)]
     chance.shuffle(prompts)
@@ -100,7 +102,7 @@ def _words(chance: random.Random, count: int) -> Prompt:
 
 
 def busiest(tokens: Mapping[str, float]) -> float:
-    """Return the most tokens that an engine has generated, relative to the mean."""
+    """Return the number of tokens that the busiest engine generated, divided by the mean of all engines."""
     return max(tokens.values()) / mean(tokens.values())
 
 

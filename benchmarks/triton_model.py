@@ -47,7 +47,7 @@ class TritonPythonModel:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._running)
-            due = max(due + self._step_seconds, time.monotonic())  # Late steps are not caught up.
+            due = max(due + self._step_seconds, time.monotonic())  # A late step delays all later steps.
             time.sleep(max(0.0, due - time.monotonic()))
             with self._changed:
                 running = self._running
