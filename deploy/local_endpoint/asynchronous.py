@@ -130,7 +130,7 @@ class AsyncCalls:
         self._threads = ThreadPoolExecutor(_STORAGE_THREADS, "s3")
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: set[asyncio.Task[None]] = set()  # Tasks of calls that were not sent to the container yet.
-        self._pings: asyncio.Task[None] | None = None  # Checks whether the container is ready, on behalf of all calls.
+        self._pings: asyncio.Task[None] | None = None  # Checks for all calls whether the container is ready.
         self._stopping = False
 
     def submit(self, call: AsyncCall) -> None:
@@ -162,7 +162,7 @@ class AsyncCalls:
         A call that is abandoned gets a failure file.
         """
         self._stopping = True
-        if tasks := set(self._tasks):  # A copy, because calls that end leave the set.
+        if tasks := set(self._tasks):  # The set is copied, because calls that end are removed from it.
             logger.info("stopping: %d asynchronous calls wait, %d in all", len(self._waiting), len(tasks))
             await asyncio.sleep(0)  # A task that is cancelled before its first step writes no failure file.
             for task in self._waiting:
@@ -197,7 +197,7 @@ class AsyncCalls:
         logger.info("asynchronous call: %s: %s", error.name, error.message, extra=about)
         try:
             await self._in_thread(lambda: self._storage.write(call.failure, error.body(), "application/json"))
-        except (StorageError, RuntimeError) as reason:  # RuntimeError: the threads were stopped.
+        except (StorageError, RuntimeError) as reason:  # RuntimeError means that the threads were stopped.
             logger.error("%s cannot be written: %s", location(call.failure), reason, extra=about)
 
     async def _serve(self, call: AsyncCall) -> None:
@@ -229,7 +229,7 @@ class AsyncCalls:
             raise validation_error(f"{location(source)} cannot be read: {error}") from error
 
     async def _ask(self, call: AsyncCall, request: ContainerRequest, deadline: float) -> Invocation:
-        """Call the container. If it is not ready, wait, as a call waits for an endpoint without instances."""
+        """Call the container. Wait until it is ready. On SageMaker, a call waits like this for the first instance."""
         task = asyncio.current_task()
         assert task is not None
         while True:

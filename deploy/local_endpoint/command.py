@@ -176,7 +176,7 @@ async def _run(url: str, settings: LocalSettings, hosts: KnownHosts, host: str, 
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         deadline = loop.time() + _DRAIN_SECONDS
         await asyncio.gather(serving, api.drain(_DRAIN_SECONDS))
-    await api.drain(max(0.0, deadline - loop.time()))  # The last calls may have left records to write.
+    await api.drain(max(0.0, deadline - loop.time()))  # Records of the last calls may not be written yet.
     stopping.cancel()
     await container.close()
 

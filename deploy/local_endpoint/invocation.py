@@ -174,7 +174,7 @@ class Invocation:
         if failure is not None:
             message = form.failure(*failure)
             if message is None:
-                return  # The server sends the pieces so far, and closes the connection.
+                return  # The server sends the pieces that it has, and closes the connection.
             last = message
         try:
             async with asyncio.timeout(_LAST_MESSAGE_SECONDS if last else None):
@@ -187,7 +187,7 @@ class Invocation:
             await self._scope["app"](self._scope, self._next, self._send)
         finally:
             self._ended.set()
-            self._on_piece = None  # It refers to this object.
+            self._on_piece = None  # The function refers to this object, so they would form a reference cycle.
         if self._left:
             raise ClientGone
 

@@ -41,9 +41,9 @@ class OpenAIPath:
         found, raw = _PATH.fullmatch(scope["path"]), _PATH.fullmatch(scope["raw_path"].decode("latin-1"))
         if found is None or raw is None or raw.groups()[:2] != found.groups()[:2]:
             return None
-        if not {".", ".."}.isdisjoint(found[3].split("/")):  # The container may resolve it to another path.
+        if not {".", ".."}.isdisjoint(found[3].split("/")):  # The container may resolve the dots to another path.
             return None
-        # The container would redirect if the path ended in slashes, and an endpoint never answers with a redirect.
+        # An endpoint never answers with a redirect. But the container redirects if a path ends in slashes.
         return cls(found[1], found[2], found[3].rstrip("/"), raw[3].rstrip("/").encode("latin-1"))
 
     def headers(self, client: Headers, settings: LocalSettings) -> Headers:

@@ -29,7 +29,7 @@ class RemoteContainer:
     def __init__(self, url: str, hosts: KnownHosts) -> None:
         """Connect to a container.
 
-        The container itself cannot check the names: it sees the name in its own URL, and none of a browser's headers.
+        The container itself cannot check the names. It receives the name in its own URL, and no headers of a browser.
 
         Args:
             url: The container's URL.
@@ -78,7 +78,7 @@ class RemoteContainer:
         ]
         begun = False
         try:
-            # httpx would resolve dots in the path, and so request another path.
+            # Without this, httpx would resolve dots in the path, and request another path.
             exact = {"target": target}
             async with self._http.stream(scope["method"], "", headers=sent, content=body, extensions=exact) as reply:
                 own = [(name.lower(), value) for name, value in reply.headers.raw if name.lower() not in _OWN_HEADERS]

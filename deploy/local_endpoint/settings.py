@@ -36,7 +36,7 @@ class LocalSettings:
     async_failures: S3Url | None = None  # The folder for failures of asynchronous calls. None: the folder for answers.
     async_concurrency: int = 16  # The number of concurrent asynchronous calls to the container.
     s3_folder: Path | None = None  # The directory that stands for S3.
-    uses_s3: bool = False  # If `s3_folder` is not set: True for S3 by boto3, False for a temporary directory.
+    uses_s3: bool = False  # Without `s3_folder`: whether boto3 calls S3. If not, a temporary directory stands for S3.
     capture: Path | None = None  # The directory for the records of calls.
 
     @property
@@ -72,7 +72,7 @@ class LocalSettings:
         """Return the headers that tell the container the inference component of a call.
 
         Raises:
-            RuntimeApiError: The component does not exist, or the call has to name a component and names none.
+            RuntimeApiError: The component does not exist, or the call does not name a component although it has to.
         """
         if component is None and self.components:
             raise validation_error(_COMPONENT_MISSING, "INFERENCE_COMPONENT_NAME_MISSING")

@@ -15,7 +15,7 @@ from container.settings.settings import Startup
 from deploy.ray.replica import Replica, command_line
 
 NAME = "slipway"  # The name of the application and of its deployment.
-# More calls than a replica's queue accepts, so that the queue refuses calls with the contract's own error.
+# The number is larger than a replica's queue. So the queue refuses calls, with the contract's own error.
 _MOST_CALLS = 10_000
 _STOP_SECONDS = 15.0  # How long a drained replica may take to free its engine.
 _DRAINING = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"
@@ -32,14 +32,15 @@ class Options(BaseModel):
     min_replicas: int | None = Field(default=None, ge=0)
     max_replicas: int | None = Field(default=None, ge=1)
     target: float = Field(default=16.0, gt=0)  # The average number of requests per replica that scaling aims for.
-    # How long there have to be too many or too few requests before replicas are added or removed, in seconds.
+    # Replicas are added after `upscale_delay` seconds with too many requests, and removed after `downscale_delay`
+    # seconds with too few.
     upscale_delay: float = Field(default=10.0, ge=0)
     downscale_delay: float = Field(default=300.0, ge=0)
     # The GPUs of each replica. None: the number that its parallel degrees need, or 0 if the cluster has no GPU.
     gpus: int | None = Field(default=None, ge=0)
     cpus: float = Field(default=1.0, ge=0)  # The processors that Ray reserves for each replica.
-    # The number of additional replicas during an update, in percent. 0: an old replica is stopped before a new one
-    # starts.
+    # The additional replicas during an update, in percent of the replicas. 0: an old replica is stopped before a new
+    # one starts.
     surge: int = Field(default=0, ge=0, le=100)
 
     @model_validator(mode="after")

@@ -95,9 +95,9 @@ def command_line(model_name: str | None) -> dict[str, str]:
 
 
 def without_local_sessions(startup: Startup) -> Startup:
-    """Return the settings without sessions that other replicas could not see.
+    """Return the settings, with sessions turned off if other replicas could not see them.
 
-    Sessions are turned off if they would be stored on one machine only.
+    Such sessions are stored on one machine only.
     """
     models = []
     for model in startup.models:

@@ -137,7 +137,8 @@ class Autoscaling(_Table, frozen=True):
 
     min: Count
     max: Annotated[int, Meta(ge=1)]
-    # Concurrent requests per instance or copy. For an asynchronous endpoint: waiting requests per instance.
+    # The number of concurrent requests per instance or copy. For an asynchronous endpoint: the number of waiting
+    # requests per instance.
     target: Positive
     scale_in_cooldown: Count = 300
     scale_out_cooldown: Count = 60
@@ -159,8 +160,8 @@ class PrefixAwareRouting(_Table, frozen=True):
 
     prefix_length: Annotated[
         int, Meta(ge=1024, le=65536)
-    ]  # Bytes of the body. On the OpenAI path: characters of the messages.
-    # The number of open requests of an instance, or of a component's copy, at which requests go elsewhere.
+    ]  # The number of bytes of the body. On the OpenAI path: the number of characters of the messages.
+    # If an instance or a component's copy has this number of open requests, further requests go elsewhere.
     concurrency_threshold: Annotated[int, Meta(ge=1, le=1024)]
 
 
@@ -192,7 +193,7 @@ class Rollout(_Table, frozen=True):
     ] = "blue-green"
     step_percent: Annotated[int, Meta(ge=5, le=50)] = 50
     wait: Annotated[int, Meta(ge=0, le=3600)] = 300  # Seconds between steps, and before the old instances are stopped.
-    timeout: Annotated[int, Meta(ge=600, le=28800)] | None = None  # Seconds for the whole update.
+    timeout: Annotated[int, Meta(ge=600, le=28800)] | None = None  # The time limit of the whole update, in seconds.
     alarms: tuple[str, ...] = ()
 
 
@@ -218,9 +219,9 @@ class Configuration(_Table, frozen=True, kw_only=True):
     download_timeout: Seconds = 1800  # The time limit for SageMaker's download of the model from S3, in seconds.
     # The time limit until the container is healthy, in seconds. It includes the download of a hub model.
     startup_timeout: Seconds = 1800
-    # Seconds after which the container ends an answer or a stream with the text so far. SageMaker ends them
-    # after 60 s and 8 minutes, and drops the answer. 0: the container ends none. Asynchronous endpoints have no
-    # deadlines.
+    # After this many seconds, the container ends an answer or a stream with the text so far. 0: there is no deadline.
+    # SageMaker itself ends an answer after 60 s and drops it. It ends a stream after 8 minutes. Asynchronous endpoints
+    # have no deadlines.
     answer_deadline: Deadline = 55
     stream_deadline: Deadline = 450
     capacity: Capacity | None = None
@@ -327,7 +328,10 @@ def _toml(path: str, text: str) -> Any:
 
 
 def merge_tables(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values`, overridden by `over`. Tables are merged. A table also merges into a list's only table."""
+    """Return `values`, overridden by `over`.
+
+    Tables are merged. If a list has only one table, a table is merged into that one.
+    """
     merged = dict(values)
     for key, value in over.items():
         match merged.get(key):
@@ -402,7 +406,7 @@ def _without_fault(values: dict[str, Any], message: str, path: list[tuple[str, s
     holder, fields, found = inner, {}, None
     kind: Any = Configuration
     for name, index in path:
-        if index:  # An invalid item of a list or value of a table is removed with the whole field.
+        if index:  # If an item of a list or a value of a table is invalid, the whole field is removed.
             if not index.isdigit() or (name, index) == path[-1]:
                 break
             inner, kind = inner[int(index)], get_args(kind)[0]
@@ -524,6 +528,6 @@ def _refused_by_sagemaker(read: Configuration) -> Iterator[str]:
 
 
 def _variants(read: Configuration) -> list[Mapping[str, Any]]:
-    """Return what `properties` adds to the variants of the endpoint."""
+    """Return the properties that the field `properties` adds to the variants of the endpoint."""
     given = read.properties.get("EndpointConfiguration", {}).get("ProductionVariants")
     return [variant for variant in (given if isinstance(given, list) else [given]) if isinstance(variant, Mapping)]

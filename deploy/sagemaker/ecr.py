@@ -49,7 +49,7 @@ def push(ecr: Any, local: str, image: str, report: Callable[[str], None]) -> Non
     """
     host, _, rest = image.partition("/")
     repository = re.split("[:@]", rest)[0]
-    registry = host.partition(".")[0]  # The account. It may differ from the credentials' account.
+    registry = host.partition(".")[0]  # The image's account. The credentials may be for another account.
     try:
         ecr.describe_repositories(registryId=registry, repositoryNames=[repository])
     except ecr.exceptions.RepositoryNotFoundException:
@@ -57,7 +57,7 @@ def push(ecr: Any, local: str, image: str, report: Callable[[str], None]) -> Non
         scanning = {"scanOnPush": True}
         ecr.create_repository(registryId=registry, repositoryName=repository, imageScanningConfiguration=scanning)
     except ecr.exceptions.ClientError as error:
-        # Another account may allow nothing but pushes. If the repository is missing, docker reports it.
+        # Another account may allow only pushes. If the repository is missing, docker reports this.
         if error.response["Error"]["Code"] != "AccessDeniedException":
             raise
     token = ecr.get_authorization_token()["authorizationData"][0]["authorizationToken"]

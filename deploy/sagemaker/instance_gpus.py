@@ -48,7 +48,7 @@ INSTANCE_GPUS: Mapping[str, tuple[int, ...]] = {
 def plan_lines(configuration: Configuration, *, reads_s3: bool) -> Iterator[str]:
     """Yield a description of the plan for an instance's GPUs, or the reason why the plan is unknown.
 
-    The settings are read as in the container. The hub is asked for the sizes of a model.
+    The settings are read as the container would read them. The sizes of a hub's model are read from the hub.
 
     Args:
         configuration: The deployment.
@@ -71,7 +71,7 @@ def plan_lines(configuration: Configuration, *, reads_s3: bool) -> Iterator[str]
     except SettingsError as error:
         yield from (f"slipway: note: no plan of the GPUs: {problem}" for problem in error.problems)
         return
-    os.environ.update(startup.exports)  # The hub may be asked.
+    os.environ.update(startup.exports)  # The libraries that read from the hub need these variables.
     models = [model.settings for model in startup.models]
     with hub_asked_once(models) as note:
         if note:

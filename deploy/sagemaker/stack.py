@@ -183,7 +183,7 @@ class Stack:
             if "didn't contain changes" in reason or "No updates are to be performed" in reason:
                 return None
             raise StackFailed(f"CloudFormation cannot make this change: {reason}") from None
-        except BaseException:  # Ctrl-C, or AWS refused a call while waiting.
+        except BaseException:  # The user pressed Ctrl-C, or AWS refused a call during the wait.
             try:
                 self.discard(change)
             except ClientError as refusal:  # AWS does not delete a change set that is still being computed.
@@ -244,7 +244,7 @@ class Stack:
         if before != "CREATE_IN_PROGRESS":  # Such a stack can be deleted. Any other operation has to finish first.
             self._settle()
         if self.status() is None:
-            return before is not None  # Someone else was deleting it.
+            return before is not None  # The stack was already being deleted.
         stack = self._client.describe_stacks(StackName=self.name)["Stacks"][0]["StackId"]
         self._new_events(stack)  # Skips earlier events.
         self._client.delete_stack(StackName=stack)

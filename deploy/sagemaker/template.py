@@ -105,7 +105,7 @@ def _resources(configuration: Configuration) -> dict[str, Any]:
 
 
 def _resource(kind: str, properties: Properties, after: str | None = None) -> dict[str, Any]:
-    """Return a resource. It is created after the resource `after`, although it does not refer to that resource."""
+    """Return a resource. CloudFormation creates it after the resource `after`, to which it does not refer."""
     return {"Type": kind, "DependsOn": after, "Properties": properties}
 
 
