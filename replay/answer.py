@@ -51,7 +51,7 @@ class Answer:
     headers: Headers
     headers_known: bool
     framing: Framing
-    records: list[Any]  # JSON values. A body that is not a stream has one record, and text has none.
+    records: list[Any]  # JSON values. A JSON body that is not a stream is one record. A text has no records.
     events: Events | None = None
     text: str = ""  # The body, if it is plain text.
     broken: int = 0  # The number of stream records that are not JSON.
@@ -90,7 +90,7 @@ def parse(reply: Reply, *, streams: bool) -> Answer:
 
     Args:
         reply: The reply.
-        streams: Whether the request asks for a stream. If so, a one-line body without a content type is a stream.
+        streams: Whether the request asks for a stream. If True, a one-line body without a content type is a stream.
 
     Raises:
         RecursionError: The JSON is nested too deeply.

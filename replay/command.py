@@ -265,7 +265,7 @@ def _prepare(directory: Path, resume: bool) -> None:
 
 
 def _on_signals(stop: Callable[[], None]) -> list[str]:
-    """Stop the replay at the first signal, and the process at the second. The returned list gets the first one."""
+    """Stop the replay at the first signal, and the process at the second. The first signal is added to the result."""
     loop, seen = asyncio.get_running_loop(), []
 
     def on_signal(number: signal.Signals) -> None:
@@ -302,7 +302,8 @@ def headers_of(option: str, given: list[str] | None) -> list[tuple[str, str]]:
     found = []
     for text in given or []:
         if (match := _HEADER.fullmatch(text.strip())) is None:
-            raise typer.BadParameter("a header is not of the form 'Name: value'", param_hint=option)  # It may be a key.
+            # The message does not show the text, because it may be a key.
+            raise typer.BadParameter("a header is not of the form 'Name: value'", param_hint=option)
         found.append((match[1], match[2]))
     return found
 

@@ -40,12 +40,12 @@ from replay.shapes import (
 )
 
 _WORD = re.compile(r"\s*\S+|\s+")
-_WORDS = 200  # How many words are compared for the similarity. The time grows with the cube: 0.12 s for repeated words.
+_WORDS = 200  # How many words are compared. The time grows with the cube of this number: 0.12 s for repeated words.
 _SHOWN = 200
 _NEAR = 0.99  # The lowest cosine at which vectors count as equal.
 _TOLERANCE = 0.02  # The relative tolerance for scores.
 _LEAST = 0.01  # Smaller differences between scores are ignored.
-# Each contract's reasons for the end of a text. If the texts differ, two reasons from one list are no difference.
+# The finish reasons of each contract. If the texts differ, two reasons of one contract do not count as a difference.
 _REASONS = (
     frozenset(("length", "eos_token", "stop_sequence")),
     frozenset(("length", "stop", "tool_calls", "content_filter", "function_call")),
@@ -57,7 +57,7 @@ _IRRELEVANT = re.compile(
     r"frame|xss|slipway-container|accel)"
 )
 _RELEVANT = ("retry-after", "www-authenticate", "location", "access-control-allow-origin", "allow")
-FROM_THE_START = " from the start"  # Marks texts that differ from the first characters on.
+FROM_THE_START = " from the start"  # The mark of texts that differ already in their first characters.
 _ALIKE = 3  # The shortest common beginning, in characters.
 _CUMULATIVE = "responses"  # Each record of happy_vllm's stream contains the whole text so far.
 
@@ -134,7 +134,7 @@ class _Comparing:
             self._add(Kind.STATUS, "", str(old.status), str(new.status))
         both_failed = old.error is not None and new.error is not None
         if (old.error is None) != (new.error is None):
-            # One body is an error and the other is not. Comparing their fields would only repeat this.
+            # One body is an error and the other is not. A comparison of their fields would only report this again.
             if old.status == new.status:
                 self._add(Kind.ERROR_BODY, "", _said(old.error), _said(new.error), is_text=True)
             return Comparison(tuple(self._found.values()))
@@ -241,7 +241,7 @@ class _Comparing:
     def _errors(self) -> None:
         old, new = self._old, self._new
         if not old.records or not new.records:
-            # If one of them is JSON, `framing` reports the difference.
+            # If only one body is JSON, `_framing` reports the difference.
             if old.framing == new.framing and old.text != new.text:
                 self._add(Kind.ERROR_MESSAGE, "", old.text, new.text, is_text=True)
             return
@@ -423,7 +423,8 @@ class _Comparing:
 
     def _finish_reason(self, where: str, old: Any, new: Any) -> None:
         alike = any({old, new} <= reasons for reasons in _REASONS if isinstance(old, str) and isinstance(new, str))
-        of_stop = key_of(where) == "stop_reason" and None in (old, new)  # In vLLM, this is the stop text or null.
+        # vLLM's `stop_reason` is the stop text or null.
+        of_stop = key_of(where) == "stop_reason" and None in (old, new)
         if (alike or of_stop) and (self._other_model or not self._texts_equal):
             return
         self._add(Kind.FINISH_REASON, where, _said(old), _said(new))
@@ -487,7 +488,7 @@ def _common(old: str, new: str) -> int:
 
 
 def _apart(old: str, new: str) -> tuple[str, str]:
-    """Return two texts from the first difference on, preceded by some common characters."""
+    """Return two texts from shortly before their first difference."""
     begin = max(0, _common(old, new) - 20)
     mark = "..." if begin else ""
     return mark + old[begin : begin + _SHOWN], mark + new[begin : begin + _SHOWN]
@@ -501,7 +502,7 @@ def _shape(records: Sequence[Any]) -> Shape:
 
 
 def _in_each(shape: Shape, where: str, found: Field) -> bool:
-    """Return True if a field is present in every object that could have it."""
+    """Return True if every object that could have the field has it."""
     if where.endswith("[]"):
         return False  # An array may be empty.
     parent = where.rpartition(".")[0]
@@ -527,7 +528,7 @@ def _unwrapped(answer: Answer, other: Answer) -> Any:
 
 
 def _decoded(old: Any, new: Any) -> tuple[list[float], list[float]] | None:
-    """Decode two vectors in base64, the form that OpenAI's Python client requests. None if the texts are no vectors."""
+    """Decode two vectors in base64, which OpenAI's Python client requests. None if the texts are not vectors."""
     vectors = array("f"), array("f")
     try:
         for vector, text in zip(vectors, (old, new), strict=True):

@@ -1,4 +1,6 @@
-"""The differences that the documentation explains, quoting its sentences. A test looks up each sentence in the pages.
+"""The differences that the documentation explains, with sentences of the documentation.
+
+A test looks up each sentence in the pages.
 
 The first explanation in the table that matches a difference counts. If an explanation has a setting, the setting
 restores the old behaviour. Otherwise the difference is permanent.

@@ -77,7 +77,7 @@ def _section(link: str) -> Markup | None:
 def _lines(answers: Mapping[str, str]) -> Iterator[tuple[str, str, bool]]:
     """Yield the lines of both answers side by side, and whether they differ. Long answers end with a note."""
     old, new = (_pretty(answers[name]).splitlines() for name in ("old", "new"))
-    # Frequent lines are not used to align the answers. Otherwise the time would grow with the cube.
+    # Frequent lines are not used to align the answers. Otherwise the time would grow with the cube of their number.
     matcher = difflib.SequenceMatcher(None, old[:MOST_LINES], new[:MOST_LINES], autojunk=True)
     for _, a, b, c, d in matcher.get_opcodes():
         for one, other in zip_longest(old[a:b], new[c:d]):

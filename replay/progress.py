@@ -14,7 +14,7 @@ from replay.sources import Source
 
 
 class Progress:
-    """A bar on standard error, if that is a terminal. Its length is the source's size in bytes, or the limit."""
+    """A progress bar, if standard error is a terminal. Its length is the limit, or else the source's size in bytes."""
 
     def __init__(self, source: Source, limit: int | None, report: Report) -> None:
         self._source, self._limit, self._report = source, limit, report

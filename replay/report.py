@@ -93,13 +93,13 @@ class Times:
 
 
 class Report:
-    """The figures of a replay. Its size depends on the number of requests only through their latencies."""
+    """The figures of a replay. Of each request, it keeps only the latencies and the similarity."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Begin a report. `options` are the options of the replay."""
         self._options = dict(options)
         self._groups: dict[tuple[str, str, str, str | None], Group] = {}
-        self._beyond: Counter[bool] = Counter()  # Differences without a group, by whether they are explained.
+        self._beyond: Counter[bool] = Counter()  # The numbers of explained and unexplained differences without a group.
         self._requests = self._compared = self._equal = self._explained = self._unexplained = 0
         self._without_answer = self._sampled = 0
         self._malformed: list[MalformedLine] = []
@@ -171,7 +171,7 @@ class Report:
 
     @property
     def groups(self) -> list[Group]:
-        """The groups, sorted: groups without an explanation first, then by count."""
+        """The groups. Those without an explanation come first, then those with the most differences."""
         found = self._groups.values()
         return sorted(found, key=lambda group: (group.explanation is not None, -group.count, group.kind, group.where))
 

@@ -23,14 +23,15 @@ _TGI = re.compile(r"/(generate|generate_stream)?")
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p")
 _PROMPTS = ("inputs", "messages", "prompt", "model")  # These fields identify the schema, even if they are empty.
 _STREAMING_PATH = re.compile(r"/(generate_stream|invocations-response-stream)$")
-# Headers of one connection. The client sets its own. `accept-encoding` could lead to compressed bytes.
+# Headers of one connection. The client sets its own headers. `accept-encoding` could lead to compressed replies.
 _OF_CONNECTION = frozenset(
     (
         *("host", "connection", "keep-alive", "transfer-encoding", "content-length", "expect", "te", "upgrade"),
         *("accept-encoding", "proxy-connection"),
     )
 )
-# Headers that identify one call. The server may already know the id, and the call would appear twice in traces.
+# Headers that identify one call. They are not sent: the server may already know the id, and the call would appear
+# twice in traces.
 _OF_CALL = frozenset(
     ("x-request-id", "x-amzn-sagemaker-inference-id", "x-amzn-trace-id", "traceparent", "tracestate", "baggage")
 )
@@ -46,10 +47,10 @@ _CHANGING_METHODS = ("PUT", "PATCH", "DELETE")
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The reply of a server, as it was recorded or received."""
+    """A reply of a server, recorded or received."""
 
     status: int
-    headers: Headers  # With names in lower case.
+    headers: Headers  # The names are in lower case.
     body: bytes
     headers_known: bool = True  # False: `headers` contains only the content type.
     complete: bool = True
@@ -73,7 +74,7 @@ class RecordedRequest:
     place: str  # The file and the line. Two requests may share an id, but not a place.
     method: str
     path: str  # Includes the query.
-    headers: Headers  # With names in lower case.
+    headers: Headers  # The names are in lower case.
     body: bytes
     reply: Reply | None = None
     time: float | None = None  # Seconds since 1970.
@@ -84,7 +85,7 @@ class RecordedRequest:
 
     @cached_property
     def route(self) -> str:
-        """The route that answers: the one in SageMaker's custom attributes, or else the path without the query."""
+        """The route in SageMaker's custom attributes, or else the path without the query."""
         named = ROUTE.search(self.header(CUSTOM_ATTRIBUTES))
         return named[1] if named else self.path.partition("?")[0]
 
@@ -129,8 +130,8 @@ class RecordedRequest:
     def asks(self, field: str) -> bool:
         """Return True if the body contains this field at any depth with a value that asks for something.
 
-        Null, false, zero, an empty value and the format `text` ask for nothing: without the field, a server behaves the
-        same.
+        Null, false, zero, an empty value and the format `text` ask for nothing. A server behaves the same without the
+        field.
         """
         values = (found.get(field) for found in objects_in(self.fields))
         if field in _PROMPTS:
@@ -147,7 +148,7 @@ class RecordedRequest:
         return any(value is None for found in objects_in(self.fields) for value in found.values())
 
     def without_unknown_headers(self, passed: Collection[str]) -> tuple[RecordedRequest, list[str]]:
-        """Return the request without headers that may be a credential for the old server, and the names of these.
+        """Return the request without headers that may be credentials for the old server, and the removed names.
 
         A header is kept if a capture by this release would record it.
 
@@ -162,7 +163,7 @@ class RecordedRequest:
         return replace(self, headers=tuple(pair for pair in self.headers if pair[0] not in unknown)), sorted(unknown)
 
     def to(self, path: str, headers: Iterable[tuple[str, str]]) -> RecordedRequest:
-        """Return the request for a target, with its path and its headers, which replace headers of the same name."""
+        """Return the request with the path and the headers for a target. They replace headers of the same name."""
         more = tuple((name.lower(), value) for name, value in headers)
         names = {name for name, _ in more}
         dropped = names | _OF_CONNECTION | _OF_CALL

@@ -129,7 +129,7 @@ class ResultFile:
     def resume(self, options: Mapping[str, Any]) -> Iterator[Result]:
         """Yield the earlier results, and continue the file after them.
 
-        Requests that had no answer are left out, so that they are sent again. So is a truncated last line.
+        Requests without an answer are left out, so that they are sent again. A truncated last line is also left out.
 
         Raises:
             CannotResume: The earlier run had other options, or the file is damaged.

@@ -111,7 +111,7 @@ class Replay:
                 worker.cancel()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_READER_SECONDS):
-                    while not reading.done():  # The reader may wait for room in the queue.
+                    while not reading.done():  # The thread that reads may wait for room in the queue.
                         with contextlib.suppress(asyncio.QueueEmpty):
                             queue.get_nowait()
                         await asyncio.sleep(0.01)

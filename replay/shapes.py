@@ -131,7 +131,7 @@ class Field:
     count: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     example: Any = None
-    values: set[Any] = field(default_factory=set)  # At most a few. Empty for fields with texts or numbers.
+    values: set[Any] = field(default_factory=set)  # The first few values. It is empty for fields with texts or numbers.
 
 
 @dataclass(slots=True)

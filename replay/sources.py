@@ -33,7 +33,7 @@ class MalformedLine:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A sample of the requests. A request's id and the seed decide, so each run selects the same requests."""
+    """A sample of the requests. It depends only on the requests' ids and the seed, so it is the same in each run."""
 
     fraction: float = 1.0
     seed: int = 0
@@ -110,7 +110,8 @@ def _read(line: bytes, place: str, path: str) -> RecordedRequest | MalformedLine
 class _Counted(io.RawIOBase):
     """The beginning of a file, with a count of the bytes that were read.
 
-    A capture may grow because of the very requests that are sent. So only the bytes that it had at the start are read.
+    A capture may grow, because the server may record the requests that are sent. So only the bytes that the file had at
+    the start are read.
     """
 
     def __init__(self, file: IO[bytes], size: int) -> None:

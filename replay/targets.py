@@ -23,7 +23,7 @@ _PARAMETERS = {
     "x-amzn-sagemaker-session-id": "SessionId",
     "x-amzn-sagemaker-target-model": "TargetModel",
 }
-_MODEL = ("model_version", "model_name")  # Found in a query or in headers. SageMaker passes on neither.
+_MODEL = ("model_version", "model_name")  # They may be in a query or in headers. SageMaker passes on neither.
 _ADAPTER = "x-amzn-sagemaker-adapter-identifier"
 
 
@@ -77,7 +77,8 @@ class HttpTarget:
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency, keepalive_expiry=4),
             verify=ssl.create_default_context() if url.startswith("https") else False,
             trust_env=False,
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # Keeps none: requests have different clients.
+            # No cookies are kept, because the requests have different clients.
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
         )
         del self._http.headers["accept-encoding"]
 

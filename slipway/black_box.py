@@ -36,9 +36,9 @@ def blackbox(
     local = _is_here(address.host)
     try:
         headers = {} if api_key is None else {b"authorization": b"Bearer " + api_key.encode()}
-        # No proxy is between this machine and itself.
+        # A URL of this machine is called without a proxy.
         reply = httpx.get(f"{url.rstrip('/')}/server/blackbox", headers=headers, timeout=_SECONDS, trust_env=not local)
-    except httpx.TransportError as error:  # The server hangs, or nothing listens.
+    except httpx.TransportError as error:  # The server hangs, or no server listens.
         if not local:
             raise _failed(f"{url} does not answer ({error}); run this command on its machine") from None
         typer.echo(f"slipway: {url} does not answer ({error}); its process is asked by {SIGNAL.name}", err=True)
