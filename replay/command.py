@@ -265,7 +265,7 @@ def _prepare(directory: Path, resume: bool) -> None:
 
 
 def _on_signals(stop: Callable[[], None]) -> list[str]:
-    """Stop the replay at the first signal, and the process at the second. The first signal is added to the result."""
+    """Stop the replay at the first signal, and the process at the second. The first is added to the returned list."""
     loop, seen = asyncio.get_running_loop(), []
 
     def on_signal(number: signal.Signals) -> None:

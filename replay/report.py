@@ -93,7 +93,7 @@ class Times:
 
 
 class Report:
-    """The figures of a replay. Of each request, it keeps only the latencies and the similarity."""
+    """The figures of a replay. For each request, it keeps only the latencies and the similarity."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Begin a report. `options` are the options of the replay."""
