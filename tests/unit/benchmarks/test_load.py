@@ -76,13 +76,13 @@ def test_refuses_what_is_not_one_response(response: bytes) -> None:
 
 
 class Script:
-    """A server that answers every request with the same pieces of bytes, in one write each."""
+    """A server that answers every request with the same pieces of bytes. Each piece is one write."""
 
     def __init__(self, pieces: Sequence[bytes], *, hang_up: bool = False) -> None:
         self._pieces = pieces
         self._hang_up = hang_up
         self.open = 0
-        self.connections: list[int] = []  # The number of requests of each connection.
+        self.connections: list[int] = []  # The number of requests on each connection.
         self.bodies: set[bytes] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

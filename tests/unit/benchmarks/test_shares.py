@@ -1,4 +1,4 @@
-"""The benchmark's figures of the shares of copies."""
+"""The benchmark that measures how copies of a model share the calls."""
 
 from __future__ import annotations
 

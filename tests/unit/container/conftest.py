@@ -18,7 +18,7 @@ def s3_address() -> Iterator[str]:
 
 @pytest.fixture
 def gate(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """S3, as the environment names it."""
+    """A gate in front of S3's stand-in. The variables that boto3 reads name the gate."""
     with gate_to(s3_address) as gate:
         for name, value in CREDENTIALS.items():
             monkeypatch.setenv(name, value)
@@ -28,7 +28,7 @@ def gate(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.fixture
 def prefix() -> str:
-    """A folder of the bucket that is nobody else's."""
+    """A folder of the bucket that no other test uses."""
     return f"{uuid.uuid4().hex}/tiny-model"
 
 

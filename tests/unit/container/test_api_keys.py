@@ -1,4 +1,4 @@
-"""Keys: how a request holds one, how they are read, and which routes are served without one."""
+"""API keys: where a request contains a key, how keys are read, and which routes need no key."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OPEN = {
         )
     ),
 }
-"""All that is served without a key."""
+"""The methods and paths that are served without a key."""
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 
@@ -62,7 +62,7 @@ def applications(keys: ApiKeys | None = KEYS, **server: Any) -> Applications:
 
 @pytest.fixture
 def paths(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The paths of all routes of the applications that are made, and three that are none."""
+    """Return the paths of all routes of the test's applications, and three other paths."""
     added: set[str] = {"/endpoints/e/invocations", "/nowhere", "/v2/nowhere"}
     add = Router.add
 
@@ -118,7 +118,7 @@ async def test_a_refusal_reads_no_body_and_a_preflight_none_either() -> None:
         for path in ("/invocations", "/v1/completions", "/generate", "/tokenize", "/v2/models/model/generate"):
             reply = await client.send(client.build_request(method, path, content=Unread()))
             assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (status, "*")
-    for path in ("/models", "/adapters", "/v1/load_lora_adapter"):  # of which no other site is told
+    for path in ("/models", "/adapters", "/v1/load_lora_adapter"):  # other sites learn nothing of these routes
         assert (await client.options(path)).status_code == 401
     assert (await client_of(applications().main).options("/invocations")).status_code == 401  # without CORS
 
@@ -209,7 +209,7 @@ async def test_what_is_put_before_the_routes_is_reached_with_a_key_alone() -> No
         assert (await client.request(method, path)).status_code == 401
         assert "host: server" in (await client.request(method, path, headers=BEARER)).text
     assert "host: server" in (await client.get("/ping")).text
-    assert (await client_of(asking.router).get("/metrics")).status_code == 200  # as the process itself calls it
+    assert (await client_of(asking.router).get("/metrics")).status_code == 200  # the process itself calls this router
     other = applications(None)
     assert (other.main, other.guarded(mounted)) == (other.router, mounted)
 

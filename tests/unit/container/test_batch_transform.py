@@ -21,7 +21,7 @@ HANDLER = HandlerConfig(entry_point="model.py")
 
 @dataclass
 class Life:
-    """A life cycle of which the route asks for the model's settings alone."""
+    """A life cycle with only the parts that the route reads."""
 
     config: ModelConfig
     state: State = State.STARTING

@@ -1,4 +1,4 @@
-"""Routes that generate nothing: long bodies are answered beside the event loop, few at a time."""
+"""Routes that generate nothing. Long bodies are answered in threads, a few at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.container.one_model import client_of
 
 
 class Text:
-    """A slow route that records the threads of its answers, and the most answers at a time."""
+    """A slow route. It records the threads of its answers, and the maximum number of concurrent answers."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []

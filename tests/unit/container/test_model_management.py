@@ -98,7 +98,7 @@ async def test_a_model_that_does_not_fit_is_507(tmp_path: Path) -> None:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> AsyncMock:
-    """Replace the load of a model by a failure, when enough is known."""
+    """Replace the load of a model by a failure. Tests that use this do not need the loaded model."""
     load = AsyncMock(side_effect=EngineStartError("enough is known"))
     monkeypatch.setattr(life_cycle, "load_service", load)
     return load
@@ -177,7 +177,7 @@ async def test_an_engine_or_handler_that_runs_out_of_memory_as_it_is_loaded_is_5
 
 
 class Weights:
-    """Weights that only the collector of reference cycles frees, as those of models."""
+    """Weights in a reference cycle, as in real models. Only the garbage collector frees them."""
 
     def __init__(self) -> None:
         self.layers = [self]
@@ -289,7 +289,7 @@ async def test_unloading_does_not_wait_for_ever() -> None:
 
 
 async def test_a_server_that_ends_waits_for_no_memory_of_an_unloaded_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for calls that were ended with the model and stay: with the drain of another, a stop would take too long."""
+    """Calls of the unloaded model may remain. A stop that waited for them and for other models would take too long."""
     monkeypatch.setattr(registration, "_LEAVING_SECONDS", 600.0)
     async with serving("a", drain_timeout=0.2) as api:
         await api.register("b")

@@ -1,4 +1,4 @@
-"""Routing over ASGI: the family that answers each path, and the server's refusals in the words of each family."""
+"""Routing over ASGI: the family that answers each path, and the server's refusals in each family's format."""
 
 from __future__ import annotations
 

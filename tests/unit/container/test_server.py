@@ -30,7 +30,7 @@ from tests.unit.container.one_model import make
 
 
 async def watched(monkeypatch: pytest.MonkeyPatch, stalled: property, **settings: Any) -> tuple[int | None, Lifecycle]:
-    """Return the exit code, and the model's life cycle. None: the process still runs."""
+    """Return the exit code and the model's life cycle. The exit code is None if the process still runs."""
     monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
     monkeypatch.setattr(Lifecycle, "stalled", stalled)
     lifecycle, _ = make()

@@ -1,4 +1,4 @@
-"""The console's routes over ASGI: who is shown what, and that the page can do nothing but call this server."""
+"""The console's routes over ASGI: what they show to whom. The page can only call this server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SECRETS = {
 FILES = sorted(DIRECTORY.iterdir())
 TEXTS = {path.name: path.read_text() for path in FILES}
 MAX_WEIGHT = 50_000
-"""Bytes of all files together as a browser loads them, compressed. docs/console.md states this number."""
+"""The maximum number of bytes that a browser loads for all files, compressed. docs/console.md states this number."""
 
 
 @pytest.fixture
@@ -285,7 +285,7 @@ COPIES = [EngineCopy(1, CopyState.DEAD, 0.0, (0, 1)), EngineCopy(2, CopyState.DE
 
 
 def console_of(model_dir: Path, restarts: str, restarted: Sequence[EngineRestart] = ()) -> httpx.AsyncClient:
-    """Return a client of a server whose engine has died and whose calls wait for it."""
+    """Return a client of a server whose engine has died. Calls wait for the engine."""
     settings = settings_of(model_dir, {"SERVING_ENGINE_RESTART": restarts})
     lifecycle, applications = served(settings=settings, restarts=restarted)
     engine: Any = SimpleNamespace(

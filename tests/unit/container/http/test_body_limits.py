@@ -154,7 +154,7 @@ def status(error: Any) -> int:
 
 
 def route(state: AppState, status_of_reply: int = 200, model: Model | None = None) -> tuple[Router, list[int]]:
-    """Return an application, and a list of the sizes of the bodies that it answered, and of the memory in use."""
+    """Return an application and a list. For each answer, the size of the body and the memory in use are appended."""
     answered: list[int] = []
 
     async def answer(call: Call, reply: ReplyWriter) -> None:

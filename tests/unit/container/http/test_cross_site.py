@@ -1,4 +1,4 @@
-"""Which requests are a browser's for another site, or under a name that may be a stranger's."""
+"""Requests that a browser sends for another site, or under a host name that a stranger may control."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_an_api_client_may_use_any_name(host: str, agent: str) -> None:
 @pytest.mark.parametrize("site", ["same-origin", "none"])
 def test_a_page_of_this_server_may_ask_it(host: str, site: str) -> None:
     assert fault(host=host, sec_fetch_site=site, user_agent=BROWSER) == ""
-    # A proxy may have replaced the name; the browser has compared the origins.
+    # A proxy may have replaced the name in `Host`. But the browser has compared the origins.
     assert fault(host=host, origin="https://public.example", sec_fetch_site=site, user_agent=BROWSER) == ""
-    # Without TLS, browsers send Sec-Fetch-Site to this machine alone.
+    # Without TLS, browsers send Sec-Fetch-Site only to their own machine.
     assert fault(host=host, origin=f"http://{host}", user_agent=BROWSER) == ""
     assert fault(host=host, user_agent=BROWSER) == ""
 

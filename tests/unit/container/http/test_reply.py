@@ -12,7 +12,7 @@ from handlers.contract import Reply, ended_at_deadline
 
 
 class Server:
-    """An ASGI server's send: keeps messages, and waits while the client's socket is full."""
+    """The `send` of an ASGI server. It keeps the messages, and waits while the client's socket is full."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []

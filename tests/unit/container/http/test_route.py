@@ -1,4 +1,4 @@
-"""A route and a client that leaves before its call reaches the engine."""
+"""A route whose client leaves before its call reaches the engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Counts(HttpCounts):
 
 
 class Client:
-    """Sends an empty body, then nothing until it leaves, or until it has its reply."""
+    """A client that sends an empty body. It leaves when a test sets `left`, or when it has its reply."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()

@@ -80,7 +80,7 @@ async def served(application: Any, keep_alive: int = 5) -> AsyncIterator[tuple[u
 
 
 async def received(application: Any, sent: bytes, *, keep_alive: int = 5) -> bytes:
-    """Return all that a client gets for these bytes, until the server closes the connection."""
+    """Send these bytes. Return everything that the server sends before it closes the connection."""
     async with connected(application, keep_alive) as (reader, writer):
         writer.write(sent)
         return await asyncio.wait_for(reader.read(), 60)
@@ -175,9 +175,9 @@ async def test_a_body_that_has_come_is_there_without_a_wait_and_the_end_of_the_c
 
 @pytest.mark.parametrize("framing", ["length", "chunks"])
 async def test_bodies_that_come_with_their_heads_have_the_limits_of_others(framing: str) -> None:
-    """All requests are sent at once. The limit is 70,000 bytes, and longer bodies than 65,536 bytes take memory."""
+    """All requests are sent at once. The limit is 70,000 bytes. Bodies of more than 65,536 bytes take memory."""
     memory = BodyMemory(ServerConfig(max_request_memory=70_000, max_request_size=70_000))
-    memory.take(1000)  # Requests to /full find no place for 69,500 bytes.
+    memory.take(1000)  # The rest is too little for the 69,500 bytes of a request to /full.
     found: list[object] = []
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -476,7 +476,7 @@ async def test_trailers_without_end_end_the_connection(piece: bytes) -> None:
 
 
 async def push_much(scope: Any, receive: Any, send: Any) -> None:
-    """Push 6 MB, less than a client may leave unread."""
+    """Push 6 MB. A client may leave more than this unread."""
     await receive()
     reply = HttpReply(send, [], RetryAfter(), scope["extensions"][BREAK_OFF])
     reply.start(200, "application/octet-stream")
@@ -489,7 +489,7 @@ async def push_much(scope: Any, receive: Any, send: Any) -> None:
 
 @contextlib.contextmanager
 def client_with_little_room(address: tuple[str, int], request: bytes = LAST_GET) -> Iterator[socket.socket]:
-    """Return a client with a small receive buffer in its system."""
+    """Return a client whose socket has a small receive buffer."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(address)
@@ -516,7 +516,7 @@ async def test_a_client_that_takes_nothing_of_what_waits_for_it_loses_its_connec
 async def test_a_client_that_takes_nothing_of_the_end_of_a_reply_does_not_keep_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Less waits for it than makes uvicorn wait."""
+    """The unread bytes are too few to make uvicorn wait."""
     monkeypatch.setattr(HttpProtocol, "SEND_SECONDS", 0.3)
     waiting = []
 
@@ -553,7 +553,7 @@ async def test_a_client_that_takes_a_little_from_time_to_time_gets_everything(mo
 
 
 async def _send_first(receive: Any, send: Any) -> None:
-    """Begin a reply, with a piece that is not the last."""
+    """Begin a reply. More pieces follow the first."""
     await receive()
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"first", "more_body": True})
@@ -638,7 +638,7 @@ async def test_a_head_that_cannot_be_served_is_refused_with_its_reason(head: byt
     assert answer.endswith(b"\r\n\r\n" + reason)
 
 
-# Clients that end their own side, and those that leave.
+# Clients that close only their own side of the connection, and clients that leave.
 
 HALF_CLOSED = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi"
 
@@ -672,7 +672,7 @@ async def test_a_client_that_ends_its_own_side_gets_replies_that_take_long() -> 
 
 
 async def half_closing(version: bytes, pauses: Sequence[float]) -> list[bytes]:
-    """Return the replies to clients that end their own side after these pauses."""
+    """Return the replies to clients. Each client closes its own side after one of these pauses."""
 
     def ask(pause: float) -> bytes:
         with socket.create_connection(address, timeout=60) as client:
@@ -775,7 +775,7 @@ async def test_what_a_refused_client_sends_is_no_further_request() -> None:
     assert calls == 1
 
 
-# Replies to clients that have not taken the one before.
+# Replies to clients that have not read the reply before.
 
 
 async def test_a_refusal_waits_for_a_client_that_has_not_taken_the_reply_before_it(

@@ -92,7 +92,10 @@ def test_a_base_with_another_vllm_ends_the_build_with_a_message_that_names_both(
 
 @pytest.fixture
 def base_python(tmp_path: Path) -> Path:
-    """Return the Python of a base image that has a virtual environment, as AWS's image has, and a stand-in for vLLM."""
+    """Return the Python of a base image that has a stand-in for vLLM.
+
+    Like AWS's image, it has a virtual environment.
+    """
     venv.create(tmp_path / "base", symlinks=True)
     (site,) = (tmp_path / "base").glob("lib/python3*/site-packages")
     (site / "vllm.py").write_text("place = __file__\n")

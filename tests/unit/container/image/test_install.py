@@ -61,7 +61,7 @@ class Machine:
         return subprocess.run(command, env=variables, text=True, capture_output=True, check=False)
 
     def tools(self, **scripts: str) -> str:
-        """Make a directory of programs, each with its script, and return it."""
+        """Make a directory with a program for each script, and return it."""
         directory = self.lock.parent / "tools"
         directory.mkdir()
         for name, script in scripts.items():
@@ -75,14 +75,14 @@ class Machine:
 
 
 def locked(directory: Path, version: str) -> str:
-    """Return the lines of a lock for the torch of `make_index`. `directory` is for an index of it."""
+    """Return the lines of a lock file for the torch that `make_index` makes in this directory."""
     (wheel,) = (make_index(directory / f"locked-{version}", version) / "torch").glob("*.whl")
     hashes = ["0" * 64, sha256(wheel.read_bytes()).hexdigest()]
     return " \\\n".join([f"torch=={version}", *(f"    --hash=sha256:{value}" for value in hashes)]) + "\n"
 
 
 def make_index(directory: Path, *versions: str) -> Path:
-    """Make a package index with a torch of each version. The wheel of a version has the same bytes every time."""
+    """Make a package index with a wheel of torch for each version. A version's wheel always has the same bytes."""
     (directory / "torch").mkdir(parents=True)
     wheels = [f"torch-{version}-py3-none-any.whl" for version in versions]
     for version, wheel in zip(versions, wheels, strict=True):
@@ -179,7 +179,7 @@ def test_another_error_of_pip_is_shown_as_it_is_and_nobody_else_is_asked(machine
 
 
 def fake_python(directory: Path, name: str, version: str) -> Path:
-    """Make an interpreter that claims to be `version`. For `-m venv` it writes its name to a file."""
+    """Make an interpreter that claims to have this version. With `-m venv`, it writes its name to a file."""
     path = directory / name
     as_version = f"import sys; sys.version_info = ({version}); ${{2#import sys;}}"
     path.write_text(

@@ -1,4 +1,4 @@
-"""The licences that the list of an image's packages has."""
+"""The licences in the list of an image's packages."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_package_of_this_python_is_listed_once_with_a_licence() -> None:
     command = [sys.executable, "-I", str(SCRIPT)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     found = {row["name"]: row["license"] for row in DictReader(lines) if row["kind"] == "python"}
-    # In a separate process: libraries of other tests have added directories to the path of this one.
+    # A separate process is needed, because libraries of other tests have added directories to this process's path.
     names = "from importlib.metadata import distributions; print(*{package.name for package in distributions()})"
     installed = subprocess.run([sys.executable, "-I", "-c", names], capture_output=True, text=True, check=True).stdout
     assert found.keys() == set(installed.split())

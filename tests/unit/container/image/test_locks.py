@@ -60,7 +60,7 @@ def test_the_pythons_of_the_locks_are_those_of_the_project_and_of_make() -> None
 
 
 def test_the_gpu_lock_has_one_cuda_release_and_it_is_torchs() -> None:
-    """FlashInfer's headers refuse a compiler of another release than the runtime's."""
+    """FlashInfer's headers refuse a compiler if its CUDA release differs from the runtime's."""
     locked = lock("gpu")
     release = locked["cuda-toolkit"].release[:2]
     of_cuda = ["cuda-bindings", "cuda-python", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-nvtx"]
@@ -69,7 +69,7 @@ def test_the_gpu_lock_has_one_cuda_release_and_it_is_torchs() -> None:
 
 
 def test_flashinfers_kernels_are_locked_at_its_own_version_or_not_at_all() -> None:
-    """FlashInfer refuses to start beside kernels of another version of it, and PyPI lacks those of some versions."""
+    """FlashInfer does not start if its kernels have another version. PyPI lacks the kernels of some versions."""
     locked = lock("gpu")
     kernels = {locked[name] for name in ("flashinfer-cubin", "flashinfer-jit-cache") if name in locked}
     assert kernels <= {locked["flashinfer-python"]}

@@ -55,7 +55,7 @@ class Watched:
 
     @property
     def idle(self) -> bool:
-        """True if nothing is being restarted, and the engine has nothing to restart."""
+        """True if no restart is running, and none is needed."""
         return not self.server.registrar.loading and not self.server.registrar.engine_restarts.fault(self.model)
 
     def ping(self) -> tuple[int, bytes]:
@@ -67,7 +67,7 @@ class Watched:
 async def watched(
     monkeypatch: pytest.MonkeyPatch, engine: CopiedEngine, *, may_start: bool = True, **settings: Any
 ) -> AsyncIterator[Watched]:
-    """Watch a server whose engine restarts its copies at once, or when the test says so."""
+    """Watch a server. Its engine restarts copies at once. Without `may_start`, it waits for the test's permission."""
     monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
     monkeypatch.setattr(engine_restart, "LONGEST_PAUSE_SECONDS", 0.01)
     if may_start:
@@ -85,7 +85,7 @@ async def watched(
 async def test_a_dead_copy_is_started_again_while_the_model_serves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits: bool
 ) -> None:
-    """Also if no call would wait for an engine that has died."""
+    """The copy is also restarted if calls do not wait for an engine that has died."""
     engine = CopiedEngine(waits=waits)
     async with watched(monkeypatch, engine, may_start=False) as one:
         engine.die(2)
@@ -326,7 +326,7 @@ async def test_a_stalled_copy_that_cannot_be_started_again_leaves_the_others_alo
     assert (engine.stopped, one.life.state, engine.states[1]) == (None, State.READY, CopyState.READY)
 
 
-# An engine that dies while its model drains: running calls have the time of the drain, and a new engine.
+# An engine that dies while its model drains. Running calls get a new engine, and may use the time of the drain.
 
 
 @pytest_asyncio.fixture
@@ -338,7 +338,7 @@ async def serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
 
 
 async def drained(one: Watched, *, unregister: bool = False) -> asyncio.Task[None]:
-    """Return the drain when it has begun."""
+    """Start a drain. Return its task when the model is draining."""
     drain = one.server.registrar.unregister(one.model) if unregister else one.server.drain()
     draining = asyncio.create_task(drain)
     await until(lambda: one.life.stage is State.DRAINING)

@@ -26,7 +26,7 @@ from handlers.model_config import ModelConfig
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lifecycle]:
-    """Return a function that makes a life cycle whose loads give these services, one after the other."""
+    """Return a function that makes a life cycle. Each load returns the next of the given services."""
 
     def make(*services: Any, **config: Any) -> Lifecycle:
         monkeypatch.setattr(life_cycle, "load_service", AsyncMock(side_effect=services))
@@ -41,7 +41,7 @@ def ping_of(model: Model) -> int:
 
 
 class SlowToEnd:
-    """A service that generates nothing, and takes its time to end."""
+    """A service that generates nothing. It ends when the test allows it."""
 
     engine: Any = object()
 
@@ -63,7 +63,7 @@ class DeadEngine:
 
 
 class DyingEngine:
-    """An engine that ends with its first request, and would keep it for the next engine."""
+    """An engine that dies at its first request, and keeps the request for the next engine."""
 
     pooling = None
     alive = True

@@ -1,4 +1,4 @@
-"""The memory that a model needs, the check that it is there, and the choice of the model's GPUs."""
+"""The memory that a model needs, the check that the machine has it, and the choice of the model's GPUs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def load(model_dir: Path, properties: str = "") -> Settings:
 
 
 def needed(settings: Settings, gpus: int = 0) -> tuple[int, int]:
-    """The number of GPUs on which a model would be, if they had nothing free, and the MiB that it needs of each."""
+    """Return the number of GPUs that a model needs, and the MiB on each. No GPU has free memory here."""
     nothing = [0] * (gpus + 1)
     with pytest.raises(OutOfMemory) as caught:
         check_room(settings, nothing)
@@ -71,7 +71,7 @@ def needed(settings: Settings, gpus: int = 0) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("properties", "gpus", "expected"),
     [
-        ("", 0, (0, 11)),  # The files, and a fifth more.
+        ("", 0, (0, 11)),  # The size of the files plus a fifth.
         ("required_memory_mb=3", 0, (0, 3)),
         ("required_memory_mb=3\noption.tensor_parallel_degree=2", 2, (2, 3)),
         (f"option.kv_cache_memory_bytes={MEBIBYTE}", 0, (0, 12)),

@@ -46,7 +46,7 @@ def settings(model: Path | str, name: str = "m", **fields: Any) -> Settings:
 
 
 def plan(settings: Settings, count: int = 8, gibibytes: int = 80) -> tuple[int | None, int | None, dict[str, int]]:
-    """The GPUs that are taken and those that stay idle, and the settings that use these."""
+    """Return the numbers of used and of idle GPUs, and the settings that would use the idle GPUs."""
     found = gpu_plan([settings], [gibibytes * GIB] * count)
     (use,) = found.models
     assert bool(found.idle) == bool(found.warning)
@@ -72,7 +72,7 @@ def plan(settings: Settings, count: int = 8, gibibytes: int = 80) -> tuple[int |
         ({"engine_arguments": {"kv_transfer_config": "{}"}}, (2, 6, {REPLICAS: 4, DEGREE: 8})),
         ({"engine_arguments": {"max_model_len": "200k"}}, (4, 4, {COPIES: 2, DEGREE: 8})),
         ({"engine_arguments": {"max_model_len": "auto"}}, (2, 6, {COPIES: 4, DEGREE: 8})),
-        ({"tensor_parallel_degree": 1}, (1, 7, {DEGREE: 8})),  # the weights do not fit, and so no copy would
+        ({"tensor_parallel_degree": 1}, (1, 7, {DEGREE: 8})),  # one GPU is too small for any copy
         ({"tensor_parallel_degree": 2, "devices": (0, 1, 5)}, (2, 6, {})),
         ({"tensor_parallel_degree": 2, "devices": (0, 1, 5, 6)}, (2, 6, {COPIES: 2, DEGREE: 4})),
         ({"engine_arguments": {"max_model_len": "-1", "gpu_memory_utilization": ".5"}}, (4, 4, {COPIES: 2, DEGREE: 8})),
@@ -129,7 +129,7 @@ def test_fewer_copies_than_are_asked_for_are_told(
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        # 73.6 GiB less 3.2 GiB and 50 GiB of weights; a token has 160 KiB on each of two GPUs.
+        # Of 73.6 GiB, 3.2 GiB and 50 GiB of weights are subtracted. A token takes 160 KiB on each of two GPUs.
         ({}, (1, 2, 134_000)),
         ({"max_copies": FITTING}, (4, 2, 134_000)),
         ({"tensor_parallel_max": True}, (1, 8, 1_520_000)),
@@ -156,7 +156,7 @@ def test_the_plan_has_the_gpus_and_the_cache_of_each_copy(
 def test_layers_with_a_window_take_less_of_the_cache(large_model: Path) -> None:
     (large_model / "config.json").write_text(json.dumps(LLAMA | {"sliding_window": 1024, "sliding_window_pattern": 2}))
     (use,) = gpu_plan([settings(large_model)], [80 * GIB] * 8).models
-    assert use.cache_tokens == 238_000  # of each second layer one eighth of a sequence
+    assert use.cache_tokens == 238_000  # every second layer keeps only an eighth of a sequence
 
 
 def test_what_is_not_known_is_not_told(large_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

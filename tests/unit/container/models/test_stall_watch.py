@@ -13,7 +13,7 @@ LIMIT = 60.0
 
 
 class Bench:
-    """An engine's progress by a clock that the test moves, looked at as its watchdog does, and the watch over it."""
+    """An engine's progress, and the watch over it. The test moves their clock."""
 
     def __init__(self, limit: float | None = LIMIT) -> None:
         self.now, self.limit = 1000.0, limit
@@ -39,7 +39,7 @@ class Bench:
 IDLE, HANGS, MOVES, ENDS = (False, False), (True, False), (True, True), (False, True)
 """Whether an engine has work, and whether it makes progress."""
 NEW, HALF = NEW_ENGINE_STALL_SECONDS, NEW_ENGINE_SECONDS / 2
-# The limit, and steps: for how long the engine does something, and whether it is stalled after that.
+# The limit, and the steps. Each step has its seconds, what the engine does, and whether it is stalled afterwards.
 SCENARIOS: dict[str, tuple[float | None, list[tuple[float, tuple[bool, bool], bool]]]] = {
     "an idle engine is well however long it says nothing": (LIMIT, [(100 * LIMIT, IDLE, False)]),
     "a busy engine is well as long as it moves": (LIMIT, [(100 * LIMIT, MOVES, False)]),

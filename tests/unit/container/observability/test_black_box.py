@@ -500,7 +500,7 @@ async def test_an_event_loop_that_stands_still_has_a_box(tmp_path: Path, monkeyp
     server_config = ServerConfig(blackbox_dir=str(tmp_path), multi_model=True)
     found = ModelServer(Startup(server_config, ()))
     await found.load()
-    wait_until(lambda: [path.suffix for path in files(tmp_path)] == [".json"])  # It holds up this event loop.
+    wait_until(lambda: [path.suffix for path in files(tmp_path)] == [".json"])  # `wait_until` blocks this event loop.
     await found.stop()
     box = only_box(tmp_path)
     assert box["cause"] == "event loop"

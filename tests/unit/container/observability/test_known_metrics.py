@@ -1,4 +1,4 @@
-"""The series that dashboards made for other servers read."""
+"""The metric series of other servers, for the dashboards of these servers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _statistics() -> EngineStatistics:
 
 
 def _samples() -> dict[str, tuple[dict[str, str], float]]:
-    """Samples by name; of histograms the widest bucket."""
+    """Return the samples by name. Each histogram has only its widest bucket."""
     families = known_metrics("model", _statistics(), EngineStatus(3, 2, 0.25))
     return {sample.name: (sample.labels, sample.value) for family in families for sample in family.samples}
 

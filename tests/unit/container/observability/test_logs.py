@@ -88,7 +88,7 @@ def test_the_access_log_has_the_lines_that_logging_would_make(
 
 def test_the_access_log_is_written_by_its_writer_unless_its_level_is_off(caplog: pytest.LogCaptureFixture) -> None:
     writer, log = Mock(spec=Writer), AccessLog()
-    log.add("GET /none", "0")  # nobody has said where to
+    log.add("GET /none", "0")  # the log has no writer yet
     log.write_to(writer, PlainFormatter())
     with caplog.at_level("INFO", "slipway.access"):
         log.add("GET /a", "1")
@@ -112,7 +112,7 @@ def test_a_record_is_logged_as_it_was() -> None:
     line = json.loads(make(kept))
     assert line["message"] == "['before']"
     assert line["traceback"].endswith("ValueError: wrong")
-    assert record.exc_info is not None  # other handlers get it whole
+    assert record.exc_info is not None  # other handlers still get the exception
 
 
 TOO_DEEP = ['{"a":' + "[" * 60_000, '{"a":' + "[" * 60_000 + "}"]

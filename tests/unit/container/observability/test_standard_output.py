@@ -1,4 +1,4 @@
-"""Lines that are written in a thread, to files that nobody may read."""
+"""Lines that a thread writes to a file, even if nobody reads the file."""
 
 from __future__ import annotations
 

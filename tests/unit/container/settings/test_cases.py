@@ -1,8 +1,8 @@
 """Runs the rows of `cases/*.yaml`: settings of a user, and their effect. UPDATE_CASES=1 writes the effects.
 
-A user sets lines of serving.properties, variables, and options of the command line, beside the files of the model
-directory (`config.json`, unless the row has others). The effect is the fields that differ from their defaults, notes,
-warnings and variables for libraries, or the problems that stop the start.
+A user sets lines of serving.properties, variables, and options of the command line. A row may name the files of the
+model directory. By default, there is only `config.json`. The effect consists of the fields that differ from their
+defaults, notes, warnings, and variables for libraries. If the settings are invalid, it consists of the problems.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models on S3, with boto3 and moto's server, and every way in which it can go wrong."""
+"""Downloads of models from S3, with boto3 and moto's server, and the ways in which a download can fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WANTED = {name: body for name, body in FILES.items() if not name.endswith((".bin
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make ranges so small that a test's file has several."""
+    """Make ranges so small that a file of a test has several ranges."""
     monkeypatch.setattr(s3, "RANGE", 1 << 20)
 
 

@@ -28,7 +28,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def whole_files_in(downloads: Path) -> set[str]:
-    """Names of files that could be loaded."""
+    """Return the names of files that could be loaded."""
     return {path.name for path in downloads.glob("models/*/model/*/*")}
 
 

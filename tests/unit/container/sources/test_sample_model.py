@@ -1,4 +1,4 @@
-"""The rights of the sample model: every user may read it, for example in a container that has it mounted."""
+"""The permissions of the sample model. Every user may read it, for example in a container that mounts it."""
 
 from __future__ import annotations
 
