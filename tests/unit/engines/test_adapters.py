@@ -1,4 +1,4 @@
-"""The registry of adapters: names, orders that meet, and orders whose clients leave."""
+"""The registry of adapters: names, concurrent orders, and orders whose clients leave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import until
 
 
 class Host:
-    """Does nothing, as slowly as the test wants."""
+    """A host that does nothing. The test decides how long this takes."""
 
     def __init__(self, reads_src: bool = False) -> None:
         self.reads_src = reads_src
@@ -315,7 +315,7 @@ async def test_nothing_is_kept_of_an_adapter_on_s3_that_cannot_be_registered() -
 
 
 class Engine:
-    """Takes adapters, or does not; the real one needs a model to refuse them."""
+    """An engine that accepts or refuses adapters. A real engine needs a model to refuse an adapter."""
 
     refuses = False
 
@@ -351,7 +351,7 @@ async def test_only_adapters_that_are_there_have_their_formatters_loaded(tmp_pat
     await registry.register(first)
     [module] = set(sys.modules) - before
     engine.refuses = True
-    with pytest.raises(AdapterFailed):  # the same file once more: the module that counts has the name
+    with pytest.raises(AdapterFailed):  # the same file again: the first module keeps its name
         await registry.register(first, replacing=True)
     assert set(sys.modules) - before == {module}
 

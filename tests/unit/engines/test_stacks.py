@@ -1,4 +1,4 @@
-"""The stacks of other processes: of one that hangs in C, of one that is stopped, and none of one that is not ours."""
+"""The stacks of other processes: one hangs in C, one is stopped, and one has no handler and gets no signal."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def process(code: str, lines: list[bytes] | None = None) -> Iterator[int]:
 def test_a_process_that_hangs_in_c_with_pythons_lock_writes_its_stacks_each_time() -> None:
     with process(_REGISTERED) as pid:
         for _ in range(3):
-            main, others, *_ = stacks_of([pid], 60)[pid]  # The thread that waits for the bell may be the third.
+            # A third stack may belong to the thread that waits for the bell.
+            main, others, *_ = stacks_of([pid], 60)[pid]
             assert main.frames[0].endswith("in hangs_in_c")
             assert (main.threads, others.threads) == (1, 7), "equal stacks are joined"
 
@@ -123,7 +124,8 @@ def test_the_own_stacks_have_the_names_of_threads_and_the_main_thread_is_first()
 def test_a_busy_process_is_asked_many_times_without_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     with process(_BUSY) as pid:
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-        monkeypatch.setattr(stacks, "_BELL_SECONDS", 60.0)  # `faulthandler` would end the process sooner or later.
+        # No signal is sent in this time. With signals, `faulthandler` would end the process sooner or later.
+        monkeypatch.setattr(stacks, "_BELL_SECONDS", 60.0)
         for _ in range(100):
             main, working, *_ = stacks_of([pid], 120)[pid]
             assert main.thread == "MainThread"

@@ -1,4 +1,4 @@
-"""The check that an engine failed to start for want of memory, with the real errors of Python and PyTorch."""
+"""The check for whether an engine failed to start for lack of memory, with real errors of Python and PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def on_the_host() -> Exception:
 
 
 class OwnError(torch.OutOfMemoryError):
-    """A library's own kind of it."""
+    """A library's own subclass of the error."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tokenizers that changes to other copies do not affect, and the prompts that the context has room for."""
+"""Copies of tokenizers, which are independent of each other, and the prompts that fit into the context."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG = "one two three " * 60_000
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Return a tokenizer with a token for each byte, and one in front of every text."""
+    """Return a tokenizer with a token for each byte. It puts another token in front of every text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -68,7 +68,7 @@ def test_other_threads_run_while_a_long_text_is_worked_on(tokenizer: Any, work: 
         texts.decode([42])
         turns += 1
     thread.join()
-    assert turns > 5  # at most 2, before the work begins, if the work holds the interpreter's lock
+    assert turns > 5  # if the work held the interpreter's lock, at most 2 turns would pass before it
 
 
 def test_a_prompt_that_has_its_special_tokens_gets_no_others(tokenizer: Any) -> None:
@@ -179,7 +179,7 @@ CHINESE = "\u4f60\u597d" * 4
 
 
 def byte_fallback() -> tuple[Any, dict[str, int]]:
-    """Return a tokenizer with words, a special token, and a token for each byte, as that of Llama 2."""
+    """Return a tokenizer with words, a special token, and a token for each byte, like the tokenizer of Llama 2."""
     names = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581world", "\u2581hello", "</s>"]
     vocabulary = {name: place for place, name in enumerate(names)}
     raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))

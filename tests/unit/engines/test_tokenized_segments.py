@@ -1,4 +1,4 @@
-"""Tokenizers of all kinds: by segments a text has the very same tokens, or the tokenizer is not used that way."""
+"""Tokenization by segments gives a text the same tokens, or the tokenizer is not used by segments."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MOST_CHARACTERS", 30)
     tokenizer: Any = Counting(KINDS["bytes"]())
     found = SegmentTokenizer(tokenizer)
-    for text in ("a" * 10, "b" * 10, "a" * 10, "1" * 15):  # b's are forgotten, the a's were asked for after them
+    for text in ("a" * 10, "b" * 10, "a" * 10, "1" * 15):  # the b's are forgotten, because the a's were used later
         found.encode(text, special=False)
     tokenizer.characters = 0
     found.encode("a" * 10, special=False)

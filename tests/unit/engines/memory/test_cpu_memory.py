@@ -1,4 +1,4 @@
-"""The size of main memory, read from written-out trees, and the size of the KV cache that follows from it."""
+"""The size of main memory, read from files that the tests write, and the KV cache size that follows from it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None
         (
             "5:cpu,cpuacct:/x\n4:memory:/a/b\n0::/a/b",
             {
-                "memory": version_1(0x7FFFFFFFFFFFF000, 50 * MIB),  # the kernel's number for no limit
+                "memory": version_1(0x7FFFFFFFFFFFF000, 50 * MIB),  # the kernel's number for "no limit"
                 "memory/a": version_1(64 * MIB, 40 * MIB),
                 "memory/a/b": version_1(32 * MIB, 10 * MIB),
                 "unified/a/b": {"cgroup.procs": "1\n"},
@@ -147,7 +147,7 @@ def test_the_smallest_limit_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     [
         (DEMAND, (12 * GIB, 8 * GIB, 10 * GIB), (8 * GIB - 2 * GIB - 1200 * MIB) // 2),
         (DEMAND, (100 * GIB,), 8 * GIB),  # no more than four times the weights
-        (replace(DEMAND, weights=MIB), (100 * GIB,), GIB),  # four times the weights would not hold a sequence
+        (replace(DEMAND, weights=MIB), (100 * GIB,), GIB),  # four times the weights is too little for one sequence
         (replace(DEMAND, weights=0), (100 * GIB,), (100 * GIB - 1200 * MIB) // 2),  # the weights are not known
         (DEMAND, (4500 * MIB,), GIB),  # one sequence of the longest context
         (replace(DEMAND, workers=2), (10 * GIB,), ((10 * GIB - 1900 * MIB) // 2 - 2 * GIB) // 2),

@@ -39,7 +39,7 @@ def import_something(monkeypatch: pytest.MonkeyPatch) -> Cycle:
 
 
 def is_looked_at(thing: object) -> bool:
-    """Return True if the collector looks at the object."""
+    """Return True if the collector examines the object."""
     return any(one is thing for one in gc.get_objects())
 
 

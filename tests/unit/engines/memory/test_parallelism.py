@@ -1,4 +1,4 @@
-"""The default tensor-parallel size, as a table of well-known models; vLLM's own word on it is in tests/live."""
+"""The default tensor-parallel sizes of well-known models. A test in tests/live compares them with vLLM's."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_vllm_or_an_argument_may_choose_the_gpus(arguments: dict[str, Any], choo
 
 
 def test_the_tokens_of_a_cache_are_what_the_weights_leave() -> None:
-    """32 layers with 8 heads of 128 numbers, each with a key and a value, are 128 KiB of a token."""
+    """A token takes 128 KiB: 32 layers have 8 heads each, and each head has a key and a value of 128 numbers."""
     memory = ModelMemory(LLAMA_8B["config"], Weights(16 * GIB))
     assert memory.cache_tokens(1, 100 * GIB) == pytest.approx((92 - 4 - 16) * GIB / (128 << 10), abs=1)
     assert memory.cache_tokens(2, 100 * GIB) == pytest.approx((92 - 4 - 8) * GIB / (64 << 10), abs=1)

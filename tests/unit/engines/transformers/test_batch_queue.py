@@ -95,7 +95,7 @@ def test_discarding_all_of_a_long_queue_takes_no_time() -> None:
 
 
 Step = tuple[str, int, str, float]
-"""An action, the weight and the key of its item, and the seconds before it."""
+"""An action, the weight and the key of its item, and the seconds before the action."""
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["put", "put", "put", "take", "discard"]),

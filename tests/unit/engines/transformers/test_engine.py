@@ -52,7 +52,7 @@ until = partial(waiting.until, seconds=10.0)
 
 CONTEXT = 96
 MARK = "\x07"
-"""A mark in prompts that are to fail."""
+"""The mark of prompts that the tests let fail."""
 TWELVE = SamplingParameters(max_tokens=12, ignore_eos=True)
 PROMPTS = ["a", "some words", "a prompt that is a good deal longer than the others", "0123", "x y z"]
 
@@ -61,7 +61,7 @@ PROMPTS = ["a", "some words", "a prompt that is a good deal longer than the othe
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     characters = ByteLevel(add_prefix_space=False)
-    # ASCII alone: half a character at the end of a text would be shown differently by `generate`'s decoding.
+    # Only ASCII: `generate` would decode half a character at the end of a text differently.
     ascii_text = "".join(map(chr, range(32, 127))) + MARK
     alphabet = sorted({character for word, _ in characters.pre_tokenize_str(ascii_text) for character in word})
     vocabulary = {token: place for place, token in enumerate(["<pad>", "</s>", *alphabet])}
@@ -93,7 +93,7 @@ def tiny(directory: Path) -> TransformersModel:
 
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch: pytest.MonkeyPatch, tiny: TransformersModel) -> None:
-    """Make engines take the model that the tests have hooks on."""
+    """Make engines use the model on which the tests have hooks."""
     monkeypatch.setattr(transformers_batch, "load_model", lambda _: tiny)
 
 
@@ -113,7 +113,7 @@ async def engine_with(directory: Path, **fields: Any) -> AsyncIterator[BatchEngi
 
 
 class Forward:
-    """A record of the forward passes of the engine's batches, as the ids of each pass."""
+    """Records the token ids of each forward pass of the engine's batches."""
 
     def __init__(self) -> None:
         self.inputs: list[Any] = []
@@ -166,7 +166,7 @@ async def texts_alone(directory: Path, *requests: GenerationRequest) -> list[str
 
 
 def generated(tiny: TransformersModel, prompt: str, **arguments: Any) -> list[str]:
-    """Return the texts of twelve tokens each that transformers' `generate` makes."""
+    """Return the texts that transformers' `generate` makes, with twelve tokens each."""
     inputs = tiny.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     ids = tiny.model.generate(**inputs, max_new_tokens=12, eos_token_id=None, **arguments)
     found: list[str] = tiny.tokenizer.batch_decode(ids[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
@@ -272,7 +272,7 @@ async def test_beams_are_those_of_generate_itself(directory: Path, tiny: Transfo
 
 
 async def test_a_beam_ends_before_a_stop_string(directory: Path) -> None:
-    search = BeamSearch(width=2, length_penalty=-5.0)  # a beam that ends early is a good one
+    search = BeamSearch(width=2, length_penalty=-5.0)  # this penalty prefers beams that end early
     async with engine_with(directory) as engine:
         free = await answer(engine, request_for("stop", beam_search=search))
         stop = free[0].text[3:5]
@@ -352,7 +352,7 @@ async def test_neither_a_stop_string_nor_a_stop_token_before_min_tokens_ends_a_b
         found = await answer(engine, request_for("beam", structs.replace(least, stop=(begin,)), beam_search=search))
         assert [(d.text, d.finish_reason) for d in found] == [(d.text, FinishReason.LENGTH) for d in free]
         sampling = structs.replace(least, stop_token_ids=tuple(tiny.tokenizer.encode(begin[0])))
-        short = BeamSearch(width=2, length_penalty=-5.0)  # a beam that ends early is a good one
+        short = BeamSearch(width=2, length_penalty=-5.0)  # this penalty prefers beams that end early
         found = await answer(engine, request_for("beam", sampling, beam_search=short))
         assert all(delta.token_count > 6 for delta in found)
 
@@ -748,7 +748,7 @@ async def test_an_aborted_request_ends_with_what_there_is_whether_it_waits_or_ru
 
 
 class Cycle:
-    """An object that only the collector of reference cycles frees, as models are."""
+    """An object in a reference cycle, like a model. Only the garbage collector frees it."""
 
     def __init__(self) -> None:
         self.layers = [self]

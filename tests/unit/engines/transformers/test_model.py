@@ -1,4 +1,4 @@
-"""Settings that are read before a model is loaded, and what of a model is refused."""
+"""Settings that are read before a model is loaded, and models and settings that are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def settings(engine_arguments: dict[str, str] | None = None, **fields: Any) -> M
 
 
 def yarn(length: int) -> dict[str, Any]:
-    """Return a context of this length that is stretched from 32768 tokens to four times as many."""
+    """Return a configuration with this length. YaRN stretches its 32768 original tokens to four times as many."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     return {"max_position_embeddings": length, "rope_parameters": rope}
 

@@ -82,7 +82,7 @@ def test_the_cuts_are_those_of_transformers_one_after_the_other() -> None:
 
 
 def test_penalties_are_vllms() -> None:
-    """A bias makes every token but one as improbable, so that the one's logit can be read from its log probability."""
+    """After the penalties, token 5 has the logit 0.5. It wins against a logit of 0.4, and loses against 0.6."""
     row = torch.zeros(SIZE)
     row[[1, 2, 5]] = torch.tensor([4.0, -4.0, 3.0])
     penalties = {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.25}

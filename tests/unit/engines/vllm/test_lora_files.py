@@ -115,7 +115,7 @@ def _other_directory(adapter: Path) -> None:
 
 
 def _another_kind(adapter: Path) -> None:
-    """Leave the same weights in a file of the other kind, of which an engine would read this one first."""
+    """Replace the safetensors file by a PyTorch file with the same weights."""
     path = adapter / "adapter_model.safetensors"
     torch.save(load_file(path), adapter / "adapter_model.bin")
     path.unlink()

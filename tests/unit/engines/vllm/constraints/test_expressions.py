@@ -1,4 +1,4 @@
-"""The classes of regular expressions, and the dialects of grammars, as llguidance follows them."""
+"""Classes of regular expressions, and dialects of grammars. llguidance matches the rewritten texts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def accepts(kind: str, text: str, answer: str) -> bool:
         (r"[[:^digit:]]", ["a", DIGIT], ["1"]),
         (r"[^[:word:]]", ["é"], ["a"]),
         (r".", ["é", DIGIT], ["\n"]),
-        # A hyphen beside such a class is a hyphen.
+        # A hyphen next to a class such as `\d` stands for itself.
         (r"[\d-a]", ["-", "1", "a"], ["b"]),
         (r"[a-\d]", ["-", "1", "a"], ["b"]),
         (r"[+-\D]", ["-", "+", ",", "a"], ["1"]),
@@ -96,7 +96,7 @@ def accepts(kind: str, text: str, answer: str) -> bool:
         (r"(?i:a\w)\w", ["AB_"], ["ab" + KELVIN]),
         (r"(?i)(?-i:k)s", ["ks", "kS"], ["KS", "k" + LONG_S]),
         (r"((?i)k)k", ["Kk"], ["KK", KELVIN + "k"]),
-        # At its ends, what matches the whole text says nothing.
+        # The anchors at both ends have no effect, because an expression matches the whole text.
         (r"^ab$", ["ab"], []),
         (r"\Aab\Z", ["ab"], []),
         (r"\Aab\z", ["ab"], []),

@@ -1,4 +1,4 @@
-"""What is left of a schema for llguidance, what its grammar allows, and what is not held."""
+"""The schema that llguidance gets, what its grammar allows, and which parts of a schema are not enforced."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ HELD: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "number", "exclusiveMinimum": 0, "minimum": 0.5}, [0.5], [0.25]),
     # Equal values are one.
     ({"type": "array", "uniqueItems": True, "items": {"enum": [1, 1.0]}}, [[1]], [[1, 1]]),
-    # Objects that name their members are closed, unless a combination needs others.
+    # An object that names its members allows no others, unless a combination of schemas needs them.
     ({"properties": {"a": {}}}, [{"a": 1}], [{"a": 1, "z": 1}, 1]),
     ({"properties": {"a": {}}, "additionalProperties": True}, [{"a": 1, "z": 1}], [1]),
     ({"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]}, [{"a": 1, "z": 1}], [1]),
@@ -235,7 +235,7 @@ def test_a_schema_is_held(schema: Any, valid: list[Any], invalid: list[Any]) -> 
         ),
         ({"type": "array", "contains": {"const": 1}}, ["#/contains"], [[2]]),
         ({"type": "string", "pattern": r"^(a)\1$"}, ["#/pattern"], ["b"]),
-        ({"type": "string", "pattern": "^[a-z&&[^b]]$"}, ["#/pattern"], ["b"]),  # Rust and ECMA-262 read it differently
+        ({"type": "string", "pattern": "^[a-z&&[^b]]$"}, ["#/pattern"], ["b"]),  # Rust and ECMA-262 differ here
         ({"$ref": "https://example.com/other.json"}, ["#/$ref"], [1]),
         ({"enum": [9007199254740993]}, ["#/enum"], [1]),
         ({"type": "array", "items": {"not": {"items": {"type": "string"}}}}, ["#/items/not"], [[1]]),
@@ -250,7 +250,7 @@ def test_a_schema_is_held(schema: Any, valid: list[Any], invalid: list[Any]) -> 
             ["#/$defs/n/properties/v/uniqueItems"],
             [{"v": [1, 1]}],
         ),
-        # Parts that are reached by a reference are named wherever it is used.
+        # A part behind a reference is reported wherever the reference is used.
         (
             {
                 "type": "array",
@@ -261,7 +261,7 @@ def test_a_schema_is_held(schema: Any, valid: list[Any], invalid: list[Any]) -> 
             ["#/$defs/x/not"],
             [],
         ),
-        # References below an `$id` are those of another document.
+        # References below an `$id` belong to another document.
         (
             {
                 "$ref": "#/$defs/x",

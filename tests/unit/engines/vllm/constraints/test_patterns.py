@@ -1,4 +1,4 @@
-"""Patterns with look-around and complements of patterns, as llguidance follows what is written for them."""
+"""Patterns with look-around, and complements of patterns. llguidance matches the rewritten patterns."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def found(patterns: Iterable[str], texts: Iterable[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("pattern", "matching", "others"),
     [
-        # At the beginning.
+        # Look-around at the beginning.
         (EMAIL, ["a.b+c@d-e.org", "a@b.co"], [".a@b.co", "a..b@c.de", "a@b", "a.@b.co", "a@b.co\n"]),
         (r"^(?=.*[A-Z])(?=.*\d).{8,}$", ["Abcdefg1", "1234567X"], ["abcdefg1", "Abcdefgh", "Abcdef1"]),
         (r"^(?!foo$|bar$).+$", ["fo", "foo1", "bars"], ["foo", "bar", ""]),
@@ -56,7 +56,7 @@ def found(patterns: Iterable[str], texts: Iterable[str]) -> list[str]:
         (r"^(?!.*\/)^(.*[^.]+.*)$", ["a.b"], ["a/b", "..", ""]),
         (r"^(?=a(?!b))[a-z]+$", ["ac", "a"], ["ab", "b"]),
         (WITH_PROPERTY, ["fo", "éß"], ["foo", "1", ""]),
-        # In the middle, and at the end.
+        # Look-around in the middle and at the end.
         (r"^((?!x).)*$", ["", "abc"], ["x", "abxc"]),
         (r"^((?!mode)(?!Mode).)*$", ["mod", "m ode"], ["mode", "a Mode b"]),
         (r"^[a-z]+(?!-)[a-z-]+$", ["ab-", "ab-c", "abc"], ["a-", "-"]),
@@ -70,7 +70,7 @@ def found(patterns: Iterable[str], texts: Iterable[str]) -> list[str]:
         (r"^[a-z-]+(?<!-)$", ["a", "a-b"], ["a-", "-", ""]),
         (r"^.*(?<=\.js|\.ts)$", ["a.js", ".ts"], ["js", "a.jsx"]),
         (r"(?<!a)b", ["b", "cb", "abb"], ["ab", "a"]),
-        # Edges inside, and of words.
+        # Anchors inside a pattern, and word boundaries.
         (r"^([^,]+(,|$)){3,}$", ["a,b,c", "a,b,c,"], ["a,b", ",a,b,c"]),
         (r"^(a$|b)c?$", ["a", "b", "bc"], ["ac"]),
         (r"^$[a-z]*$", [""], ["a"]),
@@ -79,7 +79,7 @@ def found(patterns: Iterable[str], texts: Iterable[str]) -> list[str]:
         (r"\bfoo\b", ["foo", "a foo.", "é foo é", "éfooé"], ["afoo", "foo1", "foo_"]),
         (r"^a\Bb\B", ["abc"], ["ab", "a b"]),
         (r"^.{1,256}[a-z]{1,6}\b([-a-z]*)$", ["xab", "xab-"], ["x", "x_"]),
-        # What Rust writes in another way.
+        # Syntax that Rust writes in another way.
         (r"^\cJ\0[\b]\/\-$", [], ["cJ0b/-"]),
         (r"^\cJ[\b]$", ["\n\b"], ["J\b"]),
         (r"^\ud83d\ude00[^]$", ["\U0001f600x", "\U0001f600\n"], ["\U0001f600"]),
@@ -90,7 +90,7 @@ def found(patterns: Iterable[str], texts: Iterable[str]) -> list[str]:
         (r"^[!-\d]$", ["!", "-", "1"], ["#"]),
         (r"^[\w-.]$", ["a", "-", "."], ["/"]),
         (r"^(?<stop>a)(?<a>b)|(?<a>c)$", ["ab", "abx", "c", "xc"], ["a", "b"]),
-        # What llguidance writes in JSON otherwise.
+        # Characters that llguidance writes differently in JSON.
         ('^[^"]$', ["a", "\\", "\n"], ['"']),
         (r"^[^\\]$", ["a", '"', "\n"], ["\\"]),
         (r"^[^\s\\/:*?]+$", ["a", '"', "\x01"], ["\\", "a\\b"]),
@@ -104,7 +104,7 @@ def test_a_pattern_is_written_without_look_around(
     pattern: str, matching: list[str], others: list[str], single: bool
 ) -> None:
     written = without_look_around(pattern, single=single)
-    if single and pattern in (HOST, NAME, WITH_PROPERTY):  # Only as more than one.
+    if single and pattern in (HOST, NAME, WITH_PROPERTY):  # These need more than one pattern.
         assert written is None
         return
     assert written is not None
@@ -155,7 +155,7 @@ def test_words_beyond_the_bounds(words: list[str]) -> None:
 # Any patterns, against Python.
 
 
-IN_PYTHON = {"$": r"\Z", r"\B": r"(?!\b)"}  # At the very end only; also in an empty text.
+IN_PYTHON = {"$": r"\Z", r"\B": r"(?!\b)"}  # `$` matches only at the very end. `\B` also matches an empty text.
 
 
 def python(pattern: str) -> re.Pattern[str]:

@@ -1,4 +1,4 @@
-"""The schemas of real tools are taken. What is held of them admits no invalid instance, and each valid one."""
+"""The schemas of real tools are accepted. Valid instances are allowed, and invalid ones are not if all is enforced."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_check_that_takes_too_long_is_given_up(schema: Any, answer: str) -> No
 
 
 def endless(levels: int) -> dict[str, Any]:
-    """Return a schema that refers to itself for ever. The levels decide which part of the validator fails."""
+    """Return a schema that refers to itself forever. The levels decide which part of the validator fails."""
     endless: Any = {"$ref": "#/$defs/L"}
     for _ in range(levels):
         endless = {"allOf": [endless]}

@@ -142,7 +142,7 @@ async def test_a_constraint_that_an_ended_process_has_not_read_is_tried_by_the_n
         ended: Any = trials._process
         ended.send_signal(signal.SIGABRT)
         ended.wait()
-        polled = iter([None])  # It has ended since it was asked.
+        polled = iter([None])  # The process has ended since this poll.
         ended.poll = lambda: next(polled, ended.returncode)
         assert not (await trials.trial("regex", "b")).error
     finally:

@@ -102,7 +102,7 @@ def test_the_longest_known_beginning_counts() -> None:
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(("above", "expected"), [(0, 1), (1, 2)])
 def test_a_copy_with_too_much_work_loses_the_prompts_that_it_knows(count: int, above: int, expected: int) -> None:
-    """It may have 1.25 times what the others have, and three requests more."""
+    """The copy may have 1.25 times the work of the others, plus three requests."""
     choice, copies = CopyChoice(), new(count)
     place(choice, copies, blocks(1))
     for copy in copies:
@@ -161,7 +161,7 @@ def test_as_many_blocks_as_the_cache_of_a_copy_holds_are_remembered_and_the_late
     for prompt in (blocks(1), blocks(2, 2), blocks(3)):
         place(choice, copies, prompt)
     assert cached(1, 2, 3) == [0, 1, 1]
-    place(choice, copies, blocks(2))  # It is the latest now.
+    place(choice, copies, blocks(2))  # This prompt is now the latest.
     place(choice, copies, blocks(4))
     place(choice, copies, blocks(5))
     assert cached(2, 3, 4, 5) == [1, 0, 1, 1]
@@ -177,7 +177,7 @@ def test_of_a_long_prompt_only_the_first_blocks_are_remembered() -> None:
 requests = st.tuples(
     st.lists(st.integers(0, 2), max_size=3),  # The blocks of the prompt.
     st.integers(1, 1000),  # Its work.
-    st.integers(0, 3),  # So many requests end before it comes.
+    st.integers(0, 3),  # The number of requests that end before this one comes.
 )
 
 
@@ -185,10 +185,10 @@ requests = st.tuples(
 def test_a_copy_gets_a_request_only_if_its_work_is_near_the_mean(
     count: int, coming: list[tuple[list[int], int, int]], randomness: random.Random
 ) -> None:
-    """A copy that is chosen has at most 1.25 times the mean and four requests of this size, the new one included.
+    """The chosen copy has at most 1.25 times the mean work plus four requests of this size, including the new one.
 
-    Requests that end may leave a copy with more: the mean falls, and nothing is moved. As long as none has ended, no
-    copy has more than 1.25 times the mean and four times the largest request.
+    After requests have ended, a copy may have more: the mean falls, and nothing is moved. As long as no request has
+    ended, no copy has more than 1.25 times the mean plus four times the largest request.
     """
     choice, copies = CopyChoice(), new(count)
     running: list[tuple[Copy, int]] = []

@@ -27,7 +27,7 @@ JSON_CALLS = '<tool_call>{"name": x, "arguments": {}}</tool_call>'
 XML_CALLS = "<tool_call><function=x><parameter=y>1</parameter></function></tool_call>"
 KEYS = "<tool_call>x<arg_key>y</arg_key><arg_value>1</arg_value></tool_call>"
 DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c>x<\uff5ctool\u2581sep\uff5c>"
-# The architecture, what the template says of calls and reasoning, and the parsers.
+# The architecture, the text of the template about calls and reasoning, and the two parsers.
 MODELS: dict[str, tuple[str, str, str, str]] = {
     "hermes 2": ("LlamaForCausalLM", JSON_CALLS, "hermes", ""),
     "quoted": ("LlamaForCausalLM", JSON_CALLS.replace('"', '\\"'), "hermes", ""),

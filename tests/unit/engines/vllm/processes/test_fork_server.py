@@ -48,7 +48,7 @@ GOOD = {
 
 
 def run(directory: Path, script: str, *arguments: str, **variables: str) -> tuple[str, str]:
-    """Return the output and the log of a script beside the packages of a directory."""
+    """Run a script that can import the packages of a directory. Return its output and its log."""
     environment = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
     finished = subprocess.run(
         [sys.executable, "-c", script, *arguments],
@@ -63,7 +63,7 @@ def run(directory: Path, script: str, *arguments: str, **variables: str) -> tupl
 
 
 def outcome(directory: Path, engine_core: str, script: str = SCRIPT, **variables: str) -> tuple[str, str]:
-    """Return the start method of processes beside a package called vllm with this module, and the log."""
+    """Make a package `vllm` with this module. Return how its processes are started, and the log."""
     for module in MODULES:
         file = directory / "vllm" / f"{module}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
