@@ -1,6 +1,6 @@
-"""The example for Kubernetes, with the schemas of Kubernetes' API.
+"""The example for Kubernetes is valid by the schemas of Kubernetes' API.
 
-tests/live/test_health_live.py and tests/live/test_process_live.py have the codes of `/ping` on which the probes rely.
+tests/live/test_health_live.py and tests/live/test_process_live.py test the statuses of `/ping` that the probes need.
 """
 
 from __future__ import annotations

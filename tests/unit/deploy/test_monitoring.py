@@ -1,4 +1,4 @@
-"""The dashboard and the alerts, as files; tests/live/test_metrics_live.py finds their metrics on a server."""
+"""The files of the dashboard and the alerts. tests/live/test_metrics_live.py finds their metrics on a server."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def nd_list(rank: int, shape: bytes, *, dtype: bytes = b"UINT8", magic: bytes = 
 
 
 def test_a_rank_that_no_array_has_is_refused_before_its_shape_is_read() -> None:
-    body = nd_list(100_000, b"")  # without the shape that it announces
+    body = nd_list(100_000, b"")  # the shape is missing
     with pytest.raises(ValueError, match="rank 100000; 0 to 32 are possible") as refused:
         from_nd_list(body)
     assert len(str(refused.value)) < 200
@@ -214,7 +214,7 @@ def test_what_an_nd_list_claims_costs_no_memory_and_is_not_repeated_at_length(bo
 
 
 def claiming(archive: bytes, size: int) -> bytes:
-    """Return the archive with another size of its only member in both headers."""
+    """Return the archive with a false size in both headers of its only member."""
     changed = bytearray(archive)
     struct.pack_into("<I", changed, 22, size)
     struct.pack_into("<I", changed, archive.index(b"PK\x01\x02") + 24, size)
@@ -240,7 +240,7 @@ def test_the_sizes_of_all_arrays_of_an_archive_count(monkeypatch: pytest.MonkeyP
 
 
 def peak_of_refused(archive: bytes, message: str) -> int:
-    """Return the number of bytes that were allocated until the archive was refused."""
+    """Return the peak of the bytes that were allocated before the archive was refused."""
     tracemalloc.start()
     with pytest.raises(ValueError, match=message):
         from_npz(archive)

@@ -165,7 +165,7 @@ CREATE = "session = sessions.create_session(); session.put('k', 'kept'); print(s
 
 
 def with_sessions_in_s3(s3: Bucket, path: Path, code: str) -> str:
-    """Run code in a new process, which saves its sessions when it ends, and return its output."""
+    """Run code in a new process, and return its output. The process saves its sessions when it ends."""
     setup = "import sys; from djl_python import SessionManager\n"
     setup += f"sessions = SessionManager({{'sessions_path': sys.argv[1], 'sessions_s3url': {s3.url!r}}})\n"
     done = subprocess.run([sys.executable, "-c", setup + code, str(path)], timeout=60, capture_output=True, text=True)
@@ -222,7 +222,7 @@ def test_a_session_that_is_being_restored_is_seen_complete_or_not_at_all(
 
         values = [pool.submit(kept, worker) for worker in workers]
         wait_until(lambda: any(name.startswith(".new-") for name in os.listdir(second)))
-        # Removes expired sessions and sessions without an end.
+        # Creating a session removes expired sessions, and sessions without an expiration.
         new = manager(second).create_session()
         assert not (second / created).exists()
         may_come.set()

@@ -132,7 +132,7 @@ def test_a_module_that_was_initialized_before_begins_anew() -> None:
 
 
 class Countdown:
-    """A handler with a rolling batch, in which each request counts its number down."""
+    """A handler with a rolling batch. Each request is a number, and the handler counts it down."""
 
     def __init__(self) -> None:
         self.left: list[int] = []

@@ -1,4 +1,4 @@
-"""Asynchronous calls by boto3, with a folder that stands for S3, before a container with scripted replies."""
+"""Asynchronous calls by boto3. A folder stands for S3, and the container's replies are scripted."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def endpoint(container: ScriptedContainer, folder: Path, **settings: Any) 
 
 
 async def content(folder: Path, url: str) -> bytes:
-    """Return the content of a file, which may come later."""
+    """Wait until a file exists, and return its content."""
     path = folder / url.removeprefix("s3://")
     await until(path.exists)
     return path.read_bytes()
@@ -364,7 +364,7 @@ async def test_slipway_invoke_reads_an_answer_and_a_failure_without_s3(
         await answering(424 if seen.body == b"wrong" else 200, b"ok", LENGTH)(seen, send)
 
     async with local_endpoint(ScriptedContainer(script), async_output=OUTPUT, s3_folder=tmp_path) as client:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # Nothing else of AWS is there.
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # No other service of AWS can be reached.
         monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", str(client.base_url))
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "local")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "local")

@@ -28,7 +28,7 @@ JSON = "application/json"
 
 
 async def records(directory: Path, count: int = 1) -> list[dict[str, Any]]:
-    """Return the records, which may come later."""
+    """Wait for the records, and return them."""
     await until(lambda: len(_lines(directory)) == count)
     return [json.loads(line) for line in _lines(directory)]
 

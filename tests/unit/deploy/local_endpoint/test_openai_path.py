@@ -1,4 +1,4 @@
-"""The OpenAI path of endpoints and of inference components, before a container with scripted replies."""
+"""The OpenAI path of endpoints and of inference components. The container's replies are scripted."""
 
 from __future__ import annotations
 

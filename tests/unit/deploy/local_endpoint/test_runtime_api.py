@@ -370,7 +370,7 @@ async def test_a_client_that_does_not_read_holds_the_container_back_until_its_ti
         await anext(pieces)
         await until(lambda: container.ended)
         assert written < 16 * 1024 * 1024
-        await asyncio.sleep(0.5)  # Longer than the last message may wait.
+        await asyncio.sleep(0.5)  # This is longer than the last message may wait.
         with pytest.raises(
             httpx.TransportError
         ):  # The client did not read the last message in time, and its connection is dropped.

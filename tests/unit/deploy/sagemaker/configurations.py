@@ -130,7 +130,7 @@ _ROLLOUTS = [{"strategy": strategy, "timeout": 600} for strategy in ("blue-green
 
 @st.composite
 def configurations(draw: st.DrawFn) -> Configuration:
-    """Return a configuration that can be deployed: one of `VALUES`, or two together without some of their fields."""
+    """Return a configuration that can be deployed: one of `VALUES`, or a mixture of two without some fields."""
     kinds = st.sampled_from([_BASE | VALUES[name] | {"properties": {}} for name in VALUES])
     values = draw(kinds) | draw(st.fixed_dictionaries({}, optional={"rollout": st.sampled_from(_ROLLOUTS)}))
     mixed = draw(kinds) | values

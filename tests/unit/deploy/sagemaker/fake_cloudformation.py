@@ -1,6 +1,6 @@
 """CloudFormation in memory, behind boto3's own client. The client checks the parameters of each call first.
 
-moto has no failures, no inference components and no scaling. `test_moto.py` deploys against moto as far as it goes.
+moto has no failures, no inference components and no scaling. `test_moto.py` deploys what moto supports.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FakeCloudFormation:
         return [parameters for name, parameters in self.calls if name == operation]
 
     def next_change(self, *events: Event) -> None:
-        """Let the next change have these events, with the stack's own event last."""
+        """Set the events of the next change. The last one is the stack's own event."""
         self._outcomes.append(list(events))
 
     def there(self, status: str, template: dict[str, Any] | None = None, endpoint: str = "my-llm") -> None:

@@ -129,7 +129,7 @@ def test_a_failure_is_rolled_back_and_its_exit_code_says_so(cloudformation: Fake
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_is_rolled_back(number: signal.Signals, cloudformation: FakeCloudFormation) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # A background process ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # A process in the background ignores SIGINT.
     cloudformation.next_change(stack_event("CREATE_IN_PROGRESS"))
 
     def interrupt(operation: str) -> None:

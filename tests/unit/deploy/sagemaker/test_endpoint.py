@@ -56,7 +56,7 @@ class Endpoint(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a test's output is its own."""
+        """Log nothing into the output of the test."""
 
 
 @pytest.fixture

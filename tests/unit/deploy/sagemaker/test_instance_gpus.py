@@ -29,7 +29,7 @@ SHOWN_INSTANCES = {
     "8 × 40 GB": ("ml.p4d.24xlarge",),
     "8 × 80 GB": ("ml.p5.48xlarge",),
 }
-# Types with GPUs that are too old for vLLM, and one whose memory EC2 does not tell.
+# Types with GPUs that are too old for vLLM, and a type whose memory EC2 does not state.
 LEFT_OUT = {"ml.p2.xlarge", "ml.p2.8xlarge", "ml.p2.16xlarge", "ml.p6e-gb200.36xlarge"}
 
 
@@ -40,7 +40,7 @@ def test_the_table_has_the_types_that_an_endpoint_may_have() -> None:
 
 
 def test_the_table_agrees_with_that_of_sagemakers_sdk() -> None:
-    """Some of the SDK's memory is the round number of the GPU's maker."""
+    """For some types, the SDK has the rounded memory size that the GPU's maker states."""
     sdk = find_spec("sagemaker.core")
     if sdk is None or not sdk.submodule_search_locations:
         pytest.skip("SageMaker's SDK is not installed")
@@ -149,7 +149,7 @@ def test_the_page_has_the_plans_of_instance_types(tmp_path: Path) -> None:
 
 
 def shown_plan(model: Path, gpus: tuple[int, ...]) -> str:
-    """Return the copies, the GPUs of each, and the tokens of its KV cache in thousands."""
+    """Return the number of copies, the GPUs of each copy, and how many thousand tokens its KV cache holds."""
     (startup,) = load_startup(model, {}, {}, len(gpus)).models
     (use,) = gpu_plan([startup.settings], gpus).models
     return f"{use.copies}×{use.gpus_of_copy}, {use.cache_tokens // 1000}k" if use.cache_tokens else "too large"
