@@ -1,4 +1,4 @@
-"""Deadlines: how they are read, and how a call ends at one, with an engine that the test scripts."""
+"""Deadlines: how they are read, and how a call ends at its deadline. The engine is scripted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONTRACT = LmiRollingContract(MODEL)
 
 
 class Stuck(ScriptedEngine):
-    """An engine that takes no request, as while it is started again."""
+    """An engine that accepts only `takes` requests. An engine that is being restarted accepts none."""
 
     def __init__(self, takes: int = 0) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class TestCalls:
                 return exchange
 
         class Ended(ScriptedEngine):
-            """Its generation has ended before the deadline."""
+            """An engine whose generation has ended before the deadline."""
 
             async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
                 generation = await super().submit(request, sink)

@@ -1,4 +1,4 @@
-"""The handler that calls an engine: its places, its replies and its counts, with an engine that the test scripts."""
+"""The handler that calls an engine: its places in the queue, its replies and its counts. The engine is scripted."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ async def test_a_submit_that_fails_frees_every_place_and_cancels_the_others(
 
 
 class Eager(ScriptedEngine):
-    """Makes a token of each prompt before it takes the next."""
+    """An engine that generates a token for each prompt before it takes the next prompt."""
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         generation = await super().submit(request, sink)

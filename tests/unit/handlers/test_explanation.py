@@ -1,4 +1,4 @@
-"""Explanations of calls on a scripted engine: the origins of parameters, the limits, and no trace of the call."""
+"""Explanations of calls on a scripted engine: the origins of parameters, and the limits. They leave no traces."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class CountingEngine(ScriptedEngine):
-    """An engine that counts the prompts that it prepares. `events` has what happens at a number of them."""
+    """An engine that counts the prompts that it prepares. `events` has functions to call, by the number of prompts."""
 
     prepared = 0
 
@@ -232,7 +232,7 @@ async def test_the_deadline_is_shown_and_does_not_end_the_search(
 
 async def test_a_preparation_ends_at_the_deadline_and_is_not_counted() -> None:
     class Stuck(ScriptedEngine):
-        """An engine that never finishes to prepare a request."""
+        """An engine that never finishes the preparation of a request."""
 
         async def explain(self, request: GenerationRequest) -> ExplainedRequest:
             await asyncio.Event().wait()
@@ -268,19 +268,19 @@ async def test_a_field_may_set_several_parameters() -> None:
 @pytest.mark.parametrize(
     ("parameters", "fields", "without_effect"),
     [
-        # Two fields may set one parameter, or one of two hides the other.
+        # Two fields may set one parameter, or one field may hide the other.
         ({"stop": ["x"], "stop_sequences": ["y"]}, {"stop": ["stop", "stop_sequences"]}, []),
         ({"ignore_eos": True, "ignore_eos_token": True}, {"ignore_eos": ["ignore_eos_token"]}, ["ignore_eos"]),
         # Null counts as absent.
         ({"temperature": None, "top_p": 0.5, "unknown": None}, {"top_p": ["top_p"]}, ["temperature", "unknown"]),
-        # Values that mean the same as the first other value, or are at the end of their range.
+        # Some values mean the same as the first other value that is tried. Others are at the end of their range.
         ({"top_k": -1, "top_p": 0.5}, {"top_k": ["top_k"], "top_p": ["top_p"]}, []),
         ({"top_p": 1.0, "min_p": 0.0, "max_new_tokens": 1}, {"top_p": ["top_p"], "min_p": ["min_p"]}, []),
         ({"max_new_tokens": 2048}, {"max_tokens": ["max_new_tokens"]}, []),
         ({"seed": (1 << 63) - 1}, {"seed": ["seed"]}, []),
-        # Without sampling, the switches are idle.
+        # Without sampling, `temperature` has no effect.
         ({"do_sample": False, "temperature": 0.5}, {"temperature": ["do_sample"]}, ["temperature"]),
-        # The empty value is another value than none.
+        # An empty value differs from a missing value.
         ({"stop_sequences": [], "logit_bias": {}}, {"stop": ["stop_sequences"]}, []),
     ],
 )
@@ -328,7 +328,7 @@ async def test_fields_without_effect_can_be_left_out(parameters: dict[str, Any])
     assert found["prompts"] == less["prompts"]
 
 
-LONGEST = 10**4300 - 1  # Python writes no longer integer.
+LONGEST = 10**4300 - 1  # The longest integer that Python writes.
 
 
 @settings(max_examples=40)

@@ -1,4 +1,4 @@
-"""The health of a model if its handler loads the engine with one of its calls."""
+"""The health of a model whose handler loads the engine during a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from handlers.model_config import ModelConfig
 
 
 class Model:
-    """A handler that may call an engine, which `load` loads."""
+    """A model whose handler may call an engine. `load` loads the engine."""
 
     def __init__(self, load: AsyncMock) -> None:
         self.handler: Any = Mock(health=Mock(return_value=EngineHealth(True)), stop=AsyncMock())

@@ -1,4 +1,4 @@
-"""JSON schemas are made from structs. tests/unit/test_parameter_tables.py shows those from parsers."""
+"""JSON schemas are made from structs. tests/unit/test_parameter_tables.py tests the schemas from parsers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers of the tests: a custom handler with real workers, and a writer that records the reply."""
+"""Helpers for tests: a custom handler with real workers, and a writer that records the reply."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 
 class Recorder:
-    """Implements `ReplyWriter`. A test clears `taking` for a client that does not read."""
+    """Implements `ReplyWriter`. If a test clears `taking`, the client does not read."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -114,7 +114,7 @@ class Client:
 
 
 def settings_for(model: str | Path, **more: Any) -> ModelConfig:
-    """Return the settings of a model. Fields of the handler and its packages go there, others to `ModelConfig`."""
+    """Return the settings of a model. `more` has fields of `HandlerConfig`, `PackageConfig` and `ModelConfig`."""
     model_dir = MODELS / model
     own = {field.name for field in dataclasses.fields(HandlerConfig)}
     entry_point = str(model_dir / "model.py")

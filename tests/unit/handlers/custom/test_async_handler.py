@@ -93,7 +93,7 @@ async def test_a_slow_client_holds_up_neither_others_nor_memory() -> None:
         assert all(len(answer.body.splitlines()) == 5 for answer in quick)
         held = 0
         async with asyncio.timeout(60):
-            while len(slow.body) > held:  # Sent data arrives, and then no more follows.
+            while len(slow.body) > held:  # Data that was already sent arrives. Then nothing more follows.
                 held = len(slow.body)
                 await asyncio.sleep(0.3)
         assert held < 600_000

@@ -1,4 +1,4 @@
-"""A `handle` before the engine: it gets each request first, and may call the engine or leave the request to it."""
+"""A `handle` that gets each request first. It may call the engine, or leave the request to the engine."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ def answer(formatters: Formatters) -> str:
 
 
 def model_with_module(directory: Path, answer: str) -> Path:
-    """Create a model directory with a module `beside`, a name that all models share."""
+    """Create a model directory with a module `beside`. All models have a module of this name."""
     directory.mkdir()
     (directory / "beside.py").write_text(f"ANSWER = '{answer}'\n")
     return directory

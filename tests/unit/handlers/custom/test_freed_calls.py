@@ -1,4 +1,7 @@
-"""Calls of a custom handler leave no reference cycles: the collector runs too rarely for the bodies that these hold."""
+"""Calls of a custom handler leave no reference cycles.
+
+The cycles would hold bodies, and the garbage collector runs too rarely to free these in time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The installation of a model's `requirements.txt`, and other interpreters than the server's."""
+"""The installation of a model's `requirements.txt`, and handlers with an interpreter of their own."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def model_with_a_child(folder: Path) -> Path:
     folder.mkdir()
     (folder / "model.py").write_text(STARTS_A_CHILD)
     (folder / "beside.py").write_text("NAME = 'beside'\n")
-    # A start that had the model directory on its path would import this module.
+    # If the model directory were on the path at the start, Python would import this module.
     (folder / "queue.py").write_text("raise ImportError('not the standard library')\n")
     return folder
 
@@ -200,7 +200,7 @@ async def test_processes_of_the_handler_import_the_models_modules_and_the_sdk(
     given, *own = python_path.split(os.pathsep) if not foreign else ("/given", *python_path.split(os.pathsep))
     assert (given, own[-1], len(own)) == ("/given", str(model), 2)
     assert os.listdir(own[0]) != []
-    assert import_path[-1] == own[0]  # For children that take over this list.
+    assert import_path[-1] == own[0]  # Child processes may inherit this list.
     assert import_path.count(str(model)) == 1
 
 

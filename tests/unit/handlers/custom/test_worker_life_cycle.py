@@ -1,4 +1,4 @@
-"""Loading, crashing, hanging, scaling and stopping, with real worker processes."""
+"""The life cycle of real worker processes: they load, crash, hang, scale and stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ends of streams and whole errors, read with the types of OpenAI's and Anthropic's packages."""
+"""Errors in replies and at the end of streams, read with the types of OpenAI's and Anthropic's packages."""
 
 from __future__ import annotations
 

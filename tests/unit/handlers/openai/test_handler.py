@@ -1,4 +1,4 @@
-"""Calls in an ASGI application in this process, without vLLM: how replies, streams, faults and disconnects come out."""
+"""Calls of an ASGI application in this process, without vLLM: replies, streams, faults and disconnects."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ Step = dict[str, Any] | Exception | Callable[[OpenAICall], None]
 
 
 def sending(*steps: Step) -> Any:
-    """Return an application that sends messages, raises an exception, or does something with its call."""
+    """Return an application. In each step, it sends a message, raises an exception, or does something with its call."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         for step in steps:

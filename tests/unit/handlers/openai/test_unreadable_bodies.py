@@ -1,4 +1,4 @@
-"""Bodies that vLLM can read and Slipway cannot. They are refused, because nothing in them could be translated."""
+"""Bodies that vLLM can read and Slipway cannot. They are refused, because Slipway could not translate them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice between the two ways of OpenAI's routes for a call, and the calls that the engine refuses."""
+"""OpenAI's routes give a call to the engine or to vLLM's front end. The engine refuses some calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TURNS = b'"messages": [{"role": "user", "content": "Hi"}]'
 
 
 class Ways:
-    """A handler on a scripted engine, and an application. Without another `app` it answers 418 to every request."""
+    """A handler with a scripted engine and an application. The default application answers every request with 418."""
 
     def __init__(self, limit: int = 4, app: Any = None) -> None:
         self.engine = ScriptedEngine()

@@ -1,4 +1,4 @@
-"""The handler that calls an engine loads the images of a call first, and keeps them no longer than needed."""
+"""The engine's handler loads the images of a call before it calls the engine. It frees them as soon as possible."""
 
 from __future__ import annotations
 

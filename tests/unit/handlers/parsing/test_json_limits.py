@@ -1,4 +1,4 @@
-"""Telling the cost of a JSON text before it is decoded."""
+"""The cost of a JSON text is known before it is decoded."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from handlers.parsing.json_limits import (
 )
 
 PADDING = b" " * CHECKED
-"""Makes a text long enough to be looked at."""
-# Quotes, backslashes and all that counts outside strings, and texts longer than the pieces that are looked at.
+"""Spaces that make a text long enough to be checked."""
+# Texts with quotes, backslashes and everything that counts outside strings. Some are longer than the checked pieces.
 TEXTS = st.text(alphabet='"\\{}[],:eE1. \n\tü😀tf') | st.integers(1, 3).map(lambda times: '\\"{[,:' * 11_000 * times)
 DOCUMENTS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
@@ -39,7 +39,7 @@ DOCUMENTS = st.recursive(
 
 
 def counted(document: Any) -> JsonSize:
-    """Return the size of a document. A comma separates values, so the first one of each object and array is free."""
+    """Return the size of a document. Values are counted by commas, so the first value of an object or array is free."""
     inner = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
     sizes = [counted(value) for value in inner]
     values = sum(size.values for size in sizes) + max(len(sizes) - 1, 0)
@@ -77,7 +77,7 @@ EXPONENT = 1 + OF_EXPONENT
     ],
 )
 def test_as_many_parts_are_taken_as_the_bound_allows(piece: bytes, each: int) -> None:
-    most = (MOST_PARTS - OF_STRUCTURE + 1) // each  # The array around the pieces is a structure.
+    most = (MOST_PARTS - OF_STRUCTURE + 1) // each  # The array around the pieces counts as a structure.
     size = check_limits(parts(piece, most))
     assert size is not None
     assert size.values == most - 1
@@ -89,7 +89,7 @@ def test_as_many_parts_are_taken_as_the_bound_allows(piece: bytes, each: int) ->
 @pytest.mark.parametrize("padding", [b"", PADDING, b" " * (64 * 1024)])
 def test_documents_have_a_depth(opening: bytes, closing: bytes, padding: bytes) -> None:
     levels = MOST_DEPTH // len(closing)
-    value = (b"[1]," + padding) * 3 + b"[1]"  # Further arrays are no further levels.
+    value = (b"[1]," + padding) * 3 + b"[1]"  # Arrays next to each other add no levels.
     document = b"[" + opening * (levels - 2) + b"1" + closing * (levels - 2) + b"," + value + b"]"
     JsonDecoder[Any]().decode(document)
     for further in (levels + 1, 400, 100_000 // len(closing)):
@@ -165,7 +165,7 @@ def test_each_fault_is_one_kind_of_error(text: bytes) -> None:
 
 
 class Shape(msgspec.Struct):
-    """Leaves all fields out but one, which stays encoded."""
+    """Drops all fields except one, which stays encoded."""
 
     raw: msgspec.Raw = msgspec.Raw()
 

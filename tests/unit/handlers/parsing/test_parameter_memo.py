@@ -1,4 +1,4 @@
-"""Requests from the same parameters share the engine's memo; all others do not."""
+"""Requests that come from the same parameters share the engine's memo. Other requests do not."""
 
 from __future__ import annotations
 

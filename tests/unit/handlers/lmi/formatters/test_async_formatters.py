@@ -1,4 +1,4 @@
-"""A customer's formatters in the asynchronous mode: bodies and vLLM's replies that they change."""
+"""A customer's formatters in the asynchronous mode. They change bodies and vLLM's replies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def marked(response: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _answer_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make dicts of whole answers in place of vLLM's objects, whose import takes long."""
+    """Represent whole answers as dicts, instead of vLLM's objects. Importing vLLM takes long."""
     models = SimpleNamespace(answer_object=lambda path, body: {"path": path, **json.loads(body)})
     monkeypatch.setitem(sys.modules, "handlers.openai.vllm.request_models", models)
 

@@ -146,7 +146,7 @@ async def test_an_inner_address_looks_the_same_whether_something_listens_there_o
 
 
 async def test_a_name_is_judged_by_the_address_that_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name has a public address when it is looked at, and an inner one after that."""
+    """A name on the list of domains is refused if it resolves to an address that is not allowed."""
     resolve = socket.getaddrinfo
 
     def inner(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
