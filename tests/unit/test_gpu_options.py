@@ -1,4 +1,4 @@
-"""The options of the GPU's tests agree with the options that vLLM's kernels take. The tests need no GPU."""
+"""The options of the GPU's tests agree with the options that vLLM's kernels take. These tests need no GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
 def lora_dtypes() -> set[str]:
-    """Return the data types that vLLM's LoRA kernel for GPUs takes, by its source: without a GPU it is not imported."""
+    """Return the data types that vLLM's LoRA kernel for GPUs takes.
+
+    They are read from the kernel's source, because it cannot be imported without a GPU.
+    """
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         pytest.skip("vLLM is not installed")

@@ -23,7 +23,7 @@ def run(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Compl
 
 
 def test_each_thing_that_is_missing_is_one_sentence_and_the_proof_does_not_begin(tmp_path: Path) -> None:
-    """Uses a path that has Python and the shell's programs, and no nvidia-smi."""
+    """The path has Python and the shell's programs, but not nvidia-smi."""
     for name in ("dirname", "env", "mkdir", "rm"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     environment = {"PATH": str(tmp_path), "PYTHON": sys.executable, "GPU_PROOF_RESULTS": str(tmp_path / "results")}

@@ -1,4 +1,4 @@
-"""The list of what has moved in another release of vLLM, with wheels of a few modules."""
+"""The list of names that have moved in another release of vLLM, with wheels of a few modules."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The tables of parameters in docs/ have the parameters of the parsers.
 
-The table of happy_vllm leaves out the parameters in that of Triton.
+The table of happy_vllm leaves out parameters that are in the table of Triton.
 
-A table stands between `<!-- parameters: NAME -->` and `<!-- end -->`. To write them anew:
+A table stands between `<!-- parameters: NAME -->` and `<!-- end -->`. This command writes the tables again:
 `UPDATE_TABLES=1 python -m pytest tests/unit/test_parameter_tables.py`.
 """
 
@@ -23,7 +23,7 @@ from tests.doc_tables import assert_written
 PAGES = sorted(Path(__file__).parents[2].glob("docs/*.md"))
 TABLE = re.compile(r"(?<=<!-- parameters: )(?P<name>[\w -]+) -->\n(?P<rows>.*?)(?=<!-- end -->)", re.DOTALL)
 
-# docs/constraints.md has a table of them.
+# A table in docs/constraints.md has these parameters.
 CONSTRAINTS = {"structured_outputs", "guided_decoding", "response_format", "grammar"} | {
     f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")
 }
@@ -34,7 +34,7 @@ _TEI = {
     name: schema
     for route in ("Embed", "Rerank", "Predict", "Tokenize", "Decode")
     for name, schema in _SCHEMAS[f"Tei{route}Request"]["properties"].items()
-    if name != "inputs"  # Its forms are those of the route.
+    if name != "inputs"  # Each route has other forms of `inputs`.
 }
 TABLES: dict[str, Mapping[str, Any]] = {
     "lmi": _SCHEMAS["LmiRequest"]["properties"]["parameters"]["properties"],
@@ -52,7 +52,7 @@ TABLES: dict[str, Mapping[str, Any]] = {
 
 
 def table(properties: Mapping[str, Any]) -> str:
-    """Return a row for each text, with all parameters that have it."""
+    """Return a table. Parameters with the same type, limits and description share a row."""
     names: dict[str, list[str]] = {}
     for name, schema in properties.items():
         names.setdefault(row(name, schema), []).append(f"`{name}`")
@@ -78,7 +78,7 @@ def type_of(schema: Mapping[str, Any]) -> str:
 
 
 def limits(schema: Mapping[str, Any]) -> str:
-    """Return the range, without bounds that are only those of a machine's integers."""
+    """Return the range. Bounds that are only the bounds of a machine's integers are left out."""
     if "maxItems" in schema:
         return f", at most {schema['maxItems']} of {schema['items']['maxLength']} characters"
     low, high = schema.get("minimum", -(2**31)), schema.get("maximum", 2**31)

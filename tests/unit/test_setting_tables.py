@@ -1,6 +1,6 @@
 """The tables of settings in docs/configuration.md are made from the declarations of the settings.
 
-To write them anew: `UPDATE_TABLES=1 python -m pytest tests/unit/test_setting_tables.py`.
+This command writes them again: `UPDATE_TABLES=1 python -m pytest tests/unit/test_setting_tables.py`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def server_row(setting: Setting[Any]) -> str:
 
 
 def grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a row for each second text, with all first texts that belong to it."""
+    """Return rows. Pairs with the same second text share a row, which lists their first texts."""
     groups: dict[str, list[str]] = {}
     for name, rest in rows:
         groups.setdefault(rest, []).append(name)

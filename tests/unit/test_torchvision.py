@@ -1,4 +1,4 @@
-"""torchvision can be imported beside torch's CPU build, in any process of the environment."""
+"""torchvision can be imported with torch's CPU build, in any process of the environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small server whose answers the requests choose, and calls of `slipway replay`."""
+"""A small server in which each request names its answer, and functions that run `slipway replay`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slipway replay`: its options, its ends, its files."""
+"""`slipway replay`: its options, how it ends, and its files."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_ctrl_c_keeps_the_report_and_resume_sends_the_rest_once(tmp_path: Path) 
     assert again.code == 0
     assert again.report["requests"] == 30
     assert set(asked) == {str(number) for number in range(30)}
-    assert len(asked) <= 31  # The request that was broken off was sent twice.
+    assert len(asked) <= 31  # The interrupted request was sent twice.
     assert len(again.results) == 30
 
 
@@ -210,7 +210,7 @@ def test_redact_leaves_texts_out_of_every_file(tmp_path: Path) -> None:
     assert "a secret prompt" in (shown.directory / "results.jsonl").read_text()
     for file in hidden.directory.iterdir():
         text = file.read_text().replace('"where":"secret"', "").replace('"where": "secret"', "")
-        assert "secret" not in text.replace("<code>secret</code>", ""), file  # The name of a field is no text.
+        assert "secret" not in text.replace("<code>secret</code>", ""), file  # A field's name is not a user's text.
 
 
 def test_only_the_owner_can_read_the_files(tmp_path: Path) -> None:

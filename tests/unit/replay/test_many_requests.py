@@ -23,7 +23,7 @@ _TEXT = "word " * 2000
 
 
 def peak_of(directory: Path, count: int) -> int:
-    """Return the kilobytes that a replay of so many requests takes at most."""
+    """Return the peak memory of a replay of `count` requests, in kilobytes."""
     source = directory / f"{count}.jsonl"
     line = {"path": "/generate", "body": {"inputs": _TEXT}, "answer": {"body": {"generated_text": _TEXT}}}
     with source.open("w") as lines:
@@ -42,4 +42,4 @@ def peak_of(directory: Path, count: int) -> int:
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_requests(tmp_path: Path) -> None:
     few, many = peak_of(tmp_path, 1000), peak_of(tmp_path, 10_000)
-    assert many < few + 40_000  # The bodies of 9000 requests have 180 MB.
+    assert many < few + 40_000  # The bodies of the other 9000 requests have 180 MB.

@@ -1,4 +1,7 @@
-"""Each planted difference between two answers is found, and none is invented. Each kind of difference occurs."""
+"""Each planted difference between two answers is found, and no other difference is reported.
+
+Each kind of difference occurs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slipway blackbox`, with servers that answer, that hang with a thread left, and that hang with none."""
+"""`slipway blackbox`, with servers that answer, and with hanging servers in which one thread or none still runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def hanging(library: str, directory: Path) -> Iterator[int]:
-    """Start a process that listens and never answers; gives its port."""
+    """Start a process that listens but never answers. Yield its port."""
     command = [sys.executable, "-c", _HANGS, library]
     environment = {**os.environ, "SERVING_BLACKBOX_DIR": "", "SLIPWAY_CACHE_DIR": str(directory)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as started:

@@ -19,13 +19,13 @@ from tests.unit.engines.memory.test_parallelism import MODELS
 
 COUNTS = (1, 2, 4, 8)
 DEGREES = (None, "1", "2", "max")
-# Copies and the GPUs of each on machines with 1, 2, 4 and 8 GPUs.
+# The number of copies and the GPUs of each copy, on machines with 1, 2, 4 and 8 GPUs.
 ONES = ["1x1", "2x1", "4x1", "8x1"]
 TWOS = ["1x1", "1x2", "2x2", "4x2"]  # The model needs two GPUs.
 FOURS = ["1x1", "1x2", "1x4", "2x4"]
 ALL = ["1x1", "1x2", "1x4", "1x8"]
 OF_TWO = ["1x2", "1x2", "2x2", "4x2"]  # Degree 2: one GPU is too few.
-PLANS = {  # By the model and the GiB of a GPU: for each of the degrees.
+PLANS = {  # For each model and size of a GPU in GiB: the plans by degree.
     ("Llama-3.2-1B", 24): (ONES, ONES, OF_TWO, ALL),
     ("Llama-3.2-1B", 80): (ONES, ONES, OF_TWO, ALL),
     ("Llama-3.1-8B", 24): (TWOS, ONES, OF_TWO, ALL),
@@ -35,7 +35,7 @@ PLANS = {  # By the model and the GiB of a GPU: for each of the degrees.
     ("Llama-3.3-70B", 24): (ALL, ONES, OF_TWO, ALL),
     ("Llama-3.3-70B", 80): (FOURS, ONES, OF_TWO, ALL),
 }
-# LMI's copies, which do not depend on the model: without a degree, one copy has all GPUs.
+# LMI's plans. They do not depend on the model. Without a degree, one copy has all GPUs.
 LMI = (ALL, ONES, ["-", *OF_TWO[1:]], ALL)
 
 
@@ -138,7 +138,7 @@ def test_the_plan_for_other_machines(tmp_path: Path, name: str, gibibytes: int) 
 @pytest.mark.parametrize(
     ("variables", "copies"),
     [
-        # TGI shares a model out to NUM_SHARD GPUs, and leaves the others alone. Slipway has copies on them.
+        # TGI splits a model over NUM_SHARD GPUs, and does not use other GPUs. Slipway runs copies on these.
         ({"NUM_SHARD": "2"}, "2x2"),
         ({"SM_NUM_GPUS": "1", "SAGEMAKER_MODEL_SERVER_WORKERS": "1"}, "4x1"),  # as JumpStart sets them
         ({"SHARDED": "true", "NUM_SHARD": "2"}, "2x2"),
