@@ -27,7 +27,7 @@ STREAMS, STREAM_TOKENS = 64, 128  # These streams start together.
 CALLS, CALL_TOKENS = 200, 16
 CALLERS = 8  # The number of concurrent calls.
 SYSTEM_TOKENS, END_TOKENS = 512, 32  # The lengths of the prompts' two parts, in tokens.
-MANY, FEW = 8, 4  # Two numbers of different system prompts.
+MANY, FEW = 8, 4  # Calls are measured with these two numbers of system prompts.
 CACHE_BLOCKS = 5 * SYSTEM_TOKENS // BLOCK  # Each cache holds `FEW` system prompts. Two caches together hold `MANY`.
 PEERS: tuple[type[Slipway], ...] = (Slipway, TwoCopies, InTurn)
 
@@ -90,7 +90,7 @@ def _measure(peer: Slipway) -> Shares:
 
 
 def calls(chance: random.Random, system_prompts: int) -> list[Prompt]:
-    """Return the prompts of the calls: new system prompts, which occur equally often, each with a new end."""
+    """Create system prompts. Return calls that use them equally often. Each call has a new end."""
     beginnings = [_words(chance, SYSTEM_TOKENS) for _ in range(system_prompts)]
     prompts = [beginnings[number % system_prompts] + _words(chance, END_TOKENS) for number in range(CALLS)]
     chance.shuffle(prompts)

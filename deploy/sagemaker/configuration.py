@@ -406,7 +406,7 @@ def _without_fault(values: dict[str, Any], message: str, path: list[tuple[str, s
     holder, fields, found = inner, {}, None
     kind: Any = Configuration
     for name, index in path:
-        if index:  # If an item of a list or a value of a table is invalid, the whole field is removed.
+        if index:  # If a value inside a list or a table is invalid, the whole field is removed.
             if not index.isdigit() or (name, index) == path[-1]:
                 break
             inner, kind = inner[int(index)], get_args(kind)[0]
