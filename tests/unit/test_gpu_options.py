@@ -1,4 +1,4 @@
-"""The options of the GPU's tests agree with the options that vLLM's kernels take. These tests need no GPU."""
+"""The options of the GPU tests agree with the options that vLLM's kernels take. These tests need no GPU."""
 
 from __future__ import annotations
 

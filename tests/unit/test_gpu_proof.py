@@ -109,7 +109,7 @@ def call(server):
 
 
 def prove(directory: Path, tests: str, seconds: float = 600) -> subprocess.CompletedProcess[str]:
-    """Run tests as the proof runs those of the part `it`. The results are in the same directory."""
+    """Run tests in the same way as the proof runs its part `it`. The results are in the same directory."""
     file = directory / "tests" / "gpu" / "test_it.py"
     file.parent.mkdir(parents=True)
     file.write_text(tests)

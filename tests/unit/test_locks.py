@@ -1,4 +1,4 @@
-"""The lock files name the exact packages to install, and their possible files."""
+"""The lock files name the exact versions to install, and the hashes of their files."""
 
 from __future__ import annotations
 

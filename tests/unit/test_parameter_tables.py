@@ -34,7 +34,7 @@ _TEI = {
     name: schema
     for route in ("Embed", "Rerank", "Predict", "Tokenize", "Decode")
     for name, schema in _SCHEMAS[f"Tei{route}Request"]["properties"].items()
-    if name != "inputs"  # Each route has other forms of `inputs`.
+    if name != "inputs"  # The forms of `inputs` differ from route to route.
 }
 TABLES: dict[str, Mapping[str, Any]] = {
     "lmi": _SCHEMAS["LmiRequest"]["properties"]["parameters"]["properties"],

@@ -1,4 +1,4 @@
-"""The management API over ASGI, with customers' handlers in real worker processes as models."""
+"""The management API over ASGI. The models are customers' handlers in real worker processes."""
 
 from __future__ import annotations
 

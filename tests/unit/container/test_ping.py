@@ -1,4 +1,4 @@
-"""/ping: LMI's map of the faults, by the state of the life cycle."""
+"""/ping: the statuses for the faults and the states of a model, as in LMI."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_prompts_for_numbers_are_cut_or_refused(pairs: ModelTexts) -> None:
         asyncio.run(pair("abcde", second="bc"))
     with pytest.raises(InvalidRequest, match="10002"):
         asyncio.run(pair("a" * 10_000, second="bc"))
-    # A prompt for text has to leave room for a token.
+    # Only a prompt for generated text has to leave room for a token.
     full = GenerationRequest(prompt="abcdefg", pooling=Pooling(task="embed"), room=0)
     assert len(asyncio.run(prompts.token_ids(full))) == 8
 

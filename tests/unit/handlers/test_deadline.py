@@ -302,7 +302,8 @@ class TestCalls:
         assert running is not None
         running.cancel()
         later = asyncio.Event()
-        asyncio.get_running_loop().call_later(2 * SOON, later.set)  # The loop calls its timers in order.
+        # The loop calls its timers in the order of their times.
+        asyncio.get_running_loop().call_later(2 * SOON, later.set)
         await later.wait()
         assert not writer.finished
         assert engine.statistics.deadlines == {"partial": 0, "nothing": 0}

@@ -235,7 +235,7 @@ EQUAL = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Compare two servers: the old answers, and those with planted differences."""
+    """Compare two servers: one has the old answers, and the other has answers with planted differences."""
     pairs = (*PLANTED, *EQUAL)
     directory = tmp_path_factory.mktemp("planted")
     records: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""Copies of a model that die while others serve: they are started again, and calls go on."""
+"""Copies of a model that die while others serve. They are restarted, and calls continue."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ async def test_a_model_is_unregistered_while_a_copy_of_it_is_started_again(monke
 async def test_a_stalled_copy_that_cannot_be_started_again_leaves_the_others_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The engine has ended the stalled copy for the restart."""
+    """The engine has stopped the stalled copy in order to restart it."""
     engine = CopiedEngine(2)
     one = Watched(engine)
     engine.broken = {2}
@@ -331,7 +331,7 @@ async def test_a_stalled_copy_that_cannot_be_started_again_leaves_the_others_alo
 
 @pytest_asyncio.fixture
 async def serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
-    """A server with one model, whose engine serves one call. Its next process starts when the test says so."""
+    """A server with one model, whose engine serves one call. The test lets the engine's next process start."""
     async with watched(monkeypatch, CopiedEngine(1), may_start=False) as one:
         one.life.open_calls = 1
         yield one

@@ -137,7 +137,7 @@ async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says
 
 
 class SlowAdapters:
-    """The adapters of a loaded model. One is registered when the test says so."""
+    """The adapters of a loaded model. One of them is registered when the test allows it."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

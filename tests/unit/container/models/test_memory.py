@@ -41,7 +41,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def large_model(tmp_path: Path) -> Path:
-    """Make a model with 100 GiB of weights, which needs two GPUs of 80 GiB. The weights take no room on the disk."""
+    """Make a model with 100 GiB of weights. It needs two GPUs of 80 GiB. The weights take no room on the disk."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     sparse(tmp_path / "model.safetensors", 100 * GIBIBYTE)
     return tmp_path

@@ -1,4 +1,4 @@
-"""Models of S3 that the management API loads."""
+"""Models from S3 that the management API loads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def silent_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """The listener of an S3 that takes connections and says nothing."""
+    """The listener of a server for S3 that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for name, value in CREDENTIALS.items():
             monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""The watch of the event loop: its measurements, and its messages when the loop stands still."""
+"""The watch of the event loop: what it measures, and what it logs if the loop is blocked."""
 
 from __future__ import annotations
 

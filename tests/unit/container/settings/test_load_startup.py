@@ -1,4 +1,4 @@
-"""Which models a server starts with."""
+"""The models that a server loads at its start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which code of a model directory serves the model, and with which settings."""
+"""The code in a model directory that serves the model, and the settings of this code."""
 
 from __future__ import annotations
 

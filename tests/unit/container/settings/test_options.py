@@ -1,4 +1,4 @@
-"""Every setting that is declared."""
+"""Properties that all declared settings have."""
 
 from __future__ import annotations
 

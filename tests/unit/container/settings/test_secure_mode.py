@@ -1,4 +1,4 @@
-"""SageMaker's secure mode, beside the rows of `cases/secure_mode.yaml`: links, and adapters that are loaded later."""
+"""SageMaker's secure mode: links, and adapters that are loaded later. `cases/secure_mode.yaml` has more tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of the local endpoint that are refused."""
+"""Invalid options of the local endpoint are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A container elsewhere that `slipway local` passes requests to."""
+"""A container in another process or on another machine, to which `slipway local` passes requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime API over real sockets: headers both ways, AWS's errors, limits, and replies that break off."""
+"""The runtime API over real sockets: headers in both directions, AWS's errors, limits, and incomplete replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""boto3's clients: how often they send a call, and wrong settings."""
+"""boto3's clients: how often they send a call, and which settings they refuse."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_file_of_the_same_size_and_an_older_time_is_uploaded_and_so_is_what_ot
 ) -> None:
     s3 = _bucket("models")
     weights = tmp_path / "model.safetensors"
-    large = 9 << 20  # boto3 uploads it in several parts.
+    large = 9 << 20  # boto3 uploads a file of this size in several parts.
     told: list[str] = []
     for content, uploads in ((b"a" * large, 1), (b"a" * large, 0), (b"b" * large, 1)):
         weights.write_bytes(content)

@@ -93,7 +93,7 @@ def test_a_stack_that_somebody_else_is_about_to_create_is_kept(
 
 @pytest.mark.parametrize("look", [1, 2])
 def test_an_interrupted_proposal_leaves_no_stack(cloudformation: FakeCloudFormation, stack: Stack, look: int) -> None:
-    """The first look waits for the changes, the second reads them."""
+    """The first call of DescribeChangeSet waits for the changes, and the second reads them."""
 
     def interrupt(called: str) -> None:
         if called == "DescribeChangeSet" and len(cloudformation.called(called)) == look:

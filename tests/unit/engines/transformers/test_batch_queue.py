@@ -1,4 +1,4 @@
-"""The times of batches, and the requests that are batched together."""
+"""When a batch starts, and which requests are in one batch."""
 
 from __future__ import annotations
 

@@ -48,11 +48,11 @@ SHOWN = {"include_stop_str_in_output": True}
 @pytest.mark.parametrize(
     ("token_ids", "fields", "texts", "reason"),
     [
-        # A character of several tokens comes whole with the last of them.
+        # A character of several tokens is sent with the last of these tokens.
         ([*ids("é!"), END], {}, ["", "é", "!", ""], EOS),
         (ids("one two three"), {"stop": ("two",)}, [*"one ", ""], STOP),
         (ids("one two three"), {"stop": ("two",), **SHOWN}, [*"one two"], STOP),
-        # A text that could begin a stop string is held back until it cannot, or until the sequence ends.
+        # If a text may be the beginning of a stop string, it is held back until this is known or the sequence ends.
         ([*ids("xabx"), END], {"stop": ("abc",)}, ["x", "abx", ""], EOS),
         ([*ids("ab"), END], {"stop": ("abc",)}, ["ab"], EOS),
         ([*ids("a.b.c"), END], {"stop": (".",), "min_tokens": 2}, ["a", ".", "b", ""], STOP),

@@ -1,4 +1,4 @@
-"""The table of vLLM's arguments and the record of those that were tried."""
+"""The table of vLLM's arguments, and the record of the arguments that were tried."""
 
 from __future__ import annotations
 

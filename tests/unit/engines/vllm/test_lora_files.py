@@ -96,7 +96,7 @@ def test_files_that_are_missing_or_broken_are_named(tmp_path: Path) -> None:
 
 
 def _in_place(adapter: Path) -> None:
-    """Write other weights of the same size, and restore the time."""
+    """Write other weights of the same size, and restore the file's time."""
     path = adapter / "adapter_model.safetensors"
     state, data = path.stat(), path.read_bytes()
     path.write_bytes(data[:-1] + b"\x3f")

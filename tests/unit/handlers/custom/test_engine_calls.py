@@ -179,7 +179,7 @@ async def test_each_call_of_the_engine_has_the_salt_of_its_requests_api_key_whic
     assert not any(b"secret" in answer.body for answer in answers)
     for text in ("mine", "left to the engine"):
         assert salts(text) == ["secret-a", "secret-b"]
-    for text in ("child", "background"):  # Tasks may serve several calls.
+    for text in ("child", "background"):  # These tasks may serve several calls.
         assert len({"", "secret-a", "secret-b", *salts(text)}) == 5
 
 

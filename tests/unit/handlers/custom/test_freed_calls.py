@@ -78,7 +78,7 @@ async def be_refused(client: Client, _: Path) -> None:
     client.handler.adapters = frozenset()
     with pytest.raises(ContractError) as refused:
         await client.send(BODY, query={"adapter": "unknown"})
-    del refused  # pytest's object and this frame hold each other.
+    del refused  # pytest's object and this frame form a reference cycle.
 
 
 PATHS: dict[str, tuple[str, dict[str, Any], Call]] = {

@@ -205,7 +205,7 @@ async def test_a_slow_client_stops_the_generator_instead_of_filling_memory(tmp_p
     async with serving("echo", predict_timeout=5.0) as client:
         _, running = await client.send(query={"endless": "100000", "journal": str(journal)}, writer=writer)
         await until(writer.progress.is_set)
-        await asyncio.sleep(6.0)  # More than the predict timeout, which does not count here.
+        await asyncio.sleep(6.0)  # This is longer than the predict timeout, which does not apply here.
         assert len(writer.body) <= 600_000
         assert not writer.finished.is_set()
         held = int(journal.read_text())

@@ -173,7 +173,7 @@ async def test_nothing_is_left_of_them_when_the_model_goes(tmp_path: Path, save:
     assert len(own) >= 2
     await sessions.stop()
     await until(lambda: not any(thread.is_alive() for thread in own))
-    assert Path(save.call_args.args[0]).parent.name == name  # The new session was saved.
+    assert Path(save.call_args.args[0]).parent.name == name  # The saved session is the new one.
 
 
 async def test_calls_that_come_while_the_model_is_loaded_anew_are_told_to_try_again(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One constraint under several names: those of several releases of vLLM, of OpenAI and of TGI."""
+"""One constraint under several names. They are from several releases of vLLM, from OpenAI and from TGI."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def accepts(kind: str, text: str, answer: str) -> bool:
         (r"(?x)[ \d _ ]", ["1", "_"], [" ", DIGIT]),
         (r"(?is)\d.", ["1\n"], [DIGIT + "\n"]),
         (r"(?P<kks>\d)", ["1"], [DIGIT]),
-        # `i` folds ASCII within ASCII.
+        # With `i`, ASCII letters match only ASCII letters.
         (r"(?i)k", ["k", "K"], [KELVIN]),
         (r"(?i)\x6b", ["k", "K"], [KELVIN]),
         (rf"(?i){KELVIN}", [KELVIN], ["k"]),

@@ -195,7 +195,7 @@ HELD: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "number", "allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, [0.25], [0]),
     ({"type": "number", "not": {"enum": [1.5, 1]}}, [1.25, 2], [1, 1.5]),
     ({"type": "number", "exclusiveMinimum": 0, "minimum": 0.5}, [0.5], [0.25]),
-    # Equal values are one.
+    # Equal values count as one value.
     ({"type": "array", "uniqueItems": True, "items": {"enum": [1, 1.0]}}, [[1]], [[1, 1]]),
     # An object that names its members allows no others, unless a combination of schemas needs them.
     ({"properties": {"a": {}}}, [{"a": 1}], [{"a": 1, "z": 1}, 1]),
@@ -270,7 +270,7 @@ def test_a_schema_is_held(schema: Any, valid: list[Any], invalid: list[Any]) -> 
             ["#/$defs/x/items/$ref"],
             [],
         ),
-        ({"type": "object", "minProperties": 2}, ["#/minProperties"], []),  # a name may come twice
+        ({"type": "object", "minProperties": 2}, ["#/minProperties"], []),  # a model may write a name twice
         ({"properties": {"a": {}}, "minProperties": 2}, ["#/minProperties"], [{"a": 1, "z": 1}]),
         ({"propertyNames": {"enum": ["a", "b"], "pattern": "b$"}}, ["#/propertyNames"], []),
         ({"minimum": 10**400}, ["#/minimum"], []),
@@ -334,7 +334,7 @@ def test_nesting_does_not_multiply_the_work(keyword: str) -> None:
             "contains": {"type": "array", "maxItems": 5, "contains": schema},
         }[keyword]
     found: list[Trial] = []
-    # About one second. Each level doubles the work of a rewriter without a budget: 2**20 times the first.
+    # About one second. Without a budget, each level would double the work, to 2**20 times the first.
     assert python_calls(lambda: found.append(tried(schema))) < 2_000_000
     assert found[0].text
 

@@ -1,4 +1,4 @@
-"""What the trial of a constraint finds."""
+"""The faults that the trial of a constraint finds."""
 
 from __future__ import annotations
 

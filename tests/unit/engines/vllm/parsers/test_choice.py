@@ -246,7 +246,7 @@ def test_a_model_on_the_hub_is_looked_up(model: Path, monkeypatch: pytest.Monkey
     asked.clear()
     elsewhere = ModelConfig(name="m", model_dir=model, model_id="another/model")
     assert parser_of(TOOLS, elsewhere).parser == ""
-    assert [name for _, name, _ in asked] == ["config.json"]  # an answer takes long without a network
+    assert [name for _, name, _ in asked] == ["config.json"]  # without a network, each further request would take long
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Forms with sounds, before vLLM's front end reads them."""
+"""Checks of forms with audio, before vLLM's front end reads the forms."""
 
 from __future__ import annotations
 
