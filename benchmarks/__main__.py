@@ -44,7 +44,7 @@ GPU_ARGUMENTS: EngineArguments = {
     "max_model_len": 2048,
     "max_num_seqs": 1024,
     "enable_prefix_caching": False,
-    # The peers share one GPU. No peer may take all the memory that is free while the others start.
+    # The peers share one GPU. No peer may take all of the free memory, because the others also need some.
     "gpu_memory_utilization": 0.3,
 }
 

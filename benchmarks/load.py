@@ -61,7 +61,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     refused: int = 0
     refused_p50_ms: float = math.nan
     refused_p99_ms: float = math.nan
-    client_real_time: bool = False  # The process had real-time priority. See `take_precedence`.
+    client_real_time: bool = False  # Whether the client had real-time priority. See `take_precedence`.
 
 
 class Tally:
@@ -219,8 +219,8 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 5.0  # No wave starts after this time. Running requests finish.
     timeout: float = 120.0  # The run ends after this time. Unfinished requests are errors.
     tokens: int = 1  # The number of tokens in a complete answer. With several bodies: the mean.
-    marker: str = ""  # Occurs once in each streamed record.
-    end_marker: str = ""  # Occurs at the end of the body.
+    marker: str = ""  # A text that occurs once in each streamed record.
+    end_marker: str = ""  # A text that occurs at the end of the body.
     exact_records: bool = False  # A complete answer has exactly as many records as tokens.
     # Whether a client retries after a full queue has refused it. The client waits for the time in Retry-After and up to
     # a quarter longer. Each client then sends as many requests as it can. If this is False, a refusal is an error.

@@ -247,8 +247,8 @@ class ContractRequest:
 
     path: str
     body: dict[str, object]
-    marker: str = ""  # Occurs once in each record of a stream.
-    end_marker: str  # Occurs in the last bytes of a complete answer.
+    marker: str = ""  # A text that occurs once in each record of a stream.
+    end_marker: str  # A text that occurs in the last bytes of a complete answer.
     exact_records: bool = False  # A stream has exactly one record for each token.
 
 
@@ -376,7 +376,7 @@ class Peer(ABC):
         """Set the options.
 
         Args:
-            contracts: The contracts for requests to Slipway. Other peers use those that they support.
+            contracts: The contracts for requests to Slipway. Other peers use the contracts that they support.
             rust: The path of the program vllm-rs.
             triton: The directory with the packages of nvidia-pytriton.
         """

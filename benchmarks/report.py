@@ -208,9 +208,9 @@ def _ratio(group: Sequence[Sample], other: Sequence[Sample], value: str) -> str:
 
 
 def _grouped(samples: Iterable[Sample]) -> dict[tuple[int, str], list[Sample]]:
-    """Return the samples by number of clients and variant, in the order of the first round.
+    """Group the samples by the number of clients and the variant.
 
-    The samples in each group are in the order of the rounds.
+    The groups have the order of the first round. The samples in a group have the order of the rounds.
     """
     groups: dict[tuple[int, str], list[Sample]] = {}
     for sample in sorted(samples, key=attrgetter("round")):

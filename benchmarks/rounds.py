@@ -122,7 +122,7 @@ def in_time(
 ) -> Iterator[tuple[int, T]]:
     """Yield rounds of all loads, with the number of the round.
 
-    The rounds end once less time is left than the longest load took. The first load is always yielded.
+    The rounds end when the remaining time is shorter than the longest load. The first load is always yielded.
     """
     longest = 0.0
     for number in range(rounds):

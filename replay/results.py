@@ -82,7 +82,7 @@ def side_of(reply: Reply | None, failure: str = "") -> Side:
 
 
 def shown(difference: Difference, explanation: str | None, *, redact: bool) -> Found:
-    """Return a difference in the form for the files.
+    """Return a difference in the form in which it is stored.
 
     Args:
         difference: The difference.

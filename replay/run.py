@@ -46,7 +46,7 @@ class Plan:
 
 
 class NoTimes(Exception):
-    """The source has no times, and the replay needs them."""
+    """The replay needs times, but the source has none."""
 
 
 class Replay:
@@ -90,7 +90,7 @@ class Replay:
         """Send all requests.
 
         Raises:
-            NoTimes: The source has no times, and the plan needs them.
+            NoTimes: The plan needs times, but the source has none.
             Unreachable: A target that has never answered cannot be reached.
         """
         queue: asyncio.Queue[RecordedRequest | None] = asyncio.Queue(self._plan.concurrency * _AHEAD)

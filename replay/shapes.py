@@ -33,7 +33,7 @@ TOKEN_COUNTS = frozenset(
         *("reasoning_tokens", "cached_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"),
     )
 )
-# Log probabilities, and arrays with an entry for each token. Their numbers and lengths depend on the model.
+# Log probabilities, and arrays with an entry for each token. Their values and lengths depend on the model.
 PROBABILITIES = frozenset(
     (
         *("logprob", "log_prob", "logprobs", "log_probs", "cumulative_logprob", "token_logprobs", "top_logprobs"),

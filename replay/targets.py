@@ -210,7 +210,7 @@ class SageMakerTarget:
         return Reply(200, _headers(answer), body, headers_known=False, seconds=seconds, first_byte=first)
 
     async def close(self) -> None:
-        """Do nothing. The process does not wait for threads of late calls."""
+        """Do nothing. Threads of late calls end with the process."""
 
 
 def mapped(path: str, paths: Mapping[str, str]) -> str:

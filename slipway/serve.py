@@ -145,7 +145,7 @@ def config(
         raise typer.BadParameter(str(error), param_hint="--gpus") from None
     model = _one_model(model_argument, model)
     startup = read_startup(model_dir, port, host, model_name, gpus=len(machine), model=model)
-    os.environ.update(startup.exports)  # The hub may be asked for the files of a model.
+    os.environ.update(startup.exports)  # The libraries that read from the hub need these variables.
     with hub_asked_once([model.settings for model in startup.models]) as note:
         if note:
             typer.echo(f"slipway: note: {note}", err=True)
