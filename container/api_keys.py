@@ -33,8 +33,8 @@ class ApiKeys:
         """Remove the headers that contain a key.
 
         Returns:
-            The other headers, and the salt of the key: a string that differs for each key. None if no header contains
-            a key.
+            The other headers, and the key's salt, which is a string that differs for each key. None if no header
+            contains a key.
         """
         rest, held = [], b""
         for name, value in headers:

@@ -108,7 +108,9 @@ class Box:
 
 
 def gathered(cause: str, reason: str, models: Models, report: ServerReport | None, killed: int, late: float) -> Box:
-    """Return the current state of a server. This blocks for little more than `STACK_SECONDS` at most.
+    """Return the current state of a server.
+
+    This blocks for up to `STACK_SECONDS`, which is the time limit of the stacks and of nvidia-smi.
 
     Args:
         cause: The cause of the box.

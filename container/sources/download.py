@@ -160,7 +160,7 @@ class LocalCopy:
         self._listing = self.root / "listing"
 
     def missing(self, files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
-        """Return the files that are missing, incomplete, or outdated: S3 has another version."""
+        """Return the files that are missing or incomplete, or of which S3 has another version."""
         listed = set(self._listed())
         return tuple(file for file in files if file not in listed or not self._has(file))
 
@@ -174,7 +174,10 @@ class LocalCopy:
         return () if self.missing(files) else files
 
     def begin(self, files: Sequence[RemoteFile]) -> None:
-        """Write a listing of the wanted files. Remove all other files, and partial files of dead processes."""
+        """Write a listing of the wanted files, and remove all other files.
+
+        Partial files are removed too. The processes that wrote them have died, because this process has the lock.
+        """
         for stale in self.root.glob("partial.*"):
             shutil.rmtree(stale, ignore_errors=True)
         listed = self._listed()
