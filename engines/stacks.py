@@ -126,8 +126,8 @@ def stacks_of(processes: Collection[int], seconds: float) -> dict[int, list[Stac
 
     Args:
         processes: The processes' ids.
-        seconds: The time limit for all processes together. Half of it is for answers to the bell, but at most
-            `_BELL_SECONDS`.
+        seconds: The time limit for all processes together. Processes that have not answered the bell get the signal
+            after half of this time, or after `_BELL_SECONDS` if that is shorter.
     """
     found: dict[int, list[Stack]] = {}
     began, signalled = time.monotonic(), False

@@ -43,7 +43,10 @@ reads these arguments only if the model has a reasoning parser and the constrain
 
 
 class CannotContinue(Exception):
-    """The continued answer might differ from an answer without a death. The message gives the reason."""
+    """The continued answer might differ from what the copy would have generated if it had not died.
+
+    The message gives the reason.
+    """
 
 
 def continued(state: RequestState, config: VllmConfig) -> EngineCoreRequest:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _PR_SET_PDEATHSIG = 1
 _PRELOAD = "engines.vllm.processes.preload"
-MUST_NOT_FORK = 70  # The exit code of a fork server that must not fork.
+MUST_NOT_FORK = 70  # The fork server's exit code if a fork is unsafe.
 
 
 class _ForkServer:
@@ -57,7 +57,7 @@ class _ForkServer:
     def context(self) -> ForkServerContext | None:
         """Return the context that forks processes; None if processes have to be spawned.
 
-        Blocks until the fork server has imported vLLM. If the fork server must not fork, it logs the reason and ends.
+        Blocks until the fork server has imported vLLM. If a fork is unsafe, the fork server logs the reason and exits.
         """
         if not self._started:
             return None
@@ -81,7 +81,7 @@ start, context = _server.start, _server.context
 
 
 def _must_not_fork() -> bool:
-    """Return True if the fork server has ended because it must not fork (`preload`). Its process is then reaped."""
+    """Return True if the fork server exited because `preload` found that a fork is unsafe. Also reap its process."""
     process = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if process is None:
         return False
