@@ -73,7 +73,7 @@ class PooledAnswer(Answer):
         return b"" if self._open else self.document(self._parts)
 
     def part(self, numbers: Any) -> Any:
-        """Return a prompt's part of the document.
+        """Return the part of the document that answers one prompt.
 
         Subclasses encode vectors here, one prompt at a time. Encoding a long list of vectors at once would block the
         event loop for seconds.

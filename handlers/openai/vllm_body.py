@@ -184,7 +184,7 @@ def _check_values(size: JsonSize, path: str) -> None:
 
 
 def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, openai_call: OpenAICall) -> None:
-    """Check the fields of a large body for which the model's context does not limit vLLM's work.
+    """Check the fields of a large body that can give vLLM more work than the model's context allows.
 
     Raises:
         InvalidParameter: A field is too large. The error names it.

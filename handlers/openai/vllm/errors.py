@@ -140,7 +140,7 @@ def refusal(error: BaseException) -> Reply | None:
     Returns:
         The answer, or None if the exception is a server error.
     """
-    # If the reply has begun, Starlette raises a RuntimeError from an exception that has a handler.
+    # If an exception has a handler but the reply has begun, Starlette raises a RuntimeError, caused by the exception.
     if isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
     if not isinstance(error, VLLMClientError | GracefulHTTPError):
