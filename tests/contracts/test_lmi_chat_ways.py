@@ -41,7 +41,7 @@ class Script:
 
 
 def send(answer: Answer, writer: ReplyWriter, script: Script) -> None:
-    """Write an answer in the same way as a running call."""
+    """Write an answer as `RunningCall` writes it."""
     begun = False
     for delta in script.deltas:
         data = answer.feed(0, delta)

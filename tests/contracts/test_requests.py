@@ -1,8 +1,9 @@
 """The bodies in `requests/*.yaml`, by contract, and the requests that the engine gets. UPDATE_CASES=1 writes the
 requests.
 
-A row has the reply if the engine gets no request, or if the row has the `numbers` of the engine's answer. The rows
-leave out headers that most replies have, fields with default values, and the id of a single request.
+A row states the reply instead of the requests in three cases: the engine gets no request, the reply is an error, or the
+row gives the engine's answer in `numbers`. The rows leave out headers that most replies have, fields with default
+values, and the id of a single request.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def without_defaults(value: Any) -> Any:
 
 
 def effect(row: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the requests that the engine gets for a row, or the reply if it gets none."""
+    """Return what a row states: the requests that the engine gets, or the reply."""
     model = row.get("model", "generating")
     case = {"model": model, "numbers": NUMBERS.get(model, [[0.5] * 4]), "request": row, **row}
     engine = RequestEngine(case)
