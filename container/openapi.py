@@ -51,8 +51,8 @@ TAGS: Mapping[str, str] = {
     "management": "Models: list, load, scale, unload.",
 }
 _PROMPT = "The capital of France is"
-# The example requests for each kind of model. The first path exists in vLLM only for this kind. The second path and the
-# body are those of the request.
+# An example request for each kind of model. The first path exists in vLLM only for this kind. The second path and the
+# body form the request.
 _FIRST_REQUESTS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("/v1/completions", "/invocations", {"inputs": _PROMPT, "parameters": {"max_new_tokens": 16}}),
     ("/v1/embeddings", "/v1/embeddings", {"input": _PROMPT}),

@@ -75,7 +75,8 @@ def _names_mozilla(user_agent: bytes) -> bool:
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return the headers of a checked request without the headers that only browsers send.
 
-    The server that gets these headers is reached under another `Host`. It would refuse a request from a browser.
+    The headers go to another server, under another `Host`. With a browser's headers, that server would refuse the
+    request.
     """
     return [
         (name, value)

@@ -195,6 +195,6 @@ class HttpReply:
 
 @types.coroutine
 def _rest(steps: Coroutine[Any, Any, None], waiting_for: Any) -> Generator[Any, Any, None]:
-    """Return the rest of a coroutine, for a task. The first step has already run, and waits for a future."""
+    """Return the rest of a coroutine, for a task. Its first step has run, and has yielded the future `waiting_for`."""
     yield waiting_for
     yield from steps.__await__()

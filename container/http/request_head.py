@@ -47,8 +47,8 @@ class RequestHead:
         self.scope = scope
         self.arrived_at = time.monotonic()
         self.method: str = scope["method"]
-        # The path to answer: first decoded, then as it was sent. The router removes superfluous trailing slashes. If a
-        # custom attribute names another path, that path replaces the path of the request.
+        # The path to answer. `path` is decoded, and `raw_path` is as the client sent it. The router removes superfluous
+        # trailing slashes. If a custom attribute names another path, that path replaces the path of the request.
         self.path: str = scope["path"]
         self.raw_path: bytes = scope["raw_path"]
         self.query: bytes = scope["query_string"]

@@ -295,8 +295,8 @@ class HttpRoute:
             if not reply.status:
                 reply.reply(self.refuse(InternalError()))
             return
-        # If the server is full or not ready, the line in the access log is enough. A second line would make a
-        # refusal more expensive, by a sixth.
+        # If the server is full or not ready, the line in the access log is enough. With a second line, a refusal would
+        # cost a sixth more.
         level = logging.DEBUG if refusal.status in _OVERLOADED else logging.INFO
         logger.log(level, "refused: %s", reason, extra=extra)
         reply.reply(refusal)

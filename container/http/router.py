@@ -83,7 +83,7 @@ class Router:
         Args:
             not_found: Answers paths that are not served.
             mounts: Further applications.
-            not_found_below: The routes that answer unknown paths below the prefixes of contracts, by prefix.
+            not_found_below: Maps prefixes of contracts to the routes that answer unknown paths below them.
             id_header: The header with the client's request id, in lower case.
         """
         self._plain: dict[str, dict[str, Entry]] = {}

@@ -79,8 +79,7 @@ class CorkedTransport:
         Args:
             transport: The transport to write to.
             cork: The server's list of transports with unflushed writes.
-            closing: A function that `close` calls. It returns the number of seconds for which the client may still
-                send.
+            closing: A function that `close` calls. It returns for how many seconds the client may still send.
         """
         self._transport, self._cork = transport, cork
         self.pieces: list[bytes] = []
@@ -379,7 +378,7 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _closing(self) -> float:
-        """Limit the time for unsent data, and return the number of seconds for which the client may still send."""
+        """Limit the time for unsent data, and return for how many seconds the client may still send."""
         self._limit_sending()
         # A reply may be complete before its request. After unreadable data, the end of the request is unknown.
         answered = self._answering is not None and self._answering.response_complete

@@ -143,7 +143,7 @@ class Lifecycle:
 
     @property
     def short_of_workers(self) -> bool:
-        """True if too few workers of a custom handler, or too few copies of the model, serve."""
+        """True if too few workers of a custom handler serve, or too few copies of the model."""
         service = self.service
         if service is None:
             return False
@@ -356,7 +356,7 @@ class Lifecycle:
         return self.stage is State.DRAINING and service is not None and not self._health(service).alive
 
     def calls_can_wait(self) -> bool:
-        """Return True if calls would wait for a restart if the engine died."""
+        """Return True if calls would wait for a restart after a death of the engine."""
         return self._waiting_engine is not None
 
     def give_up(self) -> None:

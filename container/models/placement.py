@@ -48,7 +48,7 @@ class GpuUse:
     allowed: int = 0  # The number of GPUs that the model may use.
     most_copies: int | None = 1  # The limit on copies that a setting gives. None if no setting does.
     size: int = 1  # The number of GPUs that share each layer.
-    sizes: Sequence[int] = ()  # The values of `size` that the model allows and with which it fits into the memory.
+    sizes: Sequence[int] = ()  # The allowed values of `size` at which the model fits into the memory.
     layout: Layout = field(default_factory=Layout)
     copied_by: str = ""  # The setting that adds copies. Empty if a copy does not fit.
 

@@ -184,7 +184,7 @@ class Registrar:
         """Cancel loads and the reading of settings, and wait for unloads.
 
         Args:
-            draining: Whether to continue restarts for which calls wait.
+            draining: Whether to continue the restarts that calls wait for.
         """
         while (loads := self._loads_to_cancel(draining)) or self._tasks:
             for read in self._reads:

@@ -138,7 +138,7 @@ class Models:
         return models[0] if len(models) == 1 and models[0].at_startup else None
 
     def startup(self) -> Model:
-        """Return the model with which the server started, for a call that names no model.
+        """Return the startup model, for a call that names no model.
 
         Raises:
             ModelNotNamed: The server did not start with exactly one model.
@@ -179,7 +179,8 @@ class Models:
         Args:
             name: The name of the model.
             version: The version. None for all versions.
-            exact: Whether only the given version counts. If not, a model without a version replaces a missing one.
+            exact: Whether only the given version counts. If not, a model without a version takes the place of a
+                missing version.
 
         Raises:
             UnknownModel: The server has no such model or version.

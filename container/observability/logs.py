@@ -129,7 +129,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class HeldLines:
-    """The latest lines of libraries that are held back. They are shown if a start or an engine fails.
+    """The latest lines of libraries. They are held back, and shown only if a start or an engine fails.
 
     Examples are vLLM's lines below `warning`. While a model is being loaded, lines that no logger wrote are also held
     back, such as progress bars.
@@ -281,7 +281,7 @@ _log = _Log()
 def output_handler() -> logging.Handler:
     """Return the handler that writes this process's lines.
 
-    `configuration` names this function. vLLM applies it on import, and this process imports vLLM, too.
+    `configuration` names this function. vLLM applies that configuration on import, also in this process.
     """
     return _log.handler or logging.StreamHandler(sys.stdout)
 

@@ -131,7 +131,7 @@ class RecordFiles:
         """Wait until all records are written. The number of lost records is logged.
 
         Args:
-            seconds: The time limit. If it is shorter than `LAST_SECONDS`, `LAST_SECONDS` counts.
+            seconds: The time limit. A limit below `LAST_SECONDS` is raised to `LAST_SECONDS`.
         """
         try:
             end = self._thread.submit(lambda: None)

@@ -1,4 +1,4 @@
-"""All names of a model's settings: those with an effect, and those of LMI and of vLLM that have none.
+"""All names of a model's settings: names with an effect, and names of LMI and vLLM that have no effect.
 
 Any other `option.<name>` is an argument of the engine, if the engine knows it.
 """
