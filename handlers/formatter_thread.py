@@ -120,8 +120,8 @@ class FormatterQueue(Generic[T]):
         Args:
             thread: The thread of the model's formatters.
             format: Formats an item, on the thread.
-            take: Gets the items with their bytes. If an item fails, it gets the items before that item, and
-                the error.
+            take: Gets the items with their bytes. If an item fails, `take` gets the items before that item, and the
+                error.
         """
         self._thread, self._format, self._take = thread, format, take
         self._waiting: deque[T] = deque()

@@ -87,7 +87,7 @@ class Management(Protocol):
         """Return the adapters of a model, or of the startup model.
 
         Raises:
-            NotServed: The model has no adapters. Or it has several versions, and a call would change only one of them.
+            NotServed: The model has no adapters, or it has several versions and a call would change only one of them.
             NotReady: The model is not loaded.
         """
 

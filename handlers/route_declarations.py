@@ -215,7 +215,7 @@ class ManagementRoute:
     path: str
     operations: Mapping[str, ManagementOperation]  # The operations, keyed by HTTP method.
     counted: str | None = None  # The path under which calls are counted, if it differs from `path`.
-    refuse: Callable[[RequestError], Reply] | None = None  # Makes the error replies. If None, the contract does.
+    refuse: Callable[[RequestError], Reply] | None = None  # Makes the error replies. If None, the contract makes them.
     # Replies to all other methods, instead of `ContractRoutes.wrong_method`.
     wrong_method: Callable[[Call], Reply] | None = None
 

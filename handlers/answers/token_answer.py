@@ -42,7 +42,8 @@ class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
     special_texts: Mapping[int, str] = {}  # Maps ids of special tokens to texts. The answer's text omits them.
     comma: str = ", "
     colon: str = ": "
-    nulls: bool = False  # Whether all records of a stream have `generated_text` and `details`: null before the last.
+    # Whether every record of a stream has `generated_text` and `details`. They are null before the last record.
+    nulls: bool = False
     details: tuple[str, ...] = ()  # The members of `details`. If empty, the answer has no details.
     others: tuple[str, ...] = ()  # The members of each object in `best_of_sequences`.
     full_text: bool = False  # Whether the text begins with the prompt.

@@ -139,8 +139,8 @@ def load_formatters(config: ModelConfig, imports: ModelImports) -> Formatters:
     The formatters work until `imports.remove` is called.
 
     Raises:
-        EngineStartError: The file cannot be imported; the message has the file and the line. Or the file lacks the
-            function that `option.output_formatter` names. Or a formatter does not fit the model's mode.
+        EngineStartError: The file cannot be imported, it lacks the function that `option.output_formatter` names, or a
+            formatter does not fit the model's mode. If the import failed, the message has the file and the line.
     """
     thread, path = FormatterThread(config.predict_timeout), config.formatters
     if path is None:
@@ -177,8 +177,8 @@ async def load_adapter_formatters(adapter: Adapter, base: Formatters, *, async_m
         async_mode: The value of option.async_mode, which decides the formatters' signatures.
 
     Raises:
-        AdapterFailed: The file cannot be run; the message has the file and the line. Or the file takes too long. Or a
-            formatter does not fit the model's mode.
+        AdapterFailed: The file cannot be run, it takes too long, or a formatter does not fit the model's mode. If the
+            file raised an error, the message has the file and the line.
     """
     limit = base.thread.time_limit
     loading = asyncio.ensure_future(in_daemon_thread(partial(_of_adapter, adapter, base.thread, async_mode)))

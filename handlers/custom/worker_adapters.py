@@ -26,7 +26,7 @@ class WorkerAdapterHost:
     reads_src = True
 
     def __init__(self, workers: Callable[[], Collection[Worker]], patience: float) -> None:
-        """Take the workers to call.
+        """Create the host.
 
         Args:
             workers: Returns the workers that take requests.

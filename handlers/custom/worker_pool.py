@@ -261,7 +261,7 @@ class WorkerPool:
             timer.cancel()
 
     def _end_surplus(self, worker: Worker, calls: int) -> None:
-        """End a surplus worker if it has been idle. Its number of calls is then still `calls`."""
+        """End a surplus worker if it stayed idle: its number of calls is still `calls`."""
         self._idle_timers.pop(worker, None)
         if worker.calls != calls or len(self._batchers) <= self.min_workers:
             return

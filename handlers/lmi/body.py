@@ -77,8 +77,8 @@ def decode(body: bytes, content_type: str) -> Any:
 
     - text/plain: The body is the prompt.
     - text/csv: Each row has a prompt in the column `inputs`. If the body is a single cell, the cell is the prompt.
-    - A form: The prompt is the field `inputs`. Without this field, it is the field `data`. Without both, it is the
-      first field whose name is not in `_NO_PROMPT`.
+    - A form: The prompt is the field `inputs`. If it is missing, the prompt is the field `data`. If both are missing,
+      the prompt is the first field whose name is not in `_NO_PROMPT`.
     - JSON is also accepted without a content type, as application/octet-stream, or with curl's default content type.
 
     Raises:

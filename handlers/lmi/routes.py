@@ -30,10 +30,10 @@ _SHOWN = 1024  # The maximum number of characters of an unknown path in the erro
 
 
 def named_model(served: Container[str], head: Head) -> tuple[str | None, str | None]:
-    """Return the model and the version that a request's head names. If it does not name a part, this part is None.
+    """Return the model and the version that a request's head names. Each is None if the head does not name it.
 
-    If several sources name a part, the first of them counts. Their order is: the path, the query, the headers
-    `model_name` and `model_version`, SageMaker's custom attributes, SageMaker's Target-Model header.
+    The first source that names the model or the version counts. The order of the sources is: the path, the query, the
+    headers `model_name` and `model_version`, SageMaker's custom attributes, SageMaker's Target-Model header.
     """
     path, headers = head.path_parameters, head.headers
     if not (path or head.query or head.attributes) and _NAMING.isdisjoint(headers):
@@ -43,7 +43,8 @@ def named_model(served: Container[str], head: Head) -> tuple[str | None, str | N
         found.setdefault(attribute.decode("latin-1"), value.decode("latin-1"))
     asked = parse_qs(head.query.decode("latin-1")) if head.query else {}
     name = path.get("model") or next(iter(asked.get(_NAME, ())), None) or found.get(_NAME)
-    if not name and _TARGET_MODEL in headers:  # For example `small.tar.gz`. An endpoint for one model may also get it.
+    # The header's value is a file name, such as `small.tar.gz`. An endpoint for one model may get the header, too.
+    if not name and _TARGET_MODEL in headers:
         artifact = headers[_TARGET_MODEL].decode("latin-1")
         names = (artifact, artifact.rpartition("/")[2].removesuffix(".tar.gz"))
         name = next((known for known in names if known in served), None)

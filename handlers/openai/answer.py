@@ -280,7 +280,7 @@ class CompletionDocument(DocumentAnswer):
 
 
 def _head(options: AnswerOptions, kind: str) -> str:
-    """Return the fields with which every document and record of an answer begins."""
+    """Return the first fields of every document and record of an answer."""
     return f'"id":{quote(options.id)},"object":"{kind}","created":{options.created},"model":{quote(options.model)}'
 
 

@@ -69,8 +69,8 @@ def for_vllm(
     Args:
         call: The call.
         path: The path of OpenAI's API that the call is for.
-        openai_call: The state of the call. It gets the name of the body's constraint, for the engine's refusals. It
-            also gets whether the body has tools, and whether the answer is a stream.
+        openai_call: The state of the call. This function sets the name of the body's constraint, for the engine's
+            refusals, and records whether the body has tools and whether the answer is a stream.
         model: Replaces the `model` of the body.
         parses_tools: True if the model has a tool-call parser.
 
@@ -135,7 +135,7 @@ def _id_in(document: Mapping[str, msgspec.Raw]) -> str:
 
 
 def _without_idle(document: Mapping[str, msgspec.Raw], path: str) -> dict[str, None]:
-    """Return the fields to remove because they ask for nothing. Some clients send them with every request."""
+    """Return the fields that ask for nothing, so that they are removed. Some clients send them with every request."""
     if path not in (CHAT, BATCH, COMPLETIONS, TOKENIZE, RENDER):
         return {}
     idle = [

@@ -160,7 +160,7 @@ class Context:
         self.request_processor: list[RequestProcessor] = []
 
     def begin(self, request_id: str | None, headers: Headers) -> RequestProcessor:
-        """Set the request for which the functions are called."""
+        """Set the request that the next calls of the functions belong to."""
         self.request_ids = {} if request_id is None else {0: request_id}
         self.request_processor = [RequestProcessor(headers)]
         return self.request_processor[0]

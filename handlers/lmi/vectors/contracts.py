@@ -420,7 +420,7 @@ def _function_of(problem_type: str, classes: int) -> str:
 
 
 class NoContract:
-    """The contract of models for which LMI has no form."""
+    """The contract of models that LMI has no form for. It refuses every call."""
 
     def __init__(self, model: PoolingModel) -> None:
         self._kind = model.kind

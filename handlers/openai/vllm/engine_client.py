@@ -244,7 +244,7 @@ class EngineClient:
         else:  # The generator of another prompt explains all prompts, and must not be cancelled before that.
             assert call.explained is not None
             await asyncio.wait({call.explained})
-        raise asyncio.CancelledError  # Passes through the application, which would continue after any other error.
+        raise asyncio.CancelledError  # The application passes this error on. It would continue after any other.
         yield  # Makes this function a generator.
 
     async def _explained_prompt(
