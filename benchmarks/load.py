@@ -401,7 +401,7 @@ def take_precedence() -> bool:
     """Give this process real-time priority, as if it ran on a separate machine.
 
     Otherwise, on few cores, a polling engine can make the client wait for a whole answer. The measured time to the
-    first byte would then be the time for which the client waits for a core.
+    first byte would then be the client's wait for a core.
 
     Returns:
         False if the system does not allow this.

@@ -42,8 +42,8 @@ class Progress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._looked_at = clock, clock()
         self.mark = 0.0  # The `mark` of the last call of `look`.
-        # Seconds with work since the last sign of life. Time without work does not count, but does not reset the
-        # seconds either. The work may have ended only because clients left or a time limit was reached.
+        # Seconds with work since the last sign of life. Time without work is not added, and does not reset the seconds:
+        # the work may have ended only because clients left or a time limit was reached.
         self.quiet_seconds = 0.0
         self.worked_seconds = 0.0  # Total seconds with work, up to the last sign of life.
 

@@ -330,7 +330,7 @@ def _toml(path: str, text: str) -> Any:
 def merge_tables(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values`, overridden by `over`.
 
-    Tables are merged. If a list has only one table, a table is merged into that one.
+    Tables are merged. If `values` has a list of one table where `over` has a table, the two tables are merged.
     """
     merged = dict(values)
     for key, value in over.items():

@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def expert_ranks(self) -> int:
-        """The factor by which vLLM divides a layer's experts further than the layer's other weights."""
+        """How many times more processes share a layer's experts than its other weights."""
         return self.context * self.replicas
 
     def gpus(self, size: int) -> int:
@@ -193,7 +193,9 @@ class ModelMemory:
     given_cache_bytes: int | None = None  # The size of the KV cache on each GPU, if a setting gives it.
 
     def fewest(self, sizes: Sequence[int], gpu_bytes: int) -> tuple[int, str]:
-        """Return the first size with which the model fits, or else the last size. Also return the reason in words.
+        """Return the first size at which the model fits. If there is none, return the last size.
+
+        Also return the reason in words.
 
         Args:
             sizes: Numbers of GPUs that share each layer.

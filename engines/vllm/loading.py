@@ -64,7 +64,7 @@ class StartedEngine:
     reports: EngineReports
     frontend_arguments: dict[str, Any]
     typical_refusal: str  # Why `typical_p` is refused. "" if it is allowed.
-    places: Sequence[Place]  # A place for each copy for which the machine has room.
+    places: Sequence[Place]  # A place for each copy that fits on the machine.
     elsewhere: Sequence[str]  # The workers that Ray or another machine runs.
 
 

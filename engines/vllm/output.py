@@ -393,7 +393,10 @@ class PushedState(OwnState):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Push a step to the sink. vLLM calls this method for each step, and queues nothing, as the result is None."""
+        """Push a step to the sink. vLLM calls this method for each step.
+
+        The result is None, so vLLM queues nothing.
+        """
         if self.ended:
             return
         # An exception here would end vLLM's output loop, and so all other requests.

@@ -1103,7 +1103,7 @@ KEYWORDS: Mapping[str, Keyword] = {
     "$dynamicRef": Keyword(_Rewriter._reference, "`$ref`, if the anchor is there once"),
     "$recursiveRef": Keyword(_Rewriter._reference, "`$ref`, if the anchor is there once"),
 }
-# Keywords that llguidance does not enforce, or not always. Other keywords can express them.
+# Keywords that llguidance enforces only sometimes or never. Other keywords can express them.
 _EXPRESSED = frozenset(
     {
         *("uniqueItems", "contains", "propertyNames", "minProperties", "maxProperties", "if", "not"),

@@ -48,7 +48,7 @@ def processor_places(copies: int) -> list[Place]:
 
 
 def gpu_places(engine_args: AsyncEngineArgs, config: EngineConfig) -> list[Place]:
-    """Return a place for each copy for which the GPUs have room.
+    """Return a place for each copy that fits on the GPUs.
 
     This function sets the tensor-parallel size in `engine_args` if the size is not given. It also sets the GPUs of the
     first copy. They are the first of `devices`.

@@ -53,11 +53,11 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models. They share one syntax for calls, and one for reasoning."""
+    """A family of models, which have the same syntax for calls and the same syntax for reasoning."""
 
     name: str
     tools: str = ""  # The tool-call parser. "": vLLM has none.
-    reasoning: str = ""  # The reasoning parser. "": there is none, or the markers do not show which.
+    reasoning: str = ""  # The reasoning parser. "": there is none, or the markers do not tell which one it is.
     markers: tuple[str, ...] = ()  # A template of the family has all of these texts.
     architectures: tuple[str, ...] = ()  # The model has one of these architectures in config.json. Empty: any.
     thinks: str = "<think>"  # If a template has this text, the model reasons.

@@ -1,4 +1,4 @@
-"""Patches of the functions with which vLLM compiles constraints."""
+"""Patches of vLLM's functions that compile constraints."""
 
 from __future__ import annotations
 

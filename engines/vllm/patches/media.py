@@ -1,4 +1,4 @@
-"""Patches of the functions with which vLLM loads the images, audio and videos of prompts."""
+"""Patches of vLLM's functions that load the images, audio and videos of prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patches of the functions with which vLLM chooses tool-call parsers, and makes the schema of required calls."""
+"""Patches of vLLM's functions that choose tool-call parsers, and that make the schema of required calls."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from engines.vllm.patches import processes
 
 _SPIN_SECONDS = 0.002  # The wait between two steps is shorter than this, so it has no pauses.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.002  # Seconds.
-_PAUSE_SHARE = 1 / 64  # The largest delay of a message, as a share of the time for which the process has waited.
+_PAUSE_SHARE = 1 / 64  # The length of a pause, as a share of the time that the process has waited so far.
 _NEW_WAIT_SECONDS = 0.0005  # If two polls are further apart, a step has run in between.
 
 
