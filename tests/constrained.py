@@ -107,7 +107,7 @@ NAMES: dict[str, Fields] = {
     "structural_tag": {"structural_tag": {"format": {}}},
     "grammar": {"grammar": typed("regex", value=REGEX)},
 }
-"""An example for each field name with which some server constrains the text."""
+"""An example for each field name that constrains the text on at least one server."""
 NAMES |= {
     name: {name: value}
     for name, value in (

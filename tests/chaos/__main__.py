@@ -12,7 +12,7 @@ The promises:
 - Nothing runs while no client waits.
 - The server leaves nothing behind on the machine.
 
-If a promise is broken, the exit code is 1. The report lists the actions. `--actions` repeats them: leave out the
+If a promise is broken, the exit code is 1. The report lists the actions, and `--actions` repeats them. Leave out the
 actions that the failure does not need.
 """
 

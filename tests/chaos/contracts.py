@@ -158,7 +158,7 @@ _CHAT: Json = {"messages": [{"role": "user", "content": PROMPT}], "ignore_eos": 
 
 
 def _asked(limit: str, **fields: Any) -> Callable[[int], Json]:
-    """Return a function that makes a body. It has these fields, and the number of tokens in the field `limit`."""
+    """Return a function that makes a body with these fields, and with the number of tokens in the field `limit`."""
     return lambda tokens: {**fields, limit: tokens}
 
 

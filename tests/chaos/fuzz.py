@@ -47,7 +47,7 @@ _SHARE_OF_ROUTES = 0.4
 _SHOWN = 20
 """The number of different errors after which the run ends."""
 _SUMMARY = 12000
-"""The number of characters of schemathesis's output that are kept, both from its first failures and from its end."""
+"""The number of characters that are kept of schemathesis's first failures, and of the end of its output."""
 _KIND = 60
 """The number of leading characters of an error's text that identify its kind."""
 _HOSTILE: tuple[Any, ...] = (

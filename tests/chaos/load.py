@@ -41,7 +41,7 @@ class Load:
         lost, hung, malformed: These outcomes are always violations.
         """
         self.completed: list[tuple[float, float]] = []
-        """The times at which the request of each complete answer was sent and the answer ended. Sorted by the end."""
+        """For each complete answer: the times when its request was sent and when it ended. Sorted by the end."""
         self._subject = subject
         self._active = asyncio.Event()
         self._active.set()

@@ -1,4 +1,4 @@
-"""The server under test: the statuses that `/ping` may return, the statuses that it did return, and its remains."""
+"""The server under test: the statuses that `/ping` may return and does return, and what the server leaves behind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Truth:
         self._lock = threading.Lock()
 
     def is_now(self, *statuses: int, errors: bool = False, after: float = 0.0) -> None:
-        """Allow these observations from `after` seconds from now on. Entries for later times are removed."""
+        """Allow these observations, starting `after` seconds from now. Entries for later times are removed."""
         with self._lock:
             since = clock() + after
             self._moments = [moment for moment in self._moments if moment.since < since]

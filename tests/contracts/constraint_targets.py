@@ -123,7 +123,7 @@ WAYS: dict[str, dict[str, Way]] = {
 
 @dataclass(frozen=True)
 class Sent:
-    """The document of a request, and documents with another form or adapter, or without one of them."""
+    """The document of a request, and variants: without the form, without the adapter, or with others in their place."""
 
     document: Fields
     formless: Fields
@@ -182,7 +182,10 @@ def _one_letter(names: Callable[[Sent], set[str]]) -> Callable[[Sent], bytes]:
 
 
 def _twice(first: Any, last: Any, *, deep: bool) -> str:
-    """Return a document in which each key with two different values has both. `deep`: only the innermost keys do."""
+    """Return a document with the keys of both documents. A key whose values differ occurs twice, once with each value.
+
+    `deep`: The keys inside `parameters` occur twice, instead of `parameters` itself.
+    """
     if deep and isinstance(first, list) and isinstance(last, list):
         return "[" + ",".join(_twice(one, another, deep=deep) for one, another in zip(first, last, strict=True)) + "]"
     begin, end = [], []

@@ -127,7 +127,7 @@ def reply(
 ) -> Reply:
     try:
         return told(TELLS[path], call(document), view, rendered)
-    except ContractError as error:  # the server answers both errors in this way, on every route
+    except ContractError as error:  # on every route, the server answers both errors like this
         return error.reply
     except RequestError as error:
         return HAPPY_VLLM.refuse(error)

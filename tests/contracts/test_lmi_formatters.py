@@ -399,7 +399,7 @@ class Dumpable:
 
 
 def formatted_event(value: Any) -> CollectedReply:
-    """Return the reply to a stream of one event. The output formatter returns this value for it."""
+    """Return the reply for a stream of one event. The output formatter returns `value` for this event."""
 
     async def reply() -> CollectedReply:
         client, formatters = CollectedReply(), Formatters(FormatterThread(5), output=lambda response: value)

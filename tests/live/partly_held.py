@@ -36,7 +36,7 @@ def verdicts(server: Server) -> dict[str, int]:
 
 
 def assert_judged(server: Server, before: dict[str, int], **more: int) -> None:
-    """Wait until these verdicts have been added to the ones before."""
+    """Wait until the server has counted these verdicts in addition to the verdicts in `before`."""
     expected = {verdict: before[verdict] + more.get(verdict, 0) for verdict in VERDICTS}
     wait_until(lambda: sum(verdicts(server).values()) >= sum(expected.values()), about=lambda: verdicts(server))
     assert verdicts(server) == expected

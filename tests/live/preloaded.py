@@ -253,7 +253,7 @@ def _import() -> None:
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # Like the fork server (engines.vllm.processes.preload).
     for name in _MODULES:
         importlib.import_module(name)
-    # At its first call, it finds the room for titles next to the environment that the process was started with.
+    # setproctitle's first call finds the room for titles, next to the environment that the process was started with.
     importlib.import_module("setproctitle").getproctitle()
     gc.freeze()
     gc.enable()

@@ -34,7 +34,7 @@ CITY: dict[str, Any] = {
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 CHAT, INVOCATIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/invocations", "/v1/responses", "/v1/messages"
 HELLO = [{"role": "user", "content": "Hello!"}]
-# Bodies with which the model calls no tool.
+# Bodies whose answers contain no tool call.
 PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, {"messages": HELLO}),
     "chat, left to vLLM": (CHAT, {"messages": HELLO, "echo": True, "return_token_ids": True}),

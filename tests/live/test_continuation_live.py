@@ -1,4 +1,4 @@
-"""Calls that run when the engine dies: their clients get the same answers as without the death."""
+"""Calls that run when the engine dies: their clients get the same answers as if it had not died."""
 
 from __future__ import annotations
 

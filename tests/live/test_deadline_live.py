@@ -15,7 +15,7 @@ from tests.live.small_model import ENDLESS, ENDLESS_COMPLETION
 from tests.waiting import wait_until
 
 NO_TIME = 0.0001  # Shorter than any parsing.
-# Far longer than the time to a first token. A call that has no token until then gets none at any deadline.
+# Far longer than the time to a first token. A call that has no token by then would never get one.
 MOST_SECONDS = 64.0
 MISSED = re.compile('the call had no answer at its deadline|"status":"failed"')
 ENDLESS_CHAT = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 65000, "ignore_eos": True}

@@ -30,7 +30,7 @@ CONFIG = ModelConfig(name="model", model_dir=Path("."), model_id="m")
 
 
 class Loading:
-    """Loads media in the same way as vLLM does for a call's message."""
+    """Loads media as vLLM loads the media of a call's message."""
 
     def __init__(self, **limits: Any) -> None:
         from handlers.openai.media.connector import bound_media

@@ -46,7 +46,7 @@ def _openai(**fields: object) -> dict[str, Any]:
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 STEPS = 1 + BEAMS * (TOKENS - 1)
 """The number of requests for one token each that Slipway's beam search makes."""
-# The ways to the engine. If a model is traced, vLLM's front end answers all of its OpenAI requests.
+# Requests that reach the engine in different ways. vLLM's front end answers all OpenAI requests to a traced model.
 REQUESTS = {
     "LMI, streamed": Asked("/invocations", _lmi(stream=True)),
     "LMI, several prompts": Asked("/invocations", _lmi([PROMPT, "The sea is"]), spans=2),

@@ -88,7 +88,7 @@ class Processor:
 
 
 def sent_outputs(outputs: Sequence[Any], *, lean: bool) -> list[Any]:
-    """Send outputs in the same way as the engine's process. Return them as vLLM's decoder or the lean decoder reads
+    """Send outputs as the engine's process sends them. Return them as vLLM's decoder or the lean decoder reads
     them.
     """
     from vllm.v1.engine import EngineCoreOutputs
@@ -279,7 +279,7 @@ def test_a_whole_answer_has_the_text_that_its_tokens_have_one_by_one(
 def test_the_work_for_a_whole_text_with_replacement_characters_does_not_grow_with_it(
     tokenizers: dict[str, Any], written: str, filling: str
 ) -> None:
-    """Each token that is decoded alone would call vLLM's detokenizer."""
+    """If the tokens were decoded one by one, each of them would call vLLM's detokenizer."""
 
     def last_step(fillings: int) -> int:
         processor, sink = Processor(MODEL.tokenizer, lean=True), Recorder()

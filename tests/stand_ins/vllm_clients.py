@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM's clients, one for each engine process, below the client of all copies, and requests for them."""
+"""Stand-ins for the clients of engine processes, which the client of all copies uses, and requests for them."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ ROUTES = [
     if isinstance(route, GenerationRoute | InfoRoute)
     for method in route.methods
 ]
-# For each set of keys in an error's body, the paths that answer with it.
+# The keys of an error's body, and the paths whose errors have exactly these keys.
 ERRORS = {
     "error": "/v2/models/model/generate /v2/models/model/generate_stream /v1/completions /v1/chat/completions",
     "detail": "/v1/generate /v1/generate_stream",

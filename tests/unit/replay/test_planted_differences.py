@@ -19,7 +19,7 @@ from tests.unit.replay.stand_in import CASE, Run, replay, reply, serving, write_
 
 @dataclass(frozen=True)
 class Planted:
-    """A request, two answers, and the differences that have to be found: no more and no fewer."""
+    """A request, two answers, and the differences that have to be found. No others may be found."""
 
     name: str
     old: Reply

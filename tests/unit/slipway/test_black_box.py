@@ -1,4 +1,4 @@
-"""`slipway blackbox`, with servers that answer, and with hanging servers in which one thread or none still runs."""
+"""`slipway blackbox` with servers that answer, and with servers in which only one thread or no thread still runs."""
 
 from __future__ import annotations
 

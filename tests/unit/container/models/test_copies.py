@@ -338,7 +338,7 @@ async def serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
 
 
 async def drained(one: Watched, *, unregister: bool = False) -> asyncio.Task[None]:
-    """Start a drain. Return its task when the model is draining."""
+    """Start a drain, wait until the model is draining, and return the drain's task."""
     drain = one.server.registrar.unregister(one.model) if unregister else one.server.drain()
     draining = asyncio.create_task(drain)
     await until(lambda: one.life.stage is State.DRAINING)

@@ -1,4 +1,4 @@
-"""The storages of `s3://` objects: a folder, and S3, for which a server stands in."""
+"""The storages of `s3://` objects: a folder, and a stand-in for S3."""
 
 from __future__ import annotations
 

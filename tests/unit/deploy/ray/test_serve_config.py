@@ -47,7 +47,7 @@ backend replicas
 
 
 class Replica(BaseHTTPRequestHandler):
-    """A replica that answers with the body's size. For each release of `dies`, it closes one connection instead."""
+    """A replica that answers with the body's size. For each release of `dies`, it closes one connection unanswered."""
 
     protocol_version = "HTTP/1.1"
     dies = threading.Semaphore(0)
@@ -120,7 +120,10 @@ def test_the_documentation_exports_the_environment_of_a_cluster() -> None:
 
 
 def late(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the parts slowly. Unless HAProxy waits for the whole body, it has passed on each part before the next."""
+    """Yield the parts slowly.
+
+    If HAProxy does not wait for the whole body, it passes each part on before it gets the next part.
+    """
     for part in parts:
         time.sleep(0.02)
         yield part

@@ -22,7 +22,7 @@ PROMPT = MODEL.tokenizer.encode("P:")
 
 
 def run(token_ids: list[int], *, model: TransformersModel = MODEL, **fields: Any) -> list[TokenDelta]:
-    """Return the deltas of a sequence for which the model would generate `token_ids`."""
+    """Return the deltas of a sequence if the model generates `token_ids`."""
     names = GenerationRequest.__struct_fields__
     request_fields = {name: fields.pop(name) for name in list(fields) if name in names}
     request = GenerationRequest(

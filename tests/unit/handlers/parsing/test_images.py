@@ -44,7 +44,7 @@ class Seeing(ScriptedEngine):
 
 
 class Loader:
-    """A loader for which the image at a URL is the text of the URL."""
+    """A loader that returns the URLs themselves in place of the images."""
 
     def __init__(self, error: RequestError | None = None, forever: bool = False) -> None:
         self._error, self._forever = error, forever

@@ -102,7 +102,7 @@ def test_the_longest_known_beginning_counts() -> None:
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(("above", "expected"), [(0, 1), (1, 2)])
 def test_a_copy_with_too_much_work_loses_the_prompts_that_it_knows(count: int, above: int, expected: int) -> None:
-    """The copy may have 1.25 times the work of the others, plus three requests."""
+    """The limit is 1.25 times the mean work of the other copies, plus three requests."""
     choice, copies = CopyChoice(), new(count)
     place(choice, copies, blocks(1))
     for copy in copies:
@@ -187,8 +187,8 @@ def test_a_copy_gets_a_request_only_if_its_work_is_near_the_mean(
 ) -> None:
     """The chosen copy has at most 1.25 times the mean work plus four requests of this size, including the new one.
 
-    After requests have ended, a copy may have more: the mean falls, and nothing is moved. As long as no request has
-    ended, no copy has more than 1.25 times the mean plus four times the largest request.
+    A copy may have more work later: when requests end, the mean falls, and nothing is moved. Until the first request
+    ends, each copy has at most 1.25 times the mean work plus four times the largest request.
     """
     choice, copies = CopyChoice(), new(count)
     running: list[tuple[Copy, int]] = []
