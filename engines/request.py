@@ -143,8 +143,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: int | None = None  # The number of tokens to keep at the prompt's end. None: keep all.
     # The number of tokens at the end of the prompt that were generated before. `max_prompt_tokens` ignores them.
     generated_before: int = 0
-    # The number of new tokens for which the context must have room: at least 1, or 0 for pooling. Without this room,
-    # the request is refused. If `max_tokens` is larger than the free room, it is reduced to that room.
+    # The number of new tokens that must fit into the context after the prompt: at least 1, or 0 for pooling. If they do
+    # not fit, the request is refused. If `max_tokens` is larger than the free room, it is reduced to that room.
     room: int = 1
     want_tokens: bool = False  # Whether deltas have `tokens` in addition to their text.
     want_logprobs: bool = False  # Whether tokens have their log probability.

@@ -55,7 +55,7 @@ _NOT_WITH_BEAMS = "cannot be used together with beam search"
 # The last tokens of the prompt are decoded with the answer. Decoding all of a long prompt would take milliseconds.
 _PROMPT_CONTEXT = 16
 _CONTEXT = 8  # The number of preceding tokens that a slow tokenizer needs to decode the next token.
-_LONGEST_CHARACTER = 4  # The maximum number of tokens of one character. If it has this many, each token has one byte.
+_LONGEST_CHARACTER = 4  # The maximum number of tokens of one character: one for each byte of UTF-8.
 _MOST_SILENT = 8  # If more tokens in a row have no text, a new stream may begin.
 _MOST_BROKEN = 64  # If more such tokens come, a new stream begins even within a character.
 # The start of the error message of `tokenizers` for a stream that cannot continue.

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 # Seconds between two checks of the running requests. An abort reaches the engine within this time. Then the adapter of
 # the aborted request can be removed.
 _POLL = 0.05
-_REMOVE_SECONDS = 30.0  # The longest time for which `remove` waits for requests.
+_REMOVE_SECONDS = 30.0  # The maximum time that `remove` waits for requests.
 _FAILURE = "Call to add_lora method failed: "  # vLLM's text before an error from its engine process.
 # vLLM's text around an error from a worker.
 _WORKER_FAILURE = re.compile(r"Worker failed with error '(.*)', please check the stack trace above .*", re.DOTALL)

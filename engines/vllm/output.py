@@ -89,7 +89,7 @@ class TokensApart:
         return corrected
 
 
-_CHARACTER_TOKENS = 4  # The number of earlier tokens with which vLLM finds the character that a token ends.
+_CHARACTER_TOKENS = 4  # The number of earlier tokens that vLLM needs to find the character that a token ends.
 _END_OF_PROMPT = 16  # The number of tokens at a prompt's end that show whether it ends within a character.
 _BLOCK = 1024  # The number of tokens that are decoded together if a text ends in a row of U+FFFD.
 

@@ -26,7 +26,7 @@ Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Unsigned64 = Annotated[int, msgspec.Meta(ge=0)]
 
 MAX_TOP_N_TOKENS = 5  # TGI's default.
-# The maximum number of new tokens for which the context must have room. Further tokens are generated if they fit.
+# The maximum number of new tokens that must fit into the context. Further tokens are generated if they fit.
 _MOST_RESERVED = 1024
 
 _NOT_READ = "is not read here; in `parameters`, `grammar` and `stop` constrain the text"
