@@ -167,7 +167,7 @@ def write_replies(path: Path, replies: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("path", CASES, ids=[f"{path.parent.name}-{path.stem}" for path in CASES])
 def test_the_reply_has_the_bytes_of_the_case(path: Path, tmp_path: Path) -> None:
     (directory := tmp_path / "model").mkdir()
-    replies = [asyncio.run(exchanged(case, directory)) for case in yaml.safe_load_all(path.read_text())]
+    replies = [asyncio.run(exchanged(case, directory)) for case in yaml.load_all(path.read_text(), yaml.CSafeLoader)]
     if os.environ.get("UPDATE_CASES"):
         write_replies(path, replies)
-    assert replies == [case["reply"] for case in yaml.safe_load_all(path.read_text())]
+    assert replies == [case["reply"] for case in yaml.load_all(path.read_text(), yaml.CSafeLoader)]

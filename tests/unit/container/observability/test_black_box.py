@@ -16,7 +16,7 @@ from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from container import server
@@ -124,6 +124,7 @@ values = st.recursive(
 )
 
 
+@settings(max_examples=25)
 @given(part=values, copies=st.sampled_from([1, 300, 60_000]), text=st.sampled_from([1, 400_000]))
 def test_a_box_is_never_larger_than_its_limit(part: Any, copies: int, text: int) -> None:
     data = Box(
