@@ -25,7 +25,6 @@ MODEL = "/v2/models/{model}"
 VERSION = MODEL + "/versions/{version:int}"
 CUSTOM = HandlerConfig(entry_point=str(Path("model.py")))
 EMPTY = (200, "", b"")
-NOT_READY = (400, "application/json", b'{"error":"Model version not ready"}')
 
 
 def parts(reply: Reply) -> tuple[int, str, bytes]:
