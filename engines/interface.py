@@ -37,15 +37,15 @@ NEW_ENGINE_SECONDS = 600.0  # An engine counts as new during this many seconds o
 class Progress:
     """Records the signs of life of an engine, or of one copy of the model. Not thread-safe."""
 
-    __slots__ = ("_clock", "_looked_at", "mark", "quiet_seconds", "worked_seconds")
+    __slots__ = ("_clock", "_looked_at", "_mark", "_worked_seconds", "quiet_seconds")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._looked_at = clock, clock()
-        self.mark = 0.0  # The `mark` of the last call of `look`.
+        self._mark = 0.0  # The `mark` of the last call of `look`.
         # Seconds with work since the last sign of life. Time without work is not added, and does not reset the seconds:
         # the work may have ended only because clients left or a time limit was reached.
         self.quiet_seconds = 0.0
-        self.worked_seconds = 0.0  # Total seconds with work, up to the last sign of life.
+        self._worked_seconds = 0.0  # Total seconds with work, up to the last sign of life.
 
     def look(self, busy: bool, mark: float) -> None:
         """Record whether the engine has made progress.
@@ -56,12 +56,12 @@ class Progress:
         """
         now = self._clock()
         passed, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK), now
-        if mark != self.mark:
-            self.worked_seconds += self.quiet_seconds + passed
+        if mark != self._mark:
+            self._worked_seconds += self.quiet_seconds + passed
             self.quiet_seconds = 0.0
         elif busy:
             self.quiet_seconds += passed
-        self.mark = mark
+        self._mark = mark
 
     def is_stalled(self, limit: float | None) -> bool:
         """Return True if there was work, but no sign of life, for too long.
@@ -73,7 +73,7 @@ class Progress:
                 engine.
         """
         if limit is None:
-            limit = NEW_ENGINE_STALL_SECONDS if self.worked_seconds < NEW_ENGINE_SECONDS else STALL_SECONDS
+            limit = NEW_ENGINE_STALL_SECONDS if self._worked_seconds < NEW_ENGINE_SECONDS else STALL_SECONDS
         return 0 < limit < self.quiet_seconds
 
 

@@ -26,7 +26,7 @@ class FormatterThread:
     """The thread that runs all formatters of one model and of its adapters.
 
     The methods must run on one event loop. A call that takes longer than the time limit fails. Its thread cannot be
-    stopped, so the next call gets a new thread. A call whose client has disconnected keeps its turn until the call
+    stopped, so the next call gets a new thread. A call that nobody waits for any more keeps its turn until the call
     returns or is overdue.
     """
 
@@ -35,7 +35,7 @@ class FormatterThread:
         self.time_limit = time_limit
         self._turn = asyncio.Lock()
         self._executor: ThreadPoolExecutor | None = None
-        self._running: asyncio.Future[Any] | None = None  # The last call, whose client may have disconnected.
+        self._running: asyncio.Future[Any] | None = None  # The last call. Perhaps nobody waits for it any more.
         self._overdue_at = 0.0  # The time after which the running call is overdue, on the event loop's clock.
 
     async def run(self, work: Callable[[], T]) -> T:

@@ -79,16 +79,17 @@ class EngineQueue:
         return self.deadlines.of(call.arrived_at, call.time_limit, stream=stream)
 
     async def formatted(self, call: Call, formatting: Awaitable[T]) -> T:
-        """Wait for the result of an input formatter, but only until the call's deadline.
+        """Wait for the work of a call in the formatters' thread, but only until the call's deadline.
 
         Raises:
-            ContractError: The formatter has not returned by then.
+            ContractError: The work has not ended by then. It may still wait for the thread.
         """
         # The formatter's result decides whether the answer is a stream.
         deadline = self.deadlines.of(call.arrived_at, call.time_limit, stream=True if call.from_handler else None)
         try:
             return await (formatting if deadline is None else deadline.limit(formatting))
         except DeadlineExceeded as error:
+            self.statistics.calls.count(0.0, failed=True)
             self.count_deadline(call.request_id, begun=False)
             refusal = failed_dependency(error.message)
             raise ContractError(ended_at_deadline(refusal.reply), refusal.reason) from None

@@ -175,7 +175,7 @@ def test_a_stalled_copy_gets_no_new_calls_while_the_other_works(
 ) -> None:
     prompts = [f"{name} prompt that a cache has. " * 50 for name in ("A", "Another")]
     bodies = [{"prompt": prompt, "max_tokens": 1, "temperature": 0} for prompt in prompts]
-    environment = {"SERVING_STALL_TIMEOUT": "3", "SERVING_MAX_WORKERS": "2"}
+    environment = {"SERVING_STALL_TIMEOUT": "6", "SERVING_MAX_WORKERS": "2"}
     with serving(tmp_path, environment, **small_options) as server, ThreadPoolExecutor(2) as pool:
 
         def call(body: dict[str, Any], **headers: str) -> Any:

@@ -125,19 +125,19 @@ class Copies:
 
     def health(self) -> EngineHealth:
         """Return the health of all copies together. They are alive if at least one copy runs."""
-        quiet_seconds: float | None = None  # None: no copy runs.
-        stalled = False
+        stalled, quiet_seconds = False, -1.0  # Of the copy that would be restarted. Below 0: no copy runs.
         dead: list[Copy] = []
         left = 0  # The number of copies that serve or will serve.
         for copy in self._by_number.values():  # A single loop, because this is called often.
             if copy.state is CopyState.DEAD:
                 dead.append(copy)
                 continue
-            left += copy.state is not CopyState.DRAINING
+            serves = copy.state is not CopyState.DRAINING
+            left += serves
             if copy.client is not None:
-                quiet_seconds = max(quiet_seconds or 0.0, copy.progress.quiet_seconds)
-                stalled |= copy.stalled
-        if quiet_seconds is None:
+                seen = copy.stalled and serves, copy.progress.quiet_seconds
+                stalled, quiet_seconds = max((stalled, quiet_seconds), seen)
+        if quiet_seconds < 0:
             return EngineHealth(False, "the engine has died")
         missing = lost = ""
         if dead:

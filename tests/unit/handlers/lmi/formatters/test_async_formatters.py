@@ -322,4 +322,4 @@ async def test_a_hanging_input_formatter_refuses_its_request() -> None:
         await handler.handle(replace(asked, time_limit=0.01), CollectedReply())
     release.set()
     assert caught.value.reply.status == late.value.reply.status == 424
-    assert queue.statistics.deadlines == {"partial": 0, "nothing": 1}
+    assert (queue.statistics.deadlines, queue.statistics.calls.failed) == ({"partial": 0, "nothing": 1}, 1)
