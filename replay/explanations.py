@@ -46,7 +46,9 @@ _VLLM_FIELDS = (
 )
 # Objects in vLLM's answers whose fields are in vLLM's order: a whole answer or record, and parts of it.
 _VLLM_OBJECTS = ("", "first", "middle", "last", "choices", "message", "delta", "logprobs", "content", "usage", "data")
-_VLLM_FORM = "Answers in vLLM's form have vLLM's fields, in vLLM's order. A field that nothing asks for is null."
+_VLLM_FORM = (
+    "Answers in vLLM's form have vLLM's fields, in vLLM's order. A field that the request does not ask for is null."
+)
 
 _FIELDS = (Kind.MISSING, Kind.EXTRA, Kind.NULL, Kind.TYPE, Kind.ORDER, Kind.PROBABILITIES, Kind.VALUE)
 _OVERLOADED = ("429", "503")
@@ -195,7 +197,7 @@ EXPLANATIONS = (
         "aws-chat-errors",
         "openai.md",
         "errors",
-        'A refused chat in LMI\'s form gets `{"error":"...","code":424}`.',
+        'If a chat in LMI\'s form is refused, the client gets `{"error":"...","code":424}`.',
         (Kind.STATUS, Kind.ERROR_BODY),
         _INVOCATIONS,
         fields=("", "error", "message", "type", "param", "code"),
@@ -229,7 +231,7 @@ EXPLANATIONS = (
         "tgi-on-sagemaker",
         "tasks/from_tgi.md",
         "4-on-sagemaker",
-        '`OPTION_TGI_COMPAT=true` gives `inputs` TGI\'s answers, such as `[{"generated_text": ...}]`.',
+        'With `OPTION_TGI_COMPAT=true`, calls with `inputs` get TGI\'s answers, such as `[{"generated_text": ...}]`.',
         _FIELDS,
         _INVOCATIONS,
         where=rf"(^|\.)({_TGI_FIELDS})(\[\])?$",
@@ -255,7 +257,7 @@ EXPLANATIONS = (
         "tgi-nulls-on-sagemaker",
         "tasks/from_tgi.md",
         "4-on-sagemaker",
-        '`OPTION_TGI_COMPAT=true` gives `inputs` TGI\'s answers, such as `[{"generated_text": ...}]`.',
+        'With `OPTION_TGI_COMPAT=true`, calls with `inputs` get TGI\'s answers, such as `[{"generated_text": ...}]`.',
         (Kind.NULL,),
         _INVOCATIONS,
         where=r"^(first|middle|last)\.(generated_text|details)$",
@@ -314,7 +316,7 @@ EXPLANATIONS = (
         "lmi-async-generated-tokens",
         "lmi_async.md",
         "differences-from-lmi",
-        "`details.generated_tokens` is the number of tokens. In LMI's streams, it is one too high.",
+        "`details.generated_tokens` is the number of tokens. In LMI's streams, this number is too high by one.",
         (Kind.TOKENS,),
         _INVOCATIONS,
         where=r"^last\.details\.generated_tokens$",
@@ -406,7 +408,7 @@ EXPLANATIONS = (
         "lmi-error-object",
         "lmi.md",
         "errors",
-        "The error of a generation has the fields of an answer, and `error` and `code`:",
+        "The error of a generation has `error` and `code` in addition to the fields of an answer:",
         (Kind.ERROR_BODY,),
         _INVOCATIONS,
         where=r"^(last\.)?(generated_text|details|token|error_type)",
@@ -659,7 +661,7 @@ EXPLANATIONS = (
         "triton-several-responses",
         "triton.md",
         "differences-from-triton",
-        "A request for several responses of `/generate` gets 400. In Triton, it gets 200 with `error`.",
+        "A request to `/generate` for several responses gets 400. In Triton, it gets 200 with `error`.",
         (Kind.STATUS,),
         _TRITON,
         old="^200$",
@@ -670,7 +672,7 @@ EXPLANATIONS = (
         "triton-model-name",
         "triton.md",
         "coming-from-triton",
-        "`--model-name` or `SERVING_MODEL_NAME` sets the model's name. The default is the name of its directory.",
+        "`--model-name` or `SERVING_MODEL_NAME` sets the model's name. The default is the name of the model directory.",
         (Kind.VALUE,),
         _TRITON,
         where="model_name$",
