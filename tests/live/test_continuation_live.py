@@ -85,6 +85,7 @@ def test_each_client_gets_the_answer_that_it_would_have_got(restarting: Server) 
     restarting.wait_for_log(WAITING)
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_a_continued_answer(restarting: Server) -> None:
     def text(**given: Any) -> dict[str, Any]:
         body = {"model": "model", "max_tokens": 300, "ignore_eos": True, "temperature": 0, "prompt": "Twice"}
@@ -116,6 +117,7 @@ def test_a_continued_answer_is_checked_against_its_schema(restarting: Server) ->
     assert_judged(restarting, before, invalid=2)
 
 
+@pytest.mark.slow
 def test_a_call_whose_rest_may_depend_on_what_is_lost_gets_the_error(restarting: Server) -> None:
     bodies = [ENDLESS_STREAM | {"n": 1} | given | way for given in LOST.values() for way in ({}, VLLMS_WAY)]
     with ThreadPoolExecutor(len(bodies)) as pool, ExitStack() as streams:
@@ -135,6 +137,7 @@ def test_a_call_whose_rest_may_depend_on_what_is_lost_gets_the_error(restarting:
         restarting.wait_for_log(f"2 cannot be: {reason}")
 
 
+@pytest.mark.slow
 def test_no_answer_continues_with_an_adapter_whose_files_have_changed(
     restarting: Server, small_options: dict[str, object], tmp_path: Path
 ) -> None:
@@ -182,7 +185,8 @@ def test_the_console_shows_the_restart_and_the_calls_that_continued(restarting: 
         old = restarting.engine_process()
         kill(restarting, 1)
         wait_until(lambda: engines(restarting) - {old})
-        with stopped(*(engines(restarting) - {old})):  # The page polls only now and then.
+        (new,) = engines(restarting) - {old}
+        with stopped(new):  # The page polls only now and then.
             page.wait_for("document.querySelector('#status').dataset.state === 'restarting'")
             assert page.text("#status") == "model · restarting"
             assert page.text("#notice") == "The engine has died and is started again. Calls wait for it."
