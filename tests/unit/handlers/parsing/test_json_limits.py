@@ -97,8 +97,14 @@ def test_documents_have_a_depth(opening: bytes, closing: bytes, padding: bytes) 
             JsonDecoder[Any]().decode(padding + opening * further + b"1" + closing * further)
 
 
-@pytest.mark.parametrize("text", [b"[" * 5000, b"[" * 200, b'{"a":' * 5000, b"[" * 200 + b"}" * 200, b"]" * 5000])
-def test_a_document_without_its_ends_is_refused(text: bytes) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"[" * 5000, b"[" * 200, b'{"a":' * 5000, b"[" * 200 + b"}" * 200, b"]" * 5000),
+        *(b'"\xff"', b'{"a": tru'),
+    ],
+)
+def test_each_fault_is_one_kind_of_error(text: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         JsonDecoder[Any]().decode(text)
 
@@ -156,12 +162,6 @@ def test_a_refused_text_is_not_decoded() -> None:
         decoder.decode(parts(b"{}", 1_000_000) + b"this is no JSON")
     with pytest.raises(msgspec.DecodeError):
         decoder.decode(b"{} this is no JSON")
-
-
-@pytest.mark.parametrize("text", [b'"\xff"', b"[" * 5000, b'{"a": tru'])
-def test_each_fault_is_one_kind_of_error(text: bytes) -> None:
-    with pytest.raises(msgspec.DecodeError):
-        JsonDecoder[Any]().decode(text)
 
 
 class Shape(msgspec.Struct):
