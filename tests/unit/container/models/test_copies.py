@@ -165,6 +165,15 @@ async def test_with_enough_copies_left_the_model_stays_healthy(monkeypatch: pyte
         assert engine.attempts == []
 
 
+async def test_without_restarts_a_stalled_engine_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, stalled, give_up = CopiedEngine(1), Mock(return_value="the engine is stalled"), Mock()
+    monkeypatch.setattr(Lifecycle, "stalled", property(stalled))
+    monkeypatch.setattr(engine, "give_up", give_up)
+    async with watched(monkeypatch, engine, engine_restart=0, engine_restart_when_stalled=True):
+        await until(lambda: stalled.call_count > 50)  # Several looks.
+    assert (engine.attempts, give_up.called) == ([], False)
+
+
 async def test_a_server_that_fails_fast_ends_if_it_has_lost_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
     one = Watched(CopiedEngine(2), engine_restart=0, fail_fast=True)
