@@ -127,7 +127,8 @@ async def test_a_copy_that_cannot_be_started_is_given_up_and_the_others_serve(
         engine.die(2)
         await until(lambda: engine.given_up)
         assert engine.attempts == [{2}] * RESTARTS
-        assert shown.call_count > 2 * RESTARTS, "the log has what was held at each death and each restart that fails"
+        # At each death and each restart that fails, when the copy is given up, and when /ping begins to answer 500.
+        assert shown.call_count == 2 * RESTARTS + 2
         assert one.ping() == (
             500,
             b'{\n  "m": {\n    "status": "Unhealthy",\n    "reason": "2 of 3 copies serve"\n  }\n}\n',
@@ -172,6 +173,17 @@ async def test_without_restarts_a_stalled_engine_is_not_given_up(monkeypatch: py
     async with watched(monkeypatch, engine, engine_restart=0, engine_restart_when_stalled=True):
         await until(lambda: stalled.call_count > 50)  # Several looks.
     assert (engine.attempts, give_up.called) == ([], False)
+
+
+async def test_the_death_of_an_engine_that_is_not_restarted_shows_what_was_held_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, shown = CopiedEngine(1), Mock()
+    monkeypatch.setattr(logs, "show_held", shown)
+    async with watched(monkeypatch, engine, engine_restart=0):
+        engine.die(1)
+        await until(lambda: "the engine has died; /ping now answers 500" in caplog.text)
+    assert shown.call_count == 1
 
 
 async def test_a_server_that_fails_fast_ends_if_it_has_lost_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
