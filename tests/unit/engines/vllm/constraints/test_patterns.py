@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 import llguidance
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engines.vllm.constraints.patterns import complement, none_of, without_look_around
@@ -130,6 +130,19 @@ def test_what_is_not_known_for_certain_is_not_rewritten(pattern: str) -> None:
     assert complement(pattern) is None
 
 
+COMPLEMENTED = [
+    "", "^$", "foo", "^foo$", r"^\.", r"\d", "^.{3,}$", "^(foo|bar)$", '^[^"]*$', r"\\", "^(?!a)", r"\bfoo\b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", COMPLEMENTED)
+def test_a_simple_pattern_has_a_complement(pattern: str) -> None:
+    texts = ["", "foo", "foo_", "a foo", "f\noo", "bar", "ab", "ab\nc", ".", "a.", "1", "\u0967", "\n", '"', "\\"]
+    written = complement(pattern)
+    assert written is not None
+    assert found([written], texts) == [text for text in texts if not python(pattern).search(text)]
+
+
 HOSTILE = [
     "(a|b)*a(a|b){12}$x", ".*a.{20}$x", "^((?!a.{10}b).)*$", r"(\b\w+\b.*){20}x$", "((a?){50}){50}$x", "(?=a{99999})b",
     "^(.{1,99999}){9999}\\b", "(?=a)" * 50_000, "^" + "(?!.*a)" * 500, "(?!" * 20_000, "(?!" * 400 + ")" * 400,
@@ -149,7 +162,6 @@ def test_a_hostile_pattern_takes_little_work(pattern: str) -> None:
 @pytest.mark.parametrize("words", [["a" * 100_000], [chr(0x4E00 + 2 * at) for at in range(5_000)], ["x" * 70]])
 def test_words_beyond_the_bounds(words: list[str]) -> None:
     assert none_of(words) is None
-    assert none_of(["".join(random.Random(seed).sample("abcdefghij", 6)) for seed in range(60)]) is not None
 
 
 # Any patterns, against Python.
@@ -205,10 +217,11 @@ def test_a_complement_is_found_where_python_does_not_find_the_pattern(pattern: s
 
 
 @given(st.lists(st.text(CHARACTERS + UNICODE, max_size=5), max_size=8), TEXTS)
+@example(["".join(random.Random(seed).sample("abcdefghij", 6)) for seed in range(60)], [""])
 def test_none_of_any_words(words: list[str], texts: list[str]) -> None:
     written = none_of(words)
     assert written is not None
-    texts += words
+    texts += [*words, *[word[:-1] for word in words], *[word + "a" for word in words]]
     assert found([written], texts) == [text for text in texts if text not in words]
 
 
