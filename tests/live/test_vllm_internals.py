@@ -320,13 +320,14 @@ def test_the_lean_decoder_reads_the_numbers_of_pooled_prompts_that_vllms_reads(
     import torch
 
     numbers = (torch.arange(math.prod(shape)) / 7 - 3).to(getattr(torch, dtype)).view(shape)
-    step = output("abc"[: len(shape)], [], "STOP")
-    step.pooling_output = numbers
-    (lean,) = sent_outputs([step], lean=True)
-    assert lean.pooling_output.array().dtype == np.float32
-    assert lean.pooling_output.array().tolist() == numbers.float().tolist()
-    tensor = lean.pooling_output.tensor()
-    assert (tensor.dtype, tensor.tolist()) == (numbers.dtype, numbers.tolist())
+    for name in ("a", "ab", "abc", "abcd"):  # The data of a small array are at another address for each length.
+        step = output(name, [], "STOP")
+        step.pooling_output = numbers
+        (lean,) = sent_outputs([step], lean=True)
+        array, tensor = lean.pooling_output.array(), lean.pooling_output.tensor()
+        assert (array.dtype, array.tolist()) == (np.float32, numbers.float().tolist())
+        assert array.flags.aligned
+        assert (tensor.dtype, tensor.tolist()) == (numbers.dtype, numbers.tolist())
 
 
 def test_with_an_interval_the_parts_after_the_first_have_so_many_tokens_and_the_last_what_is_left(
