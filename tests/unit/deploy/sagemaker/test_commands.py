@@ -402,7 +402,11 @@ def test_a_local_image_is_pushed_before_anything_needs_it(
 ) -> None:
     done = _run("deploy", *PUSH, f"{HOST}/slipway:gpu", "--region", "eu-west-1")
     assert done.exit_code == 0, done.output
-    assert json.loads(services.called["CreateRepository"])["registryId"] == "111122223333"
+    assert json.loads(services.called["CreateRepository"]) == {
+        "registryId": "111122223333",
+        "repositoryName": "slipway",
+        "imageScanningConfiguration": {"scanOnPush": True},
+    }
     assert docker == [
         (("docker", "login", "--username", "AWS", "--password-stdin", HOST), "secret"),
         (("docker", "tag", "slipway:gpu", f"{HOST}/slipway:gpu"), None),
