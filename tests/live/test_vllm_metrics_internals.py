@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,8 +130,9 @@ def scheduler_reports() -> list[Any]:
 
 
 def samples(collector: Any) -> dict[tuple[str, ...], float]:
+    """Return the values of vLLM's metrics. A NaN, which equals no number, is -1."""
     return {
-        (sample.name, *map(str, sorted(sample.labels.items()))): sample.value
+        (sample.name, *map(str, sorted(sample.labels.items()))): -1.0 if math.isnan(sample.value) else sample.value
         for metric in collector.collect()
         for sample in metric.samples
         if sample.name.startswith("vllm:") and not sample.name.endswith("_created")
@@ -157,6 +159,8 @@ def test_the_reports_make_the_metrics_that_vllms_logger_makes(
     try:
         for engine in (0, 1):
             for report, iteration in zip(scheduler_reports(), iterations(processors()[0]), strict=True):
+                if engine == 1:
+                    iteration.time_to_first_tokens_iter += [math.nan, 1e6]
                 looked_up = MultiModalCacheStats(requests=1, queries=2, hits=1) if media else None
                 for logger in (theirs, ours):
                     logger.record(report, copy.copy(iteration), looked_up, engine_idx=engine)
