@@ -18,6 +18,7 @@ from engines.pooling import Pooling, PoolingModel
 from engines.request import GenerationRequest, TokenDelta
 from engines.tokenization import PromptTokenizer
 from tests.stand_ins.scripted_engine import ScriptedEngine, ScriptedGeneration
+from tests.stand_ins.wrapped_tokenizer import WrappedTokenizer
 
 Kind = Literal["embedding", "sparse", "reranker", "classifier", "generating"]
 
@@ -53,8 +54,8 @@ POOLING: dict[Kind, PoolingModel | None] = {
 }
 
 
-class FakeTokenizer:
-    """A real tokenizer of a few words, with the methods of Hugging Face's wrapper that contracts use."""
+class FakeTokenizer(WrappedTokenizer):
+    """A real tokenizer of a few words."""
 
     all_special_tokens = _SPECIAL
     all_special_ids = (0, 1, 2, 3)
@@ -70,14 +71,7 @@ class FakeTokenizer:
             pair="[CLS] $A [SEP] $B:1 [SEP]:1",
             special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
         )
-        self.backend_tokenizer = fast
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        text: str = self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
-
-    def __len__(self) -> int:
-        return len(_VOCABULARY)
+        super().__init__(fast)
 
 
 @dataclass

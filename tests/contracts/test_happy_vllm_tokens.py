@@ -25,31 +25,19 @@ from handlers.happy_vllm.tokens import ids_inside
 from handlers.route_declarations import InfoRoute, ModelView, RenderedChat
 from tests.contracts import exchange
 from tests.contracts.exchange import ENCODABLE, MODEL, call, told
+from tests.stand_ins.wrapped_tokenizer import WrappedTokenizer
 
 SENTENCE = "Hey, how are you ?"
 TEXT = "Hey, how are you ? I am clearly fine. And you ? Exceptionally good, thanks for asking."
 CORPUS = [TEXT, f" {TEXT}", "Hey Hey, thisisareallybigwordisntit", "é 🤗 你好"] * 3
 
 
-class HuggingFace:
+class HuggingFace(WrappedTokenizer):
     """A tokenizer like Hugging Face's, with only the attributes that the contract uses."""
 
     truncation_side = "right"
     all_special_ids: tuple[int, ...] = ()
     all_special_tokens: tuple[str, ...] = ()
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.backend_tokenizer = tokenizer
-
-    def __len__(self) -> int:
-        return int(self.backend_tokenizer.get_vocab_size())
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return str(self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         return [self.backend_tokenizer.id_to_token(token_id) for token_id in ids]

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import yaml
 
 from engines.interface import Generation, Sink
 from engines.request import FinishReason, GenerationRequest, TokenDelta
@@ -24,6 +23,7 @@ from handlers.all_contracts import CONTRACTS
 from handlers.route_declarations import GenerationRoute, takes
 from tests.contracts.exchange import MODEL
 from tests.contracts.test_cases import CaseEngine, exchanged
+from tests.rows import Rows, read_rows, write_rows
 from tests.stand_ins.scripted_engine import ScriptedGeneration
 
 FILES = sorted((Path(__file__).parent / "requests").glob("*.yaml"))
@@ -70,25 +70,15 @@ def effect(row: dict[str, Any], directory: Path) -> dict[str, Any]:
     return {name: value for name, value in reply.items() if (name, value) not in COMMON} | {"reply": body}
 
 
-def write_lines(path: Path, rows_by_title: dict[str, list[dict[str, Any]]]) -> None:
-    """Write a line for each row."""
-    with path.open("w") as file:
-        for title, rows in rows_by_title.items():
-            file.write(f"{title}:\n")
-            for row in rows:
-                line = yaml.safe_dump(row, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**6)
-                file.write(f"- {line}")
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_engine_gets_the_requests_of_the_row(path: Path, tmp_path: Path) -> None:
     (directory := tmp_path / "model").mkdir()
-    given: dict[str, list[dict[str, Any]]] = yaml.load(path.read_text(), yaml.CSafeLoader)
-    found: dict[str, list[dict[str, Any]]] = {}
+    given = read_rows(path)
+    found: Rows = {}
     for title, rows in given.items():
         found[title] = [{name: row[name] for name in GIVEN if name in row} | effect(row, directory) for row in rows]
     if os.environ.get("UPDATE_CASES"):
-        write_lines(path, found)
+        write_rows(path, found)
         return
     for title, rows in given.items():
         assert found[title] == rows, title
@@ -96,11 +86,7 @@ def test_the_engine_gets_the_requests_of_the_row(path: Path, tmp_path: Path) -> 
 
 def test_each_contract_of_a_route_is_steered_by_headers() -> None:
     """Routes whose contracts read calls with the same method need only one row for all of them."""
-    rows = [
-        row
-        for rows in yaml.load((FILES[0].parent / "steering.yaml").read_text(), yaml.CSafeLoader).values()
-        for row in rows
-    ]
+    rows = [row for rows in read_rows(FILES[0].parent / "steering.yaml").values() for row in rows]
     found, expected = set(), set()
     for kind in ("generating", "embedding"):
         engine = RequestEngine({"model": kind})

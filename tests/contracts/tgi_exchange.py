@@ -18,14 +18,15 @@ from handlers.route_declarations import GenerationRoute, InfoRoute, ModelView, R
 from handlers.tgi.routes import TGI
 from tests.contracts.exchange import MODEL, call, outcome, told, view
 from tests.settings import configured
+from tests.stand_ins.wrapped_tokenizer import WrappedTokenizer
 
 CONTEXT = 2048
 END, TURN = 2, 3  # The model's end token, and a special token that does not end a generation.
 _VOCABULARY = {"<unk>": 0, "<s>": 1, "</s>": END, "<|turn|>": TURN, "Tell": 4, "me": 5, "日本": 6, "user": 7, ":": 8}
 
 
-class FakeTokenizer:
-    """A real tokenizer of a few words, with the methods of Hugging Face's wrapper that contracts use."""
+class FakeTokenizer(WrappedTokenizer):
+    """A real tokenizer of a few words."""
 
     all_special_tokens = ("<s>", "</s>", "<|turn|>")
     all_special_ids = (1, END, TURN)
@@ -35,14 +36,7 @@ class FakeTokenizer:
         fast.normalizer = normalizers.NFC()
         fast.pre_tokenizer = pre_tokenizers.Whitespace()
         fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-        self.backend_tokenizer = fast
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return str(self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        super().__init__(fast)
 
 
 class FakeModel:

@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from container.settings.server import ServerConfig
 from container.settings.settings import SettingsError
 from handlers.custom.settings import HandlerConfig
 from handlers.model_config import ModelConfig
+from tests.rows import Rows, read_rows, write_rows
 from tests.settings import load_settings
 
 FILES = sorted((Path(__file__).parent / "cases").glob("*.yaml"))
-# yaml.safe_load takes twenty times as long.
-CASES = {path: yaml.load(path.read_text(), yaml.CSafeLoader) for path in FILES}
-assert CASES
+assert FILES
 GIVEN = ("properties", "environ", "command_line", "files", "gpus", "one_model")
 NO_HANDLER = HandlerConfig(entry_point="")
 
@@ -83,28 +81,19 @@ def without_place(found: Any, place: str) -> Any:
     return [without_place(value, place) for value in found] if isinstance(found, list) else found
 
 
-def write(path: Path, cases: dict[str, list[dict[str, Any]]]) -> None:
-    """Write a line for each row."""
-    with path.open("w") as file:
-        for title, rows in cases.items():
-            file.write(f"{title}:\n")
-            for row in rows:
-                line = yaml.safe_dump(row, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**6)
-                file.write(f"- {line}")
-
-
-@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_settings_have_the_effect_of_the_case(path: Path, tmp_path: Path) -> None:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for title, rows in CASES[path].items():
+    given = read_rows(path)
+    found: Rows = {}
+    for title, rows in given.items():
         found[title] = []
         for place, row in enumerate(rows):
             directory = tmp_path / f"{len(found)}-{place}" / "model"
             directory.mkdir(parents=True)
-            given = {name: row[name] for name in GIVEN if name in row}
-            found[title].append(given | without_place(effect(row, directory), str(directory)))
+            stated = {name: row[name] for name in GIVEN if name in row}
+            found[title].append(stated | without_place(effect(row, directory), str(directory)))
     if os.environ.get("UPDATE_CASES"):
-        write(path, found)
+        write_rows(path, found)
         return
-    for title, rows in CASES[path].items():
+    for title, rows in given.items():
         assert found[title] == rows, title

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import yaml
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
-from typer.testing import CliRunner, Result
 
 from deploy.sagemaker import aws
-from slipway.cli import app
+from tests.unit.deploy.sagemaker.commands import run_command
 from tests.unit.deploy.sagemaker.configurations import IMAGE, ROLE
 from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION, FakeCloudFormation, stack_event
 
@@ -32,10 +31,6 @@ FAILURE = [
     stack_event("DELETE_IN_PROGRESS"),
     stack_event("DELETE_COMPLETE"),
 ]
-
-
-def _run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
 
 def error(operation: str, message: str, code: str = "ValidationException") -> ClientError:
@@ -108,18 +103,18 @@ def _without_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_has_its_template_without_a_call(example: Path) -> None:
     assert f"slipway deploy examples/deploy/{example.name} --dry-run" in example.read_text()
-    made = _run("template", str(example))
+    made = run_command("template", str(example))
     assert made.exit_code == 0, made.output
     assert "Endpoint" in yaml.safe_load(made.stdout)["Resources"]
     for command in ("deploy", "update"):
-        done = _run(command, str(example), "--dry-run")
+        done = run_command(command, str(example), "--dry-run")
         assert (done.exit_code, done.stdout) == (0, made.stdout), done.output
         assert done.stderr.endswith("\nslipway: note: no change set, because AWS credentials are missing\n")
 
 
 def test_a_failure_is_rolled_back_and_its_exit_code_says_so(cloudformation: FakeCloudFormation) -> None:
     cloudformation.next_change(*FAILURE)
-    done = _run("deploy", *SHORT)
+    done = run_command("deploy", *SHORT)
     assert done.exit_code == 1
     assert "did not pass the ping health check" in done.stderr
     assert "  log: 1970-01-01 00:00:01 CUDA out of memory" in done.stderr
@@ -138,14 +133,14 @@ def test_an_interruption_is_rolled_back(number: signal.Signals, cloudformation: 
 
     cloudformation.after = interrupt
     try:
-        assert _run("deploy", *SHORT).exit_code == 130
+        assert run_command("deploy", *SHORT).exit_code == 130
     finally:
         signal.signal(signal.SIGINT, before)
     assert cloudformation.status is None
 
 
 def test_an_update_of_what_is_not_there_is_in_the_way(cloudformation: FakeCloudFormation) -> None:
-    done = _run("update", *SHORT)
+    done = run_command("update", *SHORT)
     assert (done.exit_code, done.stdout) == (3, "")
     assert done.stderr == "slipway: the stack slipway-my-llm does not exist; `slipway deploy` creates it\n"
 
@@ -178,7 +173,7 @@ ASYNC = ["invoke", "e", "--async", "--region", "eu-west-1"]
     ],
 )
 def test_what_is_wrong_is_exit_code_two_and_a_line(arguments: list[str], said: str) -> None:
-    done = _run(*arguments)
+    done = run_command(*arguments)
     assert done.exit_code == 2
     assert said in done.stderr
     assert "Traceback" not in done.output
@@ -194,7 +189,7 @@ def test_without_a_role_a_region_and_credentials_a_dry_run_prints_a_stack_with_a
     command = re.search(r"^slipway deploy (--name(?:.*\\\n)*.*)$", page, re.M)
     assert command
     arguments = command[1].replace("\\\n", " ")
-    done = _run("deploy", *arguments.split(), "--dry-run")
+    done = run_command("deploy", *arguments.split(), "--dry-run")
     assert done.exit_code == 0, done.output
     assert yaml.safe_load(done.stdout)["Resources"]["Role"]["Type"] == "AWS::IAM::Role"
 
@@ -206,30 +201,30 @@ def test_a_dry_run_is_for_the_region_that_the_deployment_is_for(
     (tmp_path / "config").write_text("[profile prod]\nregion = eu-west-1\n")
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    done = _run("deploy", *SHORT[:-2], "--profile", "prod", "--dry-run")
+    done = run_command("deploy", *SHORT[:-2], "--profile", "prod", "--dry-run")
     assert done.exit_code == 0, done.stderr
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     for option in ("--region=eu-west-1", "--set=region=eu-west-1"):
-        done = _run("deploy", *SHORT[:-2], option, "--dry-run")
+        done = run_command("deploy", *SHORT[:-2], option, "--dry-run")
         assert done.exit_code == 0, done.stderr
-    assert "image is in eu-west-1; expected one in us-east-1" in _run("deploy", *SHORT[:-2], "--dry-run").stderr
+    assert "image is in eu-west-1; expected one in us-east-1" in run_command("deploy", *SHORT[:-2], "--dry-run").stderr
 
 
 def test_a_dry_run_says_that_the_command_would_refuse(cloudformation: FakeCloudFormation) -> None:
-    missing = _run("update", *SHORT, "--dry-run")
+    missing = run_command("update", *SHORT, "--dry-run")
     assert (missing.exit_code, ENDPOINT in missing.stdout) == (3, True)
     assert "the stack slipway-my-llm does not exist; `slipway deploy` creates it" in missing.stderr
-    assert _run("deploy", *SHORT).exit_code == 0
-    assert _run("deploy", *SHORT, "--dry-run").exit_code == 0
+    assert run_command("deploy", *SHORT).exit_code == 0
+    assert run_command("deploy", *SHORT, "--dry-run").exit_code == 0
     for dry in ([], ["--dry-run"]):
-        changed = _run("deploy", *SHORT, "--env", "A=1", *dry)
+        changed = run_command("deploy", *SHORT, "--env", "A=1", *dry)
         assert changed.exit_code == 3
         assert "my-llm exists and differs in Model" in changed.stderr
     assert cloudformation.changes[-1] == "DeleteChangeSet"
     cloudformation.status = "UPDATE_IN_PROGRESS"
-    busy = _run("update", *SHORT, "--dry-run")
+    busy = run_command("update", *SHORT, "--dry-run")
     assert (busy.exit_code, "UPDATE_IN_PROGRESS" in busy.stderr) == (3, True)
-    busy = _run("deploy", *SHORT, "--dry-run")
+    busy = run_command("deploy", *SHORT, "--dry-run")
     assert busy.exit_code == 0
     assert "note: no change set: the stack slipway-my-llm is UPDATE_IN_PROGRESS and cannot" in busy.stderr
 
@@ -240,12 +235,12 @@ def test_a_file_whose_name_is_no_key_is_refused_before_anything_is_uploaded(tmp_
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).touch()
     (tmp_path / "a").touch()
     for dry in ([], ["--dry-run"]):
-        done = _run("deploy", *SHORT, "--upload", str(tmp_path), *dry)
+        done = run_command("deploy", *SHORT, "--upload", str(tmp_path), *dry)
         assert done.exit_code == 1, done.output
         assert "UTF-8" in done.stderr
         assert done.stderr.isascii()
         assert "uploading" not in done.stderr
-    assert _run("deploy", *SHORT, "--upload", "/nowhere", "--dry-run").exit_code == 1
+    assert run_command("deploy", *SHORT, "--upload", "/nowhere", "--dry-run").exit_code == 1
 
 
 def test_a_dry_run_without_a_network_shows_the_template(cloudformation: FakeCloudFormation) -> None:
@@ -253,7 +248,7 @@ def test_a_dry_run_without_a_network_shows_the_template(cloudformation: FakeClou
         raise EndpointConnectionError(endpoint_url="https://cloudformation.eu-west-1.amazonaws.com/")
 
     cloudformation.after = lost
-    done = _run("deploy", *SHORT, "--dry-run")
+    done = run_command("deploy", *SHORT, "--dry-run")
     assert done.exit_code == 0
     assert ENDPOINT in done.stdout
     assert "note: no change set: Could not connect to the endpoint URL" in done.stderr
@@ -262,7 +257,7 @@ def test_a_dry_run_without_a_network_shows_the_template(cloudformation: FakeClou
 def test_without_a_region_it_says_where_one_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
-    done = _run("status", "my-llm")
+    done = run_command("status", "my-llm")
     assert done.exit_code == 2
     assert "region: missing; give --region, or set AWS_REGION" in done.stderr
 
@@ -287,30 +282,30 @@ def test_status_shows_stack_endpoint_components_and_scaling(
 ) -> None:
     cloudformation.there("UPDATE_COMPLETE")
     services.answers |= STATUS
-    found = json.loads(_run("status", "my-llm", "--json").stdout)
+    found = json.loads(run_command("status", "my-llm", "--json").stdout)
     assert found == {
         "stack": "UPDATE_COMPLETE",
         "endpoint": STATUS["DescribeEndpoint"],
         "components": [STATUS["DescribeInferenceComponent"]],
         "scaling": 2 * STATUS["DescribeScalableTargets"]["ScalableTargets"],
     }
-    shown = _run("status", "my-llm").stdout
+    shown = run_command("status", "my-llm").stdout
     assert shown.startswith("stack: UPDATE_COMPLETE\nendpoint:\n  EndpointStatus: InService\n")
     assert yaml.safe_load(shown) == found
 
 
 def test_the_status_of_nothing_is_a_line_and_exit_code_one(cloudformation: FakeCloudFormation) -> None:
-    done = _run("status", "my-llm")
+    done = run_command("status", "my-llm")
     assert done.exit_code == 1
     assert done.stderr.endswith("when calling the DescribeEndpoint operation: Could not find endpoint\n")
     assert len(done.stderr.splitlines()) == 1
     cloudformation.there("CREATE_IN_PROGRESS")
-    assert _run("status", "my-llm").stdout == "stack: CREATE_IN_PROGRESS\nendpoint: null\n"
+    assert run_command("status", "my-llm").stdout == "stack: CREATE_IN_PROGRESS\nendpoint: null\n"
 
 
 def test_invoke_and_logs(cloudformation: FakeCloudFormation) -> None:
-    assert _run("invoke", "my-llm", "--prompt", "x").stdout == '{"generated_text": " Paris"}\n'
-    assert _run("logs", "my-llm").stdout == "1970-01-01 00:00:01 CUDA out of memory\n"
+    assert run_command("invoke", "my-llm", "--prompt", "x").stdout == '{"generated_text": " Paris"}\n'
+    assert run_command("logs", "my-llm").stdout == "1970-01-01 00:00:01 CUDA out of memory\n"
 
 
 def test_an_answer_of_several_lines_that_a_model_refused_with_is_one_line(
@@ -318,7 +313,7 @@ def test_an_answer_of_several_lines_that_a_model_refused_with_is_one_line(
 ) -> None:
     text = 'Received client error (424) with message "{\n  "code": 424\n}\n".'
     services.answers["InvokeEndpoint"] = error("InvokeEndpoint", text, "ModelError")
-    done = _run("invoke", "my-llm", "--prompt", "x")
+    done = run_command("invoke", "my-llm", "--prompt", "x")
     assert done.exit_code == 1
     assert done.stderr.endswith('Received client error (424) with message "{ "code": 424 } ".\n')
     assert len(done.stderr.splitlines()) == 1
@@ -336,7 +331,7 @@ def test_an_error_of_aws_is_one_line(raised: Exception, said: str, cloudformatio
         raise raised
 
     cloudformation.after = fail
-    done = _run("deploy", *SHORT)
+    done = run_command("deploy", *SHORT)
     assert done.exit_code == 1
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -347,27 +342,27 @@ def test_why_the_log_of_what_does_not_start_cannot_be_read_is_said(
 ) -> None:
     services.answers["FilterLogEvents"] = error("FilterLogEvents", "no", "AccessDeniedException")
     cloudformation.next_change(*FAILURE)
-    done = _run("deploy", *SHORT)
+    done = run_command("deploy", *SHORT)
     assert done.exit_code == 1
     assert "  log: (An error occurred (AccessDeniedException)" in done.stderr
     assert "did not pass the ping health check" in done.stderr.splitlines()[-1]
 
 
 def test_a_body_that_is_no_text_is_sent_as_it_is(cloudformation: FakeCloudFormation) -> None:
-    assert _run("invoke", "my-llm", "--body", "\udcff").exit_code == 0
+    assert run_command("invoke", "my-llm", "--body", "\udcff").exit_code == 0
 
 
 def test_a_log_is_read_page_after_page(cloudformation: FakeCloudFormation, services: Services) -> None:
     pages = [{"events": [logged("1", 1000, "a\n")], "nextToken": "2"}, {"events": [logged("2", 2000, "b\n")]}]
     services.answers["FilterLogEvents"] = pages
-    assert _run("logs", "my-llm").stdout == "1970-01-01 00:00:01 a\n1970-01-01 00:00:02 b\n"
+    assert run_command("logs", "my-llm").stdout == "1970-01-01 00:00:01 a\n1970-01-01 00:00:02 b\n"
 
 
 def test_the_log_of_nothing_is_a_line_and_exit_code_one(cloudformation: FakeCloudFormation, services: Services) -> None:
     services.answers["FilterLogEvents"] = error(
         "FilterLogEvents", "The specified log group does not exist.", "ResourceNotFoundException"
     )
-    done = _run("logs", "my-llm")
+    done = run_command("logs", "my-llm")
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == (
         "slipway: the log group /aws/sagemaker/Endpoints/my-llm does not exist: nothing was logged there yet\n"
@@ -400,7 +395,7 @@ def docker(cloudformation: FakeCloudFormation, monkeypatch: pytest.MonkeyPatch) 
 def test_a_local_image_is_pushed_before_anything_needs_it(
     cloudformation: FakeCloudFormation, services: Services, docker: Ran
 ) -> None:
-    done = _run("deploy", *PUSH, f"{HOST}/slipway:gpu", "--region", "eu-west-1")
+    done = run_command("deploy", *PUSH, f"{HOST}/slipway:gpu", "--region", "eu-west-1")
     assert done.exit_code == 0, done.output
     assert json.loads(services.called["CreateRepository"]) == {
         "registryId": "111122223333",
@@ -420,11 +415,11 @@ def test_a_local_image_is_pushed_before_anything_needs_it(
 def test_an_update_pushes_an_image_too_and_says_when_its_tag_is_that_of_what_runs(
     tag: str, note: bool, docker: Ran
 ) -> None:
-    assert _run("deploy", *PUSH, f"{HOST}/slipway:gpu").exit_code == 0
-    again = _run("deploy", *PUSH, f"{HOST}/slipway:gpu")
+    assert run_command("deploy", *PUSH, f"{HOST}/slipway:gpu").exit_code == 0
+    again = run_command("deploy", *PUSH, f"{HOST}/slipway:gpu")
     assert (again.exit_code, "still runs the old image" in again.stderr) == (0, True)
     docker.clear()
-    done = _run("update", *PUSH, f"{HOST}/slipway:{tag}")
+    done = run_command("update", *PUSH, f"{HOST}/slipway:{tag}")
     assert done.exit_code == 0, done.output
     assert docker[-1] == (("docker", "push", f"{HOST}/slipway:{tag}"), None)
     assert ("still runs the old image" in done.stderr) is note
@@ -433,7 +428,7 @@ def test_an_update_pushes_an_image_too_and_says_when_its_tag_is_that_of_what_run
 
 def test_an_account_that_allows_pushes_alone_is_pushed_to(services: Services, docker: Ran) -> None:
     services.answers["DescribeRepositories"] = error("DescribeRepositories", "no", "AccessDeniedException")
-    assert _run("deploy", *PUSH, f"{HOST}/slipway:gpu").exit_code == 0
+    assert run_command("deploy", *PUSH, f"{HOST}/slipway:gpu").exit_code == 0
     assert docker[-1][0] == ("docker", "push", f"{HOST}/slipway:gpu")
     assert "CreateRepository" not in services.called
 
@@ -442,7 +437,7 @@ def test_without_docker_the_push_fails_and_no_stack_is_made(
     cloudformation: FakeCloudFormation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    done = _run("deploy", *PUSH, f"{HOST}/slipway:gpu")
+    done = run_command("deploy", *PUSH, f"{HOST}/slipway:gpu")
     assert done.exit_code == 1
     assert "docker is not installed" in done.stderr
     assert cloudformation.status is None
@@ -450,7 +445,7 @@ def test_without_docker_the_push_fails_and_no_stack_is_made(
 
 @pytest.mark.usefixtures("_without_credentials")
 def test_a_dry_run_says_what_would_be_pushed() -> None:
-    done = _run("deploy", *PUSH, f"{HOST}/slipway:gpu", "--dry-run")
+    done = run_command("deploy", *PUSH, f"{HOST}/slipway:gpu", "--dry-run")
     assert f"slipway:gpu would be pushed as {HOST}/slipway:gpu\n" in done.stderr
 
 

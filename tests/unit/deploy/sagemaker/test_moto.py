@@ -15,21 +15,16 @@ from moto import mock_aws
 from moto.core.models import DEFAULT_ACCOUNT_ID
 from moto.sagemaker.models import FakeEndpoint
 from moto.sagemakerruntime.models import sagemakerruntime_backends
-from typer.testing import CliRunner, Result
 
 from deploy.sagemaker import endpoint
 from deploy.sagemaker.model_upload import UploadFailed, upload_model
-from slipway.cli import app
+from tests.unit.deploy.sagemaker.commands import run_command
 from tests.unit.deploy.sagemaker.configurations import IMAGE, ROLE
 from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION
 
 # moto has no scaling and no inference components in stacks. It does not check that a role exists.
 SHORT = ["--name", "my-llm", "--model", "s3://models/llama/", "--instance-type", "ml.g4dn.xlarge", "--image", IMAGE]
 GIVEN = [*SHORT, "--role", ROLE]
-
-
-def _run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
 
 def _no_components(**more: Any) -> tuple[Any, dict[str, Any]]:
@@ -68,7 +63,7 @@ def _bucket(name: str) -> Any:
 
 
 def test_a_deployment_is_made_kept_updated_and_removed() -> None:
-    made = _run("deploy", *GIVEN, "--env", "OPTION_DTYPE=fp16", "--set", "tags.team=ads")
+    made = run_command("deploy", *GIVEN, "--env", "OPTION_DTYPE=fp16", "--set", "tags.team=ads")
     assert (made.exit_code, made.stdout) == (0, "my-llm is in service\n"), made.output
     assert "slipway-my-llm CREATE_COMPLETE" in made.stderr
     assert 'try: slipway invoke my-llm --region eu-west-1 --prompt "Hello"' in made.stderr
@@ -85,51 +80,51 @@ def test_a_deployment_is_made_kept_updated_and_removed() -> None:
     (stack,) = SESSION.client("cloudformation").describe_stacks()["Stacks"]
     assert {each["Key"]: each["Value"] for each in stack["Tags"]} == {"slipway:endpoint": "my-llm", "team": "ads"}
 
-    again = _run("deploy", *GIVEN, "--env", "OPTION_DTYPE=fp16", "--set", "tags.team=ads")
+    again = run_command("deploy", *GIVEN, "--env", "OPTION_DTYPE=fp16", "--set", "tags.team=ads")
     assert (again.exit_code, again.stdout) == (0, "my-llm is in service\n"), again.output
-    other = _run("deploy", *GIVEN, "--env", "OPTION_DTYPE=bf16")
+    other = run_command("deploy", *GIVEN, "--env", "OPTION_DTYPE=bf16")
     assert other.exit_code == 3
     assert "my-llm exists and differs in " in other.stderr
     assert "run `slipway update` to change it" in other.stderr
 
-    updated = _run("update", *GIVEN, "--env", "OPTION_DTYPE=bf16")
+    updated = run_command("update", *GIVEN, "--env", "OPTION_DTYPE=bf16")
     assert (updated.exit_code, updated.stdout) == (0, "my-llm is updated\n"), updated.output
-    assert _run("update", *GIVEN, "--env", "OPTION_DTYPE=bf16").stdout == "my-llm is up to date\n"
+    assert run_command("update", *GIVEN, "--env", "OPTION_DTYPE=bf16").stdout == "my-llm is up to date\n"
 
-    shown = json.loads(_run("status", "my-llm", "--json").stdout)
+    shown = json.loads(run_command("status", "my-llm", "--json").stdout)
     assert (shown["endpoint"]["EndpointStatus"], shown["stack"]) == ("InService", "UPDATE_COMPLETE")
-    gone = _run("destroy", "my-llm")
+    gone = run_command("destroy", "my-llm")
     assert (gone.exit_code, gone.stdout) == (0, "my-llm is removed\n")
     assert set(_there().values()) == {0}
-    again = _run("destroy", "my-llm")
+    again = run_command("destroy", "my-llm")
     assert (again.exit_code, bool(re.search("slipway-my-llm .* eu-west-1", again.stderr))) == (1, True)
 
 
 def test_a_role_is_made_with_its_policy_and_goes_with_the_stack() -> None:
-    assert _run("deploy", *SHORT).exit_code == 0
+    assert run_command("deploy", *SHORT).exit_code == 0
     iam: Any = SESSION.client("iam")
     (role,) = iam.list_roles()["Roles"]
     assert role["RoleName"].startswith("slipway-my-llm-")
     (name,) = iam.list_role_policies(RoleName=role["RoleName"])["PolicyNames"]
     document = iam.get_role_policy(RoleName=role["RoleName"], PolicyName=name)["PolicyDocument"]
     assert "arn:aws:s3:::models/llama/*" in str(document)
-    assert _run("destroy", "my-llm").exit_code == 0
+    assert run_command("destroy", "my-llm").exit_code == 0
     assert iam.list_roles()["Roles"] == []
 
 
 def test_a_dry_run_shows_what_would_change_and_leaves_nothing() -> None:
     before = _there()
-    new = _run("deploy", *GIVEN, "--dry-run")
+    new = run_command("deploy", *GIVEN, "--dry-run")
     assert new.exit_code == 0, new.output
     assert "AWS::SageMaker::EndpointConfig" in new.stdout
     assert "a new stack:" in new.stderr
     assert "Endpoint " in new.stderr
     assert _there() == before
-    _run("deploy", *GIVEN)
-    assert "nothing would change" in _run("update", *GIVEN, "--dry-run").stderr
-    assert "changes:" in _run("update", *GIVEN, "--env", "A=1", "--dry-run").stderr
-    assert "OPTION" not in json.dumps(_run("status", "my-llm", "--json").stdout)
-    assert _run("update", *GIVEN).stdout == "my-llm is up to date\n"
+    run_command("deploy", *GIVEN)
+    assert "nothing would change" in run_command("update", *GIVEN, "--dry-run").stderr
+    assert "changes:" in run_command("update", *GIVEN, "--env", "A=1", "--dry-run").stderr
+    assert "OPTION" not in json.dumps(run_command("status", "my-llm", "--json").stdout)
+    assert run_command("update", *GIVEN).stdout == "my-llm is up to date\n"
 
 
 def test_a_model_is_uploaded_first_and_again_what_has_changed(tmp_path: Path) -> None:
@@ -137,12 +132,12 @@ def test_a_model_is_uploaded_first_and_again_what_has_changed(tmp_path: Path) ->
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer/vocab.txt").write_text("a")
-    made = _run("deploy", *GIVEN, "--upload", str(tmp_path))
+    made = run_command("deploy", *GIVEN, "--upload", str(tmp_path))
     assert made.exit_code == 0, made.output
     keys = [entry["Key"] for entry in s3.list_objects_v2(Bucket="models")["Contents"]]
     assert keys == ["llama/config.json", "llama/tokenizer/vocab.txt"]
     (tmp_path / "config.json").write_text('{"a": 1}')
-    again = _run("update", *GIVEN, "--upload", str(tmp_path))
+    again = run_command("update", *GIVEN, "--upload", str(tmp_path))
     assert again.stderr.count("uploading") == 1
     assert s3.get_object(Bucket="models", Key="llama/config.json")["Body"].read() == b'{"a": 1}'
     assert "still runs the old image" in again.stderr
@@ -187,7 +182,7 @@ def test_links_are_followed_and_those_that_lead_nowhere_are_named(tmp_path: Path
 
 
 def test_a_directory_that_is_not_there_leaves_no_stack() -> None:
-    done = _run("deploy", *GIVEN, "--upload", "/nowhere")
+    done = run_command("deploy", *GIVEN, "--upload", "/nowhere")
     assert done.exit_code == 1
     assert "slipway: /nowhere: " in done.stderr
     assert _there()["stacks"] == 0
@@ -196,12 +191,12 @@ def test_a_directory_that_is_not_there_leaves_no_stack() -> None:
 def test_an_asynchronous_call_prints_its_answer_or_the_reason_of_its_failure() -> None:
     results = sagemakerruntime_backends[DEFAULT_ACCOUNT_ID]["eu-west-1"].async_results_queue
     results += [(False, '{"generated_text": " Paris"}'), (True, "no such model"), (False, "{}")]
-    done = _run("invoke", "my-llm", "--async", "--prompt", "Hi")
+    done = run_command("invoke", "my-llm", "--async", "--prompt", "Hi")
     assert (done.exit_code, done.stdout) == (0, '{"generated_text": " Paris"}\n'), done.output
-    failed = _run("invoke", "my-llm", "--async", "--input-location", "s3://in/1.json")
+    failed = run_command("invoke", "my-llm", "--async", "--input-location", "s3://in/1.json")
     assert (failed.exit_code, failed.stdout) == (1, "")
     assert failed.stderr.startswith("slipway: the request failed: no such model (s3://")
-    place = _run("invoke", "my-llm", "--input-location", "s3://in/2.json").stdout
+    place = run_command("invoke", "my-llm", "--input-location", "s3://in/2.json").stdout
     assert place.startswith("s3://")
 
 
@@ -223,6 +218,6 @@ def test_an_answer_is_waited_for_until_it_is_there(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_hint_after_a_deployment_is_a_call_that_the_endpoint_takes() -> None:
-    done = _run("deploy", *GIVEN, "--set", "async.output=s3://answers/")
+    done = run_command("deploy", *GIVEN, "--set", "async.output=s3://answers/")
     assert done.exit_code == 0, done.output
     assert 'try: slipway invoke my-llm --region eu-west-1 --async --prompt "Hello"' in done.stderr
