@@ -23,7 +23,7 @@ from handlers.all_contracts import CONTRACTS
 from handlers.route_declarations import GenerationRoute, takes
 from tests.contracts.exchange import MODEL
 from tests.contracts.test_cases import CaseEngine, exchanged
-from tests.rows import Rows, read_rows, write_rows
+from tests.rows import read_rows, write_rows
 from tests.stand_ins.scripted_engine import ScriptedGeneration
 
 FILES = sorted((Path(__file__).parent / "requests").glob("*.yaml"))
@@ -71,17 +71,17 @@ def effect(row: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_engine_gets_the_requests_of_the_row(path: Path, tmp_path: Path) -> None:
+def test_the_engine_gets_the_requests_of_the_row(path: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
     (directory := tmp_path / "model").mkdir()
-    given = read_rows(path)
-    found: Rows = {}
-    for title, rows in given.items():
-        found[title] = [{name: row[name] for name in GIVEN if name in row} | effect(row, directory) for row in rows]
-    if os.environ.get("UPDATE_CASES"):
-        write_rows(path, found)
-        return
-    for title, rows in given.items():
-        assert found[title] == rows, title
+    updating = "UPDATE_CASES" in os.environ
+    rows_by_title = read_rows(path)
+    for title, rows in rows_by_title.items():
+        for place, row in enumerate(rows):
+            with subtests.test(title, row=place + 1):
+                rows[place] = {name: row[name] for name in GIVEN if name in row} | effect(row, directory)
+                assert updating or rows[place] == row
+    if updating:
+        write_rows(path, rows_by_title)
 
 
 def test_each_contract_of_a_route_is_steered_by_headers() -> None:

@@ -19,7 +19,7 @@ from container.settings.server import ServerConfig
 from container.settings.settings import SettingsError
 from handlers.custom.settings import HandlerConfig
 from handlers.model_config import ModelConfig
-from tests.rows import Rows, read_rows, write_rows
+from tests.rows import read_rows, write_rows
 from tests.settings import load_settings
 
 FILES = sorted((Path(__file__).parent / "cases").glob("*.yaml"))
@@ -82,18 +82,16 @@ def without_place(found: Any, place: str) -> Any:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_settings_have_the_effect_of_the_case(path: Path, tmp_path: Path) -> None:
-    given = read_rows(path)
-    found: Rows = {}
-    for title, rows in given.items():
-        found[title] = []
+def test_settings_have_the_effect_of_the_case(path: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    updating = "UPDATE_CASES" in os.environ
+    rows_by_title = read_rows(path)
+    for number, (title, rows) in enumerate(rows_by_title.items()):
         for place, row in enumerate(rows):
-            directory = tmp_path / f"{len(found)}-{place}" / "model"
+            directory = tmp_path / f"{number}-{place}" / "model"
             directory.mkdir(parents=True)
-            stated = {name: row[name] for name in GIVEN if name in row}
-            found[title].append(stated | without_place(effect(row, directory), str(directory)))
-    if os.environ.get("UPDATE_CASES"):
-        write_rows(path, found)
-        return
-    for title, rows in given.items():
-        assert found[title] == rows, title
+            with subtests.test(title, row=place + 1):
+                given = {name: row[name] for name in GIVEN if name in row}
+                rows[place] = given | without_place(effect(row, directory), str(directory))
+                assert updating or rows[place] == row
+    if updating:
+        write_rows(path, rows_by_title)
