@@ -22,7 +22,7 @@ from engines.request import FinishReason, GenerationRequest, TokenDelta
 from handlers.all_contracts import CONTRACTS
 from handlers.route_declarations import GenerationRoute, takes
 from tests.contracts.exchange import MODEL
-from tests.contracts.test_cases import CaseEngine, exchanged
+from tests.contracts.test_cases import HEADERS, CaseEngine, exchanged
 from tests.rows import read_rows, write_rows
 from tests.stand_ins.scripted_engine import ScriptedGeneration
 
@@ -31,6 +31,7 @@ assert FILES
 NUMBERS = {"reranker": [[1.0]], "classifier": [[1.0, 2.0, 3.0]]}
 GIVEN = ("method", "path", "options", "environment", "model", "state", "places", "error", "numbers")
 GIVEN += ("headers", "body")
+STATED = ("engine", "status", "reply", *HEADERS)
 COMMON = (("content-type", "application/json"), ("cache-control", "no-cache; no-store, must-revalidate, private"))
 COMMON += (("x-compute-type", "gpu+optimized"),)
 
@@ -78,6 +79,7 @@ def test_the_engine_gets_the_requests_of_the_row(path: Path, tmp_path: Path, sub
     for title, rows in rows_by_title.items():
         for place, row in enumerate(rows):
             with subtests.test(title, row=place + 1):
+                assert row.keys() - {*GIVEN, *STATED} == set()
                 rows[place] = {name: row[name] for name in GIVEN if name in row} | effect(row, directory)
                 assert updating or rows[place] == row
     if updating:

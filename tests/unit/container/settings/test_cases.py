@@ -25,6 +25,7 @@ from tests.settings import load_settings
 FILES = sorted((Path(__file__).parent / "cases").glob("*.yaml"))
 assert FILES
 GIVEN = ("properties", "environ", "command_line", "files", "gpus", "one_model")
+STATED = ("model", "server", "exports", "notes", "warnings", "problems")
 NO_HANDLER = HandlerConfig(entry_point="")
 
 
@@ -90,6 +91,7 @@ def test_settings_have_the_effect_of_the_case(path: Path, tmp_path: Path, subtes
             directory = tmp_path / f"{number}-{place}" / "model"
             directory.mkdir(parents=True)
             with subtests.test(title, row=place + 1):
+                assert row.keys() - {*GIVEN, *STATED} == set()
                 given = {name: row[name] for name in GIVEN if name in row}
                 rows[place] = given | without_place(effect(row, directory), str(directory))
                 assert updating or rows[place] == row
