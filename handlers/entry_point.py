@@ -114,14 +114,14 @@ async def _serving(
                 raise EngineStartError("an output formatter with option.async_mode=true needs vLLM as the engine")
             lmi = EngineHandler(queue, contract, refuse_unread=overloaded)
             given = given.offering(tokenizer=engine.tokenizer)
-            return InvocationsHandler(lmi, openai, config, queue, sessions, limits.overload_status, contract, given)
+            return InvocationsHandler(lmi, openai, config, queue, sessions, contract, given)
         thread = None
         if given.input is not None or given.output is not None:
             contract, thread = FormatterContract(contract, config, given, engine.tokenizer), given.thread
         lmi = EngineHandler(queue, contract, refuse_unread=overloaded, thread=thread)
         if given.input is not None:
             return lmi  # the formatter reads bodies of any format
-        return InvocationsHandler(lmi, openai, config, queue, sessions, limits.overload_status)
+        return InvocationsHandler(lmi, openai, config, queue, sessions)
 
     invocations = formatted(formatters)
     adapters = None

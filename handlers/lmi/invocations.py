@@ -58,7 +58,6 @@ class InvocationsHandler:
         config: ModelConfig,
         queue: EngineQueue,
         sessions: Sessions,
-        overload_status: int = 503,
         contract: LmiAsyncContract | None = None,
         formatters: Formatters | None = None,
     ) -> None:
@@ -70,20 +69,19 @@ class InvocationsHandler:
             config: The model's settings.
             queue: The queue of the model's engine.
             sessions: Answers bodies with `requestType`.
-            overload_status: The status of a reply if the queue is full.
             contract: The contract of bodies with `inputs` in LMI's asynchronous mode.
             formatters: The formatters of the asynchronous mode. If there is an output formatter, vLLM's front end also
                 answers bodies with `inputs`.
         """
         self._lmi, self._openai, self._config, self._queue, self._sessions = lmi, openai, config, queue, sessions
-        self._overload_status, self._contract, self._formatters = overload_status, contract, formatters
+        self._contract, self._formatters = contract, formatters
         self._order = _ASYNCHRONOUS if config.lmi.async_mode else _ROLLING_BATCH
         self._forms = dict.fromkeys(_PATHS, VLLM_FORM)
         if config.lmi.async_mode:
-            self._forms = dict.fromkeys(_PATHS, AsyncForm(overload_status))
+            self._forms = dict.fromkeys(_PATHS, AsyncForm(queue.overload_status))
         elif config.lmi.chat_format != "openai":
             sse = config.lmi.output_formatter == "sse"
-            self._forms["messages"] = LmiChatForm(sse=sse, overload_status=overload_status)
+            self._forms["messages"] = LmiChatForm(sse=sse, overload_status=queue.overload_status)
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
         formatters = self._formatters
@@ -126,7 +124,7 @@ class InvocationsHandler:
     ) -> Running | None:
         """Answer a call with vLLM's front end and the model's output formatter."""
         assert self._openai is not None, "the model has not loaded without it"
-        form = AsyncForm(self._overload_status)
+        form = AsyncForm(self._queue.overload_status)
         if field == "inputs":
             assert self._contract is not None
             call, notes = await off_the_loop(call.body, self._contract.as_completion, call)
@@ -135,7 +133,7 @@ class InvocationsHandler:
             for note in notes:
                 logger.info("%s", note, extra={"request_id": call.request_id})
             call, field, body = await off_the_loop(call.body, self._read, call)
-            form = AsyncForm(self._overload_status, FAILED_DEPENDENCY)
+            form = AsyncForm(self._queue.overload_status, FAILED_DEPENDENCY)
         reply = FormattedReply(writer, formatters, form, _PATHS[field])
         reply.follow(await self._begin(self._openai, call, field, body, reply, VLLM_FORM))
         return reply

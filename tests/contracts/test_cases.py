@@ -117,9 +117,7 @@ async def exchanged(case: dict[str, Any], directory: Path, engine: CaseEngine | 
     openai = OpenAIHandler(front_end, queue, common, FRONT_END.model)
     if engine.pooling is None:
         lmi = EngineHandler(queue, lmi_contract(settings.config, engine), refuse_unread=overloaded)
-        invocations: Any = InvocationsHandler(
-            lmi, openai, settings.config, queue, Sessions(None, overload_status), overload_status
-        )
+        invocations: Any = InvocationsHandler(lmi, openai, settings.config, queue, Sessions(None, overload_status))
     else:
         invocations = pooling_invocations(settings.config, queue, engine.pooling, openai)
     handlers = generation_handlers(settings.config, queue)
