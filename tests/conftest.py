@@ -31,8 +31,9 @@ In each process, this import takes ten seconds and a gigabyte.
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run tests with a shared server first, and then files with slow tests. One process runs all tests of a server or a
-    file. The other processes should not wait for it at the end.
+    """Run tests with a shared server first, and then files with slow tests.
+
+    One process runs all tests of a server or a file. The other processes should not wait for it at the end.
     """
     if not hasattr(config, "workerinput"):
         return  # There is only one process.

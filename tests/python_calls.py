@@ -9,8 +9,9 @@ from typing import Any
 
 
 def python_calls(function: Callable[[], object]) -> int:
-    """Return the number of Python functions that a function calls, including the function itself. Its exceptions
-    propagate.
+    """Return the number of Python functions that a function calls, including the function itself.
+
+    Its exceptions propagate.
     """
     count = 0
 

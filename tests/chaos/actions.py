@@ -105,8 +105,9 @@ async def stop(stage: Stage, seconds: float, name: str) -> None:
 
 
 async def stop_server(stage: Stage, seconds: float, *, whole: bool) -> None:
-    """Pause the server's own process, or all processes, as `docker pause` does. Clients get no errors because of the
-    pause.
+    """Pause the server's own process, or all processes, as `docker pause` does.
+
+    Clients get no errors because of the pause.
     """
     with stopped(stage.subject.processes() if whole else [stage.subject.process("slipway")]):
         await asyncio.sleep(seconds)

@@ -108,8 +108,9 @@ class Load:
         return wait
 
     async def ask(self, path: str, body: bytes = b"", method: str = "POST") -> tuple[int, bytes]:
-        """Send a request outside the contracts, such as one to the management API. The status is 0 if the connection
-        broke.
+        """Send a request outside the contracts, such as one to the management API.
+
+        The status is 0 if the connection broke.
         """
         sent = clock()
         request = request_bytes(path, body, method, "application/json" if body else "text/plain")

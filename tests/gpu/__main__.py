@@ -235,8 +235,9 @@ def _bench(seconds: float) -> Outcome:
 
 
 def outcome_of_bench(report: Path, code: int | None, seconds: float) -> Outcome:
-    """Return the benchmark's outcome from its report, exit status and duration. The benchmark has passed if its report
-    has ratios.
+    """Return the benchmark's outcome from its report, exit status and duration.
+
+    The benchmark has passed if its report has ratios.
     """
     streams = report.read_text().partition("streams")[2].partition("###")[0]
     ratios = [line.strip("| ").split(" | ") for line in streams.splitlines() if " / vllm" in line]

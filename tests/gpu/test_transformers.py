@@ -39,8 +39,9 @@ def texts(gpu_options: dict[str, object]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def used_by_tests(one_server: OneServer, texts: dict[str, str]) -> int:
-    """Return the MiB of GPU memory that are in use without a server. They include the model that this process has
-    loaded.
+    """Return the MiB of GPU memory that are in use without a server.
+
+    They include the model that this process has loaded.
     """
     one_server.stop()
     return used_gpu_memory()

@@ -98,8 +98,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, engine: str, small_options:
 def sample_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
 ) -> Iterator[Server]:
-    """Start the server of tests that need the sample model's text, or the end of its text. The parameter is like
-    `engine`'s.
+    """Start the server of tests that need the sample model's text, or the end of its text.
+
+    The parameter is like `engine`'s.
 
     A token takes 90 ms of processor time. The context has 1024 tokens.
     """
@@ -120,8 +121,9 @@ def _local_endpoint(directory: Path, options: dict[str, object]) -> Server:
 
 @pytest.fixture(scope="session", params=["host"])
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Start a server without a model, for tests that load their own models (`hosted`). The parameter is like
-    `engine`'s.
+    """Start a server without a model, for tests that load their own models (`hosted`).
+
+    The parameter is like `engine`'s.
     """
     directory = tmp_path_factory.mktemp("host")
     environment = {"SAGEMAKER_MULTI_MODEL": "true", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}

@@ -19,8 +19,9 @@ PAUSE = 0.05
 
 
 def constrained_answers(model: Path, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the answers to the cases, by name, from a new process. "others": the results of requests that run
-    meanwhile.
+    """Return the answers to the cases, by name, from a new process.
+
+    "others": the results of requests that run meanwhile.
     """
     answers: dict[str, dict[str, Any]] = result_of(__name__, [str(model), cases])
     return answers

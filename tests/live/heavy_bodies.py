@@ -152,8 +152,9 @@ async def send(host: str, port: int, path: str, content_type: str, body: bytes) 
 
 
 def _watch(pipe: Connection, host: str, port: int) -> None:
-    """Call `/ping` every 20 ms. The answer to a message in the pipe is the longest wait since the last message. None
-    ends the loop.
+    """Call `/ping` every 20 ms.
+
+    The answer to a message in the pipe is the longest wait since the last message. None ends the loop.
     """
 
     async def watch() -> None:

@@ -58,8 +58,9 @@ def write_model(directory: Path, **options: object) -> Path:
 
 
 def copy_model(fixture: Path, directory: Path, properties: str = "", **options: object) -> Path:
-    """Copy a model directory, with a serving.properties for the copy. `properties`: further lines, whose names do not
-    start with `option.`.
+    """Copy a model directory, with a serving.properties for the copy.
+
+    `properties`: further lines, whose names do not start with `option.`.
     """
     shutil.copytree(fixture, directory, ignore=shutil.ignore_patterns("__pycache__"))
     write_model(directory, **options)
@@ -188,8 +189,9 @@ class Server:
         return client
 
     def metric(self, name: str) -> float:
-        """Return the value of a metric without labels. If the server has several models, the model's name is the only
-        label.
+        """Return the value of a metric without labels.
+
+        If the server has several models, the model's name is the only label.
         """
         for line in self.client.get("/metrics").text.splitlines():
             if line.startswith((f"{name} ", f'{name}{{model="{self.name}"}} ')):

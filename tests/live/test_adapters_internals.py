@@ -202,8 +202,9 @@ async def test_an_adapter_whose_files_change_while_the_engine_reads_them_is_refu
 
 @pytest.mark.parametrize("is_only", [True, False])
 async def test_a_further_copy_gets_idle_adapters_as_well(llm: Any, adapters: Any, source: Path, is_only: bool) -> None:
-    """Each copy that serves has the adapters, so that requests find them. If no copy serves, an idle adapter is loaded
-    at its next request.
+    """Each copy that serves has the adapters, so that requests find them.
+
+    If no copy serves, an idle adapter is loaded at its next request.
     """
     for number, (name, preload) in enumerate(
         {"idle": False, "used": False, "preloaded": True, "new": False}.items(), 1

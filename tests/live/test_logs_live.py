@@ -30,8 +30,9 @@ def _log_much(server: Server) -> None:
 
 
 class PipedServer(Server):
-    """A server whose log is a pipe. It is read without blocking, because the pipe never ends while this process has it
-    open.
+    """A server whose log is a pipe.
+
+    It is read without blocking, because the pipe never ends while this process has it open.
     """
 
     def log_text(self) -> str:

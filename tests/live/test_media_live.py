@@ -177,8 +177,9 @@ def bare() -> dict[str, str]:
 
 
 def tgi(vision: Server, path: str, inputs: str, **parameters: Any) -> httpx.Response:
-    """Call one of TGI's routes. The server has several models, so `route` names the path, and the query names the
-    model.
+    """Call one of TGI's routes.
+
+    The server has several models, so `route` names the path, and the query names the model.
     """
     body = {"inputs": inputs, "parameters": {"max_new_tokens": LENGTH, **parameters}}
     headers = {"X-Amzn-SageMaker-Custom-Attributes": f"route={path}"}

@@ -163,8 +163,9 @@ def test_a_streamed_call_that_is_cut_has_the_part_that_has_come() -> None:
 
 
 def read_in_parts(kind: Any, text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
-    """Return the content of a stream, and its calls with names and arguments. Each part of the stream has `size`
-    characters.
+    """Return the content of a stream, and its calls with names and arguments.
+
+    Each part of the stream has `size` characters.
     """
     parser, content, calls = kind(Tokenizer()), "", {}
     for at in range(0, len(text), size):

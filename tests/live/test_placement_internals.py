@@ -179,8 +179,9 @@ def _configuration(**parallel: Any) -> Any:
 
 @pytest.fixture
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
-    """A machine with two NUMA nodes, three cores in each node, and two processors in each core. This process may use
-    all of them.
+    """A machine with two NUMA nodes, three cores in each node, and two processors in each core.
+
+    This process may use all of them.
 
     The processors have numbers as on many Linux machines: first the first processor of each core, then the second.
     Returns the node and the core of each processor.
@@ -215,8 +216,9 @@ def test_the_processors_are_shared_out_among_places(two_nodes: dict[int, tuple[i
 def test_vllm_binds_the_threads_of_a_copy_to_processors_of_its_share(
     two_nodes: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch, copy: int
 ) -> None:
-    """By itself, vLLM takes the processors of the first node that it sees. The second copy's share is on the second
-    node.
+    """By itself, vLLM takes the processors of the first node that it sees.
+
+    The second copy's share is on the second node.
     """
     from vllm.utils import cpu_resource_utils
     from vllm.utils.ompmultiprocessing import OMPProcessManager

@@ -100,8 +100,9 @@ def vectors(expected: dict[str, list[list[float]]]) -> list[list[float]]:
 
 
 def post(model: Server, path: str, body: object, **headers: str) -> Any:
-    """Send a body, and return the reply's document. The status has to be 200. On OpenAI's routes, the body names the
-    model.
+    """Send a body, and return the reply's document.
+
+    The status has to be 200. On OpenAI's routes, the body names the model.
     """
     if isinstance(body, dict) and path != "/invocations":
         body = {"model": model.name, **body}

@@ -99,8 +99,9 @@ def test_a_copy_that_is_killed_comes_back_and_ping_stays_200(two: Server) -> Non
 def hold(
     server: Server, pool: ThreadPoolExecutor, calls: int
 ) -> tuple[list[psutil.Process], list[Future[httpx.Response]]]:
-    """Pause the copies, and send calls to them. Return the copies in the order in which they were started, and the
-    calls.
+    """Pause the copies, and send calls to them.
+
+    Return the copies in the order in which they were started, and the calls.
     """
     before = server.metric("slipway_generations_total")
     copies = sorted(server.engine_processes(), key=lambda process: process.create_time())

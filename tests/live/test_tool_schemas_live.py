@@ -53,8 +53,9 @@ BYTES = byte_tokens()
 
 
 def faults(name: str, text: str) -> Iterator[str]:
-    """Yield the faults of an answer under a tool's schema. If an answer is cut off, it has to be the beginning of a
-    valid one.
+    """Yield the faults of an answer under a tool's schema.
+
+    If an answer is cut off, it has to be the beginning of a valid one.
     """
     schema = SCHEMAS[name]
     try:

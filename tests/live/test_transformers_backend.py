@@ -40,8 +40,9 @@ AUTO_MAP = {
 
 
 def own_model(directory: Path, sample_model: Path) -> Path:
-    """Make a small random model with the sample model's tokenizer. Only code in the model's directory knows its
-    architecture.
+    """Make a small random model with the sample model's tokenizer.
+
+    Only code in the model's directory knows its architecture.
     """
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM

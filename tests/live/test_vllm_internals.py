@@ -88,8 +88,9 @@ class Processor:
 
 
 def sent_outputs(outputs: Sequence[Any], *, lean: bool) -> list[Any]:
-    """Send outputs as the engine's process sends them. Return them as vLLM's decoder or the lean decoder reads
-    them.
+    """Send outputs as the engine's process sends them.
+
+    Return them as vLLM's decoder or the lean decoder reads them.
     """
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
