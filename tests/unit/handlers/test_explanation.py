@@ -33,6 +33,12 @@ from tests.stand_ins.scripted_engine import ScriptedEngine
 pytestmark = pytest.mark.asyncio
 
 
+@pytest.fixture(autouse=True)
+def _long_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine can stop for seconds, and then the search would end too early."""
+    monkeypatch.setattr(explanation, "_MOST_SECONDS", 600.0)
+
+
 class CountingEngine(ScriptedEngine):
     """An engine that counts the prompts that it prepares. `events` has functions to call, by the number of prompts."""
 
