@@ -180,6 +180,16 @@ class Server:
             document["stream"] = stream
         return self.client.post("/invocations", json=document)
 
+    def explain(self, path: str, body: object, **headers: str) -> dict[str, Any]:
+        """Ask for an explanation. Ask again if the machine is so busy that the search for origins times out."""
+        for _ in range(5):
+            reply = self.client.post(path, json=body, headers={"x-slipway-explain": "1"} | headers)
+            assert reply.status_code == 200, reply.text
+            document: dict[str, Any] = reply.json()
+            if document.get("origins_known", True):
+                break
+        return document
+
     def send(self, path: str, document: object) -> socket.socket:
         """Send a request, and return its connection. Closing the connection is the way in which a client leaves."""
         body = json.dumps(document).encode()

@@ -383,10 +383,10 @@ def test_an_adapter_is_explained_with_its_origin(lora: Server) -> None:
         ("/v1/chat/completions", {**chat, "model": "blue"}, {}, {"from": "body", "fields": ["model"]}),
         ("/v1/chat/completions", {**chat, "model": "blue", "unknown": 1}, {}, {"from": "body", "fields": ["model"]}),
     ):
-        explained = lora.client.post(path, json=body, headers=headers | {"x-slipway-explain": "1"}).json()
+        explained = lora.explain(path, body, **headers)
         assert explained["adapter"] == {"value": "blue", **expected}, (path, explained)
     unknown = {"inputs": "a", "adapters": "no-such-adapter"}
     refused = lora.client.post("/invocations", json=unknown)
-    explained = lora.client.post("/invocations", json=unknown, headers={"x-slipway-explain": "1"})
-    assert (explained.status_code, explained.content) == (refused.status_code, refused.content)
+    refusal = lora.client.post("/invocations", json=unknown, headers={"x-slipway-explain": "1"})
+    assert (refusal.status_code, refusal.content) == (refused.status_code, refused.content)
     assert refused.status_code >= 400

@@ -120,7 +120,7 @@ def test_over_http_a_call_is_explained(server: Server, sample_model: Path) -> No
     from transformers import AutoTokenizer
 
     document = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 3}}
-    found = server.client.post("/invocations", json=document, headers={"x-slipway-explain": "1"}).json()
+    found = server.explain("/invocations", document)
     assert found["parameters"]["max_tokens"] == {"value": 3, "from": "body", "fields": ["parameters.max_new_tokens"]}
     (prompt,) = found["prompts"]
     assert prompt["token_ids"] == AutoTokenizer.from_pretrained(sample_model).encode(document["inputs"])
