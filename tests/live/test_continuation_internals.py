@@ -79,6 +79,7 @@ def test_a_request_without_tokens_is_sent_as_it_was() -> None:
         ({"presence_penalty": 0.1}, {}, "count the tokens of the answer alone"),
         ({"frequency_penalty": 0.1}, {}, "count the tokens of the answer alone"),
         ({"seed": 1, "temperature": 1.0}, {}, "random numbers of its seed"),
+        ({"bad_words": ["a"], "_bad_words_token_ids": [[7, 8]]}, {}, "bad_words of several tokens"),
         ({"thinking_token_budget": 5}, {}, "thinking_token_budget"),
         ({"repetition_detection": {"max_pattern_size": 2, "min_count": 2}}, {}, "repetition_detection"),
         ({"extra_args": {"kv_transfer_params": {"a": 1}}}, {}, "from another server"),
