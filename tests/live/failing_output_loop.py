@@ -17,7 +17,7 @@ from tests.generation import generate
 from tests.live.preloaded import answer_order, result_of
 from tests.waiting import until
 
-TOKENS, CALLS = 300, 4
+TOKENS, CALLS = 100, 4
 _FAILS_AT = 20  # Messages.
 
 
