@@ -1,12 +1,10 @@
-"""A worker process of vLLM with two faults: an error like CUDA's, and an exit without a message.
-
-Its class is a value of `option.worker_cls`.
-"""
+"""Worker processes of vLLM with faults. Their classes are values of `option.worker_cls`."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -15,7 +13,7 @@ from tests.live.deadly_prompts import IS_KILLED, RAISES
 
 
 class DeadlyWorker(CPUWorker):
-    """vLLM's worker, with the faults."""
+    """A worker with two faults: an error like CUDA's, and an exit without a message."""
 
     def execute_model(self, scheduler_output: Any) -> Any:
         for request in scheduler_output.scheduled_new_reqs:
@@ -25,3 +23,10 @@ class DeadlyWorker(CPUWorker):
             if beginning == IS_KILLED:
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().execute_model(scheduler_output)
+
+
+class LoadingWorker(CPUWorker):
+    """A worker whose load never ends."""
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        threading.Event().wait()

@@ -18,7 +18,7 @@ from tests.live.small_model import ENDLESS, ENDLESS_STREAM
 from tests.waiting import wait_until
 
 STOPPING = "the server is stopping; the request was not completed"
-_TOKENS = 100  # The length of an answer that has time to finish.
+_TOKENS = 20  # The length of an answer that has time to finish.
 
 
 def open_stream(server: Server, parameters: dict[str, Any] = ENDLESS) -> socket.socket:

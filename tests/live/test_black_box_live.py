@@ -18,7 +18,7 @@ from tests.live.small_model import ENDLESS
 from tests.live.test_custom_handlers_live import HANDLERS
 from tests.waiting import wait_until
 
-STALL_TIMEOUT = 8.0
+STALL_TIMEOUT = 12.0
 PROMPT, KEY, HEADER = "a prompt that no file may have", "key-that-no-file-may-have", "header-that-no-file-may-have"
 MOST_BYTES = 1_000_000
 LMI_STREAM = {"inputs": PROMPT, "stream": True, "parameters": ENDLESS}

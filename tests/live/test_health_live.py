@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import signal
-import socket
-import statistics
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,39 +14,21 @@ import psutil
 import pytest
 
 from tests.live.draining import lives, open_stream
-from tests.live.server import START_SECONDS, Server, records, stopped, write_model
+from tests.live.server import Server, records, serving, stopped
 from tests.live.small_model import ENDLESS_COMPLETION
 from tests.waiting import wait_until
 
-STALL_TIMEOUT, PREDICT_TIMEOUT = 8.0, 20.0
+STALL_TIMEOUT, PREDICT_TIMEOUT = 8, 20
 """The timeouts in seconds. On a busy machine, the engine may not make a step for some seconds."""
 
 
 @pytest.fixture(scope="module")
-def starting(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
-    """Start a server. The first test uses it while its model loads."""
+def vllm_server(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+    """Start a server. The last test kills it."""
     directory = tmp_path_factory.mktemp("health")
-    options = small_options | {"max_rolling_batch_size": 2}
-    model_dir = write_model(
-        directory / "model",
-        **options,
-        predict_timeout=PREDICT_TIMEOUT,
-        sessions_path=directory / "sessions",
-    )
-    environment = {"SERVING_STALL_TIMEOUT": str(STALL_TIMEOUT)}
-    server = Server(model_dir, directory / "server.log", environment)
-    try:
+    options = small_options | {"predict_timeout": PREDICT_TIMEOUT, "sessions_path": directory / "sessions"}
+    with serving(directory, {"SERVING_STALL_TIMEOUT": str(STALL_TIMEOUT)}, **options) as server:
         yield server
-    finally:
-        server.stop()
-
-
-@pytest.fixture(scope="module")
-def vllm_server(starting: Server) -> Server:
-    """The same, ready."""
-    starting.wait_until_ready()
-    assert starting.invoke(["Once", "Twice"], max_new_tokens=4).status_code == 200
-    return starting
 
 
 def status(server: Server) -> tuple[int, dict[str, str]]:
@@ -59,70 +37,8 @@ def status(server: Server) -> tuple[int, dict[str, str]]:
     return answer.status_code, model
 
 
-def wait_for_ping(server: Server, wanted: int) -> float:
-    """Wait for a status of /ping, and return the seconds that it took."""
-    started = time.monotonic()
+def wait_for_ping(server: Server, wanted: int) -> None:
     wait_until(lambda: server.ping() == wanted, about=lambda: status(server))
-    return time.monotonic() - started
-
-
-def ping_times(server: Server, seconds: float) -> list[float]:
-    """Return the seconds that each of many calls took. Each has a new connection, like SageMaker's, and gets 200."""
-    times = []
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        started = time.perf_counter()
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        connection.request("GET", "/ping")
-        answer = connection.getresponse()
-        text = answer.read()
-        times.append(time.perf_counter() - started)
-        connection.close()
-        assert answer.status == 200, text
-        time.sleep(0.01)
-    return sorted(times)
-
-
-def test_while_the_model_loads_connections_are_taken_at_once_and_ping_says_pending(starting: Server) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    wait_until(lambda: starting.ping() != 0, START_SECONDS)
-    connects, pings = [], []
-    while starting.ping() == 503:
-        assert time.monotonic() < deadline
-        started = time.perf_counter()
-        with socket.create_connection(("127.0.0.1", starting.port), timeout=60):
-            connects.append(time.perf_counter() - started)
-        assert status(starting)[1]["status"] in ("PENDING", "Healthy")
-        pings.append(time.perf_counter() - started)
-        time.sleep(0.05)
-    # The median is compared, because a busy machine can stand still for seconds.
-    connect, ping = map(statistics.median, (connects, pings))
-    print(f"loading: {len(pings)} connections, median {connect:.4f} s, max {max(connects):.4f} s")
-    print(f"loading: {len(pings)} pings, median {ping:.4f} s, max {max(pings):.3f} s")
-    assert len(pings) > 10
-    assert connect < 0.25, "SageMaker's limit for accepting a connection"
-    assert ping < 2.0, "SageMaker's limit for /ping; a library that is being loaded can hold everything up for a moment"
-    assert status(starting) == (200, {"status": "Healthy"})
-
-
-@pytest.mark.slow
-def test_a_deep_queue_is_no_reason_to_be_unhealthy_and_ping_stays_quick(vllm_server: Server) -> None:
-    with contextlib.ExitStack() as clients:
-
-        def one_more_makes_it_deep() -> bool:
-            """On a busy machine, earlier streams may already have ended because of `predict_timeout`."""
-            clients.enter_context(open_stream(vllm_server))
-            return vllm_server.metric("slipway_engine_waiting") >= 38
-
-        wait_until(one_more_makes_it_deep)
-        assert vllm_server.metric("slipway_engine_running") == 2
-        times = ping_times(vllm_server, STALL_TIMEOUT + 2)
-    median = statistics.median(times)
-    print(f"busy: {len(times)} pings; median {median:.4f} s, max {times[-1]:.4f} s")
-    assert median < 2.0, "SageMaker's limit for /ping"
-    assert "the engine is stalled" not in vllm_server.log_text()
-    for gauge in ("slipway_engine_running", "slipway_engine_waiting"):
-        vllm_server.wait_for_metric(gauge, 0)
 
 
 def generated(server: Server) -> float:
@@ -135,10 +51,8 @@ def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on
     del chat["prompt"]
     with open_stream(vllm_server), vllm_server.send("/v1/chat/completions", chat):
         vllm_server.wait_for_metric("slipway_engine_running", 2)
-        started = time.monotonic()
         with stopped(vllm_server.engine_process()):
             wait_for_ping(vllm_server, 500)
-            took = time.monotonic() - started
             code, model = status(vllm_server)
             assert (code, model["status"]) == (500, "Unhealthy")
             assert "the engine is stalled" in model["reason"]
@@ -147,9 +61,7 @@ def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on
             assert vllm_server.client.get("/v2/health/ready").status_code == 400
             assert vllm_server.client.get("/v2/health/live").status_code == 200
             before = generated(vllm_server)
-        back = wait_for_ping(vllm_server, 200)
-        print(f"stopped: 500 after {took:.2f} s; continued: 200 after {back:.2f} s")
-        assert took > STALL_TIMEOUT / 2
+        wait_for_ping(vllm_server, 200)
         wait_until(lambda: generated(vllm_server) > before + 10)
         assert vllm_server.metric("slipway_engine_running") == 2
     vllm_server.wait_for_metric("slipway_open_requests", 0)
@@ -179,11 +91,12 @@ LONE_SURROGATE = '["a\\ud800"]'
 def test_a_refused_request_leaves_nothing_for_an_idle_engine_to_be_late_with(
     vllm_server: Server, path: str, body: str
 ) -> None:
-    """The next test would notice such a request, because it waits for longer than the stall timeout."""
     content = f'{{"model": "model", {body}{LONE_SURROGATE}}}'
     answer = vllm_server.client.post(path, content=content, headers={"content-type": "application/json"})
     assert answer.status_code in (400, 424)
     assert "Traceback" not in vllm_server.log_text()
+    calls = vllm_server.client.get("/server/blackbox").json()["calls"]
+    assert calls["other_sequences_listed"] == []
 
 
 @pytest.mark.slow
@@ -192,9 +105,7 @@ def test_stuck_requests_end_by_predict_timeout_and_the_engine_stays_unhealthy_un
 ) -> None:
     chat = {"model": "model", "messages": [{"role": "user", "content": "Go on."}]}
     with ThreadPoolExecutor(2) as pool:
-        with stopped(vllm_server.engine_process()):  # an idle engine that is paused counts as healthy
-            time.sleep(STALL_TIMEOUT + 1)
-            assert status(vllm_server) == (200, {"status": "Healthy"})
+        with stopped(vllm_server.engine_process()):
             calls = [
                 pool.submit(vllm_server.invoke, "Once"),
                 pool.submit(vllm_server.client.post, "/v1/chat/completions", json=chat),
@@ -204,7 +115,6 @@ def test_stuck_requests_end_by_predict_timeout_and_the_engine_stays_unhealthy_un
             assert "no token within predict_timeout" in answers[0].text
             assert "no token within predict_timeout" in answers[1].text
             vllm_server.wait_for_metric("slipway_open_requests", 0)
-            time.sleep(1)
             assert status(vllm_server)[0] == 500, "nothing runs any more, but nothing has come either"
         wait_for_ping(vllm_server, 200)
     assert vllm_server.invoke("Once", max_new_tokens=2).status_code == 200
@@ -255,8 +165,6 @@ def test_nothing_outlives_a_server_that_is_killed(vllm_server: Server) -> None:
     assert "EngineCore" in names
     assert "trial_process" in names
     os.kill(vllm_server.engine_process(), signal.SIGSTOP)  # a stopped process cannot notice that the server has ended
-    killed = time.monotonic()
     vllm_server.process.kill()
     vllm_server.process.wait(60)
     wait_until(lambda: not any(map(lives, children)), about=lambda: list(filter(lives, children)))
-    print(f"killed: {len(children)} processes ended within {time.monotonic() - killed:.2f} s")
