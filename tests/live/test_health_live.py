@@ -74,31 +74,6 @@ def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on
     wait_until(stalls_ended, about=vllm_server.log_text)
 
 
-LONE_SURROGATE = '["a\\ud800"]'
-"""A list of texts with a lone surrogate, which the engine's messages cannot hold."""
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", '"messages": [{"role": "user", "content": "Hi"}], "n": 2, "stop": '),
-        ("/v1/completions", '"prompt": ["Hi", "Ho"], "stop": '),
-        ("/v1/responses", '"input": "Hi", "stop": '),
-        ("/v1/messages", '"max_tokens": 3, "messages": [{"role": "user", "content": "Hi"}], "stop_sequences": '),
-        ("/invocations", '"inputs": "Hi", "parameters": {"max_new_tokens": 1}, "stop": '),
-    ],
-)
-def test_a_refused_request_leaves_nothing_for_an_idle_engine_to_be_late_with(
-    vllm_server: Server, path: str, body: str
-) -> None:
-    content = f'{{"model": "model", {body}{LONE_SURROGATE}}}'
-    answer = vllm_server.client.post(path, content=content, headers={"content-type": "application/json"})
-    assert answer.status_code in (400, 424)
-    assert "Traceback" not in vllm_server.log_text()
-    calls = vllm_server.client.get("/server/blackbox").json()["calls"]
-    assert calls["other_sequences_listed"] == []
-
-
 @pytest.mark.slow
 def test_stuck_requests_end_by_predict_timeout_and_the_engine_stays_unhealthy_until_it_moves(
     vllm_server: Server,
