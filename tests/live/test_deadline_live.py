@@ -1,4 +1,7 @@
-"""Deadlines with the real engine: an answer that would take minutes ends, and leaves nothing behind."""
+"""Deadlines with the real engine: an answer that would take minutes ends, and leaves nothing behind.
+
+The bytes of each contract are in `tests/contracts/cases/*/deadline.yaml`.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,6 @@ CONSTRAINED = {
     "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}},
 }
 LMI: dict[str, Any] = {"inputs": "Once", "parameters": ENDLESS | {"details": True}}
-TGI = {"inputs": "Once", "parameters": {"max_new_tokens": 65000, "details": True}}
-TRITON = {"text_input": "Once", "max_tokens": 65000, "ignore_eos": True, "return_finish_reason": True}
-HAPPY = {"prompt": "Once", "max_tokens": 65000, "ignore_eos": True}
 COMPLETION = ENDLESS_COMPLETION | {"model": "model"}
 CHAT = ENDLESS_CHAT | {"model": "model"}
 TWO = {"n": 2, "temperature": 1}
@@ -43,9 +43,6 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "OpenAI, beams": ("/v1/completions", COMPLETION | {"use_beam_search": True, "n": 2}),
     "OpenAI, chat": ("/v1/chat/completions", CHAT),
     "OpenAI, constrained": ("/v1/chat/completions", CONSTRAINED),
-    "TGI": ("/generate", TGI),
-    "Triton": ("/v2/models/model/generate", TRITON),
-    "happy_vllm": ("/v1/generate", HAPPY),
 }
 SEQUENCES = {"LMI, beams": 2, "OpenAI, completion": 2, "OpenAI, beams": 2}
 RESPONSE = {"model": "model", "input": "Once", "max_output_tokens": 65000}
@@ -60,12 +57,8 @@ STREAMS: dict[str, tuple[str, dict[str, Any], str]] = {
     "OpenAI, chat": ("/v1/chat/completions", CHAT, TOLD),
     "OpenAI, responses": ("/v1/responses", RESPONSE, '"type":"response.incomplete"'),
     "Anthropic": ("/v1/messages", MESSAGE, '"stop_reason":"max_tokens"'),
-    "TGI": ("/generate_stream", TGI, TOLD + "}}"),
-    "Triton": ("/v2/models/model/generate_stream", TRITON, '"finish_reason":"length"'),
-    "happy_vllm": ("/v1/generate_stream", HAPPY, '"stop_reason": "deadline"}'),
 }
-OWN_STREAMS = ("TGI", "happy_vllm")  # Their bodies have no `stream`.
-TIMED_OUT = {"LMI": 424, "LMI, beams": 424, "Triton": 503}  # Other contracts have 504.
+TIMED_OUT = {"LMI": 424, "LMI, beams": 424}  # Other contracts have 504.
 FINISH_REASONS = re.compile(r'"finish_reasons?": ?\[?"(\w+)"')
 STOP_REASONS = re.compile(r'"stop_reason": ?("\w*"|\w+)')
 
@@ -89,7 +82,7 @@ def cut(call: Callable[[float], httpx.Response]) -> httpx.Response:
 
 def streamed(name: str) -> tuple[str, dict[str, Any]]:
     path, body, _ = STREAMS[name]
-    return path, body if name in OWN_STREAMS else body | {"stream": True}
+    return path, body | {"stream": True}
 
 
 def is_idle(server: Server) -> bool:
@@ -108,7 +101,7 @@ def test_a_whole_answer_ends_at_its_deadline_with_its_tokens_so_far(server: Serv
     assert answer.headers["x-slipway-deadline"] == "reached"
     assert "X-Slipway-Deadline=reached" in answer.headers["x-amzn-sagemaker-custom-attributes"]
     assert FINISH_REASONS.findall(answer.text) == ["length"] * SEQUENCES.get(name, 1)
-    assert set(STOP_REASONS.findall(answer.text)) == (set() if name == "Triton" else {'"deadline"'})
+    assert set(STOP_REASONS.findall(answer.text)) == {'"deadline"'}
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -123,15 +116,13 @@ def test_a_call_without_a_token_gets_the_contracts_error_of_a_time_out(server: S
     assert "the call had no answer at its deadline" in answer.text
 
 
-@pytest.mark.parametrize("name", [name for name in STREAMS if name != "TGI"])  # TGI's begin before a token.
+@pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_without_a_token_has_the_errors_status(server: Server, name: str) -> None:
     assert post(server, *streamed(name), NO_TIME).status_code == TIMED_OUT.get(name, 504)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "more", [{}, {"return_token_ids": True}, {"echo": True}]
-)  # If `more` has fields, vLLM's front end answers.
+@pytest.mark.parametrize("more", [{}, {"echo": True}])  # vLLM's front end answers the second form.
 def test_prompts_that_wait_for_a_place_in_the_batch_end_empty(
     server: Server, more: dict[str, Any], stream: bool
 ) -> None:
@@ -185,7 +176,7 @@ def test_a_cut_constrained_answer_is_the_beginning_of_a_valid_one(server: Server
         json.loads(text)
 
 
-@pytest.mark.parametrize("name", ["LMI", "OpenAI, completion", "OpenAI, completion by vLLM", "TGI", "Triton"])
+@pytest.mark.parametrize("name", ["LMI", "OpenAI, completion by vLLM"])
 def test_a_wrong_deadline_is_refused_with_the_headers_name(server: Server, name: str) -> None:
     path, body = WHOLE[name]
     answer = server.client.post(path, json=body, headers={"X-Slipway-Deadline": "soon"})
