@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 BODY = "x" * (5 << 20)
-CALLS, WARM_UP = 20, 5
-MOST_MIB = 20  # The bodies of all calls together have 100 MiB.
+CALLS, WARM_UP = 12, 4
+MOST_MIB = 20  # The bodies of all calls together have 60 MiB.
 
 Call = Callable[[Server], object]
 CHAT: dict[str, Any] = {"model": "text", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "user": BODY}

@@ -57,11 +57,8 @@ def test_the_options_of_metrics_have_their_effect(lora: Server) -> None:
     assert "vllm:lora_requests_info" in ours
     assert 'vllm:request_params_n_bucket{engine="0",le="3.0",model_name="model"}' in text
     (cache,) = ours["vllm:cache_config_info"].samples
-    assert (cache.value, int(cache.labels["num_gpu_blocks"]) > 0, int(cache.labels["block_size"]) > 0) == (
-        1,
-        True,
-        True,
-    )
+    assert cache.value == 1
+    assert min(int(cache.labels["num_gpu_blocks"]), int(cache.labels["block_size"])) > 0
 
 
 def test_every_series_has_a_type_and_those_of_other_servers_keep_their_names(lora: Server) -> None:
@@ -150,24 +147,15 @@ def test_completions_and_chats_report_the_load_to_routers(lora: Server, path: st
     assert "endpoint-load-metrics" not in lora.client.post(path, json=body).headers
 
 
+SAMPLED = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True, "temperature": 1.0}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "sequences"),
     [
         ("/invocations", {"inputs": PROMPT, "parameters": {"max_new_tokens": 5, "ignore_eos_token": True}}, 1),
-        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True, "n": 3, "temperature": 1.0}, 3),
-        # Because of the last field, vLLM's own serving classes answer.
-        (
-            "/v1/completions",
-            {
-                "prompt": PROMPT,
-                "max_tokens": 5,
-                "ignore_eos": True,
-                "n": 2,
-                "temperature": 1.0,
-                "add_special_tokens": True,
-            },
-            2,
-        ),
+        ("/v1/completions", SAMPLED | {"n": 3}, 3),
+        ("/v1/completions", SAMPLED | {"n": 2, "add_special_tokens": True}, 2),  # vLLM's serving classes answer.
     ],
     ids=["slipway", "slipway, several", "vllm, several"],
 )
