@@ -20,7 +20,7 @@ from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server
 from tests.waiting import wait_until
 
-TOKENS = 96
+TOKENS = 48
 SCHEMA = {"type": "object", "properties": {"numbers": {"type": "array", "items": {"type": "integer"}}}}
 FORM = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHEMA}}
 FORMATTERS = Path(__file__).parents[1] / "fixtures" / "formatters"
@@ -144,14 +144,15 @@ def answers(server: Server, calls: Mapping[str, Case], disturb: Callable[[], obj
     """Return the answers of calls that run at the same time.
 
     Args:
-        disturb: A function that is called while the calls run. The engine is paused then: `kill` or `step_until`
-            resumes it.
+        disturb: A function that is called when the server has all calls. The engine is paused then: `kill` or
+            `step_until` resumes it.
     """
     with ThreadPoolExecutor(len(calls)) as pool:
         if disturb is not None:
             signal_engines(server, signal.SIGSTOP)
         running = {name: pool.submit(answer, server, case) for name, case in calls.items()}
         if disturb is not None:
+            server.wait_for_metric("slipway_open_requests", len(calls))
             disturb()
         return {name: call.result() for name, call in running.items()}
 
