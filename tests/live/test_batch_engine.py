@@ -50,13 +50,15 @@ async def test_a_model_with_attention_of_its_own_is_run(tmp_path: Path, sample_m
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, sample_model: Path) -> Iterator[Server]:
+    """Start a server with little time to drain. The last test stops it."""
     options: dict[str, Any] = {
         "model_id": sample_model,
         "rolling_batch": "disable",
         "dtype": "fp32",
         "max_model_len": 1024,
     }
-    with serving(tmp_path_factory.mktemp("dynamic"), batch_size=4, **options) as running:
+    environment = {"SERVING_DRAIN_TIMEOUT": "0.1"}
+    with serving(tmp_path_factory.mktemp("dynamic"), environment, batch_size=4, **options) as running:
         yield running
 
 
@@ -66,24 +68,26 @@ def post(server: Server, document: dict[str, Any]) -> httpx.Response:
 
 def test_over_http_texts_come_with_their_prompts_in_lmis_bytes(server: Server, sample_model: Path) -> None:
     prompts = list(PROMPTS[:3])
-    reply = post(server, {"inputs": prompts, "parameters": {"max_new_tokens": 8}})
+    reply = post(server, {"inputs": prompts, "parameters": {"max_new_tokens": 3}})
     assert (reply.status_code, reply.headers["content-type"]) == (200, "application/json")
     answers = [answer["generated_text"] for answer in reply.json()]
     assert all(text.startswith(prompt) and text != prompt for prompt, text in zip(prompts, answers, strict=True))
     assert reply.text == json.dumps(reply.json(), ensure_ascii=False, indent=2, separators=(",", ":"))
     with ThreadPoolExecutor(3) as clients:
         single = list(
-            clients.map(lambda prompt: post(server, {"inputs": prompt, "parameters": {"max_new_tokens": 8}}), prompts)
+            clients.map(lambda prompt: post(server, {"inputs": prompt, "parameters": {"max_new_tokens": 3}}), prompts)
         )
     assert [reply.json()[0]["generated_text"] for reply in single] == answers
 
 
 def test_over_http_what_constrains_a_token_is_enforced(server: Server) -> None:
+    """tests/unit/engines/transformers/test_sampling.py has the other parameters."""
     (route,) = DYNAMIC.values()
+    cases = {name: CHECKED_TOKENS[name] for name in ("logit_bias", "stop")}
     _, text = answer_of(server, route, {})
-    assert not any(check(text) for name, (_, check) in CHECKED_TOKENS.items() if name != "min_tokens"), text
+    assert not any(check(text) for _, check in cases.values()), text
     assert answer_of(server, route, {"logit_bias": {str(END): 100}})[1] == ""
-    assert list(disobeyed(server, route, CHECKED_TOKENS)) == []
+    assert list(disobeyed(server, route, cases)) == []
 
 
 WITHOUT_VLLM = {
@@ -126,16 +130,9 @@ def test_over_http_a_call_is_explained(server: Server, sample_model: Path) -> No
     assert prompt["token_ids"] == AutoTokenizer.from_pretrained(sample_model).encode(document["inputs"])
 
 
-def test_a_batch_that_outlives_the_drain_leaves_the_exit_code_as_it_is(tmp_path: Path, sample_model: Path) -> None:
-    options: dict[str, Any] = {
-        "model_id": sample_model,
-        "rolling_batch": "disable",
-        "batch_size": 32,
-        "dtype": "fp32",
-        "max_model_len": 1024,
-    }
-    with serving(tmp_path, {"SERVING_DRAIN_TIMEOUT": "0.1"}, **options) as server, ThreadPoolExecutor(1) as clients:
-        document = {"inputs": ["hello " * 900] * 32}  # one step of it takes many seconds
+def test_a_batch_that_outlives_the_drain_leaves_the_exit_code_as_it_is(server: Server) -> None:
+    with ThreadPoolExecutor(1) as clients:
+        document = {"inputs": ["hello " * 900] * 32}  # One step of four of these prompts takes seconds.
         call = clients.submit(post, server, document)
         wait_until(lambda: server.metric("slipway_engine_running") > 0, METRIC_SECONDS)
         server.process.send_signal(signal.SIGTERM)
