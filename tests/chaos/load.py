@@ -13,7 +13,7 @@ from tests.chaos.client import Broken, Hung, Left, Manner, ask, request_bytes
 from tests.chaos.contracts import CONTRACTS, Answer, Contract, Malformed
 from tests.chaos.watch import Moment, Subject, clock
 
-REQUEST_SECONDS = 120.0
+REQUEST_SECONDS = 300.0
 """A request without a complete reply after this time counts as hung. Every fault is shorter."""
 _MANNERS: tuple[Manner, ...] = ("plain", "plain", "plain", "plain", "leaves", "reads slowly", "sends slowly")
 _TOKENS = 24
