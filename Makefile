@@ -132,7 +132,7 @@ chaos: install-dev ## Send random faults to the real server (MINUTES, SEED; ANSW
 fuzz: install-dev ## Send wrong bodies, and requests to every route of the API description (MINUTES, SEED)
 	$(BIN)/python -m tests.chaos.fuzz --minutes $(MINUTES) --seed $(SEED)
 
-soak: install-dev ## Run a steady load, and plot the memory and files of the processes: build/soak.png (MINUTES, SEED, CHANGES)
+soak: install-dev ## Run a steady load, and record the memory and files of the processes: build/soak.json (MINUTES, SEED, CHANGES)
 	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED) --changes $(CHANGES)
 
 overload: install-dev ## Run ten times as many clients as can be served (MINUTES)

@@ -1,14 +1,14 @@
 """Soak: a steady load of all contracts, and the memory, descriptors and threads of the server's processes under it.
 
-    python -m tests.chaos.soak --minutes 20 --out soak
+    python -m tests.chaos.soak --minutes 20 --out soak.json
     python -m tests.chaos.soak --minutes 30 --changes 20
 
 With `--changes N`, the engine is killed N times under the load. A model and an adapter are also loaded and unloaded N
 times.
 
-The program writes soak.json and soak.png: the memory, descriptors and threads of each process, the names of shared
-memory, and the times of `/ping` and of requests. The exit code is 1 if a request was
-lost, if `/ping` did not tell the truth, or if a figure grew from the second quarter of the time to the last.
+The program writes soak.json: the memory, descriptors and threads of each process, the names of shared memory, and the
+times of `/ping` and of requests. The exit code is 1 if a request was lost, if `/ping` did not tell the truth, or if a
+figure grew from the second quarter of the time to the last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import psutil
 
@@ -158,34 +157,6 @@ def grown(samples: Sequence[Sample]) -> list[str]:
     return found
 
 
-def plot(samples: Sequence[Sample], file: Path) -> None:
-    """Plot the samples."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = sorted({name for sample in samples for name in sample.processes})
-    titles = {"rss_mb": "resident set, MB", "descriptors": "descriptors", "threads": "threads"}
-    curves: dict[str, dict[str, list[Any]]] = {
-        title: {name: [getattr(sample.processes.get(name), field, None) for sample in samples] for name in names}
-        for field, title in titles.items()
-    }
-    curves["/ping, s"] = {"longest": [s.ping for s in samples]}
-    curves["requests, s"] = {"p50": [s.p50 for s in samples], "p99": [s.p99 for s in samples]}
-    curves["complete answers"] = {"answers": [s.requests for s in samples]}
-    figure, axes = pyplot.subplots(3, 2, figsize=(12, 9), sharex=True, constrained_layout=True)
-    for axis, (title, lines) in zip(axes.flat, curves.items(), strict=False):
-        for name, values in lines.items():
-            axis.plot([sample.second / 60 for sample in samples], values, label=name)
-        axis.set(title=title, xlabel="minutes")
-        axis.set_ylim(bottom=0)
-        axis.legend(fontsize="small")
-        axis.grid(alpha=0.3)
-    figure.savefig(file, dpi=100)
-    pyplot.close(figure)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=5.0)
@@ -193,7 +164,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--changes", type=int, default=0, help="deaths of the engine, and loads of other models")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two samples")
-    parser.add_argument("--out", type=Path, default=Path("build/soak"), help="the files, without .json and .png")
+    parser.add_argument("--out", type=Path, default=Path("build/soak.json"), help="the file")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
         tested = subject(Path(directory), stall_timeout=60.0, engine_restarts=given.changes)
@@ -211,8 +182,7 @@ def main() -> int:
         outcomes[outcome] += count
     report = {"violations": violations, "outcomes": outcomes, "samples": [asdict(sample) for sample in samples]}
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.with_suffix(".json").write_text(json.dumps(report))
-    plot(samples, given.out.with_suffix(".png"))
+    given.out.write_text(json.dumps(report))
     print(json.dumps({"violations": violations, "outcomes": outcomes, "last": asdict(samples[-1])}, indent=1))
     return 1 if violations else 0
 
