@@ -131,6 +131,7 @@ def test_a_server_that_stops_while_a_copy_loads_ends_without_an_error(two: Serve
     wait_until(lambda: len(two.engine_processes()) == 1)
     logged = len(two.log_text())
     assert scale(two, "min_worker=1&max_worker=2")[0] == 200
+    wait_until(lambda: len(two.engine_processes()) == 2)
     assert two.stop() == 0
     errors = [line for line in two.log_text()[logged:].splitlines() if " ERROR " in line]
     # A worker that still loads may miss the server's sockets before it ends, and vLLM logs that.
