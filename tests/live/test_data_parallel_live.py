@@ -8,7 +8,6 @@ import re
 import signal
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from tests.live.continued_calls import PLAIN, answers, kill
@@ -62,7 +61,7 @@ def test_the_calls_of_all_replicas_continue_when_one_of_them_dies(replicas: Serv
 
 
 def test_neither_replicas_nor_their_coordinator_outlive_a_server_that_is_killed(replicas: Server) -> None:
-    children = psutil.Process(replicas.process.pid).children(recursive=True)
+    children = replicas.children()
     names = [child.name() for child in children]
     assert sum("EngineCor" in name for name in names) == 2
     coordinator = next(child for child, name in zip(children, names, strict=True) if "DPCoordin" in name)

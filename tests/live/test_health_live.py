@@ -18,6 +18,7 @@ from tests.live.server import Server, records, serving, stopped
 from tests.live.small_model import ENDLESS_COMPLETION
 from tests.waiting import wait_until
 
+GENERATED = "slipway_generated_tokens_total"
 STALL_TIMEOUT, PREDICT_TIMEOUT = 8, 20
 """The timeouts in seconds. On a busy machine, the engine may not make a step for some seconds."""
 
@@ -37,14 +38,6 @@ def status(server: Server) -> tuple[int, dict[str, str]]:
     return answer.status_code, model
 
 
-def wait_for_ping(server: Server, wanted: int) -> None:
-    wait_until(lambda: server.ping() == wanted, about=lambda: status(server))
-
-
-def generated(server: Server) -> float:
-    return server.metric("slipway_generated_tokens_total")
-
-
 @pytest.mark.slow
 def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on(vllm_server: Server) -> None:
     chat = {"model": "model", "messages": [{"role": "user", "content": "Go on."}], **ENDLESS_COMPLETION, "stream": True}
@@ -52,7 +45,7 @@ def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on
     with open_stream(vllm_server), vllm_server.send("/v1/chat/completions", chat):
         vllm_server.wait_for_metric("slipway_engine_running", 2)
         with stopped(vllm_server.engine_process()):
-            wait_for_ping(vllm_server, 500)
+            wait_until(lambda: vllm_server.ping() == 500)
             code, model = status(vllm_server)
             assert (code, model["status"]) == (500, "Unhealthy")
             assert "the engine is stalled" in model["reason"]
@@ -60,9 +53,9 @@ def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on
             assert vllm_server.metric("slipway_ready") == 0
             assert vllm_server.client.get("/v2/health/ready").status_code == 400
             assert vllm_server.client.get("/v2/health/live").status_code == 200
-            before = generated(vllm_server)
-        wait_for_ping(vllm_server, 200)
-        wait_until(lambda: generated(vllm_server) > before + 10)
+            before = vllm_server.metric(GENERATED)
+        wait_until(lambda: vllm_server.ping() == 200)
+        wait_until(lambda: vllm_server.metric(GENERATED) > before + 10)
         assert vllm_server.metric("slipway_engine_running") == 2
     vllm_server.wait_for_metric("slipway_open_requests", 0)
     assert vllm_server.metric("slipway_engine_stalled") == 0
@@ -91,7 +84,7 @@ def test_stuck_requests_end_by_predict_timeout_and_the_engine_stays_unhealthy_un
             assert "no token within predict_timeout" in answers[1].text
             vllm_server.wait_for_metric("slipway_open_requests", 0)
             assert status(vllm_server)[0] == 500, "nothing runs any more, but nothing has come either"
-        wait_for_ping(vllm_server, 200)
+        wait_until(lambda: vllm_server.ping() == 200)
     assert vllm_server.invoke("Once", max_new_tokens=2).status_code == 200
 
 
@@ -135,7 +128,7 @@ def test_nothing_outlives_a_server_that_is_killed(vllm_server: Server) -> None:
     held = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
     answer = vllm_server.client.post("/v1/chat/completions", json=chat | held | {"model": "model"})
     assert answer.status_code == 200, answer.text  # it started a grammar trial
-    children = psutil.Process(vllm_server.process.pid).children(recursive=True)
+    children = vllm_server.children()
     names = " ".join(map(command_line, children))
     assert "EngineCore" in names
     assert "trial_process" in names

@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, ob
 def vllm_processes(server: Server) -> dict[str, psutil.Process]:
     """Return vLLM's processes, by the ends of their titles."""
     found = {}
-    for child in psutil.Process(server.process.pid).children(recursive=True):
+    for child in server.children():
         title = " ".join(child.cmdline())
         for name in ("EngineCore", "Worker_TP0", "Worker_TP1"):
             if name in title:
@@ -87,7 +87,7 @@ def test_nothing_outlives_a_killed_server_with_two_workers(server: Server) -> No
     assert server.client.post("/models", json=again, timeout=START_SECONDS).status_code == 200
     with open_stream(server) as client:
         assert client.recv(64).startswith(b"HTTP/1.1 200")
-        children = psutil.Process(server.process.pid).children(recursive=True)
+        children = server.children()
         assert vllm_processes(server).keys() == {"EngineCore", "Worker_TP0", "Worker_TP1"}
         for name in ("EngineCore", "Worker_TP0"):
             vllm_processes(server)[name].suspend()  # stopped processes cannot notice that the server has ended
