@@ -31,6 +31,17 @@ def wait_until_still(file: Path) -> None:
         time.sleep(1)
 
 
+async def pass_time(seconds: float) -> None:
+    """Set the clock of the event loop forward, and run the timers that are due by then.
+
+    So a test can let a limit expire that is long enough for the slowest machine.
+    """
+    loop = asyncio.get_running_loop()
+    clock = loop.time
+    loop.time = lambda: clock() + seconds  # type: ignore[method-assign]
+    await asyncio.sleep(0.001)  # Timers run in the order of their times, so this one is the last.
+
+
 async def until(condition: Callable[[], object], seconds: float = SECONDS) -> None:
     """Wait until the condition holds, while the event loop runs. The condition may be a coroutine function.
 

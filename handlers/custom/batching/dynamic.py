@@ -19,7 +19,7 @@ logger = logging.getLogger("handlers.custom")
 # Seconds. If a client reads no data of its stream for this long, its call is cancelled.
 CLIENT_PATIENCE = 120.0
 # The time limit, in seconds, for an async handler to end a cancelled call. After that, the worker counts as hung.
-_CANCEL_PATIENCE = 5.0
+CANCEL_PATIENCE = 5.0
 
 
 class DynamicBatcher:
@@ -157,7 +157,7 @@ class _Call:
         if self._limits.async_mode and not self._cancelled:
             # The worker's other calls continue, unless the handler's event loop hangs.
             self._cancel_if_unwanted()
-            self._timeout = IdleTimeout(_CANCEL_PATIENCE, self._end_worker)
+            self._timeout = IdleTimeout(CANCEL_PATIENCE, self._end_worker)
         else:
             self._end_worker()
 

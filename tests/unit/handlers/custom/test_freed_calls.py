@@ -18,7 +18,7 @@ from handlers.contract import ContractError
 from handlers.formatter_thread import FormatterThread
 from tests.freed import bytes_in_cycles
 from tests.unit.handlers.custom.harness import Client, Recorder, serving
-from tests.waiting import until
+from tests.waiting import pass_time, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_collection_by_itself")]
 
@@ -59,7 +59,7 @@ async def leave(client: Client, directory: Path) -> None:
 
 
 async def leave_queue(client: Client, _: Path) -> None:
-    _, first = await client.send(BODY, query={"sleep": "0.2"})
+    _, first = await client.send(BODY, query={"sleep": "0.1"})
     _, second = await client.send(BODY)
     second.cancel()
     first.cancel()
@@ -79,40 +79,58 @@ async def be_refused(client: Client, _: Path) -> None:
     with pytest.raises(ContractError) as refused:
         await client.send(BODY, query={"adapter": "unknown"})
     del refused  # pytest's object and this frame form a reference cycle.
+    client.handler.adapters = None
 
 
-PATHS: dict[str, tuple[str, dict[str, Any], Call]] = {
-    "whole": ("echo", {}, asking(200)),
-    "stream": ("echo", {}, asking(200, stream="1")),
-    "failed": ("echo", {}, asking(424, exception="no")),
-    "failed stream": ("echo", {}, asking(200, failing_stream="2")),
-    "unreadable status": ("echo", {}, asking(424, code="7")),
-    "left": ("echo", {}, leave),
-    "left in the queue": ("echo", {}, leave_queue),
-    "left before the answer": ("echo", {}, read_slowly),
-    "refused": ("echo", {}, be_refused),
-    "worker that ends": ("echo", {}, asking(503, abort="1")),
-    "overdue": ("echo", {"predict_timeout": 0.3}, asking(503, sleep="30")),
-    "batch": ("batch_echo", {"batch_size": 3, "max_batch_delay": 60.0}, together),
-    "async": ("async_echo", {"async_mode": True}, ordering(do="echo", text="a")),
-    "async stream": ("async_echo", {"async_mode": True}, ordering(do="stream")),
-    "async, failed": ("async_echo", {"async_mode": True}, ordering(do="fail", after=2)),
-    "rolling": ("rolling", {"rolling_batch": True}, ordering(text="a", tokens=3)),
-    "rolling, failed": ("rolling", {"rolling_batch": True}, ordering(text="a", **{"raise": True})),
+async def be_overdue(client: Client, _: Path) -> None:
+    writer, _ = await client.send(BODY, query={"sleep": "3600"})
+    await pass_time(61)
+    assert (await writer.done()).status == 503
+
+
+ONE_BY_ONE = {
+    "whole": asking(200),
+    "stream": asking(200, stream="1"),
+    "failed": asking(424, exception="no"),
+    "failed stream": asking(200, failing_stream="2"),
+    "unreadable status": asking(424, code="7"),
+    "left": leave,
+    "left in the queue": leave_queue,
+    "left before the answer": read_slowly,
+    "refused": be_refused,
 }
+ASYNC = {
+    "whole": ordering(do="echo", text="a"),
+    "stream": ordering(do="stream"),
+    "failed": ordering(do="fail", after=2),
+}
+ROLLING = {"whole": ordering(text="a", tokens=3), "failed": ordering(text="a", **{"raise": True})}
 
 
-@pytest.mark.parametrize("path", PATHS)
-async def test_a_call_leaves_no_cycle_with_its_body(path: str, tmp_path: Path) -> None:
-    model, settings, call = PATHS[path]
+@pytest.mark.parametrize(
+    ("model", "settings", "calls"),
+    [
+        ("echo", {}, ONE_BY_ONE),
+        ("echo", {}, {"worker that ends": asking(503, abort="1")}),
+        ("echo", {"predict_timeout": 60.0}, {"overdue": be_overdue}),
+        ("batch_echo", {"batch_size": 3, "max_batch_delay": 60.0}, {"batch": together}),
+        ("async_echo", {"async_mode": True}, ASYNC),
+        ("rolling", {"rolling_batch": True}, ROLLING),
+    ],
+)
+async def test_a_call_leaves_no_cycle_with_its_body(
+    model: str, settings: dict[str, Any], calls: dict[str, Call], tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     async with serving(model, **settings) as client:
-        await call(client, tmp_path)
-        await until(lambda: client.handler.pool.ready > 0)
-        bytes_in_cycles()
-        for _ in range(CALLS):
-            await call(client, tmp_path)
-            await until(lambda: client.handler.pool.ready > 0 and not client.handler.pool.busy)
-        assert bytes_in_cycles() < len(BODY)
+        for name, call in calls.items():
+            with subtests.test(name):
+                await call(client, tmp_path)
+                await until(lambda: client.handler.pool.ready > 0 and not client.handler.pool.busy)
+                bytes_in_cycles()
+                for _ in range(CALLS):
+                    await call(client, tmp_path)
+                    await until(lambda: client.handler.pool.ready > 0 and not client.handler.pool.busy)
+                assert bytes_in_cycles() < len(BODY)
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])

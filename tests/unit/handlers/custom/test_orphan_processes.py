@@ -67,5 +67,5 @@ def test_a_killed_server_takes_its_workers_and_their_children_with_it(tmp_path: 
         finally:
             server.kill()
     wait_until(
-        lambda: not any(map(lives, everything)), 5, lambda: [process for process in everything if lives(process)]
+        lambda: not any(map(lives, everything)), about=lambda: [process for process in everything if lives(process)]
     )

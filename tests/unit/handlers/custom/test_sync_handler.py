@@ -13,8 +13,9 @@ import pytest
 
 from handlers.contract import ContractError
 from handlers.custom.batching import dynamic
+from handlers.custom.worker_process.socket_protocol import CREDIT_BYTES
 from tests.unit.handlers.custom.harness import MODELS, Recorder, serving
-from tests.waiting import until
+from tests.waiting import pass_time, until, wait_until_still
 
 E3 = '{{\n  "code":424,\n  "message":"invoke handler failure",\n  "error":"{}"\n}}'
 
@@ -32,9 +33,8 @@ async def test_a_large_body_comes_back_whole() -> None:
         assert (await client.ask(body)).body == body
 
 
-@pytest.mark.parametrize(
-    ("switch", "status", "content_type", "body"),
-    [
+async def test_what_the_handler_does_decides_status_and_body(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, str], int, str, str]] = [
         ({"exception": 'a "bad" <thing>'}, 424, "application/json", E3.format('a \\"bad\\" <thing>')),
         ({"exception": "zwei\nZeilen: ü"}, 424, "application/json", E3.format("zwei\\nZeilen: ü")),
         ({"wrong_type": "1"}, 424, "application/json", E3.format("Invalid output type: <class 'str'>")),
@@ -49,16 +49,14 @@ async def test_a_large_body_comes_back_whole() -> None:
         ({"failing_stream": "2"}, 200, "", "t-0\nt-1\nthe stream broke"),
         ({"bodiless_stream": "1"}, 204, "", ""),
         ({"number": "1"}, 200, "", "5"),
-    ],
-)
-async def test_what_the_handler_does_decides_status_and_body(
-    switch: dict[str, str], status: int, content_type: str, body: str
-) -> None:
+    ]
     async with serving("echo") as client:
-        answer = await client.ask(query=switch)
-        assert (answer.status, answer.content_type, answer.body.decode()) == (status, content_type, body)
-        assert (await client.ask(b"next")).body == b"next"
-        assert client.handler.pool.failures == 0
+        for switch, status, content_type, body in rows:
+            with subtests.test(switch=switch):
+                answer = await client.ask(query=switch)
+                assert (answer.status, answer.content_type, answer.body.decode()) == (status, content_type, body)
+                assert (await client.ask(b"next")).body == b"next"
+                assert client.handler.pool.failures == 0
 
 
 async def test_streams_come_in_order_with_the_outputs_headers() -> None:
@@ -170,13 +168,16 @@ def finish(directory):
 """
 
 
-async def test_the_finalize_function_may_take_longer_than_the_timeout(tmp_path: Path) -> None:
+async def test_the_finalize_function_may_take_longer_than_the_timeout(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "model.py").write_text(SLOW_FINALIZE)
-    async with serving(tmp_path, predict_timeout=3.0) as client:
+    async with serving(tmp_path, predict_timeout=60.0) as client:
         assert (await client.ask(str(tmp_path).encode())).body == b"sent"
-        await asyncio.sleep(3.5)  # Longer than predict_timeout.
+        await pass_time(61)
         (tmp_path / "go").touch()
         await until((tmp_path / "done").exists)
+    assert "predict_timeout" not in caplog.text
 
 
 async def test_what_the_handler_prints_goes_to_the_log_by_worker(caplog: pytest.LogCaptureFixture) -> None:
@@ -202,10 +203,11 @@ async def test_a_slow_client_stops_the_generator_instead_of_filling_memory(tmp_p
     journal = tmp_path / "journal"
     writer = Recorder()
     writer.taking.clear()
-    async with serving("echo", predict_timeout=5.0) as client:
+    async with serving("echo", predict_timeout=60.0) as client:
         _, running = await client.send(query={"endless": "100000", "journal": str(journal)}, writer=writer)
-        await until(writer.progress.is_set)
-        await asyncio.sleep(6.0)  # This is longer than the predict timeout, which does not apply here.
+        await until(lambda: len(writer.body) >= CREDIT_BYTES)
+        await pass_time(61)  # The predict timeout does not apply here.
+        await asyncio.to_thread(wait_until_still, journal)
         assert len(writer.body) <= 600_000
         assert not writer.finished.is_set()
         held = int(journal.read_text())
@@ -217,15 +219,16 @@ async def test_a_slow_client_stops_the_generator_instead_of_filling_memory(tmp_p
         assert (await client.ask(b"free again")).body == b"free again"
 
 
-async def test_a_client_that_goes_away_while_it_waits_costs_nothing() -> None:
-    async with serving("echo") as client:
-        first, _ = await client.send(query={"sleep": "0.5"})
+async def test_a_client_that_goes_away_while_it_waits_costs_nothing(tmp_path: Path) -> None:
+    async with serving("slow") as client:
+        first, _ = await client.send(str(tmp_path / "go"))
         waiting, running = await client.send(b"never read")
         assert client.handler.pool.queue_length == 1
         running.cancel()
         assert client.handler.pool.queue_length == 0
+        (tmp_path / "go").touch()
         await first.done()
-        assert (await client.ask(b"next")).body == b"next"
+        assert (await client.ask("0")).body == b"done"
     assert waiting.status == 0
 
 
@@ -298,13 +301,15 @@ async def test_a_client_cannot_make_its_request_look_like_a_batch_or_the_initial
 
 async def test_a_stalled_client_does_not_hide_a_handler_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic, "CLIENT_PATIENCE", 0.3)
-    async with serving("stalling", predict_timeout=3) as client:
+    async with serving("stalling", predict_timeout=60) as client:
         stalled = Recorder()
         stalled.taking.clear()
         _, running = await client.send(query={"stall": "1"}, writer=stalled)
         await stalled.done()
         running.cancel()
-        assert (await client.ask(b"next")).body == b"next"
+        waiting, _ = await client.send(b"next")
+        await pass_time(61)
+        assert (await waiting.done()).body == b"next"
         assert client.handler.pool.failures == 1
 
 

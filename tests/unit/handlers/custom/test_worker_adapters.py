@@ -18,7 +18,7 @@ from engines.adapters import AdapterOrder, AdapterRegistry
 from engines.errors import AdapterFailed, NoRoomForAdapter
 from handlers.contract import ContractError
 from tests.unit.handlers.custom.harness import MODELS, Client, serving
-from tests.waiting import until
+from tests.waiting import pass_time, until
 
 
 @contextlib.asynccontextmanager
@@ -155,11 +155,17 @@ async def test_a_call_for_an_unknown_adapter_does_not_reach_the_handler(tmp_path
 
 
 async def test_a_registration_that_takes_too_long_fails_and_is_undone(tmp_path: Path) -> None:
-    async with handling(predict_timeout=2.0) as (client, registry):
+    mark = tmp_path / "mark"
+    async with handling(predict_timeout=60.0) as (client, registry):
+        (worker,) = client.handler.pool.workers
+        registration = asyncio.create_task(registry.register(order(tmp_path, switch="held", until=str(mark))))
+        await until(lambda: worker.calls == 1)
+        await pass_time(61)
+        await until(lambda: worker.calls == 2)  # This call undoes the registration.
+        mark.touch()
         with pytest.raises(AdapterFailed, match="register_adapter"):
-            await registry.register(order(tmp_path, switch="slow", seconds="3"))
+            await registration
         assert registry.all() == ()
-        await until(lambda: True)
         assert await known(client, 1) == [()]
 
 
@@ -192,14 +198,17 @@ async def test_a_worker_that_ends_as_it_lets_an_adapter_go_does_not_keep_it_regi
 
 
 async def test_a_worker_that_starts_while_an_adapter_is_removed_does_not_keep_it(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
     async with handling(min_workers=2, max_workers=2) as (client, registry):
-        # The first worker is slow to answer. The second one restarts and registers the adapter before that answer.
-        await registry.register(order(tmp_path, unregister_seconds="3", pid=str(client.pids[0])))
-        before = set(client.pids)
+        await registry.register(order(tmp_path, leaves_with=str(mark)))
+        pool = client.handler.pool
         os.kill(client.pids[1], signal.SIGKILL)
-        await until(lambda: len(client.pids) < 2)
-        await registry.unregister("a")
-        await until(lambda: len(client.pids) == 2 and set(client.pids) != before)
+        await until(lambda: pool.ready == 1)
+        removal = asyncio.create_task(registry.unregister("a"))
+        await until(lambda: pool.ready == 2)
+        mark.touch()
+        await removal
+        await until(lambda: len(pool.serving) == 2)
         assert await known(client, 2) == [(), ()]
 
 
@@ -242,10 +251,10 @@ async def test_a_worker_that_is_told_of_adapters_ends_with_the_model(tmp_path: P
 
 
 async def test_a_registration_that_hangs_does_not_hold_up_the_end_of_the_model(tmp_path: Path) -> None:
-    async with handling() as (_, registry):
-        slow = asyncio.create_task(registry.register(order(tmp_path, switch="slow", seconds="60")))
-        await asyncio.sleep(0.1)
-        async with asyncio.timeout(30):
+    async with handling(grace=0.2) as (client, registry):
+        slow = asyncio.create_task(registry.register(order(tmp_path, switch="slow", seconds="3600")))
+        await until(lambda: client.handler.pool.workers[0].calls == 1)
+        async with asyncio.timeout(60):
             await registry.stop()
         await asyncio.wait({slow})
         assert slow.cancelled()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
 from tests.unit.handlers.custom.harness import Client, Recorder, serving
+from tests.waiting import pass_time, until
 
 
 async def together(client: Client, *texts: str) -> list[Recorder]:
@@ -15,17 +15,18 @@ async def together(client: Client, *texts: str) -> list[Recorder]:
 
 
 async def test_calls_that_come_together_run_as_one_batch() -> None:
-    async with serving("batch_echo", batch_size=3, max_batch_delay=60.0) as client:
-        begun = time.monotonic()
+    async with serving("batch_echo", batch_size=3, max_batch_delay=3600.0) as client:
         answers = await together(client, "a", "b", "c")
-    assert time.monotonic() - begun < 50  # The batch is full before the delay has passed.
     assert [answer.body for answer in answers] == [b"a! of 3", b"b! of 3", b"c! of 3"]
     assert [answer.headers for answer in answers] == [{"X-Batch": "3"}] * 3
 
 
 async def test_a_batch_that_is_not_full_runs_after_the_delay() -> None:
-    async with serving("batch_echo", batch_size=8, max_batch_delay=0.2) as client:
-        assert [answer.body for answer in await together(client, "a", "b")] == [b"a! of 2", b"b! of 2"]
+    async with serving("batch_echo", batch_size=8, max_batch_delay=60.0) as client:
+        answers = asyncio.create_task(together(client, "a", "b"))
+        await until(lambda: client.handler.pool.queue_length == 2)
+        await pass_time(61)
+        assert [answer.body for answer in await answers] == [b"a! of 2", b"b! of 2"]
 
 
 async def test_a_single_call_is_no_batch() -> None:
@@ -40,9 +41,8 @@ async def test_more_calls_than_one_batch_holds_run_as_several() -> None:
     assert all(answer.body.endswith(b" of 4") for answer in answers)
 
 
-@pytest.mark.parametrize(
-    ("word", "status", "text"),
-    [
+async def test_what_the_handler_does_with_a_batch_concerns_all_its_calls(subtests: pytest.Subtests) -> None:
+    rows = [
         ("raise", 424, "the batch broke"),
         ("error", 418, "teapot"),
         ("nothing", 204, ""),
@@ -50,29 +50,33 @@ async def test_more_calls_than_one_batch_holds_run_as_several() -> None:
         ("short", 400, "Batch output size mismatch, expected: 2, actual: 1"),
         ("twice", 400, "Unexpected batch output key: batch_0.data"),
         ("stream", 400, "a batch of requests cannot be answered with a stream"),
-    ],
-)
-async def test_what_the_handler_does_with_a_batch_concerns_all_its_calls(word: str, status: int, text: str) -> None:
-    async with serving("batch_echo", batch_size=2, max_batch_delay=5.0) as client:
-        answers = await together(client, word, word)
-        assert [answer.status for answer in answers] == [status] * 2
-        assert all(text in answer.body.decode() for answer in answers)
-        assert (await together(client, "a", "b"))[0].body == b"a! of 2"
+    ]
+    async with serving("batch_echo", batch_size=2, max_batch_delay=60.0) as client:
+        for word, status, text in rows:
+            with subtests.test(word):
+                answers = await together(client, word, word)
+                assert [answer.status for answer in answers] == [status] * 2
+                assert all(text in answer.body.decode() for answer in answers)
+                assert (await together(client, "a", "b"))[0].body == b"a! of 2"
 
 
 async def test_a_client_that_leaves_is_not_part_of_the_batch() -> None:
-    async with serving("batch_echo", batch_size=4, max_batch_delay=2.0) as client:
+    async with serving("batch_echo", batch_size=4, max_batch_delay=60.0) as client:
         gone, running = await client.send("gone")
         rest = asyncio.create_task(together(client, "a", "b"))
-        await asyncio.sleep(0.05)
+        await until(lambda: client.handler.pool.queue_length == 3)
         running.cancel()
+        await pass_time(61)
         assert [answer.body for answer in await rest] == [b"a! of 2", b"b! of 2"]
     assert gone.status == 0
 
 
 async def test_a_batch_that_hangs_fails_and_the_next_runs() -> None:
-    async with serving("batch_echo", batch_size=2, max_batch_delay=60.0, predict_timeout=2.0) as client:
-        assert [answer.status for answer in await together(client, "hang", "b")] == [503, 503]
+    async with serving("batch_echo", batch_size=2, max_batch_delay=60.0, predict_timeout=60.0) as client:
+        hanging = asyncio.create_task(together(client, "hang", "b"))
+        await until(lambda: client.handler.pool.busy)
+        await pass_time(61)
+        assert [answer.status for answer in await hanging] == [503, 503]
         assert [answer.status for answer in await together(client, "a", "b")] == [200, 200]
 
 
