@@ -145,8 +145,8 @@ def test_a_simple_pattern_has_a_complement(pattern: str) -> None:
 
 HOSTILE = [
     "(a|b)*a(a|b){12}$x", ".*a.{20}$x", "^((?!a.{10}b).)*$", r"(\b\w+\b.*){20}x$", "((a?){50}){50}$x", "(?=a{99999})b",
-    "^(.{1,99999}){9999}\\b", "(?=a)" * 50_000, "^" + "(?!.*a)" * 500, "(?!" * 20_000, "(?!" * 400 + ")" * 400,
-    "(" * 100_000, "[" * 100_000, "(?:" * 95 + "a" + "*)" * 95 + "(?=b)", "[^\\w]" * 20_000 + "$a",
+    "^(.{1,99999}){9999}\\b", "(?=a)" * 20_000, "^" + "(?!.*a)" * 500, "(?!" * 20_000, "(?!" * 400 + ")" * 400,
+    "(" * 100_000, "[" * 40_000, "(?:" * 95 + "a" + "*)" * 95 + "(?=b)", "[^\\w]" * 8_000 + "$a",
     "a?" * 2_000 + "(?!b)",    "((?!a)|(?=b)|(?!c))*" * 20 + "x", "(?=.*[a-c])(?=.*[b-d])" * 30 + "(?!.*x.*y.*z)" * 20,
     "".join([f"(?=.*{character})" for character in "abcdefghijklmnopqrst"]),
     "^(?!" + "".join([chr(0x4E00 + 2 * at) for at in range(2_000)]) + ")", "|".join(["^a(?=b)"] * 10_000),
@@ -155,7 +155,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("pattern", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_pattern_takes_little_work(pattern: str) -> None:
-    for rewrite in (complement, without_look_around, lambda text: without_look_around(text, single=True)):
+    for rewrite in (complement, partial(without_look_around, single=True)):  # Without `single`, there is less to do.
         assert python_calls(partial(rewrite, pattern)) < 1_500_000  # about one second
 
 
