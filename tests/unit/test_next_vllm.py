@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 from zipfile import ZipFile
@@ -12,7 +11,7 @@ from zipfile import ZipFile
 import pytest
 
 from engines.vllm.internals import NAMES, member_name
-from tests.next_vllm import ROOT, Sources, moved, moved_imports, moved_names
+from tests.next_vllm import ROOT, Sources, main, moved, moved_imports, moved_names
 
 CORE = """
 from dataclasses import dataclass
@@ -125,13 +124,16 @@ def test_an_import_of_a_name_that_is_elsewhere_is_found_with_its_new_place(tmp_p
     ]
 
 
-def test_the_command_ends_with_1_if_something_has_moved(tmp_path: Path) -> None:
+def test_the_command_ends_with_1_if_something_has_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "vllm-0.0.0-py3-none-any.whl"
     wheel(path, __init__="")
-    command = [sys.executable, "-m", "tests.next_vllm", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    assert "engines/vllm/async_llm.py: vllm.v1.engine.async_llm:AsyncLLM has no abort" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["next_vllm", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "engines/vllm/async_llm.py: vllm.v1.engine.async_llm:AsyncLLM has no abort" in capsys.readouterr().out
 
 
 def test_nothing_has_moved_in_the_installed_vllm() -> None:

@@ -126,7 +126,7 @@ def test_a_busy_process_is_asked_many_times_without_a_signal(monkeypatch: pytest
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))
         # No signal is sent in this time. With signals, `faulthandler` would end the process sooner or later.
         monkeypatch.setattr(stacks, "_BELL_SECONDS", 60.0)
-        for _ in range(100):
+        for _ in range(30):
             main, working, *_ = stacks_of([pid], 120)[pid]
             assert main.thread == "MainThread"
             assert (working.thread, working.frames[-1].endswith("in _bootstrap")) == ("works", True)
