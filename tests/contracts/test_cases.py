@@ -100,13 +100,17 @@ def token(number: int, text: str, logprob: float | None = None, fields: dict[str
     return Token(number, text, logprob, **fields | {"top": tuple(token(*one) for one in fields.get("top", ()))})
 
 
-async def exchanged(case: dict[str, Any], directory: Path, engine: CaseEngine | None = None) -> dict[str, Any]:
-    """Return the application's reply to a case's request. `engine`: an engine to use in place of a `CaseEngine`."""
+async def exchanged(case: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the application's reply to a case's request."""
+    return await reply_of(application(case, directory, CaseEngine(case)), case["request"])
+
+
+def application(case: dict[str, Any], directory: Path, engine: CaseEngine) -> Any:
+    """Return the server's application with a case's settings, on this engine."""
     options = {"option.rolling_batch": "lmi-dist"} | case.get("options", {})
     (directory / "config.json").write_text("{}")
     (directory / "serving.properties").write_text("".join(f"{key}={value}\n" for key, value in options.items()))
     settings = load_settings(directory, case.get("environment", {}))
-    engine = engine or CaseEngine(case)
     overload_status = settings.server_config.throttle_error_http_code
     queue = EngineQueue(engine, case.get("places", 100), overload_status)
     vllm = case.get("vllm", {"status": 501, "body": ""})
@@ -128,8 +132,10 @@ async def exchanged(case: dict[str, Any], directory: Path, engine: CaseEngine | 
             settings.config, invocations, engine, handlers, openai=openai, queue=queue, engine=engine
         )
     models = Models([Model(lifecycle, "model")])
-    app = create_app(models, settings.server_config, Registrar(models, settings.server_config, Mock())).main
-    request = case["request"]
+    return create_app(models, settings.server_config, Registrar(models, settings.server_config, Mock())).main
+
+
+async def reply_of(app: Any, request: dict[str, Any]) -> dict[str, Any]:
     body = request.get("body")
     sent: dict[str, Any] = {"content": body.encode()} if isinstance(body, str) else {"json": body}
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")

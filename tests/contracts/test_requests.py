@@ -22,15 +22,15 @@ from engines.request import FinishReason, GenerationRequest, TokenDelta
 from handlers.all_contracts import CONTRACTS
 from handlers.route_declarations import GenerationRoute, takes
 from tests.contracts.exchange import MODEL
-from tests.contracts.test_cases import HEADERS, CaseEngine, exchanged
+from tests.contracts.test_cases import HEADERS, CaseEngine, application, reply_of
 from tests.rows import read_rows, write_rows
 from tests.stand_ins.scripted_engine import ScriptedGeneration
 
 FILES = sorted((Path(__file__).parent / "requests").glob("*.yaml"))
 assert FILES
 NUMBERS = {"reranker": [[1.0]], "classifier": [[1.0, 2.0, 3.0]]}
-GIVEN = ("method", "path", "options", "environment", "model", "state", "places", "error", "numbers")
-GIVEN += ("headers", "body")
+OF_SERVER = ("options", "environment", "model", "state", "places", "error", "numbers")
+GIVEN = ("method", "path", *OF_SERVER, "headers", "body")
 STATED = ("engine", "status", "reply", *HEADERS)
 COMMON = (("content-type", "application/json"), ("cache-control", "no-cache; no-store, must-revalidate, private"))
 COMMON += (("x-compute-type", "gpu+optimized"),)
@@ -58,12 +58,20 @@ def without_defaults(value: Any) -> Any:
     return msgspec.json.decode(msgspec.json.encode(value))
 
 
-def effect(row: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return what a row states: the requests that the engine gets, or the reply."""
-    model = row.get("model", "generating")
-    case = {"model": model, "numbers": NUMBERS.get(model, [[0.5] * 4]), "request": row, **row}
-    engine = RequestEngine(case)
-    reply = asyncio.run(exchanged(case, directory, engine))
+async def effect(row: dict[str, Any], directory: Path, servers: dict[str, tuple[RequestEngine, Any]]) -> dict[str, Any]:
+    """Return what a row states: the requests that the engine gets, or the reply.
+
+    Rows with the same settings share an engine and its application. `servers`: those of the rows before.
+    """
+    key = repr([row.get(name) for name in OF_SERVER])
+    if key not in servers:
+        model = row.get("model", "generating")
+        case = {"model": model, "numbers": NUMBERS.get(model, [[0.5] * 4]), **row}
+        engine = RequestEngine(case)
+        servers[key] = engine, application(case, directory, engine)
+    engine, app = servers[key]
+    engine.seen.clear()
+    reply = await reply_of(app, row)
     if engine.seen and reply["status"] < 400 and "numbers" not in row:
         alone = engine.seen if len(engine.seen) > 1 else [msgspec.structs.replace(engine.seen[0], request_id="")]
         return {"engine": [without_defaults(request) for request in alone]}
@@ -76,12 +84,15 @@ def test_the_engine_gets_the_requests_of_the_row(path: Path, tmp_path: Path, sub
     (directory := tmp_path / "model").mkdir()
     updating = "UPDATE_CASES" in os.environ
     rows_by_title = read_rows(path)
-    for title, rows in rows_by_title.items():
-        for place, row in enumerate(rows):
-            with subtests.test(title, row=place + 1):
-                assert row.keys() - {*GIVEN, *STATED} == set()
-                rows[place] = {name: row[name] for name in GIVEN if name in row} | effect(row, directory)
-                assert updating or rows[place] == row
+    servers: dict[str, tuple[RequestEngine, Any]] = {}
+    with asyncio.Runner() as runner:
+        for title, rows in rows_by_title.items():
+            for place, row in enumerate(rows):
+                with subtests.test(title, row=place + 1):
+                    assert row.keys() - {*GIVEN, *STATED} == set()
+                    found = runner.run(effect(row, directory, servers))
+                    rows[place] = {name: row[name] for name in GIVEN if name in row} | found
+                    assert updating or rows[place] == row
     if updating:
         write_rows(path, rows_by_title)
 
