@@ -121,7 +121,7 @@ async def local_endpoint(container: Application, **settings: Any) -> AsyncIterat
     serving = asyncio.create_task(server.serve([listener]))
     base = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        async with httpx.AsyncClient(base_url=base, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=base, timeout=120) as client:
             yield client
     finally:
         server.should_exit = True

@@ -23,7 +23,7 @@ from tests.unit.deploy.local_endpoint.local_endpoint import (
     silent,
     start,
 )
-from tests.waiting import until
+from tests.waiting import pass_time, until
 
 INVOKE, STREAM = (f"/endpoints/e/{name}" for name in ("invocations", "invocations-response-stream"))
 X = "x-amzn-sagemaker-"
@@ -295,8 +295,12 @@ async def headers_and_no_more(seen: Seen, send: Send) -> None:
 )
 async def test_a_container_without_an_answer_in_time_is_a_model_error(path: str, script: Script, message: str) -> None:
     container = ScriptedContainer(script)
-    async with local_endpoint(container, answer_timeout=0.3) as client:
-        response = await client.post(path, content=b"{}")
+    async with local_endpoint(container, answer_timeout=60.0) as client:
+        asking = asyncio.create_task(client.post(path, content=b"{}"))
+        await until(lambda: container.seen)
+        if script in (silent, headers_alone):
+            await pass_time(61)
+        response = await asking
     assert error_of(response)[:2] == (424, "ModelError")
     assert message in response.text
     assert response.json()["OriginalStatusCode"] == 0
@@ -331,18 +335,24 @@ async def test_a_stream_comes_piece_by_piece() -> None:
     assert messages_of(body) == [("PayloadPart", b"one\n"), ("PayloadPart", b"two\n")]
 
 
-async def endless(seen: Seen, send: Send) -> None:
-    await start(send)
-    while True:
-        await piece(send, b"x")
-        await asyncio.sleep(0.05)
-
-
 async def test_a_stream_that_takes_too_long_ends_with_time_exceeded() -> None:
+    sent = 0
+
+    async def endless(seen: Seen, send: Send) -> None:
+        nonlocal sent
+        await start(send)
+        while True:
+            await piece(send, b"x")
+            sent += 1
+            await asyncio.sleep(0.01)
+
     container = ScriptedContainer(endless)
-    async with local_endpoint(container, stream_timeout=2.0) as client:
-        *pieces, failure = messages_of((await client.post(STREAM, content=b"{}")).content)
-    assert len(pieces) > 3
+    async with local_endpoint(container, stream_timeout=60.0) as client:
+        asking = asyncio.create_task(client.post(STREAM, content=b"{}"))
+        await until(lambda: sent > 3)
+        await pass_time(61)
+        *pieces, failure = messages_of((await asking).content)
+    assert pieces
     assert json.loads(failure[1])["ErrorCode"] == "ModelInvocationTimeExceeded"
     assert container.ended == 1
 
@@ -363,13 +373,16 @@ async def test_a_client_that_does_not_read_holds_the_container_back_until_its_ti
 
     container = ScriptedContainer(flood)
     async with (
-        local_endpoint(container, stream_timeout=1.0) as client,
+        local_endpoint(container, stream_timeout=60.0) as client,
         client.stream("POST", STREAM, content=b"{}") as response,
     ):
         pieces = response.aiter_raw()
         await anext(pieces)
-        await until(lambda: container.ended)
+        for _ in range(1000):  # Without a limit, the container would write 64 MB.
+            await asyncio.sleep(0)
         assert written < 16 * 1024 * 1024
+        await pass_time(61)
+        await until(lambda: container.ended)
         await asyncio.sleep(0.5)  # This is longer than the last message may wait.
         with pytest.raises(
             httpx.TransportError
