@@ -37,7 +37,7 @@ def contract(
     read: Callable[..., Any] | None = None, write: Callable[..., Any] | None = None, **options: Any
 ) -> FormatterContract:
     config = configured(MODEL, **options)
-    given = Formatters(FormatterThread(5), read, write)
+    given = Formatters(FormatterThread(60), read, write)
     return FormatterContract(LmiRollingContract(config), config, given, "tokenizer")
 
 
@@ -238,7 +238,7 @@ def test_an_array_of_inputs_is_refused() -> None:
 
 
 def changed_by(read: Callable[..., Any], request: Call) -> Call:
-    formatters = Formatters(FormatterThread(5), read).offering(tokenizer="tokenizer")
+    formatters = Formatters(FormatterThread(60), read).offering(tokenizer="tokenizer")
     assert formatters.input is not None
     return formatted_call(formatters.input, request)
 
@@ -402,7 +402,7 @@ def formatted_event(value: Any) -> CollectedReply:
     """Return the reply for a stream of one event. The output formatter returns `value` for this event."""
 
     async def reply() -> CollectedReply:
-        client, formatters = CollectedReply(), Formatters(FormatterThread(5), output=lambda response: value)
+        client, formatters = CollectedReply(), Formatters(FormatterThread(60), output=lambda response: value)
         writer = FormattedReply(client, formatters, AsyncForm(), "/v1/completions")
         writer.start(200, "text/event-stream")
         writer.write(b'data: {"id":"x"}\n\n')

@@ -114,7 +114,7 @@ async def listening(script: Script) -> AsyncIterator[str]:
 
 
 async def load(script: Script, **changes: object) -> Figures:
-    spec: dict[str, object] = {"body": '{"inputs": "é"}', "concurrency": 3, "seconds": 0.05, "timeout": 5.0}
+    spec: dict[str, object] = {"body": '{"inputs": "é"}', "concurrency": 3, "seconds": 0.05, "timeout": 60.0}
     spec |= {"tokens": 2, "marker": MARKER.decode(), "end_marker": '"generated_text"', "exact_records": True}
     async with listening(script) as url:
         figures = await Load(LoadSpec(url=url, **{**spec, **changes})).run()  # type: ignore[arg-type]

@@ -331,7 +331,7 @@ class Engine:
 async def test_only_adapters_that_are_there_have_their_formatters_loaded(tmp_path: Path) -> None:
     engine, before = Engine(), set(sys.modules)
     otherwise: Any = None
-    host = EngineAdapterHost(engine, otherwise, lambda _: otherwise, Formatters(FormatterThread(10)))
+    host = EngineAdapterHost(engine, otherwise, lambda _: otherwise, Formatters(FormatterThread(60)))
     registry = AdapterRegistry(host, tmp_path)
     for name in ("first", "second"):
         (tmp_path / name).mkdir()

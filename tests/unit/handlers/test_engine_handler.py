@@ -291,11 +291,14 @@ class Shouting:
 
 
 class ShoutingContract:
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
     def parse(self, call: Call) -> Exchange:
         if call.body == b"refuse":
             raise ContractError(Reply(424, "", b"refused"), "refused")
         if call.body == b"hang":
-            time.sleep(2)
+            self.may_end.wait()
         if call.body == b"leave":
             raise SystemExit(1)
         return Exchange((GenerationRequest(request_id="r", prompt="x"),), Shouting())
@@ -306,7 +309,7 @@ class ShoutingContract:
 
 async def shout(queue: EngineQueue, engine: ScriptedEngine, *deltas: TokenDelta) -> CollectedReply:
     writer = CollectedReply()
-    contract = EngineHandler(queue, ShoutingContract(), thread=FormatterThread(5))
+    contract = EngineHandler(queue, ShoutingContract(), thread=FormatterThread(60))
     await contract.handle(Call(body=b"", request_id="r"), writer)
     for delta in deltas:
         engine.sinks[-1].on_delta(delta)
@@ -335,18 +338,22 @@ async def test_a_formatter_that_fails_ends_its_request_and_frees_its_place(
 
 
 async def test_a_refusal_by_a_contract_that_may_block_is_a_refusal(queue: EngineQueue) -> None:
-    contract = EngineHandler(queue, ShoutingContract(), thread=FormatterThread(5))
+    contract = EngineHandler(queue, ShoutingContract(), thread=FormatterThread(60))
     with pytest.raises(ContractError):
         await contract.handle(Call(body=b"refuse", request_id="r"), CollectedReply())
 
 
-@pytest.mark.parametrize(("body", "reason"), [(b"hang", "predict_timeout"), (b"leave", "SystemExit: 1")])
+@pytest.mark.parametrize(
+    ("body", "limit", "reason"), [(b"hang", 0.1, "predict_timeout"), (b"leave", 60, "SystemExit: 1")]
+)
 async def test_a_contract_that_hangs_or_exits_while_it_reads_refuses_its_call(
-    queue: EngineQueue, body: bytes, reason: str
+    queue: EngineQueue, body: bytes, limit: float, reason: str
 ) -> None:
-    contract = EngineHandler(queue, ShoutingContract(), thread=FormatterThread(0.2))
+    contract = ShoutingContract()
+    handler = EngineHandler(queue, contract, thread=FormatterThread(limit))
     with pytest.raises(ContractError, match=reason) as refused:
-        await contract.handle(Call(body=body, request_id="r"), CollectedReply())
+        await handler.handle(Call(body=body, request_id="r"), CollectedReply())
+    contract.may_end.set()
     assert refused.value.reply.status == 424
 
 
@@ -376,7 +383,7 @@ async def test_a_call_whose_input_formatter_runs_at_the_deadline_gets_the_error_
 
 
 async def test_nothing_more_is_formatted_for_a_client_that_has_gone(queue: EngineQueue, engine: ScriptedEngine) -> None:
-    contract = EngineHandler(queue, ShoutingContract(), thread=FormatterThread(5))
+    contract = EngineHandler(queue, ShoutingContract(), thread=FormatterThread(60))
     gone = await contract.handle(Call(body=b"", request_id="r"), CollectedReply())
     for _ in range(6000):
         engine.sinks[-1].on_delta(TokenDelta("x"))
@@ -416,7 +423,7 @@ async def test_a_formatted_call_that_has_ended_is_in_no_cycle(queue: EngineQueue
 
     async def ask(text: str) -> None:
         writer = CollectedReply()
-        await EngineHandler(queue, Long(), thread=FormatterThread(5)).handle(Call(body=b"", request_id="r"), writer)
+        await EngineHandler(queue, Long(), thread=FormatterThread(60)).handle(Call(body=b"", request_id="r"), writer)
         engine.sinks[-1].on_delta(last(text))
         await until(lambda: writer.finished)
         engine.sinks.clear()

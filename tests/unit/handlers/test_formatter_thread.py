@@ -12,7 +12,7 @@ import pytest
 
 from engines.errors import GenerationFailed
 from handlers.formatter_thread import FormatterThread
-from tests.waiting import until
+from tests.waiting import pass_time, until
 
 
 def boom() -> str:
@@ -20,7 +20,7 @@ def boom() -> str:
 
 
 async def test_work_runs_off_the_event_loop_in_order() -> None:
-    thread, seen, threads = FormatterThread(5), [], set()
+    thread, seen, threads = FormatterThread(60), [], set()
 
     def work(number: int) -> None:
         seen.append(number)
@@ -34,11 +34,11 @@ async def test_work_runs_off_the_event_loop_in_order() -> None:
 
 async def test_an_error_reaches_the_one_who_waits() -> None:
     with pytest.raises(KeyError):
-        await FormatterThread(5).run(boom)
+        await FormatterThread(60).run(boom)
 
 
 async def test_a_formatter_that_exits_fails_alone() -> None:
-    thread = FormatterThread(5)
+    thread = FormatterThread(60)
 
     def leave() -> None:
         raise SystemExit(3)
@@ -49,8 +49,10 @@ async def test_a_formatter_that_exits_fails_alone() -> None:
 
 
 async def test_a_formatter_that_hangs_fails_and_the_next_one_goes_on() -> None:
-    thread, release = FormatterThread(0.2), threading.Event()
-    hanging = asyncio.ensure_future(thread.run(release.wait))
+    thread, begun, release = FormatterThread(60), threading.Event(), threading.Event()
+    hanging = asyncio.ensure_future(thread.run(lambda: begun.set() or release.wait()))
+    await until(begun.is_set)
+    await pass_time(61)
     following = [asyncio.ensure_future(thread.run(lambda number=number: number)) for number in range(3)]
     with pytest.raises(GenerationFailed, match="predict_timeout"):
         await hanging
@@ -60,7 +62,7 @@ async def test_a_formatter_that_hangs_fails_and_the_next_one_goes_on() -> None:
 
 
 async def test_who_waits_may_go_away() -> None:
-    thread, begun, release = FormatterThread(5), threading.Event(), threading.Event()
+    thread, begun, release = FormatterThread(60), threading.Event(), threading.Event()
     waiting: asyncio.Future[Any] = asyncio.ensure_future(thread.run(lambda: begun.set() or release.wait()))
     await until(begun.is_set)
     waiting.cancel()
@@ -69,18 +71,19 @@ async def test_who_waits_may_go_away() -> None:
 
 
 async def test_a_call_that_hangs_without_its_client_fails_no_other() -> None:
-    thread, begun, release = FormatterThread(0.2), threading.Event(), threading.Event()
+    thread, begun, release = FormatterThread(60), threading.Event(), threading.Event()
     hanging: asyncio.Future[Any] = asyncio.ensure_future(thread.run(lambda: begun.set() or release.wait()))
     await until(begun.is_set)
     hanging.cancel()
     with pytest.raises(asyncio.CancelledError):
         await hanging
+    await pass_time(61)
     assert await asyncio.gather(*(thread.run(lambda number=number: number) for number in range(3))) == [0, 1, 2]
     release.set()
 
 
 async def test_an_error_that_comes_after_its_client_has_left_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    thread, begun, release = FormatterThread(5), threading.Event(), threading.Event()
+    thread, begun, release = FormatterThread(60), threading.Event(), threading.Event()
 
     def fail() -> None:
         begun.set()
@@ -98,7 +101,7 @@ async def test_an_error_that_comes_after_its_client_has_left_is_not_logged(caplo
 
 
 async def test_a_thread_that_is_stopped_does_what_waits_and_ends() -> None:
-    thread, begun, release = FormatterThread(5), threading.Event(), threading.Event()
+    thread, begun, release = FormatterThread(60), threading.Event(), threading.Event()
 
     def work() -> threading.Thread:
         begun.set()
@@ -112,6 +115,6 @@ async def test_a_thread_that_is_stopped_does_what_waits_and_ends() -> None:
     release.set()
     worked = await first
     assert await second == "waited"
-    await asyncio.to_thread(worked.join, 5)
+    await asyncio.to_thread(worked.join, 60)
     assert not worked.is_alive()
     assert await thread.run(lambda: "later") == "later"

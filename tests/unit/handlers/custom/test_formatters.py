@@ -60,7 +60,7 @@ def unchanged_imports() -> Iterator[None]:
 IMPORTS: list[ModelImports] = []
 
 
-NONE = Formatters(FormatterThread(5))
+NONE = Formatters(FormatterThread(60))
 
 
 def found(directory: Path, code: str, **settings: Any) -> Formatters:

@@ -51,7 +51,7 @@ def _answer_object(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "handlers.openai.vllm.request_models", models)
 
 
-def formatters(write: Write | None, read: Write | None = None, time_limit: float = 5) -> Formatters:
+def formatters(write: Write | None, read: Write | None = None, time_limit: float = 60) -> Formatters:
     return Formatters(FormatterThread(time_limit), read, write)
 
 
