@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from typing import Any
 
 import pytest
-
-pytest.importorskip("anthropic", reason="anthropic is not installed")
-
-from anthropic.types import ErrorResponse, ModelInfo
-from openai.types.responses import ResponseError, ResponseErrorEvent
 
 from engines.errors import (
     AdapterUnusable,
@@ -31,6 +27,9 @@ from engines.errors import (
 from handlers.openai import anthropic
 from handlers.openai.error_forms import error_form
 from handlers.openai.routes import ANTHROPIC, error_reply, refuse
+
+# The tests import the packages, because each process of the unit tests imports this file.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("anthropic") is None, reason="anthropic is not installed")
 
 
 def events(data: bytes) -> list[tuple[str, Any]]:
@@ -59,6 +58,8 @@ def events(data: bytes) -> list[tuple[str, Any]]:
     ids=lambda value: type(value).__name__,
 )
 def test_each_error_is_one_of_anthropics(error: RequestError, status: int, kind: str) -> None:
+    from anthropic.types import ErrorResponse
+
     reply = ANTHROPIC.refuse(error)
     document = json.loads(reply.body)
     assert (reply.status, document) == (status, {"type": "error", "error": {"type": kind, "message": error.message}})
@@ -67,6 +68,8 @@ def test_each_error_is_one_of_anthropics(error: RequestError, status: int, kind:
 
 
 def test_a_message_stream_ends_with_one_error_event() -> None:
+    from anthropic.types import ErrorResponse
+
     form = error_form("/v1/messages")
     ((name, document),) = events(form.last_events(refuse(Overloaded("full"))))
     assert (name, document["error"]["type"]) == ("error", "overloaded_error")
@@ -77,6 +80,8 @@ def test_a_message_stream_ends_with_one_error_event() -> None:
     ("status", "code"), [(400, "invalid_prompt"), (503, "rate_limit_exceeded"), (500, "server_error")]
 )
 def test_a_response_stream_ends_with_openais_events(status: int, code: str) -> None:
+    from openai.types.responses import ResponseError, ResponseErrorEvent
+
     form = error_form("/v1/responses")
     for number in range(3):
         document = {"response": {"id": "r", "status": "in_progress"}, "sequence_number": number}
@@ -97,6 +102,8 @@ def test_a_stream_of_a_response_from_its_middle_has_no_response_to_repeat() -> N
 
 
 def test_models_are_listed_as_by_anthropic() -> None:
+    from anthropic.types import ModelInfo
+
     cards = [{"id": name, "created": 0, "max_model_len": 8} for name in ("a", "b")]
     document = anthropic.model_list(cards)
     assert [ModelInfo.model_validate(info).id for info in document.pop("data")] == ["a", "b"]
