@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 import botocore.session
 import pytest
+import typer.testing
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _descriptions_of_aws() -> Iterator[None]:
-    """Let all sessions of boto3 share a loader, so that the descriptions of AWS's services are read only once."""
+def _made_once() -> Iterator[None]:
+    """Read the descriptions of AWS's services, and make the commands of a command line, only once in a process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(botocore.session, "create_loader", functools.cache(botocore.session.create_loader))
+        for module, function in ((botocore.session, "create_loader"), (typer.testing, "_get_command")):
+            patch.setattr(module, function, functools.cache(getattr(module, function)))
         yield
