@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-# On a busy machine, one example may take several seconds.
-settings.register_profile("slow", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# On a busy machine, one example may take several seconds. The examples differ in each run.
+settings.register_profile(
+    "slow", settings.default, max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 # A second run, with another Python, uses this profile.
 settings.register_profile("few", settings.get_profile("slow"), max_examples=10)
 settings.load_profile("slow")
