@@ -287,8 +287,9 @@ def _keep_a_fork_server() -> None:
     def start_process(path: Any, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
         if _FORK_SERVER not in str(arguments[-1]) or not unused:
             return int(spawn(path, arguments, descriptors))
-        order = {"command": arguments[-1], "descriptors": list(descriptors), "environment": dict(os.environ)}
-        socket.send_fds(orders, [json.dumps(order).encode()], list(descriptors))
+        passed = [*descriptors, 1, 2]  # The server may have replaced its output since the fork.
+        order = {"command": arguments[-1], "descriptors": passed, "environment": dict(os.environ)}
+        socket.send_fds(orders, [json.dumps(order).encode()], passed)
         orders.close()
         return unused.pop()
 

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.live.server import METRIC_SECONDS, Server, write_model
-from tests.waiting import wait_until
+from tests.waiting import SECONDS, wait_until
 
 pytestmark = pytest.mark.slow
 
 _PIPE_BYTES = 4096
-_STOP_SECONDS = 30.0
 _DROPPED = "slipway_log_lines_dropped_total"
 
 
@@ -40,7 +39,6 @@ class PipedServer(Server):
             return (pipe.read() or b"").decode(errors="replace")
 
 
-@pytest.mark.usefixtures("own_start")  # A forked server's engine would write to the pipe, and block.
 def test_a_server_whose_log_nobody_reads_serves_and_stops_and_each_line_is_json(
     tmp_path: Path, small_options: dict[str, object]
 ) -> None:
@@ -49,7 +47,7 @@ def test_a_server_whose_log_nobody_reads_serves_and_stops_and_each_line_is_json(
     reader = os.open(log, os.O_RDWR)
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)  # the start alone fills the pipe
     model = write_model(tmp_path / "model", **small_options)
-    server = PipedServer(model, log, {"SERVING_LOG_FORMAT": "json"})
+    server = PipedServer(model, log, {"SERVING_LOG_FORMAT": "json", "SERVING_DRAIN_TIMEOUT": "600"})
     try:
         server.wait_until_ready()
         _log_much(server)
@@ -71,7 +69,7 @@ def test_a_server_whose_log_nobody_reads_serves_and_stops_and_each_line_is_json(
         assert {"stderr", "slipway.access"} <= {line["logger"] for line in lines}
 
         server.process.send_signal(signal.SIGTERM)  # nobody reads the log from now on
-        assert server.process.wait(_STOP_SECONDS) == 0
+        assert server.process.wait(SECONDS) == 0
     finally:
         server.stop()
         os.close(reader)

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from tests.live.draining import lives
-from tests.live.server import START_SECONDS, Server, free_port, records, write_model
+from tests.live.server import START_SECONDS, Server, free_port, records, stopped, write_model
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +74,6 @@ def test_a_second_engine_is_loaded_called_and_unloaded_while_the_first_serves(
         assert traffic.result() == {text}
 
 
-@pytest.mark.usefixtures("own_start")
 def test_a_load_prints_nothing_of_libraries_unless_the_log_is_verbose_and_all_of_a_customers_code(
     multi_model: Server, directories: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -142,10 +142,10 @@ def test_models_in_the_servers_process_come_and_go_and_leave_nothing_behind(
 ) -> None:
     """Each model has formatters and a module beside them. Some requests run longer than the drain allows."""
     environment = {"SAGEMAKER_MULTI_MODEL": "true", "SERVING_DRAIN_TIMEOUT": "0.5"}
-    told, held = [], []
+    told, files = [], []
     with Server(None, tmp_path / "server.log", environment, name=None) as server:
         process = psutil.Process(server.process.pid)
-        for name in ("one", "two", "three", "four"):
+        for name in ("one", "two", "three"):
             directory = write_model(tmp_path / name, **engine_options | {"rolling_batch": "disable"})
             (directory / "model.py").write_text(FORMATTERS)
             (directory / "beside.py").write_text(f"NAME = {name!r}\n")
@@ -155,19 +155,20 @@ def test_models_in_the_servers_process_come_and_go_and_leave_nothing_behind(
             assert told[-1]["name"] == name
             with ThreadPoolExecutor(2) as pool:
                 long = {"inputs": "Once", "parameters": {"max_new_tokens": 900, "ignore_eos_token": True}}
-                count = 2 if name in ("three", "four") else 0
+                count = 0 if name == "one" else 2
                 running = [pool.submit(server.client.post, "/models/s/invoke", json=long) for _ in range(count)]
                 server.wait_for_metric("slipway_open_requests", count)
                 assert server.client.delete("/models/s").status_code == 200
                 assert [call.result().status_code for call in running] == [500] * count
-            held.append((loaded, process.memory_info().rss >> 20, process.num_fds()))
+            # The weights take 540 MB. The memory that stays in use varies by 50 MB from run to run. An abandoned step
+            # of the model ends after the calls.
+            wait_until(lambda: loaded - (process.memory_info().rss >> 20) > 400, about=process.memory_info)  # noqa: B023
+            files.append(process.num_fds())
 
-    # The weights take 540 MB. The memory that stays in use varies by 50 MB from run to run.
-    assert min(before - after for before, after, _ in held) > 400, f"MiB loaded, unloaded, open files: {held}"
-    assert held[3][2] <= held[2][2], f"MiB loaded, unloaded, open files: {held}"
-    assert [len(each["path"]) for each in told] == [len(told[0]["path"])] * 4
-    assert told[3]["modules"] == told[1]["modules"]
-    assert told[3]["threads"] == told[1]["threads"]
+    assert files[2] <= files[1], f"open files: {files}"
+    assert [len(each["path"]) for each in told] == [len(told[0]["path"])] * 3
+    assert told[2]["modules"] == told[1]["modules"]
+    assert told[2]["threads"] == told[1]["threads"]
 
 
 def test_streams_and_other_contracts_reach_a_model_by_its_name(multi_model: Server) -> None:
@@ -191,20 +192,16 @@ def test_streams_and_other_contracts_reach_a_model_by_its_name(multi_model: Serv
 def test_a_stream_ends_whole_before_its_model_is_gone_with_its_engine_process(multi_model: Server) -> None:
     server = multi_model
     (core,) = map(psutil.Process, engine_cores(server))
-    long = {"inputs": "Once", "parameters": {"max_new_tokens": 3000, "do_sample": False, "ignore_eos_token": True}}
-    with (
-        ThreadPoolExecutor() as threads,
-        server.client.stream("POST", "/models/v/invoke", json={**long, "stream": True}) as stream,
-    ):
-        lines = stream.iter_lines()
-        first = next(lines)
-        unloading = threads.submit(server.client.delete, "/models/v")
-        body = "\n".join([first, *lines])
+    with ThreadPoolExecutor() as threads:
+        with stopped(core.pid):
+            stream = threads.submit(server.client.post, "/models/v/invoke", json={**PROMPT, "stream": True})
+            server.wait_for_metric("slipway_open_requests", 1)
+            unloading = threads.submit(server.client.delete, "/models/v")
+            wait_until(lambda: server.client.get("/models").content == b'{"models":[]}')
+        assert "generated_text" in records(stream.result().text)[-1]
         assert unloading.result().status_code == 200
-    assert "generated_text" in records(body)[-1]
     assert not lives(core)
     assert engine_cores(server) == []
-    assert server.client.get("/models").content == b'{"models":[]}'
     assert server.client.get("/ping").status_code == 200
 
 
