@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.live.server import METRIC_SECONDS, START_SECONDS, Server, copy_model, hosted, serving_copy
-from tests.waiting import wait_until
+from tests.waiting import SECONDS, wait_until
 
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
 
@@ -33,17 +33,10 @@ def test_a_body_comes_back_with_its_content_type(echo: Server) -> None:
 
 
 def test_a_handler_sees_query_headers_and_attributes_as_lmi_shows_them(echo: Server) -> None:
-    headers = {
-        "X-Amzn-SageMaker-Custom-Attributes": "a=b; c=d",
-        "X-Amzn-SageMaker-Session-Id": "s",
-        "x-request-id": "r1",
-    }
+    headers = {"X-Amzn-SageMaker-Custom-Attributes": "a=b; c=d", "x-request-id": "r1"}
     seen = echo.client.post("/invocations?inspect=1&q=%C3%BC", content=b"body", headers=headers).json()
     assert seen["contents"] == [["inspect", "1"], ["q", "ü"], ["data", "body"]]
-    properties = seen["properties"]
-    assert (properties["a"], properties["c"], properties["requestId"]) == ("b", "d", "r1")
-    assert properties["X-Amzn-SageMaker-Session-Id"] == "s"
-    assert "X-Amzn-SageMaker-Custom-Attributes" not in properties
+    assert seen["properties"].items() >= {"a": "b", "c": "d", "requestId": "r1"}.items()
 
 
 def test_a_wrong_deadline_is_refused_and_an_attribute_of_that_name_may_be_the_customers(echo: Server) -> None:
@@ -101,33 +94,25 @@ def test_a_worker_that_crashes_is_replaced_and_its_client_told(echo: Server) -> 
     assert echo.ping() == 200
 
 
-def test_the_model_directory_is_where_the_handler_runs_and_imports(host: Server, tmp_path: Path) -> None:
-    model = copy_model(HANDLERS / "success", tmp_path / "model", mine="a b", model_id="org/name")
-    with hosted(host, model) as server:
-        answer = server.invoke("x").json()
-        assert answer["greeting"] == "custom_handler_used"
-        assert answer["configuration"]["mine"] == "a b"
-        assert answer["configuration"]["model_id"] == "org/name"
-
-
 def test_a_handler_that_cannot_be_loaded_fails_the_model_and_says_where(tmp_path: Path) -> None:
-    server = serving_copy(HANDLERS / "import_error", tmp_path)
+    model = copy_model(HANDLERS / "import_error", tmp_path / "model")
+    server = Server(model, tmp_path / "server.log", program=("tests.live.failed_start", "slipway", "serve"))
     try:
         wait_until(lambda: server.ping() in (200, 500), START_SECONDS, about=server.log_text)
         assert server.ping() == 500
         state = server.client.get("/ping").json()["model"]
         assert state["status"] == "FAILED"
         assert server.client.post("/invocations", json={}).status_code == 503
-        assert server.process.wait(60) == 1
         for text in ("model.py", "line 1", "no_such_package_anywhere"):
             assert text in state["reason"]
             server.wait_for_log(text)
+        assert server.stop() == 1
     finally:
         server.stop()
 
 
 def test_a_stop_lets_a_call_finish_and_leaves_no_process(tmp_path: Path) -> None:
-    with serving_copy(HANDLERS / "slow", tmp_path) as server:
+    with serving_copy(HANDLERS / "slow", tmp_path, {"SERVING_DRAIN_TIMEOUT": "600"}) as server:
         workers = psutil.Process(server.process.pid).children(recursive=True)
         with ThreadPoolExecutor(1) as pool:
             call = pool.submit(server.client.post, "/invocations", content=str(tmp_path / "go"))
@@ -136,7 +121,7 @@ def test_a_stop_lets_a_call_finish_and_leaves_no_process(tmp_path: Path) -> None
             wait_until(lambda: server.ping() == 503)
             (tmp_path / "go").touch()
             assert call.result().text == "done"
-        assert server.process.wait(60) == 0
+        assert server.process.wait(SECONDS) == 0
         _, alive = psutil.wait_procs(workers, timeout=METRIC_SECONDS)
         assert workers
         assert not alive

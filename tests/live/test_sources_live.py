@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 from tests.live.server import START_SECONDS, Server
 from tests.stand_ins.s3 import BUCKET, CREDENTIALS, gate_to, held, moto, put, refuse
-from tests.waiting import wait_until
+from tests.waiting import SECONDS, wait_until
 
 PROPERTIES = b"option.dtype=fp32\noption.kv_cache_memory_bytes=536870912\n"
 FORMATTER = b"""
@@ -127,7 +126,7 @@ def test_a_prompt_beyond_the_limit_is_refused_in_the_words_of_each_contract(on_s
         assert on_s3.client.post("/v1/completions", json=search | {"prompt": prompt}).status_code == status
 
 
-def test_a_download_that_fails_is_the_reason_in_ping_and_ends_the_process(tmp_path: Path) -> None:
+def test_a_download_that_fails_ends_the_process_with_its_reason(tmp_path: Path) -> None:
     with moto() as address, gate_to(address) as gate:
         put(address, {"m/config.json": b"{}", "m/model.safetensors": b"x" * 1000})
         environment = CREDENTIALS | {
@@ -138,10 +137,8 @@ def test_a_download_that_fails_is_the_reason_in_ping_and_ends_the_process(tmp_pa
         gate.fault = lambda passing: passing.path.endswith(".safetensors") and fault(passing)
         server = Server(f"s3://{BUCKET}/m", tmp_path / "server.log", environment)
         try:
-            wait_until(lambda: server.ping() == 500, START_SECONDS, about=server.log_text)
-            reason = server.client.get("/ping").json()["model"]["reason"]
-            assert reason.startswith("s3://models/m/: An error occurred (AccessDenied)")
-            assert server.process.wait(60) == 1
+            assert server.process.wait(START_SECONDS) == 1
+            server.wait_for_log("the model cannot be served: s3://models/m/: An error occurred (AccessDenied)")
         finally:
             server.stop()
 
@@ -165,15 +162,16 @@ def test_sigterm_ends_a_download_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sigterm_ends_the_process_whatever_the_management_api_waits_for(tmp_path: Path) -> None:
-    """S3 never answers, and the server's import of a `model.py` never ends."""
+    """S3 never answers, and the server's import of a `model.py` takes an hour."""
     (tmp_path / "model.py").write_text(
         "import time\nfrom djl_python.output_formatter import output_formatter\n"
-        "@output_formatter\ndef write(output): return ''\ntime.sleep(600)\n"
+        "@output_formatter\ndef write(output): return ''\ntime.sleep(3600)\n"
     )
     (tmp_path / "serving.properties").write_text("option.model_id=org/name\n")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         environment = CREDENTIALS | {"SAGEMAKER_MULTI_MODEL": "true", "AWS_ENDPOINT_URL_S3": address}
+        environment |= {"SERVING_DRAIN_TIMEOUT": "600"}
         server = Server(None, tmp_path / "server.log", environment, name=None)
         with server, ThreadPoolExecutor() as threads:
             calls = [
@@ -182,11 +180,9 @@ def test_sigterm_ends_the_process_whatever_the_management_api_waits_for(tmp_path
             ]
             wait_until(lambda: '"hangs"' in server.client.get("/models").text, about=server.log_text)
             assert server.ping() == 200
-            started = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
             assert [call.result().status_code for call in calls] == [503, 503]
-            assert server.process.wait(60) == 0
-            assert time.monotonic() - started < 50, "S3 may take a minute, and the module ten"
+            assert server.process.wait(SECONDS) == 0
 
 
 @pytest.mark.slow
@@ -199,7 +195,7 @@ def test_a_read_only_model_directory_without_a_home_is_served(small_options: dic
     for path in Path(str(small_options["model_id"])).iterdir():
         if path.is_file():
             os.link(path, model / path.name) if path.stat().st_dev == model.stat().st_dev else shutil.copy(path, model)
-    (model / "serving.properties").write_bytes(PROPERTIES)
+    (model / "serving.properties").write_bytes(b"option.dtype=fp32\noption.rolling_batch=disable\n")
     (model / "model.py").write_bytes(FORMATTER)
     make_wheel(model / "requirements", "from a package")
     (model / "requirements.txt").write_text("tiny-package\n")

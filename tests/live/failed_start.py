@@ -1,0 +1,17 @@
+"""Runs a program of Slipway that stays up after a failed start until it is told to stop, not only for three seconds.
+
+python -m tests.live.failed_start MODULE [ARGUMENTS...]
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from unittest.mock import patch
+
+from container import server
+
+if __name__ == "__main__":
+    patch.object(server, "_FAILED_SECONDS", 3600.0).start()
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
