@@ -1,7 +1,8 @@
 """The image's command `serve`, without a container. It is installed by the image's script, and started like
 SageMaker's.
 
-`make image-test` starts it in containers. This test is for machines that cannot run containers, and for `make slow`.
+`make image-test` starts it in containers. These tests are for machines that cannot run containers. `make long` runs
+those with a model.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import psutil
 import pytest
 
 from tests.live.server import Server, free_port, records, write_model
+from tests.waiting import SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -30,8 +32,6 @@ ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "container" / "image" / "Dockerfile.cpu"
 ECHO = ROOT / "tests" / "fixtures" / "handlers" / "echo"
 PROMPT = "The capital of France is"
-STOP_SECONDS = 30.0
-"""The time after SIGTERM at which SageMaker kills a container that still runs."""
 OF_THE_MACHINE = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "LD_LIBRARY_PATH")
 """Variables of the tests that servers keep: they let Python run, and share the machine's cores between servers."""
 Start = Callable[..., AbstractContextManager["Serve"]]
@@ -51,9 +51,9 @@ class Serve(Server):
         return inherited | self.environment
 
     def terminate(self) -> int:
-        """Stop the process in the same way as SageMaker, and return its exit code."""
+        """Stop the process in the same way as SageMaker, and return its exit code. A late end has another code."""
         self.process.terminate()
-        return self.process.wait(STOP_SECONDS)
+        return self.process.wait(SECONDS)
 
 
 def copied_sources() -> list[str]:
@@ -117,29 +117,12 @@ def start(prefix: Path, tmp_path: Path) -> Start:
     return started
 
 
-def of_its_own(module: str, server: Serve) -> bool:
-    """Return True if the image's Python imports the module from the image's environment."""
-    script = f"import {module}; print({module}.__file__)"
-    python = server.prefix / "bin" / "python"
-    shown = subprocess.run([python, "-P", "-c", script], capture_output=True, text=True, check=True).stdout
-    return Path(shown.strip()).is_relative_to(server.prefix)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param({}, id="forked"),
-        pytest.param({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, id="spawned", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long  # tests/image runs vLLM in containers.
+@pytest.mark.parametrize("method", [{}, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}], ids=["forked", "spawned"])
 def test_vllm_is_served_and_its_processes_end_with_sigterm(
     start: Start, tmp_path: Path, small_options: dict[str, object], method: dict[str, str]
 ) -> None:
-    model_dir = write_model(tmp_path / "model", **small_options)
-    # The working directory is the model's directory. Python must not import Slipway's modules from it.
-    (model_dir / "container.py").write_text("raise SystemExit('a file of the model was imported')\n")
-    with start(model_dir, **method) as server:
-        assert all(of_its_own(module, server) for module in ("container", "handlers", "djl_python", "slipway"))
+    with start(write_model(tmp_path / "model", **small_options), **method) as server:
         plain = server.invoke(PROMPT, max_new_tokens=8, ignore_eos_token=True, do_sample=False)
         assert plain.status_code == 200, plain.text
         streamed = server.invoke(PROMPT, stream=True, max_new_tokens=8, ignore_eos_token=True, do_sample=False)
@@ -148,7 +131,7 @@ def test_vllm_is_served_and_its_processes_end_with_sigterm(
         processes = server.children()
         assert len(processes) > 1
         assert server.terminate() == 0
-        _, left = psutil.wait_procs(processes, timeout=STOP_SECONDS)
+        _, left = psutil.wait_procs(processes, timeout=SECONDS)
         assert left == []
 
 
@@ -162,7 +145,14 @@ def test_vllm_is_served_and_its_processes_end_with_sigterm(
 def test_a_custom_handler_is_served(start: Start, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     model_dir = tmp_path / "model"
     shutil.copytree(ECHO, model_dir)
+    # The working directory is the model's directory. Python must not import Slipway's packages from it.
+    (model_dir / "container.py").write_text("raise SystemExit('a file of the model was imported')\n")
     with start(model_dir, *arguments) as server:
+        packages = "container, djl_python, handlers, slipway"
+        script = f"import {packages}\nfor package in ({packages}): print(package.__file__)"
+        python = [server.prefix / "bin" / "python", "-P", "-c", script]
+        shown = subprocess.run(python, env=server.all_variables(), capture_output=True, text=True, check=True).stdout
+        assert all(Path(line).is_relative_to(server.prefix) for line in shown.splitlines())
         assert server.client.post("/invocations", content=b"hello").content == b"hello"
         told = server.client.post("/invocations", data={"inspect": "1"}).json()
         assert Path(told["executable"]).is_relative_to(server.prefix)
