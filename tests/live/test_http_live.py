@@ -67,6 +67,7 @@ def test_a_stop_breaks_off_a_client_that_reads_nothing_and_logs_no_error(tmp_pat
         assert "Traceback" not in server.log_text()
 
 
+@pytest.mark.usefixtures("own_start")  # A forked server has the limits of the process that forks.
 def test_a_server_may_have_as_many_files_open_as_its_hard_limit_says(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))

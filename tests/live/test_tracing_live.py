@@ -105,6 +105,7 @@ def traced(
     environment = {
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_BSP_SCHEDULE_DELAY": "100",
+        "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "300",
     }
     address = f"http://127.0.0.1:{collector.server_port}/v1/traces"
     with serving(
