@@ -29,7 +29,7 @@ from tests.live.small_model import prepare_small_model
 
 ON_CPU = os.environ.get("GPU_PROOF_ON_CPU") == "1"
 TOKENS = 8 if ON_CPU else 64
-LONG = 32 if ON_CPU else 800
+LONG = 16 if ON_CPU else 800
 """The number of tokens in an answer that takes at least a second on any device. A process is killed meanwhile."""
 RecordProperty = Callable[[str, object], None]
 """pytest's fixture `record_property`. It records a figure for the summary."""

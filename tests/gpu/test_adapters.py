@@ -6,12 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from typing import Any
 
-from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
+from tests.gpu.conftest import TOKENS
+from tests.live.prompts import PROMPTS
 from tests.live.server import Server
 
 
 def text(server: Server, prompt: str, adapter: str = "") -> str:
-    document: dict[str, Any] = {"inputs": prompt, "parameters": {"max_new_tokens": MAX_NEW_TOKENS}}
+    document: dict[str, Any] = {"inputs": prompt, "parameters": {"max_new_tokens": TOKENS}}
     if adapter:
         document["adapters"] = adapter
     response = server.client.post("/invocations", json=document)

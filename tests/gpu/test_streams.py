@@ -39,7 +39,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory, gpu_options: dict[str, obje
     """Return the streams of a vLLM server with the same engine arguments. This server is stopped afterwards."""
     given = dict(gpu_options)
     model, dtype = str(given.pop("model_id")), str(given.pop("dtype"))
-    engine: dict[str, Any] = {"model": model, "dtype": _DTYPES.get(dtype, dtype), "enforce_eager": ON_CPU, **given}
+    engine: dict[str, Any] = {"model": model, "dtype": _DTYPES.get(dtype, dtype), **given}
+    if ON_CPU:
+        engine |= {"enforce_eager": True, "distributed_executor_backend": "uni"}  # A worker process imports vLLM again.
     port = free_port()
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "model", *command_line(engine)]
     log = tmp_path_factory.mktemp("vllm") / "server.log"
