@@ -8,17 +8,16 @@ import itertools
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from websockets.sync.client import ClientConnection, connect
 
+from tests.waiting import SECONDS, wait_until
+
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser")
 MISSING = "no Chromium here; apt-get install chromium"
-_START_SECONDS = 60.0
-_WAIT_SECONDS = 60.0
 REBOUND = "rebound.example"
 """A foreign host name that leads to this machine."""
 _OPTIONS = (
@@ -28,7 +27,7 @@ _OPTIONS = (
     f"--host-resolver-rules=MAP {REBOUND} 127.0.0.1, MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
-_CONTROL, _SHIFT = 2, 8
+_CONTROL = 2
 
 
 class Page:
@@ -49,7 +48,7 @@ class Page:
         message = {"id": number, "sessionId": self._session, "method": method, "params": parameters}
         self._connection.send(json.dumps(message))
         while True:
-            answer = json.loads(self._connection.recv(timeout=_WAIT_SECONDS))
+            answer = json.loads(self._connection.recv(timeout=SECONDS))
             if answer.get("id") == number:
                 assert "error" not in answer, f"{method}: {answer}"
                 return dict(answer["result"])
@@ -80,12 +79,12 @@ class Page:
         assert "exceptionDetails" not in answer, f"{expression}: {answer['exceptionDetails']}"
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, seconds: float = _WAIT_SECONDS) -> None:
+    def wait_for(self, expression: str) -> None:
         """Wait until a JavaScript expression is true."""
-        deadline = time.monotonic() + seconds
-        while not self.evaluate(f"Boolean({expression})"):
-            assert time.monotonic() < deadline, f"{expression}\n{self.evaluate('document.body.innerText')}"
-            self.evaluate("new Promise((done) => setTimeout(done, 20))")
+        wait_until(
+            lambda: self.evaluate(f"Boolean({expression})"),
+            about=lambda: f"{expression}\n{self.evaluate('document.body.innerText')}",
+        )
 
     def fill(self, selector: str, value: str) -> None:
         """Set a control's value, as its user does."""
@@ -123,9 +122,9 @@ class Page:
         node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.call("DOM.setFileInputFiles", files=[str(path)], nodeId=node)
 
-    def press(self, key: str, *, control: bool = False, shift: bool = False) -> None:
+    def press(self, key: str, *, control: bool = False) -> None:
         """Press a key. It goes to the focused element."""
-        modifiers = _CONTROL * control + _SHIFT * shift
+        modifiers = _CONTROL * control
         code = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": modifiers}
         text = {"text": "\r"} if key == "Enter" and not control else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", **code, **text)
@@ -135,9 +134,9 @@ class Page:
         """Return the exact text of an element."""
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)}).textContent"))
 
-    def size(self, width: int, height: int, *, scale: float = 1.0, dark: bool = False) -> None:
+    def size(self, width: int, height: int, *, dark: bool = False) -> None:
         """Show the page in a window of this size, in CSS pixels, with a light or a dark scheme."""
-        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1.0, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -163,7 +162,7 @@ class Browser:
         number = next(self._numbers)
         self._connection.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
-            answer = json.loads(self._connection.recv(timeout=_WAIT_SECONDS))
+            answer = json.loads(self._connection.recv(timeout=SECONDS))
             if answer.get("id") == number:
                 return dict(answer["result"])
 
@@ -179,20 +178,16 @@ def chromium(directory: Path) -> Iterator[Browser]:
     try:
         address = _address(profile / "DevToolsActivePort", process)
         # No pings: their answers would be queued behind events that nobody reads while a test does something else.
-        with connect(address, max_size=None, open_timeout=_START_SECONDS, ping_interval=None) as connection:
+        with connect(address, max_size=None, open_timeout=SECONDS, ping_interval=None) as connection:
             yield Browser(connection)
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(SECONDS)
 
 
 def _address(file: Path, process: subprocess.Popen[bytes]) -> str:
     """Return the address at which the browser listens. The browser writes this address into its profile."""
-    deadline = time.monotonic() + _START_SECONDS
-    while True:
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            port, path = file.read_text().split()
-            return f"ws://127.0.0.1:{port}{path}"
-        assert process.poll() is None, f"Chromium ended with {process.returncode}"
-        assert time.monotonic() < deadline, "Chromium has not started"
-        time.sleep(0.05)
+    wait_until(lambda: (file.exists() and "/" in file.read_text()) or process.poll() is not None)
+    assert process.poll() is None, f"Chromium ended with {process.returncode}"
+    port, path = file.read_text().split()
+    return f"ws://127.0.0.1:{port}{path}"

@@ -345,10 +345,13 @@ def test_a_request_is_explained_and_nothing_is_generated(page: Page, sample_serv
         choose(page, contract, form)
         greedy(page, contract)
         before = sample_server.metric("slipway_generated_tokens_total")
-        page.click("#explain")
-        page.wait_for(f"{ENDED} && !document.querySelector('#explain').disabled")
-        assert state(page) == "done", page.text(".result")
-        parameters = {row[0]: row[1:] for row in page.evaluate(rows)}
+        for _ in range(5):
+            page.click("#explain")
+            page.wait_for(f"{ENDED} && !document.querySelector('#explain').disabled")
+            assert state(page) == "done", page.text(".result")
+            parameters = {row[0]: row[1:] for row in page.evaluate(rows)}
+            if parameters["max_tokens"][1] != "body or default":  # The machine is so busy that the search timed out.
+                break
         assert parameters["max_tokens"] == [TOKENS, f"body, {field}"]
         assert page.text(".text pre") == PROMPT
         assert sample_server.metric("slipway_generated_tokens_total") == before
@@ -391,6 +394,10 @@ def test_an_error_can_be_read_whole(refusing: Page) -> None:
             box = f"document.querySelector('{part}')"
             assert refusing.evaluate(f"{box}.hidden || {box}.scrollHeight <= {box}.clientHeight"), part
         assert refusing.text(".error-title").startswith("424")
+    refusing.click(".unedit")
+    refusing.fill(LIMIT, "1")
+    send(refusing)
+    assert state(refusing) == "done"
 
 
 @pytest.fixture(scope="module")
@@ -586,18 +593,6 @@ def test_two_requests_are_compared(page: Page, completion: str) -> None:
 
 
 @pytest.mark.long
-def test_the_body_may_be_written_by_hand(refusing: Page) -> None:
-    choose(refusing, "lmi", "json")
-    refusing.fill("[name=body]", '{"inputs": 3}')
-    send(refusing)
-    assert refusing.text(".request").endswith('{"inputs": 3}')
-    assert refusing.text(".error-body mark") == "inputs"
-    refusing.click(".unedit")
-    send(refusing)
-    assert state(refusing) == "done"
-
-
-@pytest.mark.long
 def test_the_server_is_shown_as_it_is(page: Page, sample_server: Server) -> None:
     page.evaluate("void (location.hash = '#server')")
     page.wait_for("document.querySelectorAll('#view-server table tbody tr').length > 20")
@@ -666,23 +661,23 @@ def test_a_character_may_be_cut_and_markup_stays_text(page: Page) -> None:
     assert page.evaluate("document.querySelectorAll('.result img, .result b, .result script').length") == 0
 
 
-LONG_TASKS = """window.longest = 0, new PerformanceObserver((list) => list.getEntries().forEach((entry) => {
-  window.longest = Math.max(window.longest, entry.duration); })).observe({type: "longtask"})"""
-MAX_TASK = 1000
-"""The number of milliseconds for which the page may freeze on a busy machine."""
+WRITTEN = """window.written = 0, new MutationObserver((changes) => {
+  for (const { addedNodes } of changes) for (const node of addedNodes) window.written += node.textContent.length;
+}).observe(document.querySelector(".text"), {childList: true})"""
+"""Counts the characters that the page writes into the answer's text. If it wrote all again, it would freeze."""
 
 
 @pytest.mark.long
 def test_a_long_answer_stays_quick(page: Page) -> None:
-    """A stream with 4,000 tokens and their log probabilities arrives as fast as it can be read."""
+    """A stream has 4,000 tokens and their log probabilities. The page writes each of them once."""
     choose(page, "lmi", "jsonlines")
     tokens = [{"id": place, "text": f" word{place}", "log_prob": -(place % 7) / 2} for place in range(4000)]
     reply_with(page, json.dumps([json.dumps({"token": token}) + "\n" for token in tokens]), "application/jsonlines")
-    page.evaluate(LONG_TASKS)
+    page.evaluate(WRITTEN)
     send(page)
     assert page.evaluate("document.querySelectorAll('.text .token').length") == 4000
     assert page.text(".text").endswith("word3998 word3999")
-    assert page.evaluate("window.longest") < MAX_TASK
+    assert page.evaluate("window.written") == len(page.text(".text"))
     page.click(".as-hex")
     assert "more than 65.5 kB" in page.text(".reply")
 
@@ -695,11 +690,11 @@ def test_an_answer_that_repeats_its_text_stays_quick(page: Page) -> None:
     choose(page, "happy_vllm", "stream")
     record = 'JSON.stringify({responses: [" longerword".repeat(place + 1)], finish_reasons: ["None"]})'
     reply_with(page, f'Array.from({{length: 1500}}, (_, place) => {record} + "\\n")', "")
-    page.evaluate(LONG_TASKS)
+    page.evaluate(WRITTEN)
     send(page)
     assert page.text(".text") == " longerword" * 1500
     assert "the first 8 MB are shown" in page.text(".reply-size")
-    assert page.evaluate("window.longest") < MAX_TASK
+    assert page.evaluate("window.written") == len(page.text(".text"))
 
 
 @pytest.mark.long
