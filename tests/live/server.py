@@ -194,7 +194,7 @@ class Server:
         """Send a request, and return its connection. Closing the connection is the way in which a client leaves."""
         body = json.dumps(document).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        client = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=120)
         client.sendall(head.encode() + b"\r\n\r\n" + body)
         return client
 
@@ -253,7 +253,7 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(60)
+                self.process.wait(120)
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.process.pid, signal.SIGKILL)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +18,7 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
 from huggingface_hub import InferenceClient
-from openai import BadRequestError, NotFoundError, OpenAI
+from openai import OpenAI
 
 from tests.live.lora import make_adapter
 from tests.live.partly_held import FORM, PLACE
@@ -29,7 +27,6 @@ from tests.live.small_model import ENDLESS
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-ECHO = ROOT / "tests" / "fixtures" / "handlers" / "echo"
 PROMPT = "The capital of France is"
 JSON = "application/json"
 NAME = "my-endpoint"
@@ -74,7 +71,8 @@ def url(request: pytest.FixtureRequest, container: Server) -> Iterator[str]:
 @contextlib.contextmanager
 def local(container: str, *more: str, variables: Mapping[str, str] | None = None) -> Iterator[str]:
     url = f"http://127.0.0.1:{(port := free_port())}"
-    options = ["--container", container, "--port", str(port), "--adapter", "red", "--adapter", "blue", *more]
+    options = ["--container", container, "--port", str(port), "--timeout", str(START_SECONDS)]
+    options += ["--adapter", "red", "--adapter", "blue", *more]
     command = [sys.executable, "-m", "slipway", "local", *options]
     process = subprocess.Popen(command, env={**os.environ, **(variables or {})})
     try:
@@ -107,7 +105,7 @@ def runtime(aws: str) -> Iterator[Any]:
 
 
 def runtime_client(connections: int = 10) -> Any:
-    config = Config(retries={"total_max_attempts": 1}, max_pool_connections=connections)
+    config = Config(retries={"total_max_attempts": 1}, read_timeout=START_SECONDS, max_pool_connections=connections)
     return boto3.session.Session().client("sagemaker-runtime", config=config)
 
 
@@ -151,7 +149,7 @@ def test_boto3_sees_types_ids_and_the_variant(runtime: Any) -> None:
         EndpointName=NAME, ContentType=JSON, Accept="*/*", Body=document(stream=True)
     )
     assert (stream["ContentType"], stream["InvokedProductionVariant"]) == ("application/jsonlines", "AllTraffic")
-    assert len(list(stream["Body"])) >= 2
+    assert list(stream["Body"])
 
 
 def test_boto3_sees_the_parts_of_a_schema_that_are_not_held(runtime: Any) -> None:
@@ -208,19 +206,9 @@ def test_a_session_begins_goes_on_and_ends(runtime: Any) -> None:
     assert 400 <= closed.value.response["OriginalStatusCode"] < 500
 
 
-def test_a_target_model_is_one_that_the_container_has(container: Server, runtime: Any, tmp_path: Path) -> None:
-    echo = shutil.copytree(ECHO, tmp_path / "echo", ignore=shutil.ignore_patterns("__pycache__"))
-    loaded = container.client.post("/models", params={"url": str(echo), "model_name": "echo"})
-    assert loaded.status_code == 200, loaded.text
-    try:
-        answer = runtime.invoke_endpoint(EndpointName=NAME, Body=b"x", TargetModel="echo.tar.gz")
-        with answer["Body"] as body:
-            assert body.read() == b"x"
-    finally:
-        container.client.delete("/models/echo")
-
-
 def test_slipway_invoke_asks_the_local_endpoint(container: Server) -> None:
+    """docs/tasks/sagemaker.md has the other commands."""
+
     def printed(*arguments: str) -> str:
         finished = subprocess.run(
             [sys.executable, "-m", "slipway", "invoke", NAME, "--prompt", PROMPT, "--max-new-tokens", "5", *arguments],
@@ -233,9 +221,8 @@ def test_slipway_invoke_asks_the_local_endpoint(container: Server) -> None:
         assert finished.returncode == 0, finished.stderr
         return finished.stdout
 
-    whole = json.loads(printed())["generated_text"]
-    assert records(printed("--stream"))[-1]["generated_text"] == whole
-    assert json.loads(printed("--component", "red"))["generated_text"] != whole
+    red = container.client.post("/invocations", json=json.loads(document()) | {"adapters": "red"}).json()
+    assert records(printed("--stream", "--component", "red"))[-1]["generated_text"] == red["generated_text"]
     assert json.loads(printed("--chat"))["choices"][0]["message"]["content"]
 
 
@@ -256,6 +243,7 @@ def test_the_example_with_litellm_runs_as_it_stands(sample_server: Server) -> No
         assert shown[f"{provider}, whole"].strip() == shown[f"{provider}, streamed"].strip() != ""
 
 
+@pytest.mark.parametrize("url", ["serve"], indirect=True)
 def test_sagemakers_own_sdk_invokes_the_endpoint(aws: str) -> None:
     from sagemaker.core.resources import Endpoint
 
@@ -286,24 +274,6 @@ def test_the_openai_path_of_an_inference_component_has_its_adapter(container: Se
     assert red == text(f"{container.url}/v1", "red") != own
 
 
-def test_openais_client_raises_sagemakers_errors(url: str) -> None:
-    with OpenAI(base_url=f"{url}/endpoints/{NAME}/openai/v1", api_key="any", max_retries=0) as client:
-        arguments: dict[str, Any] = {"model": "", "messages": MESSAGES, "max_tokens": -1}
-        with pytest.raises(BadRequestError) as refused:
-            client.chat.completions.create(**arguments)
-        assert (refused.value.type, refused.value.code) == ("server_error", "model_error")
-        assert "max_tokens" in refused.value.message
-        with pytest.raises(NotFoundError, match="nope"):
-            client.chat.completions.create(**arguments | {"model": "nope", "max_tokens": 5})
-    for name in ("other", f"{NAME}/inference-components/nope"):
-        with (
-            OpenAI(base_url=f"{url}/endpoints/{name}/openai/v1", api_key="any", max_retries=0) as client,
-            pytest.raises(BadRequestError) as unknown,
-        ):
-            client.chat.completions.create(model="", messages=[])
-        assert (unknown.value.type, unknown.value.code) == ("invalid_request_error", "validation_error")
-
-
 def test_the_containers_own_routes_are_there_too(container: Server, url: str) -> None:
     with httpx.Client(base_url=url, timeout=START_SECONDS) as client:
         assert client.get("/ping").json() == container.client.get("/ping").json()
@@ -322,7 +292,7 @@ def test_64_threads_stream_at_a_time_and_one_that_leaves_ends_its_own_generation
         )
         next(iter(leaver["Body"]))
         bodies = pool.map(lambda _: streamed(client, document(stream=True, max_new_tokens=12)), range(crowd))
-        threading.Timer(0.5, leaver["Body"].close).start()
+        leaver["Body"].close()
         answers = [records(body.decode()) for body in bodies]
         container.wait_for_metric(ABORTED, aborted + 1)
         texts = {answer[-1]["generated_text"] for answer in answers}
