@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,58 +33,38 @@ AWS = {
 }
 
 
-def engine_with(**options: object) -> Callable[[Path], Server]:
-    """Return a function that starts a server for the sample model with these options."""
-
-    def start(directory: Path) -> Server:
-        model = write_model(directory / "served", model_id=prepare(), **SMALL, **options)
-        return Server(model, directory / "server.log", arguments=("--local-endpoint", "my-endpoint"))
-
-    return start
-
-
-def example(name: str) -> Callable[[Path], Server]:
-    """Return a function that starts a server for a model directory of examples/."""
-
-    def start(directory: Path) -> Server:
-        options = {f"OPTION_{option.upper()}": str(value) for option, value in SMALL.items()}
-        environment = {"HF_MODEL_ID": str(prepare()), **options}
-        arguments = ("--local-endpoint", "my-endpoint")
-        return Server(ROOT / "examples" / name, directory / "server.log", environment, arguments=arguments)
-
-    return start
-
-
-def small_embedding_model(directory: Path) -> Server:
-    model = write_model(directory / "served", model_id=prepare_small_model(), task="text-embedding", **SMALL)
-    return Server(model, directory / "server.log", arguments=("--local-endpoint", "my-endpoint"))
-
-
-def two_copies(directory: Path) -> Server:
-    model = write_model(directory / "served", model_id=prepare_small_model(), **SMALL)
-    return Server(model, directory / "server.log", {"SERVING_MAX_WORKERS": "2"})
-
-
-# Pages whose commands need a different server from `make run`'s.
-SERVERS: dict[str, Callable[[Path], Server]] = {
-    "adapters": engine_with(enable_lora="true"),
-    "all_gpus": two_copies,
-    "own_format": example("own_format"),
-    "own_handler": example("own_handler"),
-    "several_models": engine_with(),
-    "tools_and_json": engine_with(tool_call_parser="hermes"),
-    "vectors": small_embedding_model,
+# Pages whose commands need a different server from `make run`'s, and the options of its model.
+OPTIONS: dict[str, dict[str, object]] = {
+    "adapters": {"enable_lora": "true"},
+    "all_gpus": {},
+    "own_format": {},
+    "own_handler": {},
+    "tools_and_json": {"tool_call_parser": "hermes"},
+    "vectors": {"task": "text-embedding"},
 }
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in SERVERS], ids=lambda page: page.stem)
+def own_server(page: str, directory: Path) -> Server:
+    """Start the server of a page. Some pages have a model directory in examples/."""
+    small = page in ("all_gpus", "vectors")
+    options = SMALL | OPTIONS[page] | {"model_id": prepare_small_model() if small else prepare()}
+    environment = {"SERVING_MAX_WORKERS": "2"} if page == "all_gpus" else {}
+    if page.startswith("own_"):
+        model = ROOT / "examples" / page
+        environment |= {f"OPTION_{name.upper()}": str(value) for name, value in options.items()}
+    else:
+        model = write_model(directory / "served", **options)
+    return Server(model, directory / "server.log", environment, arguments=("--local-endpoint", "my-endpoint"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in OPTIONS], ids=lambda page: page.stem)
 def test_the_commands_of_a_page_print_what_it_shows(sample_server: Server, tmp_path: Path, page: Path) -> None:
     assert_commands(page, sample_server, tmp_path)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.stem in SERVERS], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem in OPTIONS], ids=lambda page: page.stem)
 def test_the_commands_of_a_page_with_its_own_server_print_what_it_shows(tmp_path: Path, page: Path) -> None:
-    with SERVERS[page.stem](tmp_path) as server:
+    with own_server(page.stem, tmp_path) as server:
         assert_commands(page, server, tmp_path)
 
 
@@ -99,8 +78,11 @@ def assert_commands(page: Path, server: Server, tmp_path: Path) -> None:
     assert found
     wrong = []
     for command in found:
-        output = printed(command, server.port, tmp_path, environment)
-        assert output.strip(), command.text
-        if command.output is not None and not is_shown(command.output, output):
+        for _ in range(5 if page.stem == "explain" else 1):  # On a busy machine, the search for origins may time out.
+            output = printed(command, server.port, tmp_path, environment)
+            assert output.strip(), command.text
+            if is_right := command.output is None or is_shown(command.output, output):
+                break
+        if not is_right:
             wrong.append(f"{command.text}\n{output}")
     assert not wrong, "\n".join(wrong)
