@@ -2,7 +2,7 @@
 SageMaker's.
 
 `make image-test` starts it in containers. These tests are for machines that cannot run containers. `make long` runs
-those with a model.
+the test with vLLM.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def start(prefix: Path, tmp_path: Path) -> Start:
     @contextlib.contextmanager
-    def started(model_dir: Path, *arguments: str, **environment: str) -> Iterator[Serve]:
+    def started(model_dir: Path, *arguments: str) -> Iterator[Serve]:
         home, port = tmp_path / "home", free_port()
         home.mkdir()
         of_sagemaker = {"SAGEMAKER_BIND_TO_PORT": str(port), "SERVING_MODEL_STORE": str(model_dir)}
         with Serve(
             None,
             tmp_path / "server.log",
-            image_variables(prefix, home) | of_sagemaker | environment,
+            image_variables(prefix, home) | of_sagemaker,
             port,
             arguments=arguments,
             working_directory=model_dir,
@@ -118,11 +118,10 @@ def start(prefix: Path, tmp_path: Path) -> Start:
 
 
 @pytest.mark.long  # tests/image runs vLLM in containers.
-@pytest.mark.parametrize("method", [{}, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}], ids=["forked", "spawned"])
 def test_vllm_is_served_and_its_processes_end_with_sigterm(
-    start: Start, tmp_path: Path, small_options: dict[str, object], method: dict[str, str]
+    start: Start, tmp_path: Path, small_options: dict[str, object]
 ) -> None:
-    with start(write_model(tmp_path / "model", **small_options), **method) as server:
+    with start(write_model(tmp_path / "model", **small_options)) as server:
         plain = server.invoke(PROMPT, max_new_tokens=8, ignore_eos_token=True, do_sample=False)
         assert plain.status_code == 200, plain.text
         streamed = server.invoke(PROMPT, stream=True, max_new_tokens=8, ignore_eos_token=True, do_sample=False)
@@ -135,19 +134,12 @@ def test_vllm_is_served_and_its_processes_end_with_sigterm(
         assert left == []
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param((), id="alone", marks=pytest.mark.long),
-        pytest.param(("--host", "127.0.0.1", "--model-name", "echo"), id="arguments"),
-    ],
-)
-def test_a_custom_handler_is_served(start: Start, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_a_custom_handler_is_served(start: Start, tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
     shutil.copytree(ECHO, model_dir)
     # The working directory is the model's directory. Python must not import Slipway's packages from it.
     (model_dir / "container.py").write_text("raise SystemExit('a file of the model was imported')\n")
-    with start(model_dir, *arguments) as server:
+    with start(model_dir, "--host", "127.0.0.1", "--model-name", "echo") as server:
         packages = "container, djl_python, handlers, slipway"
         script = f"import {packages}\nfor package in ({packages}): print(package.__file__)"
         python = [server.prefix / "bin" / "python", "-P", "-c", script]
@@ -156,14 +148,4 @@ def test_a_custom_handler_is_served(start: Start, tmp_path: Path, arguments: tup
         assert server.client.post("/invocations", content=b"hello").content == b"hello"
         told = server.client.post("/invocations", data={"inspect": "1"}).json()
         assert Path(told["executable"]).is_relative_to(server.prefix)
-        assert server.terminate() == 0
-
-
-@pytest.mark.long
-def test_rolling_batch_disable_is_served(start: Start, tmp_path: Path, sample_model: Path) -> None:
-    options = {"model_id": sample_model, "rolling_batch": "disable", "dtype": "fp32", "max_model_len": 1024}
-    with start(write_model(tmp_path / "model", **options)) as server:
-        reply = server.invoke([PROMPT], max_new_tokens=4)
-        assert reply.status_code == 200, reply.text
-        assert reply.json()[0]["generated_text"].startswith(f"{PROMPT} Paris")
         assert server.terminate() == 0
