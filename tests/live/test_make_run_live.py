@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -26,6 +25,7 @@ from container.gpus import gpu_count
 from engines.vllm import RELEASE
 from tests.live.page_commands import Command, commands, is_shown, printed
 from tests.live.server import START_SECONDS, free_port
+from tests.waiting import SECONDS, wait_until
 from tests.without_make import without_make
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,6 @@ REPOSITORY = Path(__file__).parents[2]
 MEMINFO = Path("/sys/devices/system/node/node0/meminfo")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 GIB = 1 << 30
-STOP_SECONDS = 60.0
 MOST_LINES = 25  # The maximum number of lines that a first start logs.
 CURL = "curl --silent --show-error --fail-with-body "
 OF_THE_TESTS = ("HF_HUB_OFFLINE", "HF_MODEL_ID")
@@ -62,15 +61,10 @@ class MakeRun:
 
     def wait_for(self, what: str) -> str:
         """Return the first line of the log that has the text `what`. Wait for such a line if needed."""
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            ended = self.process.poll() is not None
-            for line in self.text().splitlines():
-                if what in line:
-                    return line
-            assert not ended, self.text()[-4000:]
-            time.sleep(0.1)
-        raise AssertionError(f"the log has no {what!r} after {START_SECONDS:g} s:\n{self.text()[-4000:]}")
+        wait_until(lambda: what in self.text() or self.process.poll() is not None, START_SECONDS, about=self.text)
+        lines = [line for line in self.text().splitlines() if what in line]
+        assert lines, f"the log has no {what!r}:\n{self.text()[-4000:]}"
+        return lines[0]
 
     def answer(self) -> str:
         """Wait until the server is ready, and return a generated text."""
@@ -92,7 +86,7 @@ def make_run(directory: Path, *before: str) -> Iterator[MakeRun]:
     port = free_port()
     left_out = OF_THE_TESTS if before else OF_THE_TESTS + THREADS_OF_THE_TESTS
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    environment["PYTHONPATH"] = str(REPOSITORY)
+    environment |= {"PYTHONPATH": str(REPOSITORY), "SERVING_DRAIN_TIMEOUT": "600"}
     script = "\n".join(["set -e", *before, command(port)])
     log = directory / "server.log"
     with log.open("wb") as file:
@@ -174,7 +168,7 @@ def test_make_run_answers_what_the_readme_asks(tmp_path: Path) -> None:
             assert "option.kv_cache_memory_bytes sets it by hand" in server.wait_for("KV cache: ")
         # make sends SIGTERM to the recipe's shell, but not to the shell's child processes.
         server.process.terminate()
-        assert server.process.wait(STOP_SECONDS) == 0
+        assert server.process.wait(SECONDS) == 0
         assert "drained" in server.text()
 
 
