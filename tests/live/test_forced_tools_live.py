@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import pytest
@@ -72,12 +74,17 @@ def model(
         yield running
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("contract", CONTRACTS)
-@pytest.mark.parametrize("choice", [REQUIRED, "weather"])
-def test_the_tool_is_called(model: Server, contract: str, choice: str, stream: bool) -> None:
-    calls = CONTRACTS[contract](model, {"weather": PARAMETERS}, choice, stream=stream, max_tokens=100)
-    assert calls
-    for name, text in calls:
-        assert name == "weather"
-        assert json.loads(text) in ({"city": "Paris"}, {"city": "Rome"})
+def test_the_tool_is_called(model: Server) -> None:
+    """All requests run at the same time. A batch takes little longer than one request."""
+    asked = list(product(CONTRACTS, (REQUIRED, "weather"), (False, True)))
+
+    def calls(contract: str, choice: str, stream: bool) -> list[tuple[str, str]]:
+        return CONTRACTS[contract](model, {"weather": PARAMETERS}, choice, stream=stream, max_tokens=100)
+
+    with ThreadPoolExecutor(len(asked)) as clients:
+        answers = list(clients.map(calls, *zip(*asked, strict=True)))
+    for request, called in zip(asked, answers, strict=True):
+        assert called, request
+        for name, text in called:
+            assert name == "weather", request
+            assert json.loads(text) in ({"city": "Paris"}, {"city": "Rome"}), request
