@@ -7,7 +7,10 @@ tests/contracts/test_constraint_matrix.py has all forms on all routes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,7 @@ from tests.constrained import (
     END,
     ENFORCED,
     NAMES,
+    POOL,
     REGEX,
     ROUTES,
     WRONG_FORMS,
@@ -65,6 +69,80 @@ def test_a_text_has_the_form_that_is_asked_for(server: Server, name: str) -> Non
     assert not any(check(text) for _, check in cases.values()), f"{text!r} has a form that nobody asked for"
     wrong = list(disobeyed(server, ROUTES[name], cases))
     assert not wrong, "\n".join(wrong)
+
+
+CHARACTERS = [
+    *('a "quoted" word', "back\\slash", "new\nline", "tab\tstop", "carriage\rreturn", "nul\x00", "bell\x07", "\x7f"),
+    *(
+        "😀",
+        "👍🏽",
+        "e\u0301",
+        "é",
+        "\u2028",
+        "日本語",
+        "\\n",
+        "\\u0041",
+        "\U0010ffff",
+        "}{",
+        "%json",
+        "/x/",
+        "//",
+        "#",
+    ),
+    *("a", "ab", "abc", " lead", "trail ", "root ::= x", "'", "`"),
+]
+MANY = [f"choice {number}" for number in range(1000)]
+LONG = ["ab " * 80, "cd " * 80]
+
+
+def constrained(server: Server, **fields: Any) -> list[tuple[str, str]]:
+    """Return the texts of an LMI request, with their finish reasons. Each token is sampled."""
+    parameters = {"do_sample": True, "seed": 1, "max_new_tokens": 64, "details": True, **fields}
+    answer = server.invoke("The answer is", **parameters).json()
+    details = answer["details"]
+    others = [(other["generated_text"], other["finish_reason"]) for other in details.get("best_of_sequences", ())]
+    return [(answer["generated_text"], details["finish_reason"]), *others]
+
+
+def test_a_choice_is_written_exactly_whatever_its_characters(server: Server) -> None:
+    with ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda text: constrained(server, guided_choice=[text]), CHARACTERS))
+    assert answers == [[(text, "eos_token")] for text in CHARACTERS]
+
+
+@pytest.mark.parametrize(
+    ("pool", "fields"),
+    [
+        (CHARACTERS, {}),
+        (["yes", "no", "yes"], {}),
+        (MANY, {}),
+        (LONG, {"max_new_tokens": 250}),
+        (POOL, {"n": 3}),
+        (POOL, {"do_sample": False}),
+    ],
+    ids=["characters", "duplicates", "many", "long", "candidates", "greedy"],
+)
+def test_an_answer_from_a_pool_is_one_of_it_and_then_ends(
+    server: Server, pool: list[str], fields: dict[str, Any]
+) -> None:
+    answers = constrained(server, guided_choice=pool, **fields)
+    assert len(answers) == fields.get("n", 1)
+    assert all(text in pool and reason == "eos_token" for text, reason in answers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "reason"),
+    [
+        ({"guided_regex": r"^\d{3}-\d{4}$"}, r"\d{3}-\d{4}", "eos_token"),
+        ({"guided_grammar": 'root ::= "SELECT " column\ncolumn ::= "a" | "b"'}, "SELECT (a|b)", "eos_token"),
+        ({"guided_choice": ["one two three"], "stop_sequences": ["two"]}, "one ", "stop_sequence"),
+    ],
+    ids=["regex", "grammar", "stop string"],
+)
+def test_a_text_has_its_form_to_its_end(server: Server, fields: dict[str, Any], text: str, reason: str) -> None:
+    ((made, ended),) = constrained(server, **fields)
+    assert re.fullmatch(text, made)
+    assert ended == reason
 
 
 BIASED_END = {"logit_bias": {str(END): 100}}
@@ -140,7 +218,7 @@ REFUSED_BY_ENGINE: dict[str, Refused] = {
             "tool_choice",
         )
     },
-    "LMI": {**_ENDLESS, **_LMIS_BEAMS},
+    "LMI": {**_ENDLESS, **_LMIS_BEAMS, "a NUL": ({"guided_regex": "a\x00"}, "NUL")},
     "LMI, streamed": _ENDLESS,
     **for_each(("happy_vllm", "Triton"), {**_ENDLESS, **_VLLMS_BEAMS}),
 }

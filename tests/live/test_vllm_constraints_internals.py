@@ -52,6 +52,48 @@ async def translated(translator: ConstraintTranslator, **fields: Any) -> Any:
     return held.outputs
 
 
+def of(schema: object) -> dict[str, Any]:
+    return {"json_schema": json.dumps(schema)}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no choices": ({"choice": ()}, "must have at least one choice"),
+    "half of a surrogate pair": ({"choice": ("\ud800",)}, "half of a surrogate pair"),
+    "the end token's own text": ({"choice": ("<|im_end|>",)}, "no text satisfies it"),
+    "an open group": ({"regex": "(a"}, "unclosed group|invalid regex"),
+    "a look-ahead": ({"regex": "(?=a)b"}, "invalid regex"),
+    "nested repetitions": ({"regex": "(a{1,1000}){1,1000}"}, "too many alternatives"),
+    "60 000 parentheses": ({"regex": "(" * 60_000 + "a" + ")" * 60_000}, "invalid regex"),
+    "no JSON": ({"json_schema": "{"}, "must be a JSON schema"),
+    "a list": ({"json_schema": "[]"}, "must be a JSON schema"),
+    "a schema of 10 MB": (of({"enum": ["x" * 10_000_000]}), "at most 1048576 characters"),
+    "a schema of 200 kB": (of({"enum": ["x" * 200_000]}), "more than 131072 characters"),
+    "a schema of 5000 levels": ({"json_schema": '{"items":' * 5000 + "{}" + "}" * 5000}, "too deeply"),
+    "a schema that refers to itself": (of({"$ref": "#"}), "no text satisfies it"),
+    "a remote reference": (of({"$ref": "https://example.com/x.json"}), r"#/\$ref"),
+    "a missing reference": (of({"$ref": "#/$defs/x"}), r"#/\$ref"),
+    "8000 properties": (of({"properties": {f"p{i}": {} for i in range(8000)}}), "too m"),
+    "what cannot be enforced": (of({"items": {"uniqueItems": True}}), "#/items/uniqueItems"),
+    "an empty range": (of({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable"),
+    "a grammar without rules": ({"grammar": "nonsense"}, "cannot be used as a constraint"),
+    "a grammar without a text": ({"grammar": "root ::= a\na ::= a"}, "no text satisfies it"),
+    "an ambiguous grammar": (
+        {"grammar": 'root ::= e\ne ::= e e | e e e | "a" | ""'},
+        "too ambiguous|too many|too much",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_would_harm_the_engine_or_cannot_be_enforced_is_refused(
+    translator: ConstraintTranslator, name: str
+) -> None:
+    fields, message = REFUSED[name]
+    with pytest.raises(InvalidParameter, match=message) as refusal:
+        await translated(translator, **fields)
+    assert len(refusal.value.message) < 400
+
+
 async def test_json_has_no_white_space_if_the_request_says_so(translator: ConstraintTranslator) -> None:
     flexible = {"type": "object", "x-guidance": {"whitespace_flexible": True}}
     assert json.loads((await translated(translator, json_object=True)).json) == flexible
