@@ -29,12 +29,6 @@ TEXTS = ["the capital of france", "paris is a large city ?", "a dog runs", "zebr
 PAIRS = [["capital of france", text] for text in ("paris", "a dog runs", "the weather is good")]
 TOO_LONG = "a " * (2 * MAX_MODEL_LEN)
 ENGINE = {"dtype": "fp32", "kv_cache_memory_bytes": 64 << 20, "max_rolling_batch_size": 32}
-AS_VLLM_HANDLER = {
-    "async_mode": "true",
-    "rolling_batch": "disable",
-    "entryPoint": "djl_python.lmi_vllm.vllm_async_service",
-    "task": "text-embedding",
-}
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +46,6 @@ def load(host: Server, directory: Path, name: str, model: Path, properties: str 
 @pytest.fixture(scope="module")
 def encoder(host: Server, directory: Path) -> Iterator[Server]:
     with load(host, directory, "encoder", prepare_small_encoder()) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def handler(host: Server, directory: Path) -> Iterator[Server]:
-    """The encoder with the settings of LMI's vLLM handler."""
-    with load(host, directory, "handler", prepare_small_encoder(), **AS_VLLM_HANDLER) as model:
         yield model
 
 
@@ -166,24 +153,21 @@ def test_parts_that_a_model_of_texts_does_not_take_are_the_clients_fault(
 # Vectors
 
 
-def test_vectors_are_those_of_transformers(encoder: Server, handler: Server, vectors: list[list[float]]) -> None:
+def test_vectors_are_those_of_transformers(encoder: Server, vectors: list[list[float]]) -> None:
     assert_close(post(encoder, "/invocations", {"inputs": TEXTS}), vectors)
     assert_close(post(encoder, "/invocations", TEXTS), vectors)
-    assert_close(post(handler, "/invocations", {"inputs": TEXTS}), vectors)
     assert_close(embeddings(post(encoder, "/v1/embeddings", {"input": TEXTS})), vectors)
     assert_close(embeddings(post(encoder, "/invocations", {"input": TEXTS})), vectors)
     assert_close(post(encoder, "/v2/embed", {"texts": TEXTS})["embeddings"]["float"], vectors)
 
 
-def test_a_text_that_is_too_long_is_cut_by_djls_engines_and_refused_by_the_others(
-    encoder: Server, handler: Server
-) -> None:
+def test_a_text_that_is_too_long_is_cut_or_refused(encoder: Server) -> None:
     longest = "a " * (MAX_MODEL_LEN - 2)
     cut, whole = (post(encoder, "/invocations", {"inputs": text}) for text in (TOO_LONG, longest))
     assert_close(cut, whole)
-    refused = handler.client.post("/invocations", json={"inputs": TOO_LONG})
-    assert refused.status_code == 424
-    assert refused.json()["error"].startswith(f"the prompt has {2 * MAX_MODEL_LEN + 2} tokens")
+    refused = encoder.client.post("/invocations", json={"inputs": TOO_LONG, "truncate": False})
+    assert refused.status_code == 400
+    assert f"the prompt has {2 * MAX_MODEL_LEN + 2} tokens" in refused.json()["message"]
     refused = encoder.client.post("/v1/embeddings", json={"model": encoder.name, "input": ["a", TOO_LONG]})
     assert refused.status_code == 400
     assert refused.json()["error"]["type"] == "BadRequestError"
@@ -296,30 +280,12 @@ def test_a_generating_model_makes_no_vectors(server: Server) -> None:
         assert server.client.post(path, json={"input": "a"}).status_code == 404
 
 
-# A decoder as an embedding model
-
-
 @pytest.mark.slow
-def test_a_decoder_makes_vectors(host: Server, directory: Path, expected: dict[str, list[list[float]]]) -> None:
-    options = {"task": "text-embedding", "pooling": "mean", "max_model_len": 512, "enable_prefix_caching": "true"}
-    with load(host, directory, "decoder", prepare_small_model(), **options) as decoder:
-        assert_close(post(decoder, "/invocations", {"inputs": TEXTS}), expected["decoder"])
-        assert_close(embeddings(post(decoder, "/v1/embeddings", {"input": TEXTS})), expected["decoder"])
-        assert decoder.client.get("/v1/models").json()["data"][0]["id"]
-
-
-@pytest.mark.slow
-def test_djls_engines_take_the_mean_if_the_model_does_not_say_how_to_pool(
+def test_djls_engines_take_the_mean_and_vectors_can_keep_their_lengths(
     host: Server, directory: Path, expected: dict[str, list[list[float]]]
 ) -> None:
-    with load(host, directory, "rust", prepare_small_encoder(), properties="engine=Rust") as rust:
-        assert_close(post(rust, "/invocations", {"inputs": TEXTS[0]}), expected["means"][0])
-
-
-@pytest.mark.slow
-def test_vectors_can_keep_their_lengths(host: Server, directory: Path, expected: dict[str, list[list[float]]]) -> None:
-    with load(host, directory, "raw", prepare_small_encoder(), normalize="false", pooling="mean") as raw:
-        vector = np.array(post(raw, "/invocations", {"inputs": TEXTS[0]}))
+    with load(host, directory, "rust", prepare_small_encoder(), "engine=Rust", normalize="false") as rust:
+        vector = np.array(post(rust, "/invocations", {"inputs": TEXTS[0]}))
         assert not math.isclose(np.linalg.norm(vector), 1.0, abs_tol=0.01)
         assert_close(vector / np.linalg.norm(vector), expected["means"][0])
 
@@ -373,9 +339,7 @@ def test_pairs_that_are_too_long_are_cut_longest_first(reranker: Server) -> None
 # Classes
 
 
-def test_classes_are_those_of_transformers(
-    classifier: Server, host: Server, directory: Path, expected: dict[str, list[list[float]]]
-) -> None:
+def test_classes_are_those_of_transformers(classifier: Server, expected: dict[str, list[list[float]]]) -> None:
     logits = np.array(expected["classes"])
     right = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     best = [LABELS[number] for number in right.argmax(-1)]
@@ -392,10 +356,6 @@ def test_classes_are_those_of_transformers(
     assert math.isclose(raw[0]["score"], logits[0].max(), abs_tol=1e-4)
     data = post(classifier, "/classify", {"input": TEXTS})["data"]
     assert np.allclose([item["probs"] for item in data], right, atol=1e-4)
-    with load(host, directory, "djl", prepare_small_encoder("classifier"), properties="engine=PyTorch") as djl:
-        flat, nested = (post(djl, "/invocations", {"inputs": text}) for text in (TEXTS[0], TEXTS))
-        assert [item["className"] for item in flat] == [LABELS[number] for number in np.argsort(-right[0])]
-        assert np.allclose([item[0]["probability"] for item in nested], right.max(-1), atol=1e-4)
 
 
 # Limits, and the end of the engine
@@ -411,42 +371,44 @@ def test_a_client_that_leaves_ends_its_prompts(encoder: Server) -> None:
     assert len(post(encoder, "/invocations", {"inputs": TEXTS})) == len(TEXTS)
 
 
-# Adapters
+# A decoder as an embedding model, with an adapter
 
 
 @pytest.fixture(scope="module")
-def adapters(host: Server, directory: Path) -> Iterator[Server]:
-    """Load a decoder with the adapter `other`."""
-    make_adapter(directory / "adapters" / "model" / "adapters" / "other", prepare_small_model(), seed=7)
-    options = {"task": "text-embedding", "max_model_len": 512, "enable_lora": "true", "max_loras": 2}
-    with load(host, directory, "adapters", prepare_small_model(), **options) as model:
+def decoder(host: Server, directory: Path) -> Iterator[Server]:
+    make_adapter(directory / "decoder" / "model" / "adapters" / "other", prepare_small_model(), seed=7)
+    options = {"task": "text-embedding", "pooling": "mean", "max_model_len": 512, "enable_prefix_caching": "true"}
+    lora = {"enable_lora": "true", "max_loras": 2}
+    with load(host, directory, "decoder", prepare_small_model(), **options, **lora) as model:
         yield model
 
 
-def test_an_adapter_changes_the_vector(adapters: Server) -> None:
-    own, other = (
-        post(adapters, "/invocations", {"inputs": TEXTS[0], **named}) for named in ({}, {"adapters": "other"})
-    )
+def test_a_decoder_makes_vectors(decoder: Server, expected: dict[str, list[list[float]]]) -> None:
+    assert_close(post(decoder, "/invocations", {"inputs": TEXTS}), expected["decoder"])
+    assert_close(embeddings(post(decoder, "/v1/embeddings", {"input": TEXTS})), expected["decoder"])
+    assert decoder.client.get("/v1/models").json()["data"][0]["id"]
+
+
+def test_an_adapter_changes_the_vector(decoder: Server) -> None:
+    own, other = (post(decoder, "/invocations", {"inputs": TEXTS[0], **named}) for named in ({}, {"adapters": "other"}))
     assert np.dot(own, other) < 0.999
     header = {"X-Amzn-SageMaker-Adapter-Identifier": "other"}
-    assert_close(post(adapters, "/invocations", {"inputs": TEXTS[0]}, **header), other)
-    assert_close(embeddings(post(adapters, "/v1/embeddings", {"input": TEXTS[0], "model": "other"})), [other])
-    by_vllm = {"x-session-id": "1"}
-    assert_close(
-        embeddings(post(adapters, "/v1/embeddings", {"input": TEXTS[0], "model": "other"}, **by_vllm)), [other]
-    )
-    unknown = adapters.client.post("/invocations", json={"inputs": "a", "adapters": "none"})
+    assert_close(post(decoder, "/invocations", {"inputs": TEXTS[0]}, **header), other)
+    named = {"input": TEXTS[0], "model": "other"}
+    for by_vllm in ({}, {"x-session-id": "1"}):
+        assert_close(embeddings(post(decoder, "/v1/embeddings", named, **by_vllm)), [other])
+    unknown = decoder.client.post("/invocations", json={"inputs": "a", "adapters": "none"})
     assert unknown.status_code == 424
 
 
-def test_the_metrics_count_vectors(adapters: Server) -> None:
+def test_the_metrics_count_vectors(decoder: Server) -> None:
     counts = ("slipway_generations_finished_total", "slipway_queue_seconds_count", "slipway_prompt_tokens_total")
-    finished, queued, tokens = map(adapters.metric, counts)
-    waited = adapters.metric("slipway_queue_seconds_sum")
-    post(adapters, "/invocations", {"inputs": TEXTS[:2]})
-    post(adapters, "/rerank", {"query": TEXTS[0], "documents": TEXTS[2:3]})
-    assert adapters.metric("slipway_generations_finished_total") == finished + 4
-    assert adapters.metric("slipway_queue_seconds_count") == queued + 4
-    assert adapters.metric("slipway_queue_seconds_sum") > waited
-    assert adapters.metric("slipway_prompt_tokens_total") > tokens
-    assert "vllm:request_success_total" in adapters.client.get("/metrics").text
+    finished, queued, tokens = map(decoder.metric, counts)
+    waited = decoder.metric("slipway_queue_seconds_sum")
+    post(decoder, "/invocations", {"inputs": TEXTS[:2]})
+    post(decoder, "/rerank", {"query": TEXTS[0], "documents": TEXTS[2:3]})
+    assert decoder.metric("slipway_generations_finished_total") == finished + 4
+    assert decoder.metric("slipway_queue_seconds_count") == queued + 4
+    assert decoder.metric("slipway_queue_seconds_sum") > waited
+    assert decoder.metric("slipway_prompt_tokens_total") > tokens
+    assert "vllm:request_success_total" in decoder.client.get("/metrics").text
