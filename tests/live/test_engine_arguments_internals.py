@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,6 +26,7 @@ from engines.vllm.arguments.table import ARGUMENTS, FRONT_END, KINDS, ROWS, TABL
 from handlers.model_config import ModelConfig
 from tests.engine_arguments import REFUSED, TRIALS, Trial, command_line, files
 from tests.live.server import write_model
+from tests.live.small_pooling_models import prepare_small_encoder
 from tests.settings import load_settings
 
 ROOT = Path(__file__).parents[2]
@@ -306,6 +308,19 @@ def test_a_value_of_another_type_is_refused(config: ModelConfig, name: str, text
 
     with pytest.raises(EngineStartError, match=message):
         engine_arguments(replace(config, engine_arguments={name: text}), on_cpu=True)
+
+
+def test_a_default_prompt_has_to_be_one_of_the_models_prompts(tmp_path: Path) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from engines.vllm.pooling import model_of
+
+    weights = shutil.copytree(prepare_small_encoder(), tmp_path / "model")
+    (weights / "config_sentence_transformers.json").write_text('{"prompts": {"query": "q: ", "passage": "p: "}}')
+    model = AsyncEngineArgs(model=str(weights)).create_model_config()
+    config = ModelConfig(name="m", model_dir=weights, model_id=str(weights), default_prompt_name="other")
+    with pytest.raises(EngineStartError, match=r"option\.default_prompt_name is 'other'; allowed: query, passage"):
+        model_of(model, ("embed",), {}, config)
 
 
 def test_an_error_of_vllm_names_the_options_that_were_given_or_the_model(config: ModelConfig, tmp_path: Path) -> None:

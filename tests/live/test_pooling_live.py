@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.live.small_pooling_models import LABELS, MAX_MODEL_LEN, VECTOR_SIZE, 
 from tests.waiting import wait_until
 
 TEXTS = ["the capital of france", "paris is a large city ?", "a dog runs", "zebra"]
+PROMPTS = {"query": "query : ", "passage": "passage : "}
 PAIRS = [["capital of france", text] for text in ("paris", "a dog runs", "the weather is good")]
 TOO_LONG = "a " * (2 * MAX_MODEL_LEN)
 ENGINE = {"dtype": "fp32", "kv_cache_memory_bytes": 64 << 20, "max_rolling_batch_size": 32}
@@ -73,7 +75,7 @@ def expected() -> dict[str, list[Any]]:
     encoder, classifier = prepare_small_encoder(), prepare_small_encoder("classifier")
     return numbers_of_transformers(
         vectors=Job(encoder, TEXTS),
-        means=Job(encoder, TEXTS[:1], "mean"),
+        means=Job(encoder, [prompt + TEXTS[0] for prompt in PROMPTS.values()], "mean"),
         decoder=Job(prepare_small_model(), TEXTS, "mean"),
         pairs=Job(prepare_small_encoder("reranker"), PAIRS, "head"),
         classes=Job(classifier, TEXTS, "head"),
@@ -281,13 +283,20 @@ def test_a_generating_model_makes_no_vectors(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_djls_engines_take_the_mean_and_vectors_can_keep_their_lengths(
+def test_settings_decide_about_the_pooling_the_length_and_the_prompt(
     host: Server, directory: Path, expected: dict[str, list[list[float]]]
 ) -> None:
-    with load(host, directory, "rust", prepare_small_encoder(), "engine=Rust", normalize="false") as rust:
-        vector = np.array(post(rust, "/invocations", {"inputs": TEXTS[0]}))
-        assert not math.isclose(np.linalg.norm(vector), 1.0, abs_tol=0.01)
-        assert_close(vector / np.linalg.norm(vector), expected["means"][0])
+    """DJL's engines take the mean of the tokens if the model's files do not define the pooling."""
+    weights = shutil.copytree(prepare_small_encoder(), directory / "prompts")
+    (weights / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS}))
+    options = {"normalize": "false", "default_prompt_name": "passage"}
+    with load(host, directory, "rust", weights, "engine=Rust", **options) as rust:
+        for path, prompt in itertools.product(("/invocations", "/embed"), PROMPTS):
+            named = {} if prompt == "passage" else {"prompt_name": prompt}
+            (vector,) = np.atleast_2d(post(rust, path, {"inputs": TEXTS[0], **named}))
+            length = np.linalg.norm(vector)
+            assert math.isclose(length, 1.0, abs_tol=0.01) == (path == "/embed")
+            assert_close(vector / length, expected["means"][list(PROMPTS).index(prompt)])
 
 
 # A vector for each token

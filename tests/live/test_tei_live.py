@@ -169,24 +169,6 @@ def test_ids_and_named_prompts(tei: Server, encoder_reference: Reference) -> Non
     assert cosine(vector, encoder_reference.vector("query : deep learning")) > 0.9999
 
 
-def test_the_default_prompt_is_named_by_the_server(
-    tei: Server, encoder_reference: Reference, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    directory = tmp_path_factory.mktemp("fronted")
-    encoder = shutil.copytree(prepare_small_encoder(), directory / "weights")
-    (encoder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS}))
-    model = write_model(directory / "model", model_id=encoder, default_prompt_name="passage", **OPTIONS)
-    with beside(tei, "fronted", model):
-        for path, name in (("/embed", None), ("/embed", "query"), ("/invocations", None), ("/invocations", "query")):
-            text = {"model": "fronted", "inputs": "deep learning"} | ({} if name is None else {"prompt_name": name})
-            answer = tei.client.post(path, json=text, headers={ATTRIBUTES: "model_name=fronted"})
-            (vector,) = np.atleast_2d(answer.json())
-            assert cosine(vector, encoder_reference.vector(f"{PROMPTS[name or 'passage']}deep learning")) > 0.9999
-    wrong = write_model(directory / "wrong", model_id=encoder, default_prompt_name="other", **OPTIONS)
-    refused = tei.client.post("/models", json={"model_name": "wrong", "url": str(wrong)})
-    assert "option.default_prompt_name is 'other'; allowed: query, passage" in refused.json()["message"]
-
-
 def test_similarity_tokens_and_texts(tei: Server, encoder_reference: Reference) -> None:
     vectors = [encoder_reference.vector(text) for text in TEXTS]
     similar = post(tei, "/similarity", {"inputs": {"source_sentence": TEXTS[0], "sentences": TEXTS[1:]}})
