@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.live.server import Server
+from tests.live.server import START_SECONDS, Server
 from tests.live.small_model import ENDLESS_COMPLETION
 from tests.waiting import wait_until
 
@@ -71,7 +71,7 @@ def test_an_aborted_whole_answer_has_what_there_is_of_it(server: Server, fields:
     generate(server, **document | {"max_tokens": 2})  # the first call of its kind may take long
     with ThreadPoolExecutor() as pool:
         headers, before = {"x-request-id": "whole-to-abort"}, server.metric("slipway_generated_tokens_total")
-        answer = pool.submit(server.client.post, "/v1/generate", json=document, headers=headers, timeout=60)
+        answer = pool.submit(server.client.post, "/v1/generate", json=document, headers=headers, timeout=START_SECONDS)
         wait_until(lambda: server.metric("slipway_generated_tokens_total") > before + 10)
         while not answer.done():
             server.client.post("/v1/abort_request", json={"request_id": "whole-to-abort"})

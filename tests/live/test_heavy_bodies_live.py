@@ -13,9 +13,9 @@ from tests.live.server import Server, serving
 pytestmark = pytest.mark.asyncio
 
 SIZE = 2 << 20
-LONGEST = 10.0
-"""The limit for `/ping`, in seconds. The promise for two quiet cores is 0.25. Without Slipway's checks, it takes
-minutes.
+LONGEST = 60.0
+"""The limit for `/ping`, in seconds, for a machine that is slow and stalls. The promise for two quiet cores is 0.25.
+Without Slipway's checks, it takes minutes.
 """
 
 

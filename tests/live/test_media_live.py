@@ -16,7 +16,7 @@ import pytest
 from tests.live import peak_memory
 from tests.live.bare_media import MediaPrompt, bare_texts
 from tests.live.pictures import bomb, chat, data_url, drawn, encoded
-from tests.live.server import Server, hosted, records, serving, write_model
+from tests.live.server import START_SECONDS, Server, hosted, records, serving, write_model
 from tests.live.small_vision_model import prepare_small_vision_model
 from tests.waiting import wait_until
 
@@ -266,6 +266,7 @@ def test_images_are_not_cut_and_not_searched_with_beams(vision: Server) -> None:
 @pytest.mark.slow
 def test_images_that_a_dead_engine_knew_are_sent_to_the_next(tmp_path: Path) -> None:
     with serving(tmp_path, {"SERVING_ENGINE_RESTART": "3"}, **options()) as server:
+        server.client.timeout = httpx.Timeout(START_SECONDS)  # A call waits until the next engine is loaded.
         assert ask(server, IMAGE, max_tokens=1).status_code == 200
         os.kill(server.engine_process(), signal.SIGKILL)
         wait_until(lambda: "calls wait for it" in server.log_text())

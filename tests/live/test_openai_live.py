@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -542,7 +541,6 @@ def test_a_dead_engine_ends_its_requests(tiny: Server) -> None:
         whole = pool.submit(tiny.client.post, "/v1/completions", json=completion)
         tiny.wait_for_metric("slipway_engine_running", 6)
         os.kill(tiny.engine_process(), signal.SIGKILL)
-        died = time.monotonic()
         assert whole.result().status_code == 500
         assert whole.result().json()["error"]["type"] == "InternalServerError"
         rest = "".join(stream.iter_text())
@@ -555,7 +553,6 @@ def test_a_dead_engine_ends_its_requests(tiny: Server) -> None:
         assert last.startswith("event: error\n")
         error = json.loads(last.partition("data: ")[2])
         assert anthropic.types.ErrorResponse.model_validate(error, strict=True).error.type == "api_error"
-    assert time.monotonic() - died < 30, "a second, and more for a busy machine"
     late = tiny.client.post("/v1/completions", json=completion)
     assert late.status_code == 500
     assert "error" in late.json()
