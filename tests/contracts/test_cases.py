@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import httpx
 import pytest
@@ -29,6 +29,7 @@ from engines import errors
 from engines.interface import Generation, Sink
 from engines.loaded_model import ModelTexts
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from handlers.deadline import Deadline
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
 from handlers.entry_point import generation_handlers, lmi_contract, pooling_invocations
@@ -65,7 +66,8 @@ class CaseEngine(pooling_exchange.PoolingEngine):
         self._script: Sequence[dict[str, Any]] | None = case.get("deltas")
         error = case.get("error")  # The engine's error: name and arguments. Without deltas, it refuses the request.
         self.error: errors.RequestError | None = getattr(errors, error[0])(*error[1:]) if error else None
-        self._playing: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._script_ended = asyncio.Event()
 
     @cached_property
     def texts(self) -> ModelTexts:
@@ -78,7 +80,7 @@ class CaseEngine(pooling_exchange.PoolingEngine):
             return await super().submit(request, sink)
         self.sinks.append(sink)
         if len(self.sinks) == 1 + max([step.get("prompt", 0) for step in self._script], default=0):
-            self._playing = asyncio.create_task(self._play(self._script))
+            self._tasks.append(asyncio.create_task(self._play(self._script)))
         return ScriptedGeneration(request, sink, self)
 
     async def _play(self, script: Sequence[dict[str, Any]]) -> None:
@@ -92,6 +94,19 @@ class CaseEngine(pooling_exchange.PoolingEngine):
             sink.on_delta(TokenDelta(**fields))
         if self.error is not None:
             self.sinks[0].on_error(self.error)
+        self._script_ended.set()
+
+    def call_at_deadline(
+        self, deadline: Deadline, function: Callable[[errors.DeadlineExceeded], object]
+    ) -> asyncio.Task[None]:
+        """Call the function at the end of the script, which stands for the deadline on a machine of any speed."""
+
+        async def call() -> None:
+            await self._script_ended.wait()
+            function(errors.DeadlineExceeded(deadline.seconds))
+
+        self._tasks.append(asyncio.create_task(call()))
+        return self._tasks[-1]
 
 
 def token(number: int, text: str, logprob: float | None = None, fields: dict[str, Any] | None = None) -> Token:
@@ -102,7 +117,9 @@ def token(number: int, text: str, logprob: float | None = None, fields: dict[str
 
 async def exchanged(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Return the application's reply to a case's request."""
-    return await reply_of(application(case, directory, CaseEngine(case)), case["request"])
+    engine = CaseEngine(case)
+    with patch.object(Deadline, "call", lambda *given: engine.call_at_deadline(*given)):
+        return await reply_of(application(case, directory, engine), case["request"])
 
 
 def application(case: dict[str, Any], directory: Path, engine: CaseEngine) -> Any:
