@@ -234,6 +234,25 @@ def test_an_array_of_inputs_is_refused() -> None:
     assert (reply.status, json.loads(reply.body)["code"]) == (424, 424)
 
 
+def test_formatters_pass_on_what_the_request_says() -> None:
+    def read(*_: Any, **__: Any) -> TextInput:
+        return TextInput(input_text="x", adapters="f")
+
+    document = {"inputs": "x", "adapters": "a"}
+    by_body = contract(write=whole_answer, enable_lora=True)
+    assert by_body.parse(call(document)).requests[0].adapter == "a"
+    by_formatter = contract(read=read, enable_lora=True)
+    assert by_formatter.parse(call(document)).requests[0].adapter == "f"
+    assert (
+        by_formatter.parse(
+            replace(call(document), headers=request_headers(("X-Amzn-SageMaker-Adapter-Identifier", "h")))
+        )
+        .requests[0]
+        .adapter
+        == "h"
+    )
+
+
 # Formatters of the asynchronous mode.
 
 

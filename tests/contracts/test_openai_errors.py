@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.adapters import Adapter
 from engines.errors import (
     BodyTooLarge,
     EngineDead,
@@ -19,7 +23,7 @@ from engines.errors import (
     UnknownModel,
 )
 from handlers.contract import Call
-from handlers.openai.routes import OPENAI, models
+from handlers.openai.routes import OPENAI, model, models
 from handlers.route_declarations import GenerationRoute, InfoRoute
 from tests.contracts.exchange import view
 
@@ -85,3 +89,37 @@ def test_a_model_that_is_still_loading_is_listed_under_all_its_names() -> None:
     (permission,) = card["permission"]
     assert permission["object"] == "model_permission"
     assert permission["id"].startswith("modelperm-")
+
+
+def test_the_list_of_models_has_the_adapters_with_their_parent() -> None:
+    adapter = Adapter(name="a", src="/x", path=Path("/x"), id=1)
+    of_base = replace(view(served_model_names=("base", "other")), adapters=(adapter,))
+    cards = msgspec.json.decode(models(CALL, (of_base,)).body)["data"]
+    shown = [(card["id"], card["root"], card["parent"]) for card in cards]
+    root = of_base.config.model_id
+    assert shown == [("base", root, None), ("other", root, None), ("a", "/x", "base")]
+
+
+@pytest.mark.parametrize("name", ["base", "org/other", "a"])
+def test_one_of_the_models_is_what_the_list_has_of_it(name: str) -> None:
+    adapter = Adapter(name="a", src="s3://b/x", path=Path("/x"), id=1)
+    views = (replace(view(served_model_names=("base", "org/other")), adapters=(adapter,)),)
+    listed = msgspec.json.decode(models(CALL, views).body)["data"]
+    reply = model(Call(body=b"", request_id="r", path_parameters={"id": name}), views)
+    assert (reply.status, reply.content_type) == (200, "application/json")
+    card = msgspec.json.decode(reply.body)
+    assert list(card) == list(listed[0])
+    varying = {"created": 0, "permission": []}
+    assert [one | varying for one in listed if one["id"] == name] == [card | varying]
+
+
+def test_a_model_that_is_none_of_these_is_not_found_in_vllms_words() -> None:
+    call = Call(body=b"", request_id="r", path_parameters={"id": "org/nope"})
+    with pytest.raises(UnknownModel) as caught:
+        model(call, (view(),))
+    reply = OPENAI.refuse(caught.value)
+    assert (reply.status, reply.body) == (
+        404,
+        b'{"error":{"message":"The model `org/nope` does not exist.","type":"NotFoundError","param":"model",'
+        b'"code":404}}',
+    )

@@ -1,16 +1,20 @@
-"""TEI's routes: bodies of every kind, and calls that name a route in SageMaker's attribute. `requests/tei.yaml` has the
+"""TEI's routes: bodies of every kind, SageMaker's attribute `route`, and times in headers. `requests/tei.yaml` has the
 refusals.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.request import TokenDelta
+from handlers.tei.answer import Vectors
 from tests.contracts.exchange import JSON
 from tests.contracts.test_cases import exchanged
 
@@ -65,3 +69,18 @@ async def test_sagemakers_attribute_reaches_the_route_of_the_models_kind(
     direct = await ask(tmp_path_factory, kind, path=path, body=document)
     through = await ask(tmp_path_factory, kind, path="/invocations", headers=headers, body=document)
     assert (through["status"], through["body"]) == (direct["status"], direct["body"])
+
+
+def test_headers_have_the_means_of_the_texts_times_in_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    answer = Vectors(2, 16)
+    now = 102.0
+    for prompt, (submitted_at, queued) in enumerate([(100.25, 0.125), (100.75, 0.25)]):
+        numbers = np.array([0.5], np.float32)
+        answer.feed(
+            prompt, TokenDelta("", last=True, numbers=numbers, submitted_at=submitted_at, queued_seconds=queued)
+        )
+    headers = dict(answer.headers)
+    names = ("compute", "total", "tokenization", "queue", "inference")
+    assert [headers[f"x-{name}-time"] for name in names] == ["2000", "2000", "500", "187", "1312"]
