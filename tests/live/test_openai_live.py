@@ -161,9 +161,7 @@ HOSTILE = [
     b'{"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1/0 }}"}',
     b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": {}}, "tools": [{}]}',
     b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}',
-    b'{"messages": "' + b"x" * (20 << 20) + b'"}',
     b'{"messages": [' + b'{"role": "user", "content": "x"},' * 1_000_000 + b"{}]}",
-    b'{"messages": [{"role": "user", "content": "x"}], "tools": [' + b"{}," * 5_000_000 + b"{}]}",
 ]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.live.server import START_SECONDS, Server, write_model
-from tests.live.small_pooling_models import LABELS, MAX_MODEL_LEN, VECTOR_SIZE, Kind, prepare_small_encoder
+from tests.live.small_pooling_models import LABELS, MAX_MODEL_LEN, VECTOR_SIZE, prepare_small_encoder
 
 ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
 TEXTS = ["The capital of France is Paris.", "A dog runs fast in the rain!", "deep machine learning"]
@@ -67,41 +67,33 @@ def classifier(tei: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 class Reference:
-    """A model and its tokenizer, loaded with transformers."""
+    """The encoder and its tokenizer, loaded with transformers."""
 
-    def __init__(self, kind: Kind) -> None:
-        from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+    def __init__(self) -> None:
+        from transformers import AutoModel, AutoTokenizer
 
-        directory = prepare_small_encoder(kind)
-        self.tokenizer = AutoTokenizer.from_pretrained(directory)
-        factory = AutoModel if kind == "encoder" else AutoModelForSequenceClassification
-        self.model = factory.from_pretrained(directory).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(prepare_small_encoder())
+        self.model = AutoModel.from_pretrained(prepare_small_encoder()).eval()
 
-    def outputs(self, text: str, second: str | None = None, *, special: bool = True, side: str = "right") -> Any:
+    def states(self, text: str, *, special: bool = True, side: str = "right") -> Any:
+        """Return the vectors of all tokens."""
         import torch
 
         self.tokenizer.truncation_side = side
         found = self.tokenizer(
-            text, second, return_tensors="pt", truncation=True, max_length=MAX_MODEL_LEN, add_special_tokens=special
+            text, return_tensors="pt", truncation=True, max_length=MAX_MODEL_LEN, add_special_tokens=special
         )
         with torch.no_grad():
-            return self.model(**found)
-
-    def states(self, text: str, **options: Any) -> Any:
-        """Return the vectors of all tokens."""
-        return self.outputs(text, **options).last_hidden_state[0].numpy()
+            return self.model(**found).last_hidden_state[0].numpy()
 
     def vector(self, text: str, **options: Any) -> Any:
         """Return the vector of the first token."""
         return self.states(text, **options)[0]
 
-    def logits(self, text: str, second: str | None = None) -> Any:
-        return self.outputs(text, second).logits[0].numpy()
-
 
 @pytest.fixture(scope="module")
 def encoder_reference() -> Reference:
-    return Reference("encoder")
+    return Reference()
 
 
 def post(server: Server, path: str, document: dict[str, Any], status: int = 200) -> Any:
@@ -194,34 +186,8 @@ def test_a_refused_text_ends_the_others_of_its_batch(tei: Server) -> None:
     assert len(post(tei, "/embed", {"inputs": TEXTS})) == 3
 
 
-def test_scores_are_those_of_transformers(tei: Server, reranker: str) -> None:
-    reference = Reference("reranker")
-    logits = [float(reference.logits("what is the capital ?", text)[0]) for text in TEXTS]
-    document = {"model": reranker, "query": "what is the capital ?", "texts": TEXTS, "return_text": True}
-    for raw, expected in ((True, logits), (False, [1 / (1 + np.exp(-logit)) for logit in logits])):
-        ranks = post(tei, "/rerank", document | {"raw_scores": raw})
-        assert [rank["index"] for rank in ranks] == sorted(range(3), key=expected.__getitem__, reverse=True)
-        assert [rank["score"] for rank in ranks] == pytest.approx(sorted(expected, reverse=True), abs=1e-4)
-        assert [rank["text"] for rank in ranks] == [TEXTS[rank["index"]] for rank in ranks]
-    (label,) = post(tei, "/predict", {"model": reranker, "inputs": ["what is the capital ?", TEXTS[0]]})
-    assert label == {"label": "LABEL_0", "score": pytest.approx(1 / (1 + np.exp(-logits[0])), abs=1e-4)}
-
-
-def test_classes_are_those_of_transformers(tei: Server, classifier: str) -> None:
-    reference = Reference("classifier")
-    logits = reference.logits(TEXTS[1])
-    powers = np.exp(logits - logits.max())
-    for raw, scores in ((True, logits), (False, powers / powers.sum())):
-        labels = post(tei, "/predict", {"model": classifier, "inputs": TEXTS[1], "raw_scores": raw})
-        expected = sorted(zip(scores.tolist(), LABELS, strict=True), reverse=True)
-        assert [label["label"] for label in labels] == [label for _, label in expected]
-        assert [label["score"] for label in labels] == pytest.approx([score for score, _ in expected], abs=1e-4)
-    batch = post(tei, "/predict", {"model": classifier, "inputs": [[TEXTS[1]], ["dog", "cat"]]})
-    assert [len(labels) for labels in batch] == [3, 3]
-
-
 @pytest.mark.slow
-def test_sparse_vectors_are_those_of_a_splade_model(tei: Server, tmp_path: Path) -> None:
+def test_sparse_vectors_are_those_of_a_splade_model(tei: Server, encoder_reference: Reference, tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
     from transformers import BertConfig, BertForMaskedLM
@@ -235,8 +201,7 @@ def test_sparse_vectors_are_those_of_a_splade_model(tei: Server, tmp_path: Path)
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, weights / "model.safetensors")
     config = json.loads((weights / "config.json").read_text())
     (weights / "config.json").write_text(json.dumps(config | {"architectures": ["BertSpladeSparseEmbeddingModel"]}))
-    reference = Reference("encoder")
-    found = reference.tokenizer(TEXTS[0], return_tensors="pt")
+    found = encoder_reference.tokenizer(TEXTS[0], return_tensors="pt")
     with torch.no_grad():
         logits = model(**found).logits[0]
     expected = torch.log1p(torch.relu(logits)).max(dim=0).values.numpy()
@@ -273,6 +238,8 @@ def test_huggingface_hub(tei: Server, encoder_reference: Reference, classifier: 
     through = InferenceClient(headers={ATTRIBUTES: "route=/predict"})
     best: Any = through.text_classification(TEXTS[1], model=f"{tei.url}/invocations?model_name={classifier}")
     labels = post(tei, "/predict", {"model": classifier, "inputs": TEXTS[1]})
+    assert {label["label"] for label in labels} == set(LABELS)
+    assert sum(label["score"] for label in labels) == near(1)
     assert (best.label, best.score) == (labels[0]["label"], near(labels[0]["score"]))  # The client reads one label.
 
 
