@@ -31,7 +31,8 @@ FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SAME}}
 
 def verdicts(server: Server) -> dict[str, int]:
     text = server.client.get("/metrics").text
-    found = re.findall(r'^slipway_partial_answers_total\{.*verdict="(\w+)"\} (\d+)', text, re.MULTILINE)
+    labels = rf'\{{(?:model="{server.name}",)?verdict="(\w+)"\}}'
+    found = re.findall(rf"^slipway_partial_answers_total{labels} (\d+)", text, re.MULTILINE)
     return {verdict: int(count) for verdict, count in found}
 
 
