@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -265,6 +266,18 @@ def test_processes_to_come_load_no_library_from_their_working_directory(monkeypa
             monkeypatch.setenv("LD_LIBRARY_PATH", given)
         with server.prepared(startup):
             assert os.environ.get("LD_LIBRARY_PATH") == left
+
+
+def test_a_home_that_cannot_be_written_is_replaced_by_a_directory_that_can(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLIPWAY_CACHE_DIR", str(tmp_path / "cache"))
+    writable = tmp_path / "home"
+    for given, left in (("/proc/nonexistent", tmp_path / "cache" / "home"), (str(writable), writable)):
+        monkeypatch.setenv("HOME", given)
+        server.ensure_home()
+        assert os.environ["HOME"] == str(left)
+        assert left.is_dir()
 
 
 OPEN_FILES = """
