@@ -61,7 +61,7 @@ def test_each_client_gets_the_answer_that_it_would_have_got_and_restarts_leave_n
     process = psutil.Process(restarting.process.pid)
     undisturbed = answers(restarting, CASES)
     threads, descriptors = process.num_threads(), process.num_fds()
-    pings = []
+    restarts, pings = restarting.metric("slipway_engine_restarts_total"), []
     with ThreadPoolExecutor(1) as pool:
 
         def disturb() -> None:
@@ -77,7 +77,7 @@ def test_each_client_gets_the_answer_that_it_would_have_got_and_restarts_leave_n
         assert answers(restarting, CASES, disturb) == undisturbed
     assert set(pings) == {200}
     assert restarting.metric("slipway_continued_calls_total") > 4
-    assert restarting.metric("slipway_engine_restarts_total") == 2
+    assert restarting.metric("slipway_engine_restarts_total") == restarts + 2
     assert restarting.metric("slipway_engine_down_seconds_total") > 0
     restarting.wait_for_log(WAITING)
     # The event loop starts threads for functions as it needs them. A fault once left four threads and nine descriptors
@@ -108,6 +108,7 @@ def test_stop_strings_and_schemas_hold_for_continued_answers(restarting: Server)
         signal_engines(restarting, signal.SIGSTOP)
         stopped_text = pool.submit(choice, stop=stop)
         calls = [pool.submit(restarting.client.post, "/v1/completions", json=body | way) for way in ({}, VLLMS_WAY)]
+        restarting.wait_for_metric("slipway_open_requests", 3)
         kill(restarting, 3, by=signal.SIGTERM)  # vLLM's process aborts its sequences.
         assert stopped_text.result() == expected
         replies = [call.result() for call in calls]

@@ -128,6 +128,7 @@ def test_a_call_at_two_deaths_gets_its_error_if_no_copy_is_started(two: Server) 
 
 
 def test_a_server_that_stops_while_a_copy_loads_ends_without_an_error(two: Server) -> None:
+    assert scale(two, "min_worker=1&max_worker=1")[0] == 200
     wait_until(lambda: len(two.engine_processes()) == 1)
     logged = len(two.log_text())
     assert scale(two, "min_worker=1&max_worker=2")[0] == 200
