@@ -76,6 +76,7 @@ def test_a_body_over_the_limit_is_413_and_a_full_queue_503(small: Server) -> Non
         for gauge in ("slipway_engine_running", "slipway_engine_waiting"):
             small.wait_for_metric(gauge, 2)
         refused = small.invoke("Once")
+        assert small.ping() == 200, "a full queue is no reason to be unhealthy"
     assert (refused.status_code, refused.json()["type"]) == (503, "WlmCapacityException")
     small.wait_for_metric("slipway_open_requests", 0)
     assert small.invoke("Once", max_new_tokens=2).status_code == 200
