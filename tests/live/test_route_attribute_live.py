@@ -11,6 +11,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from tests.live.server import Server
+from tests.live.small_model import ENDLESS_STREAM
 from tests.runtime_client import runtime_at
 from tests.waiting import wait_until
 
@@ -105,6 +106,14 @@ def test_a_stream_is_that_of_the_route_itself(server: Server, runtime: Any, rout
     assert expected.status_code == 200, expected.text
     assert same(b"".join(parts)) == same(expected.content)
     assert answer.get("ContentType", "") == expected.headers.get("content-type", "")
+
+
+def test_a_stream_begins_before_its_answer_ends(server: Server, runtime: Any) -> None:
+    """The model never ends this answer, so the server cannot wait for its end."""
+    answer = runtime.invoke_endpoint_with_response_stream(**call("/v1/completions", ENDLESS_STREAM))
+    assert next(iter(answer["Body"]))["PayloadPart"]["Bytes"].startswith(b"data: {")
+    answer["Body"].close()
+    server.wait_for_metric("slipway_engine_running", 0)
 
 
 @pytest.mark.parametrize(("route", "body"), WRONG, ids=named)
