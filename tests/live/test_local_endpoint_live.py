@@ -32,6 +32,7 @@ JSON = "application/json"
 NAME = "my-endpoint"
 MESSAGES = [{"role": "user", "content": "Say hello."}]
 RUNNING, ABORTED = "slipway_engine_running", "slipway_generations_aborted_total"
+BEGUN = "slipway_generations_total"
 
 
 def environment(url: str) -> dict[str, str]:
@@ -284,14 +285,14 @@ def test_the_containers_own_routes_are_there_too(container: Server, url: str) ->
 def test_64_threads_stream_at_a_time_and_one_that_leaves_ends_its_own_generation_alone(
     container: Server, aws: str
 ) -> None:
-    aborted = container.metric(ABORTED)
-    crowd = 64
+    aborted, begun, crowd = container.metric(ABORTED), container.metric(BEGUN), 64
     with contextlib.closing(runtime_client(crowd + 1)) as client, ThreadPoolExecutor(crowd) as pool:
         leaver = client.invoke_endpoint_with_response_stream(
             EndpointName=NAME, ContentType=JSON, Body=document(stream=True, **ENDLESS)
         )
         next(iter(leaver["Body"]))
         bodies = pool.map(lambda _: streamed(client, document(stream=True, max_new_tokens=12)), range(crowd))
+        wait_until(lambda: container.metric(BEGUN) > begun + crowd // 2)
         leaver["Body"].close()
         answers = [records(body.decode()) for body in bodies]
         container.wait_for_metric(ABORTED, aborted + 1)
