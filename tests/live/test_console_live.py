@@ -384,12 +384,14 @@ def test_the_example_of_tools_is_sent_and_a_call_is_shown(page: Page) -> None:
     assert [tool["function"]["name"] for tool in body["tools"]] == ["weather"]
 
 
-def test_an_error_can_be_read_whole(refusing: Page) -> None:
+def test_the_body_may_be_written_by_hand_and_its_error_can_be_read_whole(refusing: Page) -> None:
+    written = '{"inputs": 3, "parameters": {"top_p": 7}}'
     for size in SIZES.values():
         refusing.size(*size)
         choose(refusing, "lmi", "json")
-        refusing.fill("[name=body]", '{"inputs": 3, "parameters": {"top_p": 7}}')
+        refusing.fill("[name=body]", written)
         send(refusing)
+        assert refusing.text(".request").endswith(written)
         for part in (".error", ".error-body", ".error-message"):
             box = f"document.querySelector('{part}')"
             assert refusing.evaluate(f"{box}.hidden || {box}.scrollHeight <= {box}.clientHeight"), part
