@@ -206,6 +206,7 @@ def test_a_read_only_model_directory_without_a_home_is_served(small_options: dic
         with Server(model, tmp_path / "server.log", {"HOME": "/proc/nonexistent", "DJL_OFFLINE": "true"}) as server:
             answer: httpx.Response = server.invoke("The capital of France is", max_new_tokens=2)
             assert (answer.status_code, answer.text) == (200, "from a package" * 2)
+            server.wait_for_log("HOME is /proc/nonexistent, which cannot be written; using ")
     finally:
         os.chmod(model, 0o755)
     assert listing(model) == before
