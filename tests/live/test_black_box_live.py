@@ -184,8 +184,9 @@ def test_a_signal_has_the_server_write_a_box(running: Server) -> None:
     assert path.parent == running.boxes_dir
 
 
+@pytest.mark.slow
 def test_a_handler_that_never_returns_is_named_with_its_line(tmp_path: Path) -> None:
-    with serving_copy(HANDLERS / "slow", tmp_path, properties="retry_threshold=5", predict_timeout=3) as server:
+    with serving_copy(HANDLERS / "slow", tmp_path, properties="retry_threshold=5", predict_timeout=10) as server:
         assert server.client.post("/invocations", content=b"600").status_code == 503
         path, box = new_box(server, "worker", [])
         (finding,) = box["findings"]
