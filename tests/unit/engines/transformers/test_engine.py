@@ -194,13 +194,12 @@ async def test_requests_with_different_parameters_are_batched_apart(directory: P
         SamplingParameters(max_tokens=12, ignore_eos=True, temperature=0.5),
         TWELVE,
     ]
+    # Equal requests have prompts of the same length, and do not arrive next to each other.
+    asked = [request_for("x" * length, sampling) for _ in range(2) for length, sampling in enumerate(others, 2)]
     async with engine_with(directory, batch_size=2, max_batch_delay=60.0) as engine:
-        await texts(
-            engine,
-            *[request_for(prompt, sampling) for sampling in others for prompt in ("first", "second")],
-            request_for("searched", beam_search=BeamSearch(width=2)),
-        )
-    assert forward.batch_sizes == [2, 2, 2, 2]
+        await texts(engine, *asked, request_for("searched", beam_search=BeamSearch(width=2)))
+    prompts = [tuple(ids.shape) for ids in forward.inputs if ids.shape[1] > 1]
+    assert prompts == [(2, 2), (2, 3), (2, 4), (2, 8)]
 
 
 async def test_requests_that_differ_in_seed_limit_trace_salt_priority_and_cut_alone_run_as_one_batch(
