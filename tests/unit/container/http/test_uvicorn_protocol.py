@@ -477,10 +477,14 @@ async def test_trailers_without_end_end_the_connection(piece: bytes) -> None:
 
 async def push_much(scope: Any, receive: Any, send: Any) -> None:
     """Push 6 MB. A client may leave more than this unread."""
+    await push(100, scope, receive, send)
+
+
+async def push(pieces: int, scope: Any, receive: Any, send: Any) -> None:
     await receive()
     reply = HttpReply(send, [], RetryAfter(), scope["extensions"][BREAK_OFF])
     reply.start(200, "application/octet-stream")
-    for _ in range(100):
+    for _ in range(pieces):
         reply.write(PIECE)
         await asyncio.sleep(0)
     reply.end(b"end")
@@ -540,8 +544,10 @@ async def test_a_client_that_takes_a_little_from_time_to_time_gets_everything(mo
     transports: list[asyncio.WriteTransport] = []
 
     async def pushing(scope: Any, receive: Any, send: Any) -> None:
-        transports.append(scope["extensions"][BREAK_OFF].__self__)
-        await push_much(scope, receive, send)
+        transport = scope["extensions"][BREAK_OFF].__self__
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        transports.append(transport)
+        await push(4, scope, receive, send)
 
     def unsent() -> int:
         return transports[0].get_write_buffer_size() if transports else 0
@@ -549,13 +555,13 @@ async def test_a_client_that_takes_a_little_from_time_to_time_gets_everything(mo
     read = bytearray()
     async with served(pushing) as (_, address):
         with client_with_little_room(address) as client:
-            await until(unsent)
+            await until(lambda: unsent() > len(PIECE))
             while waiting := unsent():
                 while unsent() >= waiting:
-                    read += await asyncio.to_thread(client.recv, 1 << 19)
+                    read += await asyncio.to_thread(client.recv, 4096)
                 await pass_time(61)
             read += await asyncio.to_thread(_receive_until, client, b"end\r\n0\r\n\r\n")
-    assert read.count(b"x") == 100 * len(PIECE)
+    assert read.count(b"x") == 4 * len(PIECE)
 
 
 async def _send_first(receive: Any, send: Any) -> None:
