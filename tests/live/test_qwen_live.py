@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 PICTURES = [drawn(3), drawn(200)]
 FILES = tuple(base64.b64encode(picture).decode() for picture in PICTURES)
 TEXT = "Compare {0} and {1}: they are"
+CHAT = "<|im_start|>user\n{0}{1}What is this?<|im_end|>\n<|im_start|>assistant\n"
 LENGTH = 6
 
 
@@ -55,7 +56,9 @@ def test_the_contracts_give_the_same_answers_which_depend_on_the_images(qwen: Se
         assert choice["logprobs"] != turned["logprobs"]
         of_lmi = qwen.client.post("/invocations", json=chat(*urls) | {"max_tokens": LENGTH})
         assert of_lmi.json()["choices"][0]["message"]["content"] == choice["message"]["content"]
-        text = tgi(qwen, TEXT.format(*(f"![]({each})" for each in urls))).json()["generated_text"]
+        images = [f"![]({each})" for each in urls]
+        assert tgi(qwen, CHAT.format(*images)).json()["generated_text"] == choice["message"]["content"]
+        text = tgi(qwen, TEXT.format(*images)).json()["generated_text"]
     body = {"text_input": TEXT.format(MARK, MARK), "image": FILES, "max_tokens": LENGTH, "temperature": 0}
     answer = qwen.client.post(f"/v2/models/{qwen.name}/generate", json=body | {"exclude_input_in_output": True})
     assert answer.json()["text_output"] == text
