@@ -130,6 +130,12 @@ def test_an_answer_from_a_pool_is_one_of_it_and_then_ends(
     assert all(text in pool and reason == "eos_token" for text, reason in answers)
 
 
+def test_an_empty_choice_ends_the_answer_at_once(server: Server) -> None:
+    body = {"prompt": "Hi", "max_tokens": 4, "structured_outputs": {"choice": [""]}}
+    (choice,) = server.client.post("/v1/completions", json=body).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+
+
 @pytest.mark.parametrize(
     ("fields", "text", "reason"),
     [
