@@ -243,14 +243,8 @@ def test_formatters_pass_on_what_the_request_says() -> None:
     assert by_body.parse(call(document)).requests[0].adapter == "a"
     by_formatter = contract(read=read, enable_lora=True)
     assert by_formatter.parse(call(document)).requests[0].adapter == "f"
-    assert (
-        by_formatter.parse(
-            replace(call(document), headers=request_headers(("X-Amzn-SageMaker-Adapter-Identifier", "h")))
-        )
-        .requests[0]
-        .adapter
-        == "h"
-    )
+    with_header = replace(call(document), headers=request_headers(("X-Amzn-SageMaker-Adapter-Identifier", "h")))
+    assert by_formatter.parse(with_header).requests[0].adapter == "h"
 
 
 # Formatters of the asynchronous mode.
