@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from slipway import black_box
 from slipway.cli import app
+from tests.waiting import SECONDS
 
 _HANGS = """
 import asyncio, ctypes, os, socket, sys, time
@@ -36,9 +37,11 @@ asyncio.run(never_returns())
 """
 
 
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait only a moment for the answer of a server that gives none, but as long as needed for its file."""
     monkeypatch.setattr(black_box, "_SECONDS", 0.5)
+    monkeypatch.setattr(black_box, "_FILE_SECONDS", SECONDS)
 
 
 @contextlib.contextmanager
@@ -58,6 +61,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["blackbox", *arguments])
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_a_server_whose_event_loop_hangs_writes_a_box(tmp_path: Path) -> None:
     with hanging("CDLL", tmp_path) as port:
         result = run("--url", f"http://127.0.0.1:{port}", "--output", str(tmp_path / "out.json"))
@@ -71,6 +75,7 @@ def test_a_server_whose_event_loop_hangs_writes_a_box(tmp_path: Path) -> None:
     assert process["stacks"][0]["frames"][0].endswith("in never_returns")
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_a_server_in_which_no_thread_runs_shows_its_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(black_box, "_FILE_SECONDS", 0.5)
     with hanging("PyDLL", tmp_path) as port:
@@ -115,6 +120,7 @@ def test_a_file_is_only_for_its_owner_and_a_wrong_path_is_an_error(url: str, tmp
     assert (failed.exit_code, "cannot be written" in failed.stderr) == (1, True)
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_a_process_that_is_no_server_gets_no_signal(tmp_path: Path) -> None:
     code = (
         "import signal, socket, time\n"
@@ -130,6 +136,7 @@ def test_a_process_that_is_no_server_gets_no_signal(tmp_path: Path) -> None:
     assert "is no server of Slipway" in result.stderr
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_the_process_of_another_machine_is_not_asked_by_a_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
