@@ -20,7 +20,7 @@ from engines.errors import EngineDead, Overloaded
 from engines.vllm.constraints import trials as module
 from engines.vllm.constraints.trial_process import TOO_MUCH, Trial
 from engines.vllm.constraints.trials import GrammarTrials
-from tests.waiting import until
+from tests.waiting import SECONDS, until
 
 
 class Process:
@@ -37,7 +37,7 @@ class Process:
     def exchange(self, process: Process, message: dict[str, str], kind: type) -> Any:
         assert process is self
         self.texts.append(message["text"] if kind is Trial else message["answer"])
-        self.go_on.wait(10)
+        assert self.go_on.wait(SECONDS)
         if self.ended:
             raise ValueError
         return Trial() if kind is Trial else "valid"
@@ -79,9 +79,10 @@ async def test_a_constraint_that_has_waited_too_long_is_refused(
 ) -> None:
     running = asyncio.create_task(trials.trial("regex", "slow"))
     await until(lambda: process.texts)
-    monkeypatch.setattr(module, "WAIT_SECONDS", 0.05)
-    with pytest.raises(Overloaded, match=r"has waited 0\.05 s"):
-        await trials.trial("regex", "late")
+    with monkeypatch.context() as short:
+        short.setattr(module, "WAIT_SECONDS", 0.05)
+        with pytest.raises(Overloaded, match=r"has waited 0\.05 s"):
+            await trials.trial("regex", "late")
     process.go_on.set()
     assert not (await running).error
     assert not (await trials.trial("regex", "late")).error
