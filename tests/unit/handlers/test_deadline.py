@@ -29,7 +29,7 @@ from tests.freed import when_freed
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.request_headers import request_headers
 from tests.stand_ins.scripted_engine import ScriptedEngine
-from tests.waiting import until
+from tests.waiting import pass_time, until
 
 SOON = 0.02
 LATE = 3600.0
@@ -269,9 +269,10 @@ class TestCalls:
 
         queue, writer = EngineQueue(engine := Ended(), 4), CollectedReply()
         handler = EngineHandler(queue, Formatted(MODEL), thread=FormatterThread(60))
-        await handler.handle(asked({"inputs": "x"}, 0.2), writer)
+        await handler.handle(asked({"inputs": "x"}, 30.0), writer)
         engine.sinks[0].on_delta(token("y", last=True))
-        await until(reached.is_set)
+        await pass_time(31)
+        assert reached.is_set()
         formatted.set()
         await until(lambda: writer.finished)
         assert writer.whole is not None
