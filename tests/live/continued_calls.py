@@ -20,7 +20,7 @@ from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server
 from tests.waiting import wait_until
 
-TOKENS = 48
+TOKENS = 64
 SCHEMA = {"type": "object", "properties": {"numbers": {"type": "array", "items": {"type": "integer"}}}}
 FORM = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHEMA}}
 FORMATTERS = Path(__file__).parents[1] / "fixtures" / "formatters"
@@ -186,11 +186,14 @@ def step_until(server: Server, condition: Callable[[], object]) -> None:
 
     No answer ends meanwhile, however fast the machine is.
     """
+    engines = server.engine_processes()  # They are looked up once, because that takes longer than a step.
 
     def holds() -> object:
-        signal_engines(server, signal.SIGCONT)
-        time.sleep(0.002)
-        signal_engines(server, signal.SIGSTOP)
+        for engine in engines:
+            engine.resume()
+        time.sleep(0.01)
+        for engine in engines:
+            engine.suspend()
         return condition()
 
     wait_until(holds)

@@ -210,9 +210,9 @@ def test_a_request_that_the_engine_does_not_take_is_not_counted(server: Server, 
 
 
 def test_a_whole_schema_says_nothing(server: Server) -> None:
-    before = verdicts(server)
+    before = server.metric("slipway_partial_generations_total")
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     answer = post(server, "/invocations", chat(schema, None))
     assert answer.status_code == 200
     assert not {NOT_HELD, ATTRIBUTES} & answer.headers.keys()
-    assert verdicts(server) == before
+    assert server.metric("slipway_partial_generations_total") == before
