@@ -20,7 +20,7 @@ from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server
 from tests.waiting import wait_until
 
-TOKENS = 64
+TOKENS = 256
 SCHEMA = {"type": "object", "properties": {"numbers": {"type": "array", "items": {"type": "integer"}}}}
 FORM = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHEMA}}
 FORMATTERS = Path(__file__).parents[1] / "fixtures" / "formatters"
@@ -191,7 +191,7 @@ def step_until(server: Server, condition: Callable[[], object]) -> None:
     def holds() -> object:
         for engine in engines:
             engine.resume()
-        time.sleep(0.01)
+        time.sleep(0.002)
         for engine in engines:
             engine.suspend()
         return condition()
