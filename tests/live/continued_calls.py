@@ -184,7 +184,7 @@ def step_until_running(server: Server, sequences: float) -> None:
 def step_until(server: Server, condition: Callable[[], object]) -> None:
     """Let the engine run for short moments until the condition holds, and leave it paused.
 
-    No answer ends meanwhile, however fast the machine is.
+    An answer of `TOKENS` tokens takes many such moments, so it does not end before the condition holds.
     """
     engines = server.engine_processes()  # They are looked up once, because that takes longer than a step.
 
