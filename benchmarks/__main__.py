@@ -218,7 +218,10 @@ def _engine(name: str, model: Path | None, on_gpu: bool, kv_cache_gib: int) -> E
 
 
 def _loads(levels: Sequence[int], *, short: bool, seconds: float, timeout: float) -> tuple[EngineLoad, ...]:
-    """Return streams and one-token answers for each number of clients, and a burst of streams. `short`: few tokens."""
+    """Return two loads for each number of clients (streams, and one-token answers), and a burst of streams.
+
+    If `short`, the streams have few tokens.
+    """
     tokens = 32 if short else 128
     one = EngineLoad(
         name="streams", prompt=PROMPT, tokens=tokens, stream=True, concurrency=1, seconds=seconds, timeout=timeout
@@ -230,7 +233,7 @@ def _loads(levels: Sequence[int], *, short: bool, seconds: float, timeout: float
 
 
 def _vector_loads(levels: Sequence[int], seconds: float, timeout: float) -> tuple[EngineLoad, ...]:
-    """Return requests with one text and requests with many texts, for each number of clients."""
+    """Return two loads for each number of clients: requests with one text, and requests with many texts."""
     one = EngineLoad(
         name="one text",
         prompt=SHORT_TEXT,

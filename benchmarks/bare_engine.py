@@ -1,8 +1,8 @@
 """The baseline: vLLM's `AsyncLLM` without HTTP, under the same load, in a separate process.
 
-The argument is the engine arguments as JSON. The process reads one `EngineLoad` per line from standard input, and
-answers each one with a line of figures. The first line that it writes, an empty object, means that it is ready. It
-exits when its input ends.
+The command takes the engine arguments as one JSON object. The process reads one `EngineLoad` per line from standard
+input, and answers each one with a line of figures. The first line that it writes, an empty object, means that it is
+ready. It exits when its input ends.
 """
 
 from __future__ import annotations

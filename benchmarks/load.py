@@ -47,7 +47,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int  # The tokens of complete answers.
     records: int  # Streamed records. There are fewer than `tokens` if the server merged several tokens into one record.
     wall_s: float
-    # The time from the start of the request to the first byte of the body. Without HTTP: to the engine's first output.
+    # The time from the start of the request to the first byte of the body. Without HTTP, it ends with the engine's
+    # first output.
     first_p50_ms: float
     first_p99_ms: float
     total_p50_ms: float

@@ -37,7 +37,7 @@ from benchmarks.scripted_front_end import Script, processors
 from container.gpus import gpu_count
 
 MODEL = "m"  # The name of the served model.
-LOGPROBS = "+logprobs"  # The end of the name of a variant whose streams include log probabilities.
+LOGPROBS = "+logprobs"  # The suffix in the names of variants whose streams include log probabilities.
 START_TIMEOUT_S = 300.0
 IDLE_TIMEOUT_S, IDLE_CPU_S = 30.0, 0.1
 STOP_TIMEOUT_S = 20.0
@@ -690,7 +690,8 @@ def command_line(arguments: EngineArguments) -> list[str]:
 def serving_properties(engine: Engine, copies: int) -> str:
     """Return the text of Slipway's settings file. LMI has a different name for the batch size.
 
-    One copy is compared with one engine of a peer. `maxWorkers=1` would mean one copy for each GPU.
+    On GPUs, a single copy is loaded only on the first GPU, because it is compared with one engine of a peer.
+    `maxWorkers=1` would mean one copy for each GPU.
     """
     options = {"model_id": str(engine.model_dir), "rolling_batch": "vllm"}
     for name, value in engine.arguments.items():

@@ -43,9 +43,9 @@ class Shares(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one server."""
 
     server: str
-    # The number of tokens that the busiest copy generated, divided by the mean of all copies. The streams of the first
-    # number have short prompts, those of the second share one long prompt, and the calls of the third have many system
-    # prompts.
+    # The number of tokens that the busiest copy generated, divided by the mean of all copies. `busiest` is measured
+    # with streams that have short prompts, and `busiest_of_one_prompt` with streams that share one long prompt.
+    # `busiest_of_calls` is measured with calls that have many system prompts.
     busiest: float
     busiest_of_one_prompt: float
     busiest_of_calls: float
@@ -90,7 +90,10 @@ def _measure(peer: Slipway) -> Shares:
 
 
 def calls(chance: random.Random, system_prompts: int) -> list[Prompt]:
-    """Create system prompts. Return calls that use them equally often. Each call has a new end."""
+    """Create system prompts, and return the prompts of calls. Each is a system prompt with an end of its own.
+
+    All system prompts are used equally often.
+    """
     beginnings = [_words(chance, SYSTEM_TOKENS) for _ in range(system_prompts)]
     prompts = [beginnings[number % system_prompts] + _words(chance, END_TOKENS) for number in range(CALLS)]
     chance.shuffle(prompts)

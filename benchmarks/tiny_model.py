@@ -20,7 +20,7 @@ _FORMAT = 3  # The version of the files. Caches with other versions are not used
 _SEED = 20
 _VOCABULARY = 1024
 _END = "<|end|>"
-_WIDTH = 32  # The hidden size. The only head has the same size, the smallest that vLLM's CPU attention supports.
+_WIDTH = 32  # The hidden size, and the size of the only head. vLLM's CPU attention supports no smaller head.
 
 
 def prepare_tiny_llama() -> Path:
