@@ -130,7 +130,7 @@ class AsyncCalls:
         self._threads = ThreadPoolExecutor(_STORAGE_THREADS, "s3")
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: set[asyncio.Task[None]] = set()  # Tasks of calls that were not sent to the container yet.
-        self._pings: asyncio.Task[None] | None = None  # Checks for all calls whether the container is ready.
+        self._pings: asyncio.Task[None] | None = None  # Polls until the container is ready, for all waiting calls.
         self._stopping = False
 
     def submit(self, call: AsyncCall) -> None:
@@ -270,7 +270,7 @@ async def _stay() -> Message:
 
 @contextlib.asynccontextmanager
 async def _until(deadline: float, call: AsyncCall) -> AsyncIterator[None]:
-    """Abort the block at `deadline` with the failure of an expired call."""
+    """Cancel the `with` block at `deadline`, and raise the error of an expired call."""
     try:
         async with asyncio.timeout_at(deadline):
             yield

@@ -52,8 +52,8 @@ def model_stream_error(code: str, message: str) -> bytes:
 def event_message(headers: Mapping[str, str], payload: bytes) -> bytes:
     """Return a message of an event stream.
 
-    The message consists of its length, the headers' length, a checksum of these two, the headers, the payload, and a
-    checksum of everything before.
+    The message consists of these parts: its own length, the length of the headers, a checksum of both lengths, the
+    headers, the payload, and a checksum of all earlier parts.
     """
     encoded = b""
     for name, value in ((name.encode(), value.encode()) for name, value in headers.items()):

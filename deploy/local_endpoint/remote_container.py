@@ -29,7 +29,8 @@ class RemoteContainer:
     def __init__(self, url: str, hosts: KnownHosts) -> None:
         """Connect to a container.
 
-        The container itself cannot check the names. It receives the name in its own URL, and no headers of a browser.
+        This application checks the name under which a browser reaches it. The container cannot check that: it receives
+        the name in `url` instead, and none of the headers that only browsers send.
 
         Args:
             url: The container's URL.

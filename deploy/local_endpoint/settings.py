@@ -36,7 +36,8 @@ class LocalSettings:
     async_failures: S3Url | None = None  # The folder for failures of asynchronous calls. None: the folder for answers.
     async_concurrency: int = 16  # The number of concurrent asynchronous calls to the container.
     s3_folder: Path | None = None  # The directory that stands for S3.
-    uses_s3: bool = False  # Without `s3_folder`: whether boto3 calls S3. If not, a temporary directory stands for S3.
+    # Has an effect if `s3_folder` is None. True: boto3 calls S3. False: a temporary directory stands for S3.
+    uses_s3: bool = False
     capture: Path | None = None  # The directory for the records of calls.
 
     @property
@@ -69,7 +70,7 @@ class LocalSettings:
         return [*parameters.forwarded, *self.component_headers(component)]
 
     def component_headers(self, component: str | None) -> Headers:
-        """Return the headers that tell the container the inference component of a call.
+        """Return the headers that tell the container which inference component a call uses.
 
         Raises:
             RuntimeApiError: The component does not exist, or the call does not name a component although it has to.

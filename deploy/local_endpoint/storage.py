@@ -130,7 +130,10 @@ def _size_of_file(found: os.stat_result) -> int:
 
 
 class S3Storage:
-    """S3 by boto3, or the server that AWS_ENDPOINT_URL_S3 names. The default bucket is created if it is missing."""
+    """S3, or the server that AWS_ENDPOINT_URL_S3 names, through boto3.
+
+    The default bucket is created if it is missing.
+    """
 
     def size(self, url: S3Url) -> int:
         try:

@@ -15,7 +15,8 @@ from container.settings.settings import Startup
 from deploy.ray.replica import Replica, command_line
 
 NAME = "slipway"  # The name of the application and of its deployment.
-# The number is larger than a replica's queue. So the queue refuses calls, with the contract's own error.
+# The maximum number of calls that Serve sends to a replica. It is larger than the replica's queue. So it is the queue
+# that refuses calls, with the contract's own error.
 _MOST_CALLS = 10_000
 _STOP_SECONDS = 15.0  # How long a drained replica may take to free its engine.
 _DRAINING = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"

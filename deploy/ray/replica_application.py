@@ -94,9 +94,9 @@ class ReplicaApplication:
 
 
 def _normalized(path: bytes) -> bytes:
-    """Decode the escapes of unreserved characters, which do not change the meaning (RFC 3986, 6.2.2.2). `%2F` is kept.
+    """Decode the escapes of unreserved characters. Such escapes do not change the meaning (RFC 3986, 6.2.2.2).
 
-    Trailing slashes of LMI's paths are removed, as the server does.
+    `%2F` is kept. Trailing slashes of LMI's paths are removed, as in the server.
     """
     decoded = _ESCAPE.sub(lambda escape: _UNRESERVED.get(escape[1].lower(), escape[0]), path)
     return without_slashes(decoded.decode("latin-1")).encode("latin-1")

@@ -29,7 +29,7 @@ def _matching(pattern: str, expected: str, *examples: str, longest: int | None =
 
     Args:
         pattern: The regular expression.
-        expected: The allowed texts, for a message. The first example is appended.
+        expected: A description of the allowed texts, for a message. The first example is appended to it.
         *examples: Allowed texts.
         longest: The maximum number of characters.
     """
@@ -209,8 +209,8 @@ class Configuration(_Table, frozen=True, kw_only=True):
     role: str | None = None  # The ARN of the execution role. None: the stack creates a role.
     instance_type: InstanceType | None = None
     instances: Annotated[int, Meta(ge=1)] = 1
-    inference_ami_version: MachineImage | None = None  # None: for GPUs, the version with the newest driver.
-    volume_gb: Annotated[int, Meta(ge=1, le=512)] | None = None  # For an instance without its own disk.
+    inference_ami_version: MachineImage | None = None  # None: GPU instances get the newest driver.
+    volume_gb: Annotated[int, Meta(ge=1, le=512)] | None = None  # The volume of an instance without its own disk.
     reservation: Reservation | None = None  # If set, instances come only from this reservation.
     ssm_access: bool = False  # Allows a shell on the instances, through Systems Manager.
     core_dumps: S3Prefix | None = None  # The location for core dumps of the container.
@@ -330,7 +330,8 @@ def _toml(path: str, text: str) -> Any:
 def merge_tables(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values`, overridden by `over`.
 
-    Tables are merged. If `values` has a list of one table where `over` has a table, the two tables are merged.
+    Tables are merged. If `over` has a table where `values` has a list with a single table, the table in the list is
+    merged, too.
     """
     merged = dict(values)
     for key, value in over.items():

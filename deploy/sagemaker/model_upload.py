@@ -57,8 +57,8 @@ def files_in(directory: Path) -> list[Path]:
     """Return all files of a directory that an upload would include.
 
     Raises:
-        UploadFailed: The directory does not exist or has no files. Or a file cannot be read, or S3 cannot have its name
-            as a key.
+        UploadFailed: The directory does not exist or has no files, a file cannot be read, or a file's name cannot be
+            a key in S3.
     """
     files = list(_files(directory)) if directory.is_dir() else []
     if not files:

@@ -205,8 +205,8 @@ class Stack:
     def carry_out(self, change: ChangeSet) -> None:
         """Create or change the stack. CloudFormation rolls back a change that fails.
 
-        If the user interrupts the command while the stack is being created, the stack is deleted. CloudFormation
-        continues with any other change.
+        If the user interrupts the command while the stack is being created, the stack is deleted. If the user
+        interrupts any other change, CloudFormation continues with it.
 
         Raises:
             StackFailed: The change failed.

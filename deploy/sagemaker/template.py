@@ -30,8 +30,8 @@ from deploy.sagemaker.execution_role import execution_policy, trust_policy
 
 VARIANT = "AllTraffic"
 # The `InferenceAmiVersion` with the newest driver (CUDA 13.x), which also runs images for any older CUDA. The template
-# always names it, because an endpoint whose image needs a newer CUDA than the instance's driver supports stays in
-# `Creating` and logs nothing.
+# always names it. With an older driver, the image may need a newer CUDA than the driver supports. The endpoint then
+# stays in `Creating`, and logs nothing.
 MACHINE_IMAGE = "al2023-ami-sagemaker-inference-gpu-4-1"
 _GPU_INSTANCE = re.compile(r"ml\.[gp]\d")
 _MODEL_NAME = {"Fn::GetAtt": ["Model", "ModelName"]}
@@ -105,7 +105,7 @@ def _resources(configuration: Configuration) -> dict[str, Any]:
 
 
 def _resource(kind: str, properties: Properties, after: str | None = None) -> dict[str, Any]:
-    """Return a resource. CloudFormation creates it after the resource `after`, to which it does not refer."""
+    """Return a resource. CloudFormation creates the resource `after` first, even if no property refers to it."""
     return {"Type": kind, "DependsOn": after, "Properties": properties}
 
 
@@ -158,8 +158,8 @@ def _deadlines(configuration: Configuration) -> dict[str, str]:
 def _names(configuration: Configuration) -> list[str]:
     """Return the model's names for OpenAI clients: its own names, and the name of the endpoint.
 
-    SageMaker's OpenAI path calls `/v1/chat/completions`, which refuses other names. In a SageMaker container, each
-    model from S3 would be called `model`, after its directory.
+    SageMaker's OpenAI path calls `/v1/chat/completions`, which refuses other names. Without these names, each model
+    from S3 would be called `model`, after its directory in a SageMaker container.
     """
     names = [configuration.model]
     if configuration.from_s3:
@@ -319,7 +319,8 @@ def _component(configuration: Configuration, component: Component) -> Properties
                 "NumberOfAcceleratorDevicesRequired": component.gpus or None,
                 "NumberOfCpuCoresRequired": component.cpus,
             },
-            # CloudFormation requires both properties. PERMISSIVE does not prevent a copy from being placed.
+            # CloudFormation requires both properties. With PERMISSIVE, a copy is placed even if the
+            # zones are not balanced.
             "SchedulingConfig": component.placement
             and {
                 "PlacementStrategy": component.placement.upper(),
