@@ -302,8 +302,8 @@ class VllmEngine:
             and (isinstance(request.prompt, str) or self._has_tokens(request.prompt))
         ):
             # vLLM's earlier checks and additions are still right, because the parameters and the model are the same.
-            # They also depend on the prompt. `PromptTokenizer` checks the prompt's length. The prompt's tokens must be
-            # tokens of the model, which is always true for a text.
+            # The checks of the prompt are replaced: `PromptTokenizer` checks its length, and `_has_tokens` its tokens.
+            # The tokens of a text are always tokens of the model.
             checked = memo.checked
         else:
             prompt = prompt or TokensPrompt(type="token", prompt_token_ids=token_ids)
@@ -325,7 +325,7 @@ class VllmEngine:
         return _Prepared(token_ids, checked, params, pooling_params, constraint, prompt, arrived_at)
 
     def _has_tokens(self, prompt: tuple[int, ...]) -> bool:
-        """Return True if the model has all tokens of a prompt. False if it is too long, because it may still be cut."""
+        """Return True if the model has all tokens of a prompt. False if the prompt is too long: it may still be cut."""
         return len(prompt) <= self.max_model_len and min(prompt) >= 0 and max(prompt) < self._vocabulary_size
 
     def _checked_pooling(self, request: GenerationRequest, pooling: Pooling, token_ids: list[int]) -> EngineCoreRequest:

@@ -16,7 +16,7 @@ from engines.request import BeamSearch, GenerationRequest
 from engines.vllm.beam_search import most_new_tokens
 from engines.vllm.copies.client import CopiesClient
 
-# These parameters say how Slipway receives the tokens, or vLLM calculates them from other parameters.
+# Parameters that are not shown. They say how Slipway receives the tokens, or are calculated from other parameters.
 _OWN = frozenset({"output_kind", "skip_clone", "stream_interval", "output_text_buffer_length"})
 _GENERATION_CONFIG, _OVERRIDE = "generation_config.json", "option.override_generation_config"
 _MOST_CHARACTERS = 100_000  # The maximum number of characters that are shown of a schema or a grammar.

@@ -594,8 +594,8 @@ NAMES = _rows(_TABLE)
 - `{first, second}` are all fields of a struct or a dataclass, without the fields of its bases.
 - `name: type = default` is a field whose type and default matter. At the start, only the name is checked.
 
-Only the next release has the parameters and fields that are marked with "?". `module | module` are the places of a name
-in this release and in the next release.
+Parameters and fields that are marked with "?" exist only in the next release. In `module | module`, the first module
+has a name in this release, and the second module has it in the next release.
 """
 
 

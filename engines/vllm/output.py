@@ -89,7 +89,7 @@ class TokensApart:
         return corrected
 
 
-_CHARACTER_TOKENS = 4  # The number of earlier tokens that vLLM needs to find the character that a token ends.
+_CHARACTER_TOKENS = 4  # To find the character that ends with a token, vLLM needs this many earlier tokens.
 _END_OF_PROMPT = 16  # The number of tokens at a prompt's end that show whether it ends within a character.
 _BLOCK = 1024  # The number of tokens that are decoded together if a text ends in a row of U+FFFD.
 
@@ -535,7 +535,7 @@ class PushedState(OwnState):
 
 
 def _without_incomplete_end(decode: Callable[[list[int]], str], ids: list[int]) -> str:
-    """Return the text of tokens up to the last token that ends a character, as in a stream.
+    """Return the text of tokens without an incomplete character at the end, as in a stream.
 
     A stream treats one or more U+FFFD at the end as the beginning of a character.
     """

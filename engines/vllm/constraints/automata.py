@@ -2,10 +2,10 @@
 
 `expression` turns an automaton into an expression for these texts, or for all other texts.
 
-An automaton follows all paths through a pattern's tree at once. Each state is a formula over places in the tree. The
-rest of the text must match one alternative of the formula. That means that all places of the alternative must match
-(look-ahead). Negative places must not match (negative look-ahead). When all states have been removed, one by one, an
-expression is left.
+An automaton follows all paths through a pattern's tree at once. Each state is a formula over places in the tree. A
+formula is a set of alternatives, and the rest of the text must match one of them. To match an alternative, the rest
+must match at all of its places (look-ahead), but not at its negative places (negative look-ahead). When all states have
+been removed, one by one, an expression is left.
 """
 
 from __future__ import annotations

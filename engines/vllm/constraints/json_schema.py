@@ -75,7 +75,7 @@ def for_guidance(text: str, fault: Callable[[str], str], *, compact: bool) -> tu
 
     Returns:
         The schema for llguidance; the places of the parts that are not enforced, as URI fragments; and llguidance's
-        error. There is an error only if the only place is `WHOLE`, or if no text satisfies the whole schema.
+        error. It can be set in two cases: the only place is `WHOLE`, or no text satisfies the whole schema.
 
     Raises:
         ValueError: The text is not a JSON schema, is nested too deeply, or is too long.
@@ -173,7 +173,7 @@ class _Node:
     # Further schemas that must also hold, each with the keyword from which it comes.
     also: list[tuple[str, Schema]] = field(default_factory=list)
     keyword: str = ""  # The keyword that is being rewritten.
-    also_at: int = 0  # The number of keywords before the further schemas. It decides the order of members.
+    also_at: int = 0  # The number of keywords in `out` before `also`. It decides the order of members.
 
     def add(self, *schemas: Schema) -> None:
         """Add schemas that must also hold."""
@@ -222,7 +222,7 @@ class _Rewriter:
         return self._fault(text)
 
     def schema(self, given: Any, place: str, closed: bool, *, exact: bool = False) -> Schema:
-        """Rewrite a schema. The result allows further texts only because of parts that are not enforced."""
+        """Rewrite a schema. The result allows more texts than the schema only if a part is not enforced."""
         if isinstance(given, bool):
             return given
         if not isinstance(given, dict):
@@ -774,7 +774,7 @@ class _Rewriter:
     def _evaluated(self, node: _Node, keyword: str, value: Any) -> bool:
         """`unevaluatedProperties` or `unevaluatedItems`.
 
-        If no schemas are combined, they mean the same as `additionalProperties` or `items`.
+        If the node combines no schemas, these keywords mean the same as `additionalProperties` or `items`.
         """
         further = "additionalProperties" if keyword == "unevaluatedProperties" else "items"
         if value is True or value == {} or (further in node.given and not isinstance(node.given[further], list)):
@@ -842,7 +842,10 @@ class _Rewriter:
         return True
 
     def _possible(self, schema: Schema) -> Schema:
-        """Return a definition; False if no text satisfies it. llguidance refuses it even if nothing uses it."""
+        """Return a definition; False if no text satisfies it.
+
+        llguidance refuses a definition that no text satisfies, even if nothing uses it.
+        """
         if not self._way.careful or isinstance(schema, bool) or self._late:
             return schema
         return not _is_empty(self._complaint({"allOf": [schema]})) and schema

@@ -362,7 +362,7 @@ def rust_text(node: Node) -> str:
 
 
 def quotable(characters: Characters) -> Characters:
-    r"""Return a set that keeps its meaning in JSON. A set without the quotation mark or the backslash loses NUL.
+    r"""Return a set that keeps its meaning in JSON: without NUL if it lacks the quotation mark or the backslash.
 
     JSON writes these two characters as `\"` and `\\`. llguidance allows both in every set that has all control
     characters, even in `[^"]`. A set without NUL does not have all control characters.

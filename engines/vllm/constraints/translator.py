@@ -34,7 +34,7 @@ _MAX_CHARACTERS = 1 << 17
 # The maximum number of characters of a constraint, by vLLM's name of its kind.
 _MOST_CHARACTERS = {
     "json": 1 << 20,  # The client's schema. The rewritten schema has another limit.
-    "choice": 1 << 21,  # All choices together. They cost the engine less, because each is plain text.
+    "choice": 1 << 21,  # All choices together. They are plain text, which costs the engine less.
     "regex": _MAX_CHARACTERS,
     "grammar": _MAX_CHARACTERS,
 }

@@ -87,7 +87,7 @@ class GrammarTrials:
 
         Raises:
             GenerationFailed: No process can be started.
-            Overloaded: The constraint has waited too long, or the process ended, but not because of this constraint.
+            Overloaded: The constraint has waited too long, or the process ended for a reason other than the constraint.
             EngineDead: The server is stopping.
         """
         key = hashlib.sha256(f"{kind}\0{compact}\0{text}".encode()).digest()

@@ -169,7 +169,10 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
                 placed.copy.work -= placed.work
 
     def get_output_async(self) -> Awaitable[Any]:
-        """Return an awaitable for the next message. The caller, vLLM's output loop, has handled all earlier ones."""
+        """Return an awaitable for the next message.
+
+        vLLM's output loop calls this method after it has handled all earlier messages.
+        """
         self._handled = self.came - self.messages.qsize()
         if self._waiting:
             self._tell_handled()

@@ -126,8 +126,8 @@ class Continuations:
     more deaths than allowed is a suspect, because it may have killed the copies. Suspects wait for the next copy that
     is started, and are sent to it before all other sequences. They are sent one by one: each suspect waits until the
     suspect before it has a new token. If this copy dies too, the suspect that was sent last gets the error. It is the
-    likely cause, but not a certain one: an earlier suspect may kill the copy with a later token. So a sequence can kill
-    one copy more than allowed, and then the copy that tries it.
+    likely cause, but not a certain one: an earlier suspect may kill the copy with a later token. A sequence can kill
+    two copies more than allowed: the copy whose death makes it a suspect, and the copy that tries it.
     """
 
     def __init__(

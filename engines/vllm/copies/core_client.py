@@ -97,7 +97,7 @@ def config_of_copy(config: VllmConfig, gpus: Sequence[int], physical_gpus: Seque
     Args:
         config: The configuration of the first copy.
         gpus: The GPUs of the copy, by their indices in this process.
-        physical_gpus: The same GPUs, by their indices in the machine. None: the GPUs of the configuration.
+        physical_gpus: The same GPUs, by their indices in the machine. None: the copy has the GPUs of `config`.
     """
     own = copy.copy(config)
     own.cache_config, own.parallel_config = copy.copy(config.cache_config), copy.copy(config.parallel_config)

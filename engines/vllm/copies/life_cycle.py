@@ -125,7 +125,8 @@ class Copies:
 
     def health(self) -> EngineHealth:
         """Return the health of all copies together. They are alive if at least one copy runs."""
-        stalled, quiet_seconds = False, -1.0  # Of the copy that would be restarted. Below 0: no copy runs.
+        # The values of the copy that would be restarted. `quiet_seconds` below 0: no copy runs.
+        stalled, quiet_seconds = False, -1.0
         dead: list[Copy] = []
         left = 0  # The number of copies that serve or will serve.
         for copy in self._by_number.values():  # A single loop, because this is called often.
@@ -273,7 +274,7 @@ class Copies:
         """Load copies: all at once with `option.parallel_loading`, otherwise one by one.
 
         Raises:
-            EngineStartError: A copy cannot be loaded. The others are still loaded.
+            EngineStartError: A copy cannot be loaded. The others are loaded before this error is raised.
         """
         copies = []
         for number in numbers:

@@ -196,7 +196,7 @@ def _fits(family: Family, template: str, architectures: Collection[str]) -> bool
 
 
 def _most_specific(families: Sequence[Family]) -> list[Family]:
-    """Drop a family if another family has the same markers, and also further markers or an architecture."""
+    """Drop a family if another one has all of its markers, and further markers or an architecture in addition."""
 
     def marks(family: Family) -> set[str]:
         return {*family.markers, *(["an architecture"] if family.architectures else [])}

@@ -261,7 +261,8 @@ def _with_references(schema: dict[str, Any]) -> dict[str, Any]:
     """Keep the references within each tool's schema valid in the schema of all calls.
 
     Args:
-        schema: vLLM's schema of all calls. If a tool's schema has references, it becomes one of the `$defs`.
+        schema: vLLM's schema of all calls. If a tool's schema has references, the tool's schema is moved to
+            `$defs`.
     """
     definitions: dict[str, Any] = {}
     for index, call in enumerate(schema["items"]["anyOf"]):

@@ -35,7 +35,9 @@ _load_media = AsyncMultiModalItemTracker.resolve_items
 
 
 def patch_media_ids(rename: Callable[[str], str]) -> None:
-    """Replace the ids that clients give their media, because vLLM's caches find media by these ids without a salt.
+    """Replace the ids that clients give their media.
+
+    vLLM's caches look media up by these ids alone, without a salt.
 
     Args:
         rename: Returns the new id for a client's id. It runs in the task of the call.

@@ -37,7 +37,7 @@ def patch_server(context: Callable[[], BaseContext], run: Callable[[Callable[[],
     """Patch the server's process, so that the fork server forks vLLM's processes. They do not import vLLM again.
 
     Args:
-        context: Returns the context that starts the engine process, and the coordinator of data-parallel ranks.
+        context: Returns the context that starts the engine process and the coordinator of data-parallel ranks.
         run: Calls a function in another process. vLLM inspects model classes there.
     """
     for module in (engine_utils, coordinator):
