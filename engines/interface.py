@@ -26,7 +26,8 @@ _DEATH_POLL_SECONDS = 0.2
 
 _SUBMITS_PER_TURN = 16
 _WATCH_SECONDS = 0.25
-# The maximum number of seconds that count between two looks. More time passes only if this process itself stalled.
+# The maximum number of seconds that one call of `look` adds. If more time has passed since the last call, this process
+# itself was stalled.
 _LONGEST_LOOK = 2.0
 STALL_SECONDS = 60.0
 # The stall limit of a new engine, which compiles a GPU's kernels during the first requests that need them.
@@ -42,8 +43,8 @@ class Progress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._looked_at = clock, clock()
         self._mark = 0.0  # The `mark` of the last call of `look`.
-        # Seconds with work since the last sign of life. Time without work is not added, and does not reset the seconds:
-        # the work may have ended only because clients left or a time limit was reached.
+        # Seconds with work since the last sign of life. Time without work adds nothing. It also does not reset the
+        # seconds, because work can end without progress: clients leave, or a time limit is reached.
         self.quiet_seconds = 0.0
         self._worked_seconds = 0.0  # Total seconds with work, up to the last sign of life.
 
@@ -175,8 +176,9 @@ class EngineHealth:
     quiet_seconds: float = 0.0  # `Progress.quiet_seconds` of the copy with the most quiet seconds.
     stalled: bool = False  # Whether a copy is stalled (`Progress.is_stalled`).
     ready_copies: int = 1  # The number of copies that accept requests.
-    missing: str = ""  # A text that names the dead copies that `restart` restarts, if other copies still serve.
-    # What is wrong if dead copies will not be restarted and fewer copies than the minimum are left. Otherwise empty.
+    # Names the dead copies that `restart` restarts. Empty if there are none, or if no copy runs.
+    missing: str = ""
+    # Says that fewer copies than the minimum are left, because dead copies will not be restarted. Otherwise empty.
     lost: str = ""
 
 

@@ -141,7 +141,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     beam_search: BeamSearch | None = None
     pooling: Pooling | None = None  # If set, the answer is numbers instead of text, and `sampling` has no effect.
     truncate_prompt_tokens: int | None = None  # The number of tokens to keep at the prompt's end. None: keep all.
-    # The number of tokens at the end of the prompt that were generated before. `max_prompt_tokens` ignores them.
+    # The number of tokens at the prompt's end that earlier steps of a beam search have generated. `max_prompt_tokens`
+    # ignores them.
     generated_before: int = 0
     # The number of new tokens that must fit into the context after the prompt: at least 1, or 0 for pooling. If they do
     # not fit, the request is refused. If `max_tokens` is larger than the free room, it is reduced to that room.
@@ -212,8 +213,8 @@ class TokenDelta(msgspec.Struct, gc=False):
     # Set with the finish reason: the stop string or the stop token that ended the sequence, or `DEADLINE`. If a model
     # has several end tokens, all but the first count as stop tokens here.
     stop_reason: int | str | None = None
-    # The numbers of a request with `pooling`, as an array of float32. `token_embed` and `token_classify` give a row for
-    # each token. Such a request has one delta.
+    # The numbers of a request with `pooling`, as an array of float32. Such a request has one delta. `token_embed` and
+    # `token_classify` give a row for each token.
     numbers: Any = None
     # Set on the last delta of a sequence: the monotonic time at which the prompt went to the engine, and the seconds
     # that it waited in the queue. Both are 0 for a beam search.

@@ -181,7 +181,8 @@ class EngineStatistics:
     def of_beam_steps(self) -> tuple[EngineStatistics, EngineStatistics]:
         """Return the statistics for the first step of a beam search, and for its later steps."""
         first = EngineStatistics(time_to_first_token=self.time_to_first_token, queue_time=self.queue_time)
-        # A later step's first token is not the first of its beam. So its delay is a time between two tokens.
+        # The first token of a later step is not the first token of its beam. So the time to this token counts as a time
+        # between two tokens.
         return first, EngineStatistics(time_to_first_token=self.inter_token)
 
     def pooled(self, seconds: float, queued: float) -> None:

@@ -56,8 +56,8 @@ _NOT_WITH_BEAMS = "cannot be used together with beam search"
 _PROMPT_CONTEXT = 16
 _CONTEXT = 8  # The number of preceding tokens that a slow tokenizer needs to decode the next token.
 _LONGEST_CHARACTER = 4  # The maximum number of tokens of one character: one for each byte of UTF-8.
-_MOST_SILENT = 8  # If more tokens in a row have no text, a new stream may begin.
-_MOST_BROKEN = 64  # If more such tokens come, a new stream begins even within a character.
+_MOST_SILENT = 8  # If more tokens than this in a row have no text, a new stream may begin.
+_MOST_BROKEN = 64  # With more such tokens than this, a new stream begins even within a character.
 # The start of the error message of `tokenizers` for a stream that cannot continue.
 _INVALID_PREFIX = "Invalid prefix encountered"
 
@@ -98,10 +98,10 @@ class TokenTexts:
         return text
 
     def _without_stream(self) -> str:
-        """Return the text of a row of U+FFFD. A stream takes such a row for an incomplete character.
+        """Return the text of the silent tokens if they are a row of U+FFFD.
 
-        The stream would decode the whole row again at each step. The last tokens stay silent, because they may belong
-        to an incomplete character.
+        A stream takes such a row for an incomplete character, and would decode the whole row again at each step. The
+        last tokens stay silent, because they may belong to an incomplete character.
         """
         silent, whole = self._silent, self._decode(self._silent)
         if whole.strip("\ufffd"):
@@ -153,8 +153,8 @@ class TokenTexts:
 def _decoding_context(tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> list[int]:
     """Return the last tokens of a prompt. The texts of the answer's tokens may depend on them.
 
-    Return nothing if the prompt ends within a character. A prompt that ends with U+FFFD looks the same. A decoder would
-    wait for the rest of this character, and then return the end of the prompt as part of the answer.
+    Return an empty list if the prompt ends within a character. A decoder would wait for the rest of the character, and
+    then return the end of the prompt as part of the answer. A prompt whose own text ends with U+FFFD looks the same.
     """
     end = list(prompt_ids[-_PROMPT_CONTEXT:])
     text: str = tokenizer.decode(end, skip_special_tokens=skip_special) if end else ""

@@ -150,7 +150,7 @@ _OF_ONE_COPY: Mapping[str, Callable[[Any], bool]] = {
     "enable_expert_parallel": _is_on,
     "enable_fault_tolerance": _is_on,
 }
-# The arguments in `_OF_ONE_COPY` that take the choice of the GPUs away from Slipway.
+# The arguments in `_OF_ONE_COPY` with which Slipway does not choose the GPUs.
 _OF_CHOSEN_GPUS = frozenset({"nnodes", "device_ids", "distributed_executor_backend", "data_parallel_backend"})
 
 
@@ -295,7 +295,7 @@ def _widths_fit(text: Config, size: int) -> bool:
 
 
 def _state_fits(text: Config, size: int) -> bool:
-    """Return True if the heads of recurrent layers divide evenly, and so do their groups if there are several."""
+    """Return True if the heads of recurrent layers divide evenly. If there are several groups, they must, too."""
     heads = _numbers([text.get(name) for name in _STATE_HEADS])
     groups = _first(text, _STATE_GROUPS)
     return all(count % size == 0 for count in heads) and (groups in (0, 1) or groups % size == 0)

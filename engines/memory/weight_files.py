@@ -137,7 +137,7 @@ def weights_of(model: str, revision: str | None, speculative: Any, layout: Layou
     shared = layout.expert_ranks > 1  # Otherwise the size of the experts is not needed.
     experts = (expert_bytes(model) or hub_weight_bytes(model, revision, is_expert)) if shared else 0
     draft = draft_model(speculative)
-    if not draft or draft == model:  # Some models draft with layers of their own.
+    if not draft or draft == model:  # Some models contain their own draft layers.
         return Weights(total, experts)
     return Weights(total, experts, weight_bytes(draft) or hub_weight_bytes(draft, None))
 

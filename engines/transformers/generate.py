@@ -104,7 +104,7 @@ class BatchRunner:
         self._attempt(batch, [row for job in batch.jobs for row in job.rows])
 
     def _attempt(self, batch: Batch, rows: Sequence[Row]) -> None:
-        """Run `rows` together. If that fails, run them in parts, so that only the rows that cause the failure fail."""
+        """Run `rows` together. If that fails, run them in parts, so that only the rows that cause the error get it."""
         rows = [row for row in rows if not row.done]
         if not rows:
             return

@@ -25,7 +25,8 @@ _MAX_STOP_TOKEN_IDS_OF_BEAMS = 64
 # The maximum number of bad words, and of their characters together. A step looks for every word, so this limits its
 # time.
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 16384
-# Lower temperatures are raised to this one, as in vLLM, because the quotients would overflow.
+# As in vLLM, lower temperatures are raised to this value. Otherwise the logits, divided by the temperature, would
+# overflow.
 _LOWEST_TEMPERATURE = 0.01
 _NEVER = -math.inf
 # The limits of the random numbers. Within these limits, a logarithm is finite and below 0.
@@ -208,10 +209,11 @@ def _warpers(s: SamplingParameters) -> list[transformers.LogitsProcessor]:
 
 
 def _draw(scores: Any, generators: Sequence[torch.Generator]) -> Any:
-    """Draw tokens as vLLM does: as the winner of a race of exponential clocks, whose rates are the probabilities.
+    """Draw tokens as vLLM does: each token gets a random time, and the token with the earliest time is chosen.
 
-    Every token has its own random number. Rounding differs between batches, but it changes the result only if it swaps
-    the first two tokens. If the token were drawn from cumulative probabilities, rounding could affect every token.
+    The times are exponentially distributed, and the rate of each token is its probability. So every token has its own
+    random number. Rounding differs between batches, but it changes the result only if it swaps the first two tokens. If
+    the token were drawn from cumulative probabilities, rounding could affect every token.
     """
     weights = scores.softmax(dim=-1)
     # On a CPU, this is several times as fast as `exponential_`.
