@@ -69,7 +69,7 @@ class Explanation:
     fields: tuple[str, ...] = ()  # The names of the fields, which the page mentions. Empty: `where` is enough.
     old: str = ""
     new: str = ""
-    asked: tuple[str, ...] = ()  # The request must use one of these fields to ask for something.
+    asked: tuple[str, ...] = ()  # One of these fields in the request must ask for something.
     not_asked: tuple[str, ...] = ()  # The request must leave these fields at their defaults.
     asked_zero: str = ""  # The name of a field that must be 0 in the request.
     has_null: bool = False  # If True, the request must have a null field.
