@@ -1,6 +1,7 @@
-// The same request as curl, and as Python for the client that its contract is called with. The Python prints the text.
+// Returns a request as a curl command or as Python code. The Python code uses the contract's usual client, and prints
+// the text.
 
-const MOST_ARGUMENT = 100_000; // bytes; Linux takes no longer argument than 128 KiB
+const MOST_ARGUMENT = 100_000; // Bytes. In Linux, an argument may have 128 KiB.
 
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 
@@ -12,7 +13,7 @@ export function curl({ url, headers, body, format }) {
 	return [`${quiet} ${quoted(url)}`, ...lines, data].join(" \\\n  ");
 }
 
-// A JSON value as Python writes it. JSON's strings are Python's as well.
+// Returns a JSON value as Python code. A JSON string is also a Python string.
 function literal(value, indent = "") {
 	if (value === null || value === undefined) return "None";
 	if (value === true) return "True";
@@ -41,7 +42,7 @@ export function python(request) {
 	return (writers[request.contract.id] ?? requestsPython)(request, body) ?? requestsPython(request, body);
 }
 
-// The body as data; undefined where it was written by hand and is no JSON object.
+// Returns the body as data, or undefined if it was written by hand and is not a JSON object.
 function documentOf({ body, document, written }) {
 	if (!written) return document;
 	try {
@@ -64,7 +65,7 @@ print(reply.text)
 `;
 }
 
-// How the text is taken out of a record of a stream, or of the whole answer.
+// Returns Python code for the text in a record of a stream, or in a whole answer.
 function textOf({ contract, chat, format, model }) {
 	const first = model?.tgi_compat && !format.stream ? "[0]" : "";
 	if (chat && format.stream) return `(record["choices"][0]["delta"].get("content") or "") if record["choices"] else ""`;
@@ -123,7 +124,7 @@ const OPENAI_ARGUMENTS = new Set(
 
 const EMBEDDING_ARGUMENTS = new Set(["input", "model", "dimensions", "encoding_format", "user"]);
 
-// A call of OpenAI's client. It has the fields that it has no argument for as `extra_body`.
+// Returns a call of OpenAI's client. Fields for which the client has no argument are in `extra_body`.
 function openaiCall({ url, headers }, body, { path, method, known, print }) {
 	const given = {};
 	const more = {};
@@ -165,12 +166,12 @@ const HUB_ARGUMENTS = new Set(
 	).split(" "),
 );
 
-// Null where the client has no argument for a parameter.
+// Returns a call of Hugging Face's client, or null if the client has no argument for a parameter.
 function hubPython({ url, headers, format }, body) {
 	const { inputs, parameters = {}, ...rest } = body;
 	const given = { ...parameters };
 	if (Object.keys(rest).length || !Object.keys(given).every((name) => HUB_ARGUMENTS.has(name))) return null;
-	const full = given.return_full_text ?? false; // at the root, which the client calls, TGI's default is true
+	const full = given.return_full_text ?? false; // The client calls /, where TGI's default is true.
 	const details = Boolean(given.details);
 	const base = url.slice(0, url.lastIndexOf("/"));
 	const values = { ...given, return_full_text: full, ...(format.stream ? { stream: true } : {}) };

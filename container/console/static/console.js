@@ -10,7 +10,7 @@ import { showDifferences } from "./differences.js";
 import { explained } from "./explain.js";
 import { ServerView, Watch, statusLine } from "./server.js";
 
-const base = new URL("..", import.meta.url); // the server's root, also below a proxy's prefix
+const base = new URL("..", import.meta.url); // The server's root, even if a proxy adds a prefix.
 
 const page = {
 	document: { paths: {}, components: { schemas: {} } },
@@ -21,9 +21,9 @@ const page = {
 	running: [],
 };
 
-// The prompt, which is for the first request's model
+// The prompt, whose form depends on the first request's model
 
-const images = new WeakMap(); // those of a message, as data URLs
+const images = new WeakMap(); // The images of each message, as data URLs.
 
 const chosenModel = () => page.state.models[page.forms[0]?.modelPlace ?? 0];
 const kind = () => kindOf(chosenModel());
@@ -123,7 +123,7 @@ function input() {
 	return { messages: items.map((item) => ({ role: $("select", item).value, content: contentOf(item) })) };
 }
 
-// The prompt as data, without its images; `restorePrompt` takes it.
+// Returns the prompt, without its images, as data for `restorePrompt`.
 function savedPrompt() {
 	const messages = $$("#messages li").map((item) => [$("select", item).value, $("textarea", item).value]);
 	const texts = ["prompt", "second", "documents"].map((id) => [id, $(`#${id}`).value]);
@@ -151,7 +151,7 @@ function changed() {
 	});
 }
 
-// Shows the fields of the prompt for the model.
+// Shows the fields that a prompt for this model needs.
 function showPrompt() {
 	const chat = isChat();
 	const title = kind() === "generation" ? "Prompt" : isRanker() ? "Query" : "Text";
@@ -275,7 +275,7 @@ function setSending(sending) {
 	for (const form of page.forms) form.unmark();
 }
 
-// Sends each request once, one after the other. A series ends with the first call that is not done.
+// Sends each request once, one after the other. A series ends after a call that fails or is stopped.
 async function sendOnce(requests, prompt, number, calls) {
 	page.running = requests.map((request, place) => {
 		const exchange = new Exchange(request, redraw);
@@ -296,7 +296,7 @@ async function sendOnce(requests, prompt, number, calls) {
 	compare();
 }
 
-// The result of an exchange, for those who hear the page.
+// Returns the result of an exchange in a few words, for screen readers.
 function summary(exchange, request) {
 	const { numbers } = exchange.answer;
 	return numbers ? request.contract.said(numbers, request) : `${exchange.figures().tokens ?? 0} tokens`;
@@ -334,7 +334,8 @@ async function describe() {
 	page.document = await reply.json();
 	described = key;
 	const resolve = resolver(page.document);
-	// Help for parameters that their own contract's description has none for: a name means the same in all.
+	// Some contracts do not describe a parameter. The page then shows another contract's description of that name,
+	// because a name means the same in all contracts.
 	const note = (properties = {}) => {
 		for (const [name, schema] of Object.entries(properties)) {
 			if (schema.description) page.help[name] ??= schema.description;
@@ -370,7 +371,7 @@ async function observed() {
 		try {
 			await describe();
 		} catch {
-			// Asked again with the next look.
+			// The page tries again at the next poll.
 		}
 	}
 	view.draw(watch);

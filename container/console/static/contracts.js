@@ -1,7 +1,8 @@
-// The contracts: where each has its parameters, how its request is written, and how its answer is read.
+// The contracts: where their parameters are, how their requests are written, and how their answers are read.
 //
-// `read(record, answer)` takes one record of an answer, or all of it, and calls `answer.token(text, logprob, tops)` for
-// each token, `answer.finish(reason)`, `answer.count(tokens)` and `answer.fail(message)`.
+// `read(record, answer)` reads one record of a stream, or a whole answer. For each token, it calls
+// `answer.token(text, logprob, tops)`. It also calls `answer.finish(reason)`, `answer.count(tokens)` and
+// `answer.fail(message)`.
 
 import { NUMBERS } from "./numbers.js";
 
@@ -17,7 +18,7 @@ const own = new Set([
 	...NUMBERS.flatMap((contract) => contract.prompt),
 ]);
 
-// The fields of a schema: { name, place, schema }; `place` is "parameters" for those below it, else "".
+// Returns the fields of a schema: { name, place, schema }. `place` is "parameters" for fields in `parameters`, else "".
 function fieldsOf(schema, resolve) {
 	const found = [];
 	const nested = resolve(schema?.properties?.parameters)?.properties ?? {};
@@ -67,10 +68,10 @@ function readTriton(record, answer) {
 	try {
 		logprobs = typeof record.logprobs === "string" ? JSON.parse(record.logprobs) : record.logprobs;
 	} catch {
-		// Shown in the bytes.
+		// The log probabilities cannot be read. The reply's bytes show them.
 	}
 	if (Array.isArray(logprobs) && logprobs.length) {
-		// Which of the candidates was sampled follows from the text, read from its end: the prompt may be in front.
+		// The text shows which candidates were sampled. It is read from its end, because it may begin with the prompt.
 		let rest = text ?? "";
 		const sampled = logprobs.map((one) => Object.values(one ?? {})).reverse();
 		const tokens = sampled.map((candidates) => {
@@ -156,7 +157,7 @@ const lmiFormats = (fields, { chat, model, streams }) => {
 	return named ? [lines, { ...events, formatter: "sse" }, ...formats] : [lines, ...formats];
 };
 
-// LMI has a prompt's parameters below `parameters`, but a chat's beside `messages`, as OpenAI has them.
+// In LMI, a prompt's parameters are in `parameters`. A chat's parameters are next to `messages`, as in OpenAI's API.
 function lmiBody(input, format, values) {
 	if (input.messages) return { messages: input.messages, ...values(""), ...(format.stream ? { stream: true } : {}) };
 	const parameters = { ...values("parameters"), ...(format.formatter ? { output_formatter: format.formatter } : {}) };
@@ -276,10 +277,10 @@ export const CONTRACTS = [
 	...NUMBERS,
 ];
 
-// What a model makes. One that has not been loaded yet counts as one of text.
+// Returns the kind of a model. A model that is not loaded yet counts as a model that generates text.
 export const kindOf = (model) => model?.kind ?? "generation";
 
-// The contracts that a server has for a model, as `/openapi.json` and its state say.
+// Returns the contracts that a server has for a model, according to `/openapi.json` and the server's state.
 export function served(document, state, model) {
 	return CONTRACTS.filter((contract) => {
 		if (!(contract.kinds ?? ["generation"]).includes(kindOf(model))) return false;
@@ -288,7 +289,7 @@ export function served(document, state, model) {
 	});
 }
 
-// What resolves a reference within the document.
+// Returns a function that resolves the references in a document.
 export function resolver(document) {
 	return (schema) => (schema?.$ref ? document.components.schemas[schema.$ref.split("/").pop()] : schema);
 }
@@ -301,7 +302,7 @@ function requestSchemas(contract, document, chat) {
 	return (schema?.anyOf ?? [schema]).map(resolver(document));
 }
 
-// Fields and formats of a contract for a prompt or a chat; null where it has none.
+// Returns the fields and formats that a contract has for a prompt or a chat, or null if it does not accept this kind.
 export function shape(contract, document, setting) {
 	if (setting.chat && !contract.chat) return null;
 	const schemas = requestSchemas(contract, document, setting.chat);
@@ -312,7 +313,7 @@ export function shape(contract, document, setting) {
 	return { fields, formats: contract.formats(fields, { ...setting, streams }) };
 }
 
-// The field that an error is about: as the error says it, or the one that its text names; null if none is.
+// Returns the field that an error is about: a member or the text of the error names it. Null if neither names a field.
 export function guilty(text, document, names) {
 	const said = [
 		document?.error?.param,
@@ -326,7 +327,8 @@ export function guilty(text, document, names) {
 	const quoted = [...text.matchAll(/`([\w.]+)`/g)].map((match) => match[1].split(".").pop());
 	const found = quoted.find((name) => names.includes(name));
 	if (found) return found;
-	const words = (text.match(/\w+/g) ?? []).flatMap((word) => [word, `${word}s`]); // an adapter, in `adapters`
+	// An error about an adapter is about the field `adapters`.
+	const words = (text.match(/\w+/g) ?? []).flatMap((word) => [word, `${word}s`]);
 	return words.filter((word) => names.includes(word)).sort((a, b) => b.length - a.length)[0] ?? null;
 }
 

@@ -1,12 +1,13 @@
-// Two answers to one prompt, compared: their texts word by word, and their timing.
+// Compares two answers to one prompt: their texts word by word, and their timing.
 
 import { h, table } from "./dom.js";
 import { FIGURES } from "./result.js";
 
-const WORD = /[\p{L}\p{N}_]+\s*|[^\p{L}\p{N}_\s]\s*|\s+/gu; // with the space that follows
+const WORD = /[\p{L}\p{N}_]+\s*|[^\p{L}\p{N}_\s]\s*|\s+/gu; // A word includes the space after it.
 const MOST_CELLS = 4_000_000;
 
-// Parts of both texts in order: [0, text] for what they share, [-1, text] of the first alone, [1, text] of the second.
+// Returns the parts of both texts in order: [0, text] if both have the part, [-1, text] if only the first has it, and
+// [1, text] if only the second has it.
 export function differences(first, second) {
 	const a = first.match(WORD) ?? [];
 	const b = second.match(WORD) ?? [];
@@ -22,7 +23,7 @@ export function differences(first, second) {
 	return parts.filter(([, text]) => text);
 }
 
-// The longest common subsequence; where that is too much work, all is different.
+// Keeps the longest common subsequence. If finding it takes too long, all words count as different.
 function middle(a, b) {
 	if ((a.length + 1) * (b.length + 1) > MOST_CELLS)
 		return [

@@ -1,9 +1,9 @@
-// Elements from data. Text is always text: nothing here, or elsewhere, makes markup of a string.
+// Makes elements from data. A string always becomes text: no code of the page turns a string into markup.
 
 export const $ = (selector, root = document) => root.querySelector(selector);
 export const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
 
-// An element with attributes, listeners (`onclick`) and children; a value of false or null leaves the attribute out.
+// Makes an element with attributes, listeners (`onclick`) and children. An attribute that is false or null is left out.
 export function h(tag, attributes = {}, ...children) {
 	const element = document.createElement(tag);
 	for (const [name, value] of Object.entries(attributes)) {
@@ -48,7 +48,7 @@ export function bar(share) {
 const DATA = ";base64,";
 const MOST_DATA = 4000; // characters
 
-// A text with only the beginnings of its long data URLs: a browser would need seconds to lay them out.
+// Returns a text in which long data URLs are cut off, because a browser would take seconds to lay them out.
 export function shortened(text) {
 	const [head, ...parts] = text.split(DATA);
 	const short = parts.map((part) => {
@@ -77,7 +77,8 @@ export function rate(value) {
 			: value.toFixed(1);
 }
 
-// Copies where the page may, which a browser grants to https and to localhost; else it selects the text. Says if it copied.
+// Copies a text, and returns true if it was copied. Browsers allow this to pages on https and localhost. On other pages,
+// the text is selected and copied in an older way.
 export async function copy(text, element) {
 	try {
 		await navigator.clipboard.writeText(text);

@@ -1,15 +1,15 @@
-// One request and its reply: sent, with the key that the server may ask for, read as it comes, and timed.
+// Sends a request, with the API key if the server needs one. Reads the reply as it arrives, and measures times.
 
 import { $ } from "./dom.js";
 
-let key = ""; // this page alone keeps it
+let key = ""; // It is only in the memory of this page.
 
 export const useKey = (text) => (key = text.trim());
 
-// What is shown of it.
+// The header as the page shows it, without the key.
 export const keyHeader = () => (key ? { authorization: "Bearer KEY" } : {});
 
-// `fetch` with the key. If the server wants another one, the page asks for it.
+// Calls `fetch` with the key. If the server refuses the key or needs one, the page asks for a key.
 export async function call(url, options) {
 	const headers = { ...options.headers, ...(key && { authorization: `Bearer ${key}` }) };
 	const reply = await fetch(url, { ...options, headers });
@@ -17,16 +17,16 @@ export async function call(url, options) {
 	return reply;
 }
 
-// The nearest rank: at least this share of the values is not larger. Null if there is none.
+// Returns a percentile by nearest rank: at least this share of the values is not larger. Null if there are no values.
 export function percentile(values, share) {
 	const sorted = [...values].sort((a, b) => a - b);
 	return sorted[Math.max(0, Math.ceil(share * sorted.length) - 1)] ?? null;
 }
 
-// Text in the reply is at most what a browser can show; the count goes on.
+// Only this much of a reply is kept, because a browser cannot show more. The bytes after it are only counted.
 const KEPT_BYTES = 8_000_000;
 
-// What a contract's reader has made of the reply so far.
+// What a contract's reader has found in the reply so far.
 export class Answer {
 	constructor(streamed) {
 		this.streamed = streamed;
@@ -34,13 +34,13 @@ export class Answer {
 		this.tokens = []; // { text, logprob, tops, at, aside }
 		this.reason = "";
 		this.counted = null;
-		this.numbers = null; // of a model that makes no text: vectors, ranks or classes
-		this.prompt = null; // tokens
+		this.numbers = null; // Vectors, ranks or classes, if the model generates no text.
+		this.prompt = null; // The number of the prompt's tokens.
 		this.error = "";
 		this.now = 0;
 	}
 
-	// `aside`: a text that is not one generated token, such as the prompt in front.
+	// `aside` is true if the text is not a generated token, such as the prompt before the answer.
 	token(text, logprob, tops = [], aside = false) {
 		this.text += text;
 		this.tokens.push({ text, logprob: logprob ?? null, tops, at: this.now, aside });
@@ -63,7 +63,7 @@ export class Answer {
 	}
 }
 
-// Splits bytes into records; a character or a record may be cut anywhere.
+// Splits bytes into records. A part of the bytes may end inside a record or a character.
 class Records {
 	constructor(kind, take) {
 		this.kind = kind;
@@ -91,12 +91,12 @@ class Records {
 		try {
 			this.take(JSON.parse(text));
 		} catch {
-			// Not a record: it is in the bytes that are shown.
+			// This text is not a record. The reply's bytes show it.
 		}
 	}
 }
 
-// Takes AWS's event stream apart: the payloads of PayloadPart events, and exceptions.
+// Reads AWS's event stream, and passes on the payloads of PayloadPart events and the exceptions.
 class EventStream {
 	constructor(payload, exception) {
 		this.rest = new Uint8Array();
@@ -149,7 +149,7 @@ export class Exchange {
 		this.firstByte = null;
 		this.total = null;
 		this.failure = "";
-		this.document = null; // an error's body, where it is JSON
+		this.document = null; // The body of an error, if it is JSON.
 		this.answer = new Answer(Boolean(format.stream));
 		this.abort = new AbortController();
 	}
@@ -230,13 +230,14 @@ export class Exchange {
 			this.answer.fail(this.text().trim() || `${reply.status} ${reply.statusText}`.trim());
 	}
 
-	// The reply's bytes as text, of an error's body above all.
+	// Returns the reply's bytes as text, mainly for errors.
 	text() {
 		const decoder = new TextDecoder();
 		return this.chunks.map(({ bytes }) => decoder.decode(bytes, { stream: true })).join("") + decoder.decode();
 	}
 
-	// Times in milliseconds. Gaps are between tokens as they came in here; several may come together.
+	// Returns the figures. Times are in milliseconds. Gaps are the times between the arrivals of tokens. Several tokens may
+	// arrive together.
 	figures() {
 		const times = this.answer.tokens.filter((token) => !token.aside).map((token) => token.at);
 		const gaps = times.slice(1).map((time, place) => time - times[place]);

@@ -1,11 +1,13 @@
-// Explain: a request that asks what the server makes of it, and how the explanation is shown.
+// Asks the server to explain how it reads a request, and shows the explanation.
 
 import { h, shortened, table } from "./dom.js";
 
-const ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"; // SageMaker's API passes no other header on; a handler of the model's own takes the header alone
-const MOST_IDS = 500; // of a prompt; the reply has them all
+// SageMaker's API passes on this header, but not `x-slipway-explain`. If the model has a handler of its own, only
+// `x-slipway-explain` has an effect.
+const ATTRIBUTES = "x-amzn-sagemaker-custom-attributes";
+const MOST_IDS = 500; // The maximum number of ids that are shown of a prompt. The reply has all ids.
 
-// The same request, which is explained in place of being answered.
+// Returns the same request with headers that ask the server to explain it instead of answering it.
 export function explained(request) {
 	const { contract, headers, read } = request;
 	return {

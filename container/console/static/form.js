@@ -4,7 +4,7 @@ import { $, $$, fromTemplate, h, setOptions } from "./dom.js";
 import { CONTRACTS, PROMPT_FIELDS, kindOf, served, shape } from "./contracts.js";
 import { keyHeader } from "./exchange.js";
 
-// Names of one meaning, so that a value stays when the contract changes.
+// Names with the same meaning. If the contract changes, a value moves to the name that the new contract uses.
 const SAME = [
 	["max_new_tokens", "max_completion_tokens", "max_tokens"],
 	["stop", "stop_sequences"],
@@ -21,7 +21,7 @@ const CITY = {
 };
 const PLACE = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
 const WEATHER = { name: "weather", description: "The weather in a city", parameters: PLACE };
-// Values of the form for tools and for JSON, by the parameter that has a button for them.
+// Example values for tools and for JSON. A button next to the parameter puts them into the form.
 const EXAMPLES = {
 	tools: { tools: [{ type: "function", function: WEATHER }], tool_choice: "required" },
 	response_format: { response_format: { type: "json_schema", json_schema: { name: "city", schema: CITY } } },
@@ -54,7 +54,8 @@ function limits(schema) {
 	return parts.join(", ");
 }
 
-// What was typed, as JSON has it. What does not fit the type is sent as it is: the server says what is wrong with it.
+// Returns the typed text as a JSON value. If it does not fit the type, it is sent unchanged, and the server reports the
+// fault.
 export function valueOf(text, schema) {
 	const types = typesOf(schema);
 	const trimmed = text.trim();
@@ -82,12 +83,12 @@ export function valueOf(text, schema) {
 }
 
 export class RequestForm {
-	// `context()` has the document, the state, the kind of the prompt, and whether it is a chat.
+	// `context()` returns the document, the state, the kind of the model, and whether the prompt is a chat.
 	constructor(title, context, onchange) {
 		this.context = context;
 		this.onchange = onchange;
 		this.values = { ...FIRST_VALUES };
-		this.written = null; // the body, where it was written by hand
+		this.written = null; // The body, if it was written by hand.
 		this.element = fromTemplate("variant-template");
 		this.prefix = `v${Math.random().toString(36).slice(2, 8)}`;
 		for (const name of ["contract", "format", "model", "endpoint", "logprobs", "filter", "body"]) {
@@ -122,7 +123,7 @@ export class RequestForm {
 		$(".variant-title", this.element).textContent = text;
 	}
 
-	// What is chosen and typed, as data; `restore` takes it.
+	// Returns the choices and the typed values as data for `restore`.
 	get saved() {
 		const chosen = ["model", "contract", "endpoint", "format"].map((name) => [name, this[name].value]);
 		return { ...Object.fromEntries(chosen), values: { ...this.values }, written: this.written };
@@ -154,7 +155,7 @@ export class RequestForm {
 		return this.context().state.models[this.modelPlace];
 	}
 
-	// Builds what depends on the server and on the contract anew; values stay.
+	// Rebuilds the parts that depend on the server or the contract. Values are kept.
 	refresh() {
 		const { document: description, state } = this.context();
 		const several = state.models.length > 1;
@@ -336,14 +337,15 @@ export class RequestForm {
 		this.preview();
 	}
 
-	// Shows the body as it would be sent, if it is open: one with an image is so long that it holds up the page.
+	// Shows the body as it would be sent, but only if its section is open. A body with an image is so long that showing
+	// it slows down the page.
 	preview() {
 		const request = this.request();
 		const open = $("details.body", this.element).open;
 		if (this.written == null && request && open) this.body.value = pretty(request.document);
 	}
 
-	// What would be sent now; null where this contract has no such thing.
+	// Returns the request that would be sent now, or null if the contract has none for this prompt.
 	request() {
 		const contract = this.chosen;
 		const format = this.#format();
@@ -379,7 +381,7 @@ export class RequestForm {
 		};
 	}
 
-	// Marks the field that an error is about; false where the form has no such field.
+	// Marks the field that an error is about. Returns false if the form has no such field.
 	mark(name, message) {
 		const row = $(`[data-parameter="${CSS.escape(name)}"]`, this.element);
 		if (!row) return false;

@@ -1,12 +1,13 @@
-// The requests that were sent, in this browser's own storage: what was asked and answered. Keys and images are left out.
+// Keeps the sent prompts and their answers in this browser's storage, without keys and images.
 
 import { $, h, milliseconds } from "./dom.js";
 
 const PLACE = "slipway.history";
 const MOST_ENTRIES = 50;
-const MOST_CHARACTERS = 25_000; // of a request, and of an answer
-const MOST_OF_ALL = 1_000_000; // characters
-const DATA = /data:(?:[\w.+-]+\\*\/[^"'\s,]*|;base64),[^"'\s]*/gi; // such as images in a body that was written by hand
+const MOST_CHARACTERS = 25_000; // The limit for a request, and for an answer.
+const MOST_OF_ALL = 1_000_000; // The limit for all entries together, in characters.
+// Data URLs, such as images in a body that was written by hand.
+const DATA = /data:(?:[\w.+-]+\\*\/[^"'\s,]*|;base64),[^"'\s]*/gi;
 
 export class History {
 	// `onuse({ form, prompt })` puts a request into the form.
@@ -18,7 +19,7 @@ export class History {
 		this.draw();
 	}
 
-	// Adds what was sent, the newest first. `form` and `prompt` are what the form restores.
+	// Adds a sent request at the beginning of the list. `form` and `prompt` are the data that the form restores.
 	add(form, prompt, { contract, format, model }, exchange) {
 		const { tokens, firstToken, total } = exchange.figures();
 		const { text, numbers, error } = exchange.answer;
@@ -29,7 +30,7 @@ export class History {
 			title: `${contract.name}, ${format.name}`,
 			model: model.name,
 			asked: shortened((form.written ?? prompt.asked).replaceAll(DATA, "data:…")),
-			// A request that is too long, or has images, is not kept whole: then it cannot be used again.
+			// If a request is too long or has images, it is not kept as a whole, and the form cannot restore it.
 			again: request.length > MOST_CHARACTERS || request.search(DATA) >= 0 ? null : { form, prompt },
 			state: exchange.state,
 			figures: [tokens, firstToken, total],
@@ -39,17 +40,17 @@ export class History {
 		this.#keep([entry, ...this.entries].slice(0, MOST_ENTRIES));
 	}
 
-	// Takes the entries of this browser, which another page may have changed.
+	// Reads the entries from this browser's storage, because another page may have changed them.
 	#read() {
 		try {
 			const kept = JSON.parse(localStorage.getItem(PLACE));
 			this.entries = Array.isArray(kept) ? kept.filter(isEntry) : [];
 		} catch {
-			// This browser keeps nothing.
+			// The storage is off, or holds something else.
 		}
 	}
 
-	// Keeps entries, without the oldest ones if all are too long.
+	// Stores the entries. The oldest entries are dropped if all entries together are too long.
 	#keep(entries) {
 		let text = JSON.stringify(entries);
 		while (text.length > MOST_OF_ALL) {
@@ -60,7 +61,7 @@ export class History {
 		try {
 			localStorage.setItem(PLACE, text);
 		} catch {
-			// The entries last until the page is loaded again.
+			// The storage is off, so the entries are lost when the page is reloaded.
 		}
 		this.draw();
 	}
@@ -107,7 +108,7 @@ export class History {
 
 const shortened = (text) => (text.length > MOST_CHARACTERS ? `${text.slice(0, MOST_CHARACTERS)}…` : text);
 
-// Another release, or another program at this address, may have kept values of other shapes.
+// Stored entries are checked: another release, or another program at this address, may have stored other values.
 const isText = (value) => typeof value === "string";
 const isEntry = (entry) =>
 	[entry?.title, entry?.asked, entry?.state, entry?.answer].every(isText) &&

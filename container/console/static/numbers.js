@@ -1,11 +1,11 @@
-// The contracts of models that make numbers of texts: vectors, ranks and classes; and how their numbers are shown.
+// The contracts of models that turn texts into vectors, ranks or classes, and how these are shown.
 //
-// `prompt` names the body's fields that have the texts, also as errors name them. `said(numbers, request)` is the main
-// thing in a sentence, and `draw(numbers, request)` shows all.
+// `prompt` lists the fields of the body that have the texts, and other names that errors have for these fields.
+// `said(numbers, request)` returns the main result in a sentence, and `draw(numbers, request)` shows all results.
 
 import { bar, h, table } from "./dom.js";
 
-const IN_ERRORS = ["input_text", "input_tokens"]; // vLLM's names of a text that is too long
+const IN_ERRORS = ["input_text", "input_tokens"]; // vLLM's errors use these names for a text that is too long.
 const FIRST_NUMBERS = 8;
 const MOST_CLASSES = 20;
 const NAME_CHARACTERS = 40;
@@ -14,9 +14,9 @@ const norm = (vector) => Math.hypot(...vector);
 const dot = (a, b) => a.reduce((sum, one, place) => sum + one * b[place], 0);
 const short = (number) => String(Number(number.toPrecision(4)));
 const isVector = (value) => Array.isArray(value) && value.every((one) => typeof one === "number");
-const sent = ({ body }) => JSON.parse(body); // also if it was written by hand: it has been answered
+const sent = ({ body }) => JSON.parse(body); // A body written by hand is valid JSON, too: the server has answered it.
 
-// The cosine of two vectors; null if there is none.
+// Returns the cosine similarity of two vectors, or null if there is none.
 export function cosine(vectors) {
 	if (vectors.length !== 2 || vectors[0].length !== vectors[1].length) return null;
 	const both = norm(vectors[0]) * norm(vectors[1]);
@@ -27,7 +27,7 @@ function begin(text) {
 	return text.length > NAME_CHARACTERS ? `${text.slice(0, NAME_CHARACTERS)}…` : text;
 }
 
-// Takes the numbers of a reply that `numbersOf` finds in it, or its error.
+// Returns a function that reads a reply: the numbers that `numbersOf` finds in it, or the error.
 const reader = (numbersOf) => (record, answer) => {
 	if (record.error != null) return answer.fail(record.error.message ?? String(record.error));
 	answer.numbers = numbersOf(record);
@@ -52,7 +52,7 @@ export const NUMBERS = [
 			input: texts.length === 1 ? texts[0] : texts,
 			...values(""),
 		}),
-		// A vector in base64 is in the reply alone.
+		// Vectors in base64 are shown only in the reply's bytes.
 		read: reader((record) => {
 			const vectors = (record.data ?? []).map((one) => one.embedding);
 			return vectors.length && vectors.every(isVector) ? vectors : null;

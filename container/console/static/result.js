@@ -1,4 +1,4 @@
-// What is shown of one exchange: text, figures, bytes, and the same request as code.
+// Shows one exchange: its text, its figures, its bytes, and its request as code.
 
 import { $, bytesText, copy, fromTemplate, h, milliseconds, rate, shortened, table } from "./dom.js";
 import { curl, python } from "./code.js";
@@ -10,7 +10,7 @@ const BARS = 150;
 const BLOCK_CHARACTERS = 8192;
 const OVERLOADED = new Set([408, 429]);
 const HEX_BYTES = 65536;
-const MOST_SAID = 2000; // characters of an error; the reply has them all
+const MOST_SAID = 2000; // The maximum number of characters that are shown of an error. The reply has all characters.
 
 export class Result {
 	constructor(title) {
@@ -80,7 +80,7 @@ export class Result {
 		this.draw();
 	}
 
-	// Draws what is new; once for each frame, however many tokens have come.
+	// Draws what is new. This runs once for each frame, even if many tokens have arrived.
 	draw() {
 		const { exchange, parts } = this;
 		if (!exchange) return;
@@ -101,7 +101,7 @@ export class Result {
 		if (ended) this.#problem();
 	}
 
-	// Names of the sent request's fields that its error is about; null where there is none.
+	// Returns the field of the sent request that the error is about, or null if there is none.
 	get guilty() {
 		const { exchange, sent } = this;
 		if (!exchange?.answer.error || OVERLOADED.has(exchange.status) || exchange.status >= 500) return null;
@@ -163,7 +163,8 @@ export class Result {
 		requestSize.textContent = bytesText(new TextEncoder().encode(request.body).length);
 	}
 
-	// The reply's bytes so far: blocks of text that the browser lays out when they are seen, or a hex dump.
+	// Shows the reply's bytes so far as a hex dump or as text. The text is in blocks, and the browser lays out only the
+	// blocks that are visible.
 	#reply(anew) {
 		const { exchange, parts } = this;
 		if (!exchange) return;
@@ -195,7 +196,7 @@ export class Result {
 					pre.append((this.block = h("div", { class: "block" })));
 					this.filled = 0;
 				}
-				// A block is a line of its own: it ends where a line does.
+				// The page begins a new line after a block, so a block ends where a line of the text ends.
 				const room = Math.max(0, BLOCK_CHARACTERS - this.filled);
 				const end = text.length <= room ? text.length : text.indexOf("\n", room) + 1 || text.length;
 				this.block.append(text.slice(0, end));
@@ -268,7 +269,7 @@ function drawFigures(list, figures, contract, reason) {
 	list.replaceChildren(...rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value)))));
 }
 
-// A bar for each gap; where there are more than bars, the longest of its share.
+// Draws a bar for each gap. If there are too many gaps, each bar shows the longest of several gaps.
 function drawGaps(figure, { gaps, median }) {
 	figure.hidden = gaps.length < 2;
 	if (figure.hidden) return;

@@ -8,7 +8,7 @@ const PATIENCE = 10_000; // milliseconds
 const STATE_EVERY = 5; // samples
 const KEPT_SAMPLES = 150; // five minutes
 
-// The sums of the series of a metrics page, by name; labels do not matter here.
+// Returns the sum of each metric's series, by the name of the metric. Labels are ignored.
 export function sums(text) {
 	const found = new Map();
 	for (const line of text.split("\n")) {
@@ -20,7 +20,7 @@ export function sums(text) {
 
 const isIn = ({ models }, wanted) => models.some(({ state }) => state === wanted);
 
-// Asks the server how it is, for as long as the page is seen.
+// Polls the state and the metrics of the server while the page is visible.
 export class Watch {
 	constructor(base, onchange) {
 		this.base = base;
@@ -41,7 +41,8 @@ export class Watch {
 		if (this.looking) return;
 		this.looking = true;
 		try {
-			// The state in full now and then, and each time while something is not as it should be.
+			// Most polls read only the metrics. The state is read at every `STATE_EVERY`th poll, and at every poll while
+			// something is wrong.
 			if (this.turn++ % STATE_EVERY === 0 || this.state?.health.status !== 200 || isIn(this.state, "restarting"))
 				this.state = await (await this.#get("console/state")).json();
 			this.#sample(sums(await (await this.#get("metrics")).text()));
@@ -82,7 +83,7 @@ export class Watch {
 		return this.samples.at(-1) ?? {};
 	}
 
-	// Tokens a second between each two looks. A count that falls is another process's.
+	// Returns the tokens per second between polls. If the count falls, another process has answered, and the rate is 0.
 	get rates() {
 		return this.samples.slice(1).map((sample, place) => {
 			const before = this.samples[place];
@@ -98,7 +99,7 @@ export class Watch {
 	}
 }
 
-// The kind of the server's state, and it in words; then its load.
+// Returns the kind of the server's state, the state in words, and the load in words.
 export function statusLine({ reachable, locked, state, latest, rates }) {
 	if (!reachable || !state) return ["unreachable", locked ? "a key is needed" : "the server cannot be reached", ""];
 	const { status } = state.health;
@@ -132,7 +133,7 @@ export class ServerView {
 		if (this.element.hidden || !watch.state) return;
 		this.#load(watch);
 		const state = JSON.stringify(watch.state);
-		if (state === this.shown) return; // what somebody reads or has typed stays
+		if (state === this.shown) return; // Drawing again would delete what a user has typed or selected.
 		this.shown = state;
 		this.rest.replaceChildren(
 			...watch.state.models.map((model) => modelCard(model, watch.state)),

@@ -1,10 +1,10 @@
-// The theme, before the page is painted first: the system's, or the one that this browser keeps.
+// Sets the theme before the page is first painted: the theme in this browser's storage, or else the system's theme.
 
 const chosen = () => {
 	try {
 		return localStorage.getItem("slipway.theme") ?? "";
 	} catch {
-		return ""; // this browser keeps nothing
+		return ""; // The storage is off.
 	}
 };
 
@@ -18,7 +18,7 @@ addEventListener("DOMContentLoaded", () => {
 		try {
 			localStorage.setItem("slipway.theme", select.value);
 		} catch {
-			// It holds until the page is loaded again.
+			// The storage is off, so the choice is lost when the page is reloaded.
 		}
 	});
 });

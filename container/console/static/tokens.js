@@ -8,7 +8,7 @@ const STEPS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -
 
 const percent = (share) => `${(share * 100).toFixed(share < 0.1 ? 2 : 1)} %`;
 
-// The less probable a token, the darker.
+// Returns a shaded text. The less probable the token is, the darker is the shade.
 export function shaded(probability, ...text) {
 	const span = h("span", { class: "token" }, ...text);
 	span.style.setProperty("--share", `${Math.round((1 - probability) * 100)}%`);
@@ -42,7 +42,7 @@ export class Tokens {
 		this.detail.replaceChildren(h("p", { class: "hint" }, HINT));
 	}
 
-	// Adds tokens to the text; those without a log probability as plain text.
+	// Adds tokens to the text. A token without a log probability is added as plain text.
 	add(tokens) {
 		const fragment = document.createDocumentFragment();
 		let plain = "";
