@@ -43,7 +43,7 @@ _PROBES = ("/", "/health", "/liveness", "/readiness", "/v2/health/live", "/v2/he
 # Paths that vLLM serves in addition to the paths of its contract.
 _OF_FASTAPI = ("/health", "/metrics", "/docs", "/openapi.json")
 
-_LONG_TEXT = 4096  # Bytes. Longer bodies are answered in a thread, because tokenizing takes longer than parsing.
+_LONG_TEXT = 4096  # Bytes. Longer bodies are answered in a thread, because tokenizing them takes long.
 _THREADS = 2  # The number of long bodies that are answered at a time. Each may take seconds and 256 MB.
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ def add_management(
 
 
 def _of_kind(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute | ByKind:
-    """Return the route for a path and method, or a choice between two routes by the kind of the model."""
+    """Return the route for a path and method. If there are two, the kind of the model decides which one answers."""
     generating, pooling = (
         [(declared, route) for declared, route in routes if takes(declared, pooling=pools)] for pools in (False, True)
     )

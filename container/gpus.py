@@ -66,7 +66,7 @@ def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
 
 
 def gpu_figures(seconds: float) -> list[dict[str, str]]:
-    """Return the figures of `_FIGURES`, by name, for each GPU of the machine. Empty without a GPU.
+    """Return the figures that `_FIGURES` lists, by name, for each GPU of the machine. Empty without a GPU.
 
     Args:
         seconds: The time limit for nvidia-smi, which may hang if a GPU hangs.

@@ -27,7 +27,7 @@ POLICY = "; ".join(
     )
 )
 HEADERS = {
-    "cache-control": "no-store",  # Later, another release of Slipway may serve the page at this address.
+    "cache-control": "no-store",  # Another release of Slipway may serve the page at this address later.
     "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",

@@ -1,4 +1,4 @@
-"""The headers of a refusal that concern the connection and the next attempt."""
+"""The headers of a refusal that tell the client about the connection and about its next attempt."""
 
 from __future__ import annotations
 

@@ -195,6 +195,6 @@ class HttpReply:
 
 @types.coroutine
 def _rest(steps: Coroutine[Any, Any, None], waiting_for: Any) -> Generator[Any, Any, None]:
-    """Return the rest of a coroutine, for a task. Its first step has run, and has yielded the future `waiting_for`."""
+    """Continue a coroutine, in a task. The coroutine has already run until it awaited the future `waiting_for`."""
     yield waiting_for
     yield from steps.__await__()

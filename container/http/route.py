@@ -46,7 +46,7 @@ logger = logging.getLogger("slipway.access")
 _OVERLOADED = (429, 503)
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
-# The model of a request, or the reply to the request. None if the body decides this or the route needs no model.
+# The model of a request, or the reply to the request. None if only the body can tell, or if the route needs no model.
 Found = Model | Reply | None
 
 
@@ -132,7 +132,7 @@ class HttpRoute:
         self._short_body = min(UNCOUNTED, self._max_body)
 
     def find(self, head: RequestHead) -> Found:
-        """Return the model of a request, or the reply. None if the body decides this or the route needs no model.
+        """Return the model of a request, or the reply. None if only the body can tell, or if the route needs no model.
 
         Raises:
             RequestError: The request is refused.
@@ -295,8 +295,8 @@ class HttpRoute:
             if not reply.status:
                 reply.reply(self.refuse(InternalError()))
             return
-        # If the server is full or not ready, the line in the access log is enough. With a second line, a refusal would
-        # cost a sixth more.
+        # If the server is full or not ready, the line in the access log is enough. A second line would make a refusal
+        # a sixth more expensive.
         level = logging.DEBUG if refusal.status in _OVERLOADED else logging.INFO
         logger.log(level, "refused: %s", reason, extra=extra)
         reply.reply(refusal)

@@ -129,7 +129,7 @@ class Router:
         route, refusal = self.dispatch(head)
         if isinstance(route, HttpRoute):
             return route.serve(head, refusal, receive, send)
-        # Starlette's key. With it, a mounted application can call the container's own routes.
+        # Starlette's key "app". Through it, a mounted application can call the container's own routes.
         scope.setdefault("app", self)
         return route(scope, receive, send)
 

@@ -168,7 +168,7 @@ def received_body(receive: Any, most: int = sys.maxsize) -> bytes | None:
         return None
     if len(cycle.body) > most:
         return None
-    cycle.waiting_for_100_continue = False  # The body is here without it (RFC 9110, section 10.1.1).
+    cycle.waiting_for_100_continue = False  # The body has arrived, so no 100 is sent (RFC 9110, section 10.1.1).
     cycle.message_event.clear()
     cycle.flow.resume_reading()
     body, cycle.body = bytes(cycle.body), bytearray()
@@ -380,7 +380,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _closing(self) -> float:
         """Limit the time for unsent data, and return for how many seconds the client may still send."""
         self._limit_sending()
-        # A reply may be complete before its request. After unreadable data, the end of the request is unknown.
+        # The client may still send if its request is incomplete, or if unreadable data hides the end of the request.
         answered = self._answering is not None and self._answering.response_complete
         sends = self._unreadable or (answered and self.cycle is not None and self.cycle.more_body)
         return self.LINGER_SECONDS if sends else 0.0

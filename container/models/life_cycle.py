@@ -76,7 +76,7 @@ class Lifecycle:
 
     @property
     def _waiting_engine(self) -> Engine | None:
-        """The engine, if calls wait for its restart when it dies. None if the calls get an error instead."""
+        """The engine. None if calls get an error when the engine dies, instead of waiting for its restart."""
         service = self.service
         if service is None or self.stage is State.STARTING:
             return None

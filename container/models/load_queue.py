@@ -43,7 +43,7 @@ class Loads:
 
     @contextlib.asynccontextmanager
     async def one_at_a_time(self) -> AsyncIterator[None]:
-        """Wait for other loads. Inside the block, the log holds back the output of libraries."""
+        """Wait for other loads. While the block runs, the log holds back the output of libraries."""
         async with self._lock:
             models = [model.lifecycle.config for model in (*self._models, *self._models.leaving)]
             # A customer's code may print at any time, and its output is shown.

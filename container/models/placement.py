@@ -46,7 +46,7 @@ class GpuUse:
     copies: int | None = None  # None if the model has no engine, or if the number is not known yet.
     cache_tokens: int | None = None  # Roughly how many tokens the KV cache of each copy holds. None: unknown.
     allowed: int = 0  # The number of GPUs that the model may use.
-    most_copies: int | None = 1  # The limit on copies that a setting gives. None if no setting does.
+    most_copies: int | None = 1  # The most copies that a setting allows. None if no setting limits them.
     size: int = 1  # The number of GPUs that share each layer.
     sizes: Sequence[int] = ()  # The allowed values of `size` at which the model fits into the memory.
     layout: Layout = field(default_factory=Layout)
@@ -136,7 +136,7 @@ def _copies(use: GpuUse) -> str:
 
 @contextmanager
 def hub_asked_once(models: Sequence[Settings]) -> Iterator[str]:
-    """Check once whether the hub answers, for a command that plans a start. If it does not, yield a note, else "".
+    """Check once whether the hub answers, for a command that plans a start. Yield a note if it does not, else "".
 
     If the hub does not answer, only cached files count inside the context, and the hub is not asked again. Retries of
     downloads would take half a minute for each model.

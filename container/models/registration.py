@@ -40,7 +40,7 @@ _MOST_LOADS = 100  # The maximum number of models that wait to be loaded.
 _READ_SECONDS = SETTINGS_SECONDS + 60.0  # The time limit for reading the settings of a model, which may be on S3.
 _LEAVING_SECONDS = 5.0  # Before a model's memory is released, finished calls have this time to drop references.
 _MOMENT_SECONDS = 0.2  # The time for finished threads to drop their references to a model.
-# If a custom handler runs out of memory, its error message matches. Engines raise EngineOutOfMemory instead.
+# Matches the error message of a custom handler that ran out of memory. Engines raise EngineOutOfMemory instead.
 _NO_MEMORY = re.compile(r"\bran out of memory\b|\b(OutOf)?MemoryError\b")
 
 
@@ -192,7 +192,7 @@ class Registrar:
             for load in loads:
                 load.cancel()
             await asyncio.gather(*loads, *self._tasks, return_exceptions=True)
-            await asyncio.sleep(0)  # The tasks' callbacks run and remove the tasks from the lists.
+            await asyncio.sleep(0)  # Meanwhile, callbacks remove the tasks from the lists.
 
     def _loads_to_cancel(self, draining: bool) -> list[asyncio.Task[None]]:
         loads = self._loads.running.items()

@@ -185,7 +185,7 @@ class BlackBoxes:
             logger.error("black box, short form: %s", box.short(path))
 
     async def page(self) -> Response:
-        """Return a reply with a new box, for a person. No file is written."""
+        """Return a reply with a new box that a person has requested. No file is written."""
         if not self._lock.acquire(blocking=False):
             return Response(b'{"error":"another black box is being gathered; try again"}\n', 503, HEADERS, JSON)
 

@@ -46,10 +46,11 @@ _SHORT_BYTES, _SHORT_FRAMES, _SHORT_CALLS = 6000, 3, 3  # The limits of the shor
 _MOST_FINDINGS, _MOST_TITLES = 8, 3
 _SENTENCE = 300  # The maximum length of a finding or a reason in the short form.
 _PROCESSES = "processes"  # This list is never cut.
-_TEXT = 20  # In a box that is cut, a string may have this many characters for each entry that lists may have.
+# If `_CUTS` allows N entries for the name "", a string may have N times this many characters.
+_TEXT = 20
 # If a box is too large, its lists are cut. A cut limits the number of entries by the name of the list. The name ""
-# stands for all other lists. The first cut with which the box fits is used. Frames are cut first, then stacks, then
-# calls.
+# stands for all other lists. The cuts are tried in order until the box is small enough: they shorten frames first, then
+# stacks, then calls.
 _CUTS: tuple[Mapping[str, int], ...] = (
     {"": 1000, "frames": 30},
     {"": 1000, "frames": 10},
@@ -320,7 +321,7 @@ def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model
                 heads = [head for name in _names_of_call(sequence.request_id) for head in by_id.get(name, ())]
                 if len(heads) == 1:
                     of_calls.setdefault(heads[0], []).append(sequence)
-                else:  # No call matches, or several calls do, for example because clients reuse an id.
+                else:  # No call has this id, or several calls have it because clients reuse ids.
                     others.append(sequence)
     rows = [
         {

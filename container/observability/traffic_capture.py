@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 Headers = Iterable[tuple[bytes, bytes]]
 
-RECORDED = "slipway.recorded"  # The key of an ASGI scope that says whether a mounted application records the call.
+RECORDED = "slipway.recorded"  # This key of an ASGI scope tells whether a mounted application records the call.
 LAST_SECONDS = 2.0  # The time limit for writing the last records when the server stops.
 MAX_PENDING = 256 << 20  # The maximum size of all records that are being collected or wait to be written.
 _REQUEST_ID = b"x-request-id"
@@ -46,7 +46,7 @@ _RECORDED = frozenset(
         *(b"model_name", b"model_version", b"handler", b"x-synchronous", b"x-priority", b"x-vllm-priority"),
         *(b"x-data-parallel-rank", b"x-session-id", b"endpoint-load-metrics-format"),
         *(b"anthropic-version", b"anthropic-beta"),
-        # The ids of the call and of its trace, and the order to explain the call.
+        # The ids of the call and of its trace, and the header that asks for an explanation.
         *(_REQUEST_ID, b"request-id", b"x-amzn-trace-id", b"traceparent", b"x-slipway-explain"),
         # Headers of replies.
         *(b"allow", b"retry-after", b"cache-control", b"x-accel-buffering", b"endpoint-load-metrics"),

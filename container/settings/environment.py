@@ -81,7 +81,7 @@ class Alias:
 class Environment:
     """The environment variables that count, as they were when the process started."""
 
-    variables: Mapping[str, Value] = field(default_factory=dict)  # Includes the targets of aliases.
+    variables: Mapping[str, Value] = field(default_factory=dict)  # The variables, including the targets of aliases.
     aliases: tuple[Alias, ...] = ()  # The aliases that are in effect.
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ _NOT_SERVED = frozenset(
 )
 SCRIPT = "djl_python.sagemaker"  # The handler for SageMaker's script mode: it serves a file with `model_fn`.
 MODEL_FN = "model_fn"
-# This code may define any name: `import *`, `exec` and `globals`.
+# Code with `import *`, `exec` or `globals` may define any name.
 _CANNOT_BE_TOLD = re.compile(r"^\s*from\s+\S+\s+import\s+\*|(?<![.\w])(exec|globals)\(", re.MULTILINE)
 
 
@@ -89,7 +89,7 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
         fault = "allowed: a file that ends in .py, or the name of a module"
     if fault:
         sources.lookup.problems.append(f"{given.describe(ENTRY_POINT.key)}: {fault}")
-    return name  # Also if the name is wrong. Otherwise a missing model would be reported as a second problem.
+    return name  # A wrong name is returned, too. Otherwise a missing model would be reported as well.
 
 
 def _script(sources: Sources, code: Path | None) -> Path | None:

@@ -441,7 +441,7 @@ def _listed(
 ) -> Iterator[StartupModel]:
     for text in texts:
         entry = _LISTED.fullmatch(text)
-        assert entry is not None  # Any text matches as a URL.
+        assert entry is not None  # Any text matches, at least as a URL.
         source = f"{place}: {text}"
         given = {"engine": entry["engine"], "load_on_devices": entry["devices"]}
         arguments = {key: Value(part, source) for key, part in given.items() if part}

@@ -363,7 +363,7 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
     elif os.path.isdir(sources.model_dir / url):
         directory = str(sources.model_dir / url)  # If `url` is an absolute path, this is the same path.
     else:
-        return  # This is a hub id, or a missing directory, which the engine reports.
+        return  # This is a hub id, or the directory is missing and the engine reports this.
     if fault := location.model_fault(Path(directory)):
         sources.lookup.problems.append(f"{given.describe(PREFIX + _SPECULATIVE)}: {fault}")
     arguments[_SPECULATIVE] = Value(json.dumps(config | {"model": directory}), given.source)
@@ -389,7 +389,7 @@ def _engine_devices(sources: Sources, config: ModelConfig) -> tuple[int, ...] | 
     try:
         groups = device_groups(sources.gpus, degree * stages, load_on.text)
     except ValueError:
-        return allowed  # There are too few GPUs, which the engine reports.
+        return allowed  # There are too few GPUs. The engine reports this.
     return tuple(sorted({*allowed, *(int(device) for group in groups for device in group.split(","))}))
 
 
@@ -515,7 +515,7 @@ def _model(sources: Sources, *, required: bool) -> tuple[str, str, str | None]:
             if required or isinstance(error, SourceError):
                 lookup.problems.append(f"{value.describe(MODEL_ID.key)}: {error}")
     elif value is None and not sources.has_model_dir:
-        pass  # The missing directory, which may have named the model, is already reported.
+        pass  # The model directory, which may name the model, is missing. This is already reported.
     elif value is None and required and not location.has_model(sources.model_dir):
         lookup.problems.append(
             f"there is no model: give option.model_id in serving.properties or HF_MODEL_ID in the environment, or put "
@@ -547,7 +547,7 @@ def _model_variable(sources: Sources, given: Value | None) -> Value | None:
         is_same = given.text.strip() == variable.text.strip() or sources.is_open(variable.text)
         if not is_same:
             sources.lookup.ignore("HF_MODEL_ID", variable, f"one model is served, that of {given.source}")
-    return None  # If no other source names the model, the variable names the parent of the model directory.
+    return None  # Another source names the model, or the variable names the parent of the model directory.
 
 
 def _revision(sources: Sources, *, by_variable: bool, required: bool) -> str | None:

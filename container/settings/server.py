@@ -212,7 +212,7 @@ class ServerConfig:
     error_rate_server: str | None = setting("error_rate_server", _ERROR_RATE, doc="Likewise: 424 and 5xx")
     error_rate_model: str | None = setting("error_rate_model", _ERROR_RATE, doc="Likewise: without refusals")
     error_rate_any: str | None = setting("error_rate_any", _ERROR_RATE, doc="Likewise: 4xx and 5xx")
-    # The API keys, of which callers need one. If None, callers need no key.
+    # The API keys. Each caller needs one of them. If None, callers need no key.
     api_keys: ApiKeys | None = field(default=None, metadata=API_KEYS.metadata)
     # Further host names under which browsers may reach the server's own routes (`container.http.cross_site`).
     allowed_hosts: tuple[str, ...] = setting(
