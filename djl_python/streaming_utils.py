@@ -10,7 +10,7 @@ from typing import Any
 from djl_python.lazy_import import require
 
 DEFAULT_MAX_NEW_TOKENS = 50
-# The defaults of the other sampling parameters if a request sets one of them, or sets `do_sample`.
+# If a request sets one of these sampling parameters, or `do_sample`, the others have these defaults.
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "typical_p": 1.0}
 
 

@@ -3,8 +3,8 @@
 The customer's `handle` gets each call first. The model's engine answers the calls that `handle` does not answer.
 
 The service runs in a worker process, but the engine runs in the server's process. The service calls the engine over the
-worker's connection. So `service` has the methods of LMI's service that load the engine and that generate, but it has no
-vLLM objects.
+worker's connection. So `service` has no vLLM objects. Of the methods of LMI's service, it has only the methods that
+load the engine or generate.
 """
 
 from __future__ import annotations
