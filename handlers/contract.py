@@ -197,7 +197,7 @@ class Reply:
 
 
 def ended_at_deadline(error: Reply) -> Reply:
-    """Return the error reply with the header that says that the call had no token at its deadline."""
+    """Return the error reply with a further header. The header says that the call had no token at its deadline."""
     return replace(error, headers=(*error.headers, *REACHED))
 
 

@@ -228,7 +228,7 @@ Route = GenerationRoute | InfoRoute | InvocationRoute | ManagementRoute
 
 
 def takes(route: Route, *, pooling: bool) -> bool:
-    """Return True if a route takes calls of pooling models or, if `pooling` is False, of generating models."""
+    """Return True if a route takes calls of pooling models, or of generating models if `pooling` is False."""
     kind = "pooling" if pooling else "generating"
     return not isinstance(route, GenerationRoute | InfoRoute) or route.models in ("all", kind)
 

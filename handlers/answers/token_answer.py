@@ -36,7 +36,7 @@ class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of one contract, and the members that a request asks for."""
 
     token: tuple[str, str, str] = ("", "", "")  # Three texts: before the id, the text and the log probability.
-    ends: tuple[str, str] = ("}", "}")  # What ends a normal token's object, and what ends a special token's.
+    ends: tuple[str, str] = ("}", "}")  # The ends of a normal token's object and of a special token's object.
     prefill: TokenForm | None = None  # The form of the prompt's tokens, if it differs from this form.
     number: Callable[[float], str] = repr  # Writes a finite log probability. Other values become null.
     special_texts: Mapping[int, str] = {}  # Maps ids of special tokens to texts. The answer's text omits them.

@@ -114,9 +114,9 @@ def reply_of(output: Message, body: bytes | None = None) -> Reply:
 def response_headers(properties: Properties) -> tuple[str, tuple[tuple[str, str], ...]]:
     """Return the content type, which may be empty, and the other headers.
 
-    Headers about framing are left out, and headers whose names HTTP does not allow. Custom attributes are left out if
-    SageMaker would refuse the whole reply because of them. In values, spaces replace control characters. Question marks
-    replace characters that Latin-1 does not have, as in LMI.
+    Headers about framing are left out. Headers whose names HTTP does not allow are also left out. Custom attributes are
+    left out if SageMaker would refuse the whole reply because of them. Control characters in values become spaces.
+    Characters that Latin-1 does not have become question marks, as in LMI.
     """
     content_type = ""
     headers: dict[str, tuple[str, str]] = {}

@@ -30,7 +30,8 @@ from handlers.queue import EngineQueue
 
 logger = logging.getLogger(__name__)
 
-# The first of these fields that a body has decides its kind. LMI's contract refuses a body without any of them.
+# These fields decide the kind of a body. If it has several of them, the first in this order counts. LMI's contract
+# refuses a body without any of them.
 _ROLLING_BATCH = ("messages", "prompt", "inputs", "requestType")
 _ASYNCHRONOUS = ("prompt", "inputs", "messages", "requestType")  # LMI's asynchronous handler uses this order.
 _PATHS = {"messages": CHAT, "prompt": COMPLETIONS}

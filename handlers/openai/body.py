@@ -1,7 +1,7 @@
 """The bodies of OpenAI's API that Slipway's contract reads. They have the fields that most clients send.
 
 A body that does not fit is not an error. It goes to vLLM's serving classes, which answer or refuse it. The meaning of a
-field in this module depends on nothing else. No type accepts more values than vLLM's type. Source: vLLM,
+field in this module does not depend on anything else. No type accepts more values than vLLM's type. Source: vLLM,
 `entrypoints/openai/chat_completion/protocol.py` and `entrypoints/openai/completion/protocol.py`.
 """
 

@@ -41,7 +41,7 @@ _READ = {
     MESSAGES: frozenset({"stop_sequences", "tool_choice"}),
 }
 _ALSO = {CHAT: "", BATCH: "", COMPLETIONS: "", RESPONSES: ", text.format", MESSAGES: ", output_config.format"}
-# Objects from which other servers and clients read fields. vLLM does not read these objects.
+# Other servers and some clients have fields in these objects. vLLM does not read these objects.
 _NESTS = ("extra_body", "parameters")
 # The fields that `enforceable` reads.
 FIELDS = CONSTRAINING | {"tools", "use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}
@@ -154,7 +154,7 @@ class Form(NamedTuple):
                 continue
             tool = tools[name].pop()  # Tools with the same name are in the order of the body.
             parts.append(SchemaPart(f"#/items/anyOf/{i}/properties/parameters", f"{tool.place}#", tool.strict))
-            # `$defs` holds a schema that refers to itself (`engines.vllm.parsers.classes`).
+            # If a tool's schema refers to itself, it is in `$defs` (`engines.vllm.parsers.classes`).
             if str(i) in schema.get("$defs", {}):
                 parts.append(SchemaPart(f"#/$defs/{i}", f"{tool.place}#", tool.strict))
         return parts

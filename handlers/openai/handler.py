@@ -61,7 +61,7 @@ from handlers.running_call import RunningCall
 _PROMPTS_PER_TURN = 2  # After this number of tokenized prompts, other work gets a turn on the event loop.
 _LONG_CHAT = 16 * 1024  # Bytes. Longer chats are parsed in a thread, since their templates may be slow.
 _FAILED = (500, 503)  # vLLM's front end answers with these statuses if the engine fails. A 501 is about the body.
-# An answer's id is a prefix and the HTTP request's id. If the answer has several prompts, a number follows.
+# An answer's id consists of a prefix and the HTTP request's id. If a call has several prompts, a number follows.
 _PREFIXES = ("chatcmpl-", "cmpl-", "transcribe-", "translate-")
 _ONE_OF_MANY = re.compile(r"[-_]\d+$")
 
@@ -319,7 +319,7 @@ class OpenAIHandler:
         form.of_vllm(writer, call).reply(reply)
 
     async def _tokenized(self, exchange: Exchange) -> Exchange | None:
-        """Replace the prompts with their token ids, unless the queue has no room for them.
+        """Replace the prompts with their token ids if the queue has room for them now.
 
         Returns:
             None if the call needs more places than the queue has, or if a prompt is refused. In both cases, no prompt

@@ -151,7 +151,7 @@ class VllmCall:
     async def _send(self, message: Any) -> None:
         """Pass on the application's messages. A reply begins with its first bytes. They show whether it is a stream."""
         if self._gone.is_set():
-            raise asyncio.CancelledError  # Passes through the application, which would continue after any other error.
+            raise asyncio.CancelledError  # Only this error ends the application's work on the call.
         if message["type"] == "http.response.start":
             self._status = message["status"]
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in message["headers"]}

@@ -86,7 +86,7 @@ class TextReader(ParameterReader):
     """
 
     booleans: ClassVar[Mapping[str, bool]] = TEXT_BOOLEANS
-    kinds: ClassVar[tuple[Kind, ...]] = ("integer", "number", "array", "object")  # Non-boolean kinds that may be text.
+    kinds: ClassVar[tuple[Kind, ...]] = ("integer", "number", "array", "object")  # Non-booleans that may be text.
 
     def _meant(self, kind: Kind, value: Any) -> Any:
         if kind == "boolean":

@@ -17,7 +17,7 @@ _IMAGE_FAULTS = {
 
 
 def refuse(error: errors.RequestError) -> Reply:
-    """Return the reply to an error before anything was sent. The client did not ask for a stream."""
+    """Return the reply to an error if nothing was sent yet and the client did not ask for a stream."""
     if (reply := refuse_unread(error)) is not None:
         return reply
     status, kind, text = _status_kind_and_text(error)

@@ -69,7 +69,7 @@ class _Call:
         self._on_finished = on_finished
         self._reply = requests[0].reply
         self._cancelled = False
-        self._uncredited = 0  # The number of received bytes that the worker has got no new credit for.
+        self._uncredited = 0  # The number of received bytes for which the worker has not got new credit yet.
         self._draining: asyncio.Task[None] | None = None
         self._call = worker.call(self._message(), self, requests[0].origin)
         self._timeout = IdleTimeout(limits.predict_timeout, self._on_timeout, self._waits_for_client)

@@ -164,7 +164,7 @@ def _document(content: Mapping[str, Any]) -> Reply:
 
 
 def _is_json(call: Call) -> bool:
-    """Return True if a call has SageMaker's form. A query and an empty object as the body are LMI's form."""
+    """Return True if a call has SageMaker's form. A call with a query and the body `{}` has LMI's form."""
     body = call.body.strip()
     return media_type(call.content_type) == JSON and bool(body) and not (body == b"{}" and call.query)
 

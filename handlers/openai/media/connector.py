@@ -43,7 +43,7 @@ from handlers.openai.current_call import current_call
 from handlers.openai.media.download import FORBIDDEN_HOST, Downloader, DownloadFailed, TooLarge
 from handlers.openai.media.limits import MOST_FRAMES, MediaMemory, RequestMedia
 
-# Formats whose header states the dimensions of the decoded image. Icons are missing, because an icon may hold a larger
+# Formats whose header states the dimensions of the decoded image. Icons are left out, because an icon may hold a larger
 # image than its header states.
 FORMATS = frozenset({"PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF"})  # MPO: a JPEG with further images.
 _SHOWN = 500  # The maximum length of vLLM's message about a URL. The message may repeat the URL.

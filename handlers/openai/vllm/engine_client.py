@@ -56,8 +56,8 @@ from handlers.openai.vllm.parameter_checks import TRANSFERS, check_id, check_par
 
 CheckAnswer = Callable[[Any], None]  # The argument is the state of a sequence that has ended.
 # Options that vLLM's serving classes pass only for chats. The answer to a chat is constrained after its reasoning has
-# ended, or from the first token if vLLM cannot tell this end. Other answers have no reasoning, and are constrained from
-# the first token.
+# ended, or from the first token if vLLM cannot detect that end. Other answers have no reasoning, and are constrained
+# from the first token.
 _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
 
 
@@ -244,7 +244,7 @@ class EngineClient:
         else:  # The generator of another prompt explains all prompts, and must not be cancelled before that.
             assert call.explained is not None
             await asyncio.wait({call.explained})
-        raise asyncio.CancelledError  # The application passes this error on. It would continue after any other.
+        raise asyncio.CancelledError  # Only this error ends the application's work on the call.
         yield  # Makes this function a generator.
 
     async def _explained_prompt(
