@@ -118,7 +118,8 @@ class HttpRoute:
             path: The path in the route table, for counts.
             refuse: Returns the reply to a request that failed, if the contract's own form is not used.
             reply: Returns the reply to every request, if the head alone decides it.
-            same_site: Whether to refuse requests from other sites' pages in browsers, and to send no CORS headers.
+            same_site: Whether to refuse requests that browsers send for pages of other sites. The replies to
+                other requests then have no CORS headers.
             max_body: The largest body in bytes, if that is less than the setting `max_request_size`.
         """
         self.state, self.contract, self.path, self.refuse = state, contract, path, refuse or contract.refuse

@@ -200,9 +200,9 @@ class Lifecycle:
     ) -> None:
         """Restart the engine of a model after it has died or stalled, or restart its dead copies.
 
-        Calls that wait for the engine continue. The model is stopped and loaded again with its adapters if no calls can
-        wait, or if the last attempt to start the engine has failed. The model then counts as failed until it is ready.
-        A model is never stopped while copies of it serve.
+        Calls that wait for the engine continue. If no calls can wait, or if the last attempt to start the engine has
+        failed, the model is stopped and loaded again with its adapters. The model then counts as failed until it is
+        ready. A model is never stopped while copies of it serve.
 
         Args:
             place: See `start`.
