@@ -122,7 +122,7 @@ class EngineBehindHandler:
             await self.custom.start()
         except EngineStartError:
             if self._loading is not None and self._loading.done():
-                await self._loading  # its error says more
+                await self._loading  # Raises the engine's error, which says more.
             raise
         return self.service
 

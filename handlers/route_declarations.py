@@ -58,7 +58,7 @@ class ModelView:
     state: State
     reason: str  # Why the model has failed or is unhealthy. Otherwise empty.
     started_at: float  # The time at which the server was started, in seconds since the epoch.
-    loaded: LoadedModel | None  # None until the model is loaded, and if a custom handler generates.
+    loaded: LoadedModel | None  # None until the model is loaded. Also None if a custom handler generates.
     engine: str  # The runtime: "vllm", "dynamic_batch" or "python".
     engine_version: str
     max_requests: int  # The maximum number of sequences that may run or wait at the same time.

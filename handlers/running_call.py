@@ -80,7 +80,7 @@ class RunningCall:
                 error = error.renamed(self._exchange.names)
             if self.begun:  # an earlier prompt has begun the reply
                 self.on_error(error)
-            if not self.answered:  # and no earlier prompt has failed
+            if not self.answered:  # No earlier prompt has failed.
                 self.cancel()
                 raise error from None
         except BaseException:

@@ -171,6 +171,6 @@ class TokenStream(Answer):
     def _end(self) -> str:
         """Return the text after the last token."""
         form = self._form
-        if self._sequence.ended_at_deadline and not form.details:  # otherwise the answer would not show the deadline
+        if self._sequence.ended_at_deadline and not form.details:  # Nothing else would show the deadline.
             form = msgspec.structs.replace(form, details=("finish_reason", "generated_tokens"))
         return f"{form.comma}{form.texts(self._sequence, nulls=form.nulls)}}}{self.after}{self.done}"

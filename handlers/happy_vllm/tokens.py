@@ -193,7 +193,7 @@ def texts_inside(model: LoadedModel, token_ids: Sequence[int]) -> list[str]:
         pending = _pending(part)
         if pending and not at_end:
             del part[-pending:]
-        elif pending:  # a character that stays incomplete
+        elif pending:  # The last character is incomplete.
             part[-1] = model.texts.decode(block[-pending:])
         texts += part
     return texts

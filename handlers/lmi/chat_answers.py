@@ -124,7 +124,7 @@ class LmiChatStream(Answer):
             text = delta.text
             return f'{self._heads[delta.sequence]}"content": {quote(text)}{self._plain_end}'.encode() if text else b""
         data = ""
-        if delta.text or delta.token_count or delta.stop_reason:  # otherwise the call was aborted
+        if delta.text or delta.token_count or delta.stop_reason:  # If there is nothing new, the call was aborted.
             data = self._record(delta)
         if delta.finish_reason is not None:
             self._tokens += delta.token_count

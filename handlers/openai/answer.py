@@ -164,7 +164,7 @@ class ChatStream(StreamAnswer):
         if not self._begun:
             self._begun = True
             data = self._roles(delta.prompt_token_count)
-        if delta.text or delta.token_count or delta.stop_reason:  # otherwise the call was aborted
+        if delta.text or delta.token_count or delta.stop_reason:  # If there is nothing new, the call was aborted.
             data += self._record(delta)
         if delta.finish_reason is not None:
             self._tokens += delta.token_count
@@ -235,7 +235,7 @@ class CompletionStream(StreamAnswer):
         if self._plain and delta.finish_reason is None:
             return f"{self._heads[index]}{quote(delta.text)}{self._plain_end}".encode()
         data = ""
-        if delta.text or delta.token_count or delta.stop_reason:  # otherwise the call was aborted
+        if delta.text or delta.token_count or delta.stop_reason:  # If there is nothing new, the call was aborted.
             data = self._record(index, delta)
         if delta.finish_reason is not None:
             self._tokens += delta.token_count

@@ -279,7 +279,7 @@ def _allowed_tools(body: Mapping[str, Any]) -> dict[str, Any]:
     choice = body.get("tool_choice")
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return {}
-    within = choice.get("allowed_tools")  # of chats
+    within = choice.get("allowed_tools")  # The choice of a chat is in this member.
     choice = within if isinstance(within, dict) else choice
     if (mode := choice.get("mode")) not in ("auto", "required"):
         raise InvalidParameter("tool_choice.mode", "must be one of auto, required")
@@ -374,7 +374,7 @@ def _checked(given: Any) -> dict[str, Any]:
     """Check that vLLM's own field has exactly one constraint, and only members that a back end enforces."""
     name = "structured_outputs"
     if not isinstance(given, dict):
-        return {}  # refused by vLLM
+        return {}  # vLLM refuses the value.
     values = {member: value for member, value in given.items() if value is not None}
     kinds = [kind for kind in _NATIVE if kind in values]
     if len(kinds) != 1:

@@ -125,7 +125,7 @@ class OpenAICall:
             Overloaded: There are not enough free places now.
         """
         limit = self._queue.limit
-        if self._closed:  # a task that outlives its call
+        if self._closed:  # A task has outlived its call.
             raise InvalidRequest("the call has ended; nothing more can be generated for it")
         if self._places + sequences > limit:
             raise InvalidRequest(f"the request asks for too many sequences; at most {limit} can be served")

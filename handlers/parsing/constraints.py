@@ -62,7 +62,7 @@ def read_constraint(read: ParameterReader) -> Constraint | None:
     Raises:
         InvalidParameter: The constraint is invalid, or there are several different constraints.
     """
-    read.optional_string("guided_decoding_backend")  # from earlier releases; the server selects the back end
+    read.optional_string("guided_decoding_backend")  # A field of earlier releases, without effect here.
     values = {name: read.value(name, kind) for name, kind in FORMS.items()}
     given = [(name, constraint_of(name, value)) for name, value in values.items() if value is not None]
     return agreed([(name, constraint) for name, constraint in given if constraint is not None])

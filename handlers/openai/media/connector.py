@@ -144,7 +144,7 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
     async def fetch_video_async(self, video_url: str, **options: Any) -> Any:
         try:
             return await super().fetch_video_async(video_url, **options)
-        except AssertionError:  # from the registry of video loaders
+        except AssertionError:  # The registry has no video loader of this name.
             raise VLLMValidationError("there is no such video_backend", parameter="media_io_kwargs") from None
 
 
@@ -220,7 +220,7 @@ def _own_errors() -> Iterator[None]:
         yield
     except OSError:  # from a file
         raise InvalidRequest("cannot be read") from None
-    except NotImplementedError:  # from a data URL; vLLM would answer 501
+    except NotImplementedError:  # A data URL is not in base64. vLLM would answer 501.
         raise _NoBase64("must be base64: data:<type>;base64,<data>") from None
     except (RuntimeError, ValueError) as error:  # vLLM does not accept the URL, or needs an option for it
         raise InvalidRequest(f"cannot be loaded: {str(error)[:_SHOWN]}") from None
@@ -239,7 +239,7 @@ def _decoding() -> Iterator[None]:
         raise
     except ImportError:
         raise InvalidRequest("cannot be decoded: the server lacks the library for it") from None
-    except ValueError as error:  # from vLLM, with the reason
+    except ValueError as error:  # vLLM raises it, with the reason.
         raise InvalidRequest(f"cannot be decoded: {error}") from None
     except Exception as error:
         raise InvalidRequest(f"cannot be decoded ({type(error).__name__})") from None

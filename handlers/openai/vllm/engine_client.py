@@ -220,7 +220,7 @@ class EngineClient:
 
     def _check_length(self, prompt: Any) -> None:
         most = self._config.max_prompt_tokens
-        if most is not None and (tokens := len(prompt.get("prompt_token_ids", ()))) > most:  # audio has none
+        if most is not None and (tokens := len(prompt.get("prompt_token_ids", ()))) > most:  # Audio has no ids.
             raise VLLMValidationError(PromptTooLong(tokens, most).message, parameter="input_tokens", value=tokens)
 
     def _explained(
@@ -361,7 +361,7 @@ class EngineClient:
             # vLLM registers a request before sending it to the engine, and leaves it registered if the sending fails.
             registered = [sequence for sequence in sequence_ids(self._llm, request_id) if sequence not in known]
             await abort(self._llm, registered)
-            if isinstance(error, OverflowError):  # a number that the engine's message cannot hold
+            if isinstance(error, OverflowError):  # A number is too large for the message to the engine.
                 raise VLLMValidationError(str(error)) from None
             raise
         self._engine.sent_media.engine_got(prompt)
@@ -548,7 +548,7 @@ def _vllms_errors() -> Iterator[None]:
     """Raise Slipway's errors as errors that vLLM's front end can answer."""
     try:
         yield
-    except UnknownAdapter as error:  # the adapter was there when the front end looked it up
+    except UnknownAdapter as error:  # It was removed after the front end had looked it up.
         raise VLLMNotFoundError(error.message) from None
     except AdapterUnusable as error:
         raise VLLMValidationError(error.message, parameter="model") from None

@@ -66,8 +66,8 @@ def sanitized(message: str) -> str:
 
     Arguments of `vllm serve` are replaced with Slipway's names.
 
-    vLLM's function takes minutes for a message that repeats 20,000 characters from a client, such as an unknown model's
-    name, and blocks the event loop.
+    A message may repeat 20,000 characters from a client, such as an unknown model's name. vLLM's function takes minutes
+    for such a message, and blocks the event loop.
     """
     message = _FRAME.sub("", _ADDRESS.sub(">", message))
     message = _SYSTEM_PATH.sub("<path>", message)
