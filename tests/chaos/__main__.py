@@ -1,4 +1,4 @@
-"""Chaos: random faults and clients against the real server, and the promises that it has to keep all the same.
+"""Chaos: random faults and clients against the real server, and the promises that it must keep even then.
 
     python -m tests.chaos --minutes 2 --seed 7
     python -m tests.chaos --answers 20000 --pause 5 --seed 7

@@ -1,4 +1,4 @@
-"""Deaths: kills the engine, and compares the answers of the calls that ran with those of an engine that lived.
+"""Deaths: kills the engine while calls run, and compares their answers with those of an engine that stays alive.
 
     python -m tests.chaos.deaths --answers 10000 --clients 512 --seed 7
 

@@ -1,4 +1,4 @@
-"""Fuzz: wrong bodies of every contract, and every route as the API description has it.
+"""Fuzz: wrong bodies of every contract, and requests for the routes in the API description.
 
     python -m tests.chaos.fuzz --minutes 5 --seed 3
 

@@ -71,7 +71,7 @@ class Request:
 
 
 Way = Callable[[Request, str], Request]
-"""Names an adapter in a request. A header and a query always name `ADAPTER`, because a request has each only once."""
+"""Names an adapter in a request. A header or a query always names `ADAPTER`, because a request has only one."""
 
 
 def _in_header(request: Request, _: str) -> Request:

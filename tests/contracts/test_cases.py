@@ -99,7 +99,7 @@ class CaseEngine(pooling_exchange.PoolingEngine):
     def call_at_deadline(
         self, deadline: Deadline, function: Callable[[errors.DeadlineExceeded], object]
     ) -> asyncio.Task[None]:
-        """Call the function at the end of the script, which stands for the deadline on a machine of any speed."""
+        """Call the function when the script ends, so that the deadline does not depend on the machine's speed."""
 
         async def call() -> None:
             await self._script_ended.wait()

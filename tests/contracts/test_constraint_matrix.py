@@ -302,7 +302,7 @@ async def post(
 
 @pytest.mark.parametrize("name", EVERY)
 async def test_every_form_reaches_the_engine(client: Client, name: str) -> None:
-    """Each form comes with the next way to name an adapter."""
+    """Each form is sent with a different way to name an adapter, in turn."""
     (http, seen), target = client, EVERY[name]
     for form, way in zip(target.forms, cycle([WITHOUT, *target.ways])):
         response = await post(http, target, target.request(form, way))
@@ -380,7 +380,7 @@ async def test_a_constraint_beside_inputs_is_refused(client: Client, name: str) 
 
 @pytest.mark.parametrize("name", EVERY)
 async def test_a_body_that_json_readers_disagree_about_means_the_same_or_is_refused(client: Client, name: str) -> None:
-    """Each body comes with the next form and the next way to name an adapter."""
+    """Each body is sent with a different form and a different way to name an adapter, in turn."""
     (http, seen), target = client, EVERY[name]
     for body, form, way in zip(BODIES, cycle(target.forms), cycle([*target.ways, WITHOUT])):
         request, sent = target.request(form, way), target.sent(form, way)

@@ -61,7 +61,8 @@ def without_defaults(value: Any) -> Any:
 async def effect(row: dict[str, Any], directory: Path, servers: dict[str, tuple[RequestEngine, Any]]) -> dict[str, Any]:
     """Return what a row states: the requests that the engine gets, or the reply.
 
-    Rows with the same settings share an engine and its application. `servers`: those of the rows before.
+    Rows with the same settings share an engine and its application.
+    `servers`: the engines and applications of earlier rows.
     """
     key = repr([row.get(name) for name in OF_SERVER])
     if key not in servers:
@@ -98,7 +99,7 @@ def test_the_engine_gets_the_requests_of_the_row(path: Path, tmp_path: Path, sub
 
 
 def test_each_contract_of_a_route_is_steered_by_headers() -> None:
-    """Routes whose contracts read calls with the same method need only one row for all of them."""
+    """If the contracts of several routes read calls with the same method, one row is enough for these routes."""
     rows = [row for rows in read_rows(FILES[0].parent / "steering.yaml").values() for row in rows]
     found, expected = set(), set()
     for kind in ("generating", "embedding"):

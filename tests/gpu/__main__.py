@@ -1,7 +1,7 @@
 """`python -m tests.gpu [PART...]`: runs the parts of the proof in order, each with a time limit, and summarizes them.
 
 `proof.sh` starts this program, and describes its variables. Consecutive parts share a pytest process, so that parts
-with the same server start it only once. If a part's limit ends this process, another process runs the remaining parts.
+with the same server start it only once. If a part's limit ends pytest, another process runs the remaining parts.
 """
 
 from __future__ import annotations

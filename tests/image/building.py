@@ -88,8 +88,9 @@ _PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX"
 
 
 def _requirements_of_vllm() -> tuple[str, list[str]]:
-    """Return a requirement for torch's locked version, in any build, and the CPU lock's lines for the other packages of
-    the vLLM image.
+    """Return the requirements of the packages in the vLLM image: torch's, and the other packages'.
+
+    torch may be any build of the locked version. The other packages are lines of the CPU lock.
     """
     lines = _pins("cpu")
     (torch,) = {line.partition("+")[0] for line in lines if line.startswith("torch==")}

@@ -88,7 +88,7 @@ def test_sigterm_drains_and_the_exit_code_is_0(unprivileged: Container) -> None:
 
 @pytest.fixture
 def whole_base(device: str) -> None:
-    """Skip the test for a GPU image on the stand-in base: the image for CPUs shows the same."""
+    """Skip the test for a GPU image on the stand-in base, because the CPU image's test shows the same."""
     if device == "gpu" and not {"IMAGE", "GPU_BASE_IMAGE"} & os.environ.keys():
         pytest.skip("the image for CPUs shows the same")
 

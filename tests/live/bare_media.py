@@ -1,4 +1,7 @@
-"""The texts of bare vLLM, without Slipway, for prompts with images or sounds. The module's program generates them."""
+"""The texts of bare vLLM, without Slipway, for prompts with images or sounds.
+
+Run as a program, the module generates them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The texts that bare vLLM, without Slipway, generates for the test prompts. The module's program generates them."""
+"""The texts that bare vLLM, without Slipway, generates for the test prompts.
+
+Run as a program, the module generates them.
+"""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def small_options() -> dict[str, object]:
 
 @pytest.fixture(scope="session", params=["lmi-dist"])
 def engine(request: pytest.FixtureRequest) -> str:
-    """vLLM as LMI's lmi-dist, which has all parameters.
+    """Return the shared server's `option.rolling_batch`. With `lmi-dist`, `typical_p` has an effect, too.
 
     The fixture has a parameter, so that a test's name shows that the test uses a shared server (tests/conftest.py).
     """

@@ -1,4 +1,4 @@
-"""Runs a program of Slipway that stays up after a failed start until it is told to stop, not only for three seconds.
+"""Runs a program of Slipway. After a failed start, it stays up until it is told to stop, instead of for three seconds.
 
 python -m tests.live.failed_start MODULE [ARGUMENTS...]
 """

@@ -57,7 +57,7 @@ _FREE = (
     *("HF_MODEL_ID", "MAX_BEST_OF", "MAX_INPUT_LENGTH", "MAX_TOTAL_TOKENS", "MESSAGES_API_ENABLED", "SM_NUM_GPUS"),
     *("LORA_ADAPTERS", "OTEL_BSP_", "OTEL_EXPORTER_", "RECORDED", "TORCHINDUCTOR_CACHE_DIR"),
 )
-"""The beginnings of the names of variables that no import reads, or whose value `_serve` takes over.
+"""The beginnings of variables' names. No import reads these variables, or `_serve` applies their new values.
 
 An import does read TORCHINDUCTOR_CACHE_DIR, but this is only the place of compiled code.
 """
@@ -144,7 +144,7 @@ _source: _Source | None = None
 
 
 def can_start(environment: Mapping[str, str]) -> bool:
-    """Return True if no import reads a variable in which this environment differs from the imports' environment."""
+    """Return True if this environment differs from that of the imports only in variables that no import reads."""
     imported = _environment_of_imports()
     names = imported.keys() | environment.keys()
     return all(name.startswith(_FREE) for name in names if imported.get(name) != environment.get(name))

@@ -11,7 +11,7 @@ from engines.cache_dir import cache_dir
 SECONDS = 2  # Of a clip. Longer sounds are split.
 _FORMAT = 1  # the version of the files: after a change, older caches are not used
 _SEED = 3
-_FRAMES = SECONDS * 100  # The extractor makes 100 per second. The encoder halves their number.
+_FRAMES = SECONDS * 100  # The extractor makes 100 frames per second. The encoder halves their number.
 
 
 def prepare_small_speech_model() -> Path:

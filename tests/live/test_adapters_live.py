@@ -43,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, obje
 def lora(tmp_path_factory: pytest.TempPathFactory, made: Path, small_options: dict[str, object]) -> Iterator[Server]:
     """Start a server with the adapter `blue` beside its model, and `red` in TGI's variable LORA_ADAPTERS.
 
-    A batch can have two adapters, and the memory three.
+    A batch can have two adapters. Three adapters fit into memory.
     """
     directory = tmp_path_factory.mktemp("lora")
     for name in ("red", "blue"):

@@ -54,7 +54,7 @@ def shared_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture
 def refusing(shared_page: Page, models: dict[str, Server]) -> Page:
-    """Reload the page, and return it for requests that the server refuses."""
+    """Reload the page. A test may send requests that the server refuses."""
     shared_page.size(1280, 900)
     shared_page.open(f"{models['vision'].url}/console")
     every = f"document.querySelectorAll('[name=model] option').length >= {len(models)}"
@@ -70,7 +70,7 @@ def page(refusing: Page) -> Iterator[Page]:
 
 
 def choose(page: Page, model: Server, contract: str) -> None:
-    """Choose the model, and check that the contract is the first that the page offers for it."""
+    """Choose the model, and check that the page selects this contract for it."""
     names = page.evaluate("[...document.querySelectorAll('[name=model] option')].map((one) => one.textContent)")
     page.fill("[name=model]", str(names.index(model.name)))
     assert page.evaluate("document.querySelector('[name=contract]').value") == contract

@@ -71,7 +71,7 @@ def show(page: Page, url: str) -> None:
 
 @pytest.fixture
 def refusing(shared_page: Page, url: str) -> Iterator[Page]:
-    """Return the page, for requests that the server refuses. The browser reports each refusal."""
+    """Reload the page. A test may send requests that the server refuses, which the browser reports as errors."""
     shared_page.size(1280, 900)
     show(shared_page, url)
     yield shared_page

@@ -176,7 +176,7 @@ def test_parameters_that_constrain_tokens_are_enforced(sample_server: Server, na
 
 
 def test_without_a_minimum_the_bias_ends_the_answer(sample_server: Server) -> None:
-    """Shows that the bias ends the answer, so that `min_tokens` has an effect in the other test."""
+    """So the minimum has an effect in the test above."""
     for name in ("completions", "LMI"):
         assert answer(sample_server, ROUTES[name], BIASED_END)[1] == "", name
 

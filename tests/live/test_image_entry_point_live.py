@@ -33,7 +33,7 @@ DOCKERFILE = ROOT / "container" / "image" / "Dockerfile.cpu"
 ECHO = ROOT / "tests" / "fixtures" / "handlers" / "echo"
 PROMPT = "The capital of France is"
 OF_THE_MACHINE = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "LD_LIBRARY_PATH")
-"""Variables of the tests that servers keep: they let Python run, and share the machine's cores between servers."""
+"""Variables that servers inherit from the tests. Python needs the last. The others share the cores between servers."""
 Start = Callable[..., AbstractContextManager["Serve"]]
 
 
@@ -51,7 +51,7 @@ class Serve(Server):
         return inherited | self.environment
 
     def terminate(self) -> int:
-        """Stop the process in the same way as SageMaker, and return its exit code. A late end has another code."""
+        """Stop the process like SageMaker, and return its exit code. If it ends too late, the exit code differs."""
         self.process.terminate()
         return self.process.wait(SECONDS)
 

@@ -297,7 +297,7 @@ def test_the_digits_of_an_expression_are_ascii(server: Server) -> None:
 # Values for FREE_FIELDS: fields of vLLM's requests that reach the engine unchanged.
 OF_ANY_KIND: tuple[Any, ...] = (-1, "x", ["a"], True, 10**20, {"a": {"b": [None]}})
 FREE_FIELDS = ("vllm_xargs", "kv_transfer_params", "ec_transfer_params", "chat_template_kwargs", "mm_processor_kwargs")
-# Names that Slipway or vLLM reads in the engine, or read there in earlier versions.
+# Names that Slipway or vLLM reads in the engine, in this version or in an earlier one.
 READ_NAMES = ("slipway_sent_tokens", "kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "unknown")
 
 

@@ -195,7 +195,7 @@ def _answer(server: Server, path: str, body: dict[str, Any]) -> Any:
 
 
 def _ordered(text: str) -> Any:
-    """Return a document without its time, in which each object is an ordered list of its members."""
+    """Return a document without its time. Each object becomes an ordered list of its members."""
     return json.loads(text, object_pairs_hook=lambda pairs: [[k, 0 if k == "created" else v] for k, v in pairs])
 
 

@@ -372,7 +372,7 @@ def test_classes_are_those_of_transformers(classifier: Server, expected: dict[st
 
 def test_a_client_that_leaves_ends_its_prompts(encoder: Server) -> None:
     begun, aborted = map(encoder.metric, ("slipway_generations_total", "slipway_generations_aborted_total"))
-    with stopped(encoder.engine_process()):  # It cannot end the prompts before the client leaves.
+    with stopped(encoder.engine_process()):  # A paused engine cannot finish before the client leaves.
         with encoder.send(f"/invocations?model_name={encoder.name}", {"inputs": TEXTS}):
             wait_until(lambda: encoder.metric("slipway_generations_total") > begun)
         wait_until(lambda: encoder.metric("slipway_generations_aborted_total") > aborted)

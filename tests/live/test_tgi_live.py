@@ -119,7 +119,7 @@ def test_the_python_client_raises_overloaded_errors(server: Server, client: Clie
     idle(server)
     with socket.create_connection(("127.0.0.1", server.port)) as crowd:
         crowd.sendall(head.encode() + body)
-        # No earlier request runs. It would take one of the places, and then the whole crowd would be refused.
+        # No earlier request may run. It would take one of the places, and then the crowd's request would be refused.
         wait_until(lambda: server.metric("slipway_engine_running"))
         with pytest.raises(OverloadedError, match="Model is overloaded"):
             client.generate(PROMPT, max_new_tokens=1)

@@ -46,7 +46,7 @@ SOME = (
 """Tools of each generator. The small model completes the answers to most of them."""
 
 UNREADABLE = "zod: format: emoji"
-"""A tool whose patterns have classes of characters that the test's validator, with Python's `re`, does not know."""
+"""A tool with character classes in its patterns that Python's `re` does not know. The test's validator uses `re`."""
 SCHEMAS = {name: tool.schema for name, tool in tool_schemas().items() if name not in (UNREADABLE, *NOT_HELD)}
 OBJECTS = {name: schema for name, schema in SCHEMAS.items() if schema.get("type") == "object"}
 BYTES = byte_tokens()

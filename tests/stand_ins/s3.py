@@ -99,7 +99,7 @@ def _other_bytes(times: int, sent: Callable[[bytes], bytes]) -> Fault:
 
 
 def held(until: threading.Event, ending: str = "", first: int = 0) -> Fault:
-    """Hold objects whose paths have this ending until the event is set. The `first` objects are not held."""
+    """Until the event is set, hold the objects whose paths have this ending, except for the `first` objects."""
     left = [first]
 
     def fault(passing: Passing) -> bool:

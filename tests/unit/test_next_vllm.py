@@ -131,7 +131,7 @@ def test_the_command_ends_with_1_if_something_has_moved(
     path = tmp_path / "vllm-0.0.0-py3-none-any.whl"
     wheel(path, __init__="")
     monkeypatch.setattr(sys, "argv", ["next_vllm", str(path)])
-    monkeypatch.setattr(next_vllm, "ROOT", tmp_path)  # Without the imports of all files.
+    monkeypatch.setattr(next_vllm, "ROOT", tmp_path)  # An empty repository, without files that import vLLM.
     with pytest.raises(SystemExit) as ended:
         next_vllm.main()
     assert ended.value.code == 1

@@ -18,7 +18,7 @@ def s3_address() -> Iterator[str]:
 
 @pytest.fixture
 def gate(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A gate in front of S3's stand-in. The variables that boto3 reads name the gate."""
+    """A gate in front of S3's stand-in. boto3's environment variables have its address."""
     with gate_to(s3_address) as gate:
         for name, value in CREDENTIALS.items():
             monkeypatch.setenv(name, value)

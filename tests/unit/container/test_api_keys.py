@@ -104,7 +104,7 @@ async def test_every_route_but_a_few_needs_a_key(paths: set[str], listener: str)
                 open_routes.add((method, path))
             else:
                 assert refused.headers["www-authenticate"] == "Bearer", where
-            if listener == "main":  # It has the same routes as the one for all.
+            if listener == "main":  # This listener has the same routes as "one for all".
                 continue
             let_in = await client.request(method, url, content=b"{}", headers=BEARER)
             usual = await without.request(method, url, content=b"{}")

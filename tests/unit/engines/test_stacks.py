@@ -78,7 +78,7 @@ def process(code: str, lines: list[bytes] | None = None) -> Iterator[int]:
 def test_a_process_that_hangs_in_c_with_pythons_lock_writes_its_stacks_each_time() -> None:
     with process(_REGISTERED) as pid:
         for _ in range(3):
-            # A third stack may belong to the thread that waits for the bell.
+            # A third stack may belong to the thread that waits until the stacks are requested.
             main, others, *_ = stacks_of([pid], 60)[pid]
             assert main.frames[0].endswith("in hangs_in_c")
             assert (main.threads, others.threads) == (1, 7), "equal stacks are joined"

@@ -787,7 +787,7 @@ async def test_what_a_refused_client_sends_is_no_further_request() -> None:
     assert calls == 1
 
 
-# Replies to clients that have not read the reply before.
+# Replies to clients that have not read the previous reply.
 
 
 async def test_a_refusal_waits_for_a_client_that_has_not_taken_the_reply_before_it(

@@ -85,7 +85,7 @@ async def watched(
 async def test_a_dead_copy_is_started_again_while_the_model_serves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits: bool
 ) -> None:
-    """The copy is also restarted if calls do not wait for an engine that has died."""
+    """This holds even if the settings do not let calls wait for an engine that has died."""
     engine = CopiedEngine(waits=waits)
     async with watched(monkeypatch, engine, may_start=False) as one:
         engine.die(2)
@@ -127,7 +127,7 @@ async def test_a_copy_that_cannot_be_started_is_given_up_and_the_others_serve(
         engine.die(2)
         await until(lambda: engine.given_up)
         assert engine.attempts == [{2}] * RESTARTS
-        # At each death and each restart that fails, when the copy is given up, and when /ping begins to answer 500.
+        # Called at each death, at each failed restart, when the copy is given up, and when /ping begins to answer 500.
         assert shown.call_count == 2 * RESTARTS + 2
         assert one.ping() == (
             500,

@@ -76,7 +76,7 @@ def plan(settings: Settings, count: int = 8, gibibytes: int = 80) -> tuple[int |
         ({"tensor_parallel_degree": 2, "devices": (0, 1, 5)}, (2, 6, {})),
         ({"tensor_parallel_degree": 2, "devices": (0, 1, 5, 6)}, (2, 6, {COPIES: 2, DEGREE: 4})),
         ({"engine_arguments": {"max_model_len": "-1", "gpu_memory_utilization": ".5"}}, (4, 4, {COPIES: 2, DEGREE: 8})),
-        # A model that cannot have copies has no advice.
+        # There is no advice for a model that cannot have copies.
         ({"devices": ()}, (0, 8, {})),
         ({"rolling_batch": "disable"}, (1, 7, {})),
         ({"rolling_batch": "disable", "engine_arguments": {"device_map": "auto"}}, (8, 0, {})),
@@ -129,7 +129,7 @@ def test_fewer_copies_than_are_asked_for_are_told(
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        # Of 73.6 GiB, 3.2 GiB and 50 GiB of weights are subtracted. A token takes 160 KiB on each of two GPUs.
+        # Each GPU has 73.6 GiB, minus 3.2 GiB and 50 GiB of weights. A token takes 160 KiB on each of two GPUs.
         ({}, (1, 2, 134_000)),
         ({"max_copies": FITTING}, (4, 2, 134_000)),
         ({"tensor_parallel_max": True}, (1, 8, 1_520_000)),

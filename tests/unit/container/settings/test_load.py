@@ -222,7 +222,7 @@ def test_json_that_is_not_json_is_refused_without_a_traceback(model_dir: Path, n
     takes_objects = name in ("OPTION_SPECULATIVE_CONFIG", "OPTION_HF_OVERRIDES")
     takes_names = not takes_objects and name not in ("OPTION_STOP_SEQUENCE", "OPTION_LORA_MODULES")
     if text.startswith("[" if takes_objects else "{") and (takes_objects or takes_names):
-        return  # This text is not for the setting's JSON. It counts as a name, or the engine refuses it.
+        return  # The setting does not read this text as JSON. It is read as a name, or the engine refuses it.
     with pytest.raises(SettingsError) as refused:
         load_settings(model_dir, {name: text})
     (problem,) = refused.value.problems

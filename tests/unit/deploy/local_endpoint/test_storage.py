@@ -23,7 +23,7 @@ ANSWER = S3Url(BUCKET, "answers/a b.out")
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A client of S3's stand-in, which has one bucket. The variables that boto3 reads name the stand-in."""
+    """A client of S3's stand-in, which has one bucket. boto3's environment variables have its address."""
     with moto() as address:
         for name, value in CREDENTIALS.items() | {("AWS_ENDPOINT_URL_S3", address)}:
             monkeypatch.setenv(name, value)

@@ -47,7 +47,7 @@ backend replicas
 
 
 class Replica(BaseHTTPRequestHandler):
-    """A replica that answers with the body's size. For each release of `dies`, it closes one connection unanswered."""
+    """A replica that answers with the body's size. Each release of `dies` closes one connection unanswered."""
 
     protocol_version = "HTTP/1.1"
     dies = threading.Semaphore(0)
