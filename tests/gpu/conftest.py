@@ -23,6 +23,7 @@ import pytest
 
 from container.gpus import gpu_count
 from container.sources.sample_model import prepare
+from tests.live.continued_calls import STEPPED
 from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server, serving
 from tests.live.small_model import prepare_small_model
@@ -129,7 +130,7 @@ def server(
     def serve(directory: Path) -> Server:
         for seed, name in enumerate(("red", "blue"), start=1):
             make_adapter(directory / "model" / "adapters" / name, gpu_model, seed, scale=0.9)
-        options = adapter_options(gpu_model, os.environ.get("GPU_DTYPE")) | {"tool_call_parser": "hermes"}
+        options = adapter_options(gpu_model, os.environ.get("GPU_DTYPE")) | {"tool_call_parser": "hermes"} | STEPPED
         return serving(directory, {"SERVING_ENGINE_RESTART": "3"}, rolling_batch="lmi-dist", **options)
 
     return one_server.of("adapters", serve)

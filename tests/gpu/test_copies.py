@@ -10,7 +10,7 @@ import pytest
 from container.gpus import gpu_count
 from tests.gpu import conftest
 from tests.gpu.conftest import ON_CPU, TOKENS, OneServer
-from tests.live.continued_calls import kill
+from tests.live.continued_calls import STEPPED, kill
 from tests.live.server import Server, write_model
 from tests.waiting import wait_until
 
@@ -27,7 +27,7 @@ def server(one_server: OneServer, gpu_options: dict[str, object]) -> Server:
     def serve(directory: Path) -> Server:
         environment = {"SERVING_ENGINE_RESTART": "3"} | ({"SERVING_MAX_WORKERS": "2"} if gpu_count() < 2 else {})
         program = ON_ONE_GPU if gpu_count() == 1 else ("slipway", "serve")
-        model = write_model(directory / "model", rolling_batch="vllm", **gpu_options)
+        model = write_model(directory / "model", rolling_batch="vllm", **gpu_options, **STEPPED)
         return Server(model, directory / "server.log", environment, program=program)
 
     return one_server.of("copies", serve)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 
 from tests.gpu.conftest import LONG, ON_CPU, RecordProperty, used_gpu_memory
-from tests.live.continued_calls import kill, signal_engines
+from tests.live.continued_calls import kill, pause
 from tests.live.draining import open_stream
 from tests.live.server import METRIC_SECONDS, START_SECONDS, Server, records
 from tests.waiting import wait_until
@@ -39,7 +38,7 @@ def test_streams_of_a_killed_engine_get_all_their_tokens(server: Server, record_
 
     before = server.metric("slipway_continued_calls_total")
     with ThreadPoolExecutor(CALLS) as pool:
-        signal_engines(server, signal.SIGSTOP)  # No stream ends before the server has all of them.
+        pause(server)  # No stream ends before the server has all of them.
         running = [pool.submit(stream, number) for number in range(CALLS)]
         server.wait_for_metric("slipway_open_requests", CALLS)
         kill(server, CALLS)

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import signal
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server
 from tests.waiting import wait_until
 
-TOKENS = 256
+TOKENS = 64
 SCHEMA = {"type": "object", "properties": {"numbers": {"type": "array", "items": {"type": "integer"}}}}
 FORM = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHEMA}}
 FORMATTERS = Path(__file__).parents[1] / "fixtures" / "formatters"
 SESSION = "X-Amzn-SageMaker-Session-Id"
-OPTIONS = {"enable_lora": "true", "max_loras": 3}
+STEPPED = {"worker_cls": "tests.live.engine_workers.SteppedWorker"}
+"""The option of a server whose engine a test pauses (`pause`, `step_until`)."""
+OPTIONS = {"enable_lora": "true", "max_loras": 3, **STEPPED}
 """Options of a server for these calls. All adapters that `add_adapters` adds fit into one step."""
 
 
@@ -144,12 +142,12 @@ def answers(server: Server, calls: Mapping[str, Case], disturb: Callable[[], obj
     """Return the answers of calls that run at the same time.
 
     Args:
-        disturb: A function that is called when the server has all calls. The engine is paused then: `kill` or
-            `step_until` resumes it.
+        disturb: A function that is called when the server has all calls. The engine is paused then, and the
+            function must resume it (`kill`, `resume`).
     """
     with ThreadPoolExecutor(len(calls)) as pool:
         if disturb is not None:
-            signal_engines(server, signal.SIGSTOP)
+            pause(server)
         running = {name: pool.submit(answer, server, case) for name, case in calls.items()}
         if disturb is not None:
             server.wait_for_metric("slipway_open_requests", len(calls))
@@ -173,7 +171,17 @@ def kill(server: Server, running: float, process: int | None = None, by: int = s
     """Kill a process of the engine once this number of sequences run. None: the engine process."""
     step_until_running(server, running)
     os.kill(process or server.engine_process(), by)
-    signal_engines(server, signal.SIGCONT)
+    resume(server)
+
+
+def pause(server: Server) -> None:
+    """Let the engine's workers (`SteppedWorker`) wait before their next steps."""
+    server.permitted_steps.write_bytes(b"")
+
+
+def resume(server: Server) -> None:
+    """Let the engine's workers run again."""
+    server.permitted_steps.unlink()
 
 
 def step_until_running(server: Server, sequences: float) -> None:
@@ -182,25 +190,11 @@ def step_until_running(server: Server, sequences: float) -> None:
 
 
 def step_until(server: Server, condition: Callable[[], object]) -> None:
-    """Let the engine run for short moments until the condition holds, and leave it paused.
-
-    An answer of `TOKENS` tokens takes many such moments, so it does not end before the condition holds.
-    """
-    engines = server.engine_processes()  # They are looked up once, because that takes longer than a step.
+    """Permit the workers one step after the other until the condition holds, and leave them paused."""
 
     def holds() -> object:
-        for engine in engines:
-            engine.resume()
-        time.sleep(0.002)
-        for engine in engines:
-            engine.suspend()
+        with server.permitted_steps.open("ab") as permits:
+            permits.write(b".")
         return condition()
 
     wait_until(holds)
-
-
-def signal_engines(server: Server, number: int) -> None:
-    """Send a signal to each engine process that has not ended."""
-    for process in server.engine_processes():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)

@@ -1,3 +1,3 @@
-"""The first tokens of prompts that cause the faults of `deadly_worker`."""
+"""The first tokens of prompts that cause the faults of `engine_workers.DeadlyWorker`."""
 
 RAISES, IS_KILLED = [13] * 5, [17] * 5

@@ -55,7 +55,7 @@ _FREE = (
     *("SERVING_", "OPTION_", "AWS_", "SAGEMAKER_", "TMPDIR"),
     *("VLLM_API_KEY", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_RESPONSES_API_STORE"),
     *("HF_MODEL_ID", "MAX_BEST_OF", "MAX_INPUT_LENGTH", "MAX_TOTAL_TOKENS", "MESSAGES_API_ENABLED", "SM_NUM_GPUS"),
-    *("LORA_ADAPTERS", "OTEL_BSP_", "OTEL_EXPORTER_", "RECORDED", "TORCHINDUCTOR_CACHE_DIR"),
+    *("LORA_ADAPTERS", "OTEL_BSP_", "OTEL_EXPORTER_", "PERMITTED_STEPS", "RECORDED", "TORCHINDUCTOR_CACHE_DIR"),
 )
 """The beginnings of variables' names. No import reads these variables, or `_serve` applies their new values.
 

@@ -98,6 +98,7 @@ class Server:
     def __post_init__(self) -> None:
         self.url = f"http://127.0.0.1:{self.port}"
         self.boxes_dir = self.log.parent / f"{self.log.stem}-boxes"
+        self.permitted_steps = self.log.with_suffix(".steps")
         self.client = httpx.Client(base_url=self.url, timeout=120)
         with self.log.open("wb") as log:
             self.process = self._started(log)
@@ -127,7 +128,7 @@ class Server:
     def all_variables(self) -> dict[str, str]:
         """Return the environment of the process. The log has all lines, for tests that fail."""
         given = {"HF_HUB_OFFLINE": "1", "SERVING_ENGINE_RESTART": "0", "SERVING_VERBOSE": "true"}
-        given["SERVING_BLACKBOX_DIR"] = str(self.boxes_dir)
+        given |= {"SERVING_BLACKBOX_DIR": str(self.boxes_dir), "PERMITTED_STEPS": str(self.permitted_steps)}
         return preloaded.plain_environment() | given | self.environment
 
     def __enter__(self) -> Self:

@@ -22,12 +22,14 @@ from tests.live.continued_calls import (
     FEW,
     OPTIONS,
     PLAIN,
+    STEPPED,
     Case,
     add_adapters,
     answer,
     answers,
     kill,
-    signal_engines,
+    pause,
+    resume,
     step_until_running,
 )
 from tests.live.deadly_prompts import RAISES
@@ -105,7 +107,7 @@ def test_stop_strings_and_schemas_hold_for_continued_answers(restarting: Server)
     body = {"prompt": "Once", "max_tokens": 2000, "response_format": form}
     before = verdicts(restarting)
     with ThreadPoolExecutor(3) as pool:
-        signal_engines(restarting, signal.SIGSTOP)
+        pause(restarting)
         stopped_text = pool.submit(choice, stop=stop)
         calls = [pool.submit(restarting.client.post, "/v1/completions", json=body | way) for way in ({}, VLLMS_WAY)]
         restarting.wait_for_metric("slipway_open_requests", 3)
@@ -171,7 +173,7 @@ def test_the_console_shows_the_restart_and_the_calls_that_continued(restarting: 
         page = browser.new_page()
         page.open(f"{restarting.url}/console#server")
         page.wait_for("document.querySelector('#status')?.dataset.state === 'ready'")
-        signal_engines(restarting, signal.SIGSTOP)
+        pause(restarting)
         call = pool.submit(answer, restarting, CASES["LMI, stream"])
         old = restarting.engine_process()
         kill(restarting, 1)
@@ -199,7 +201,7 @@ def test_a_call_that_kills_each_engine_gets_the_error_alone_and_the_others_too_w
 ) -> None:
     """The engine dies twice while all calls run, and once when the deadly prompt runs alone."""
     environment = {"SERVING_ENGINE_RESTART": "3"}
-    worker = "tests.live.deadly_worker.DeadlyWorker"
+    worker = "tests.live.engine_workers.DeadlyWorker"
     with serving(tmp_path, environment, worker_cls=worker, **small_options) as server, ThreadPoolExecutor(2) as pool:
 
         def disturb() -> None:
@@ -208,7 +210,7 @@ def test_a_call_that_kills_each_engine_gets_the_error_alone_and_the_others_too_w
             before = server.metric("slipway_generations_total")
             killer = pool.submit(server.client.post, "/v1/completions", json=body, timeout=START_SECONDS)
             wait_until(lambda: server.metric("slipway_generations_total") > before)
-            signal_engines(server, signal.SIGCONT)
+            resume(server)
             response = killer.result()
             assert (response.status_code, response.json()["error"]["message"]) == (500, DEAD)
 
@@ -248,7 +250,7 @@ def sockets(process: psutil.Process) -> Path:
 def test_a_server_that_stops_finishes_calls_on_another_engine(tmp_path: Path, small_options: dict[str, object]) -> None:
     environment = {"SERVING_ENGINE_RESTART": "1", "SERVING_DRAIN_TIMEOUT": "200"}
     calls = {name: CASES[name] for name in ("LMI", "completion, stream")}
-    with serving(tmp_path, environment, **small_options) as server:
+    with serving(tmp_path, environment, **small_options, **STEPPED) as server:
         undisturbed = answers(server, calls)
 
         def disturb() -> None:
@@ -266,10 +268,16 @@ def test_a_stalled_engine_is_started_again_once_and_its_calls_are_continued(
 ) -> None:
     environment = {"SERVING_ENGINE_RESTART_WHEN_STALLED": "true", "SERVING_STALL_TIMEOUT": "20"}
     environment["SERVING_ENGINE_RESTART"] = "3"
-    with serving(tmp_path, environment, **small_options) as server:
+    with serving(tmp_path, environment, **small_options, **STEPPED) as server:
         undisturbed = answer(server, CASES["LMI"])
-        calls = {"LMI": CASES["LMI"]}
-        assert answers(server, calls, lambda: step_until_running(server, 1)) == {"LMI": undisturbed}
+
+        def disturb() -> None:
+            stalled = server.engine_process()
+            step_until_running(server, 1)
+            wait_until(lambda: stalled not in engines(server))
+            resume(server)
+
+        assert answers(server, {"LMI": CASES["LMI"]}, disturb) == {"LMI": undisturbed}
         assert server.log_text().count("the engine is started again in") == 1
 
 
@@ -285,13 +293,13 @@ VECTORS = {
 def test_vectors_of_prompts_that_the_engine_had_come_from_the_next_one(tmp_path: Path) -> None:
     options = {"rolling_batch": "vllm", "dtype": "fp32", "kv_cache_memory_bytes": 64 << 20}
     environment = {"SERVING_ENGINE_RESTART": "3"}
-    with serving(tmp_path, environment, model_id=prepare_small_encoder(), **options) as server:
+    with serving(tmp_path, environment, model_id=prepare_small_encoder(), **options, **STEPPED) as server:
         undisturbed = answers(server, VECTORS)
         worker = server.worker_process().pid
 
         def disturb() -> None:
             os.kill(worker, signal.SIGKILL)
-            signal_engines(server, signal.SIGCONT)
+            resume(server)
 
         assert answers(server, VECTORS, disturb) == undisturbed
         assert server.metric("slipway_continued_calls_total") >= len(VECTORS)

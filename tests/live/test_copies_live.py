@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,7 @@ from tests.live.continued_calls import (
     answer,
     answers,
     kill,
-    signal_engines,
+    resume,
     step_until_running,
 )
 from tests.live.deadly_prompts import IS_KILLED
@@ -108,7 +107,7 @@ def test_a_call_that_kills_its_copy_gets_the_error_alone_and_one_of_three_copies
 ) -> None:
     """In test_continuation_live.py, a call makes vLLM's worker raise an error."""
     environment = {"SERVING_ENGINE_RESTART": "3", "SERVING_MAX_WORKERS": "3"}
-    worker = "tests.live.deadly_worker.DeadlyWorker"
+    worker = "tests.live.engine_workers.DeadlyWorker"
     with serving(tmp_path, environment, worker_cls=worker, **small_options) as server, ThreadPoolExecutor(1) as pool:
         calls = {name: CASES[name] for name in FEW}
         right = answers(server, calls)
@@ -120,7 +119,7 @@ def test_a_call_that_kills_its_copy_gets_the_error_alone_and_one_of_three_copies
             before = server.metric("slipway_generations_total")
             call = pool.submit(server.client.post, "/v1/completions", json=body, timeout=START_SECONDS)
             wait_until(lambda: server.metric("slipway_generations_total") > before)
-            signal_engines(server, signal.SIGCONT)
+            resume(server)
             killer = call.result()
             assert (killer.status_code, killer.json()["error"]["message"]) == (500, DEAD)
 

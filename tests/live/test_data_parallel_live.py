@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.live.continued_calls import PLAIN, answers, kill
+from tests.live.continued_calls import PLAIN, STEPPED, answers, kill
 from tests.live.draining import lives, open_stream
 from tests.live.server import METRIC_SECONDS, Server, serving
 from tests.waiting import wait_until
@@ -22,7 +22,7 @@ BATCH = 4
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("replicas")
-    options = small_options | {"max_rolling_batch_size": BATCH, "data_parallel_size": 2}
+    options = small_options | {"max_rolling_batch_size": BATCH, "data_parallel_size": 2, **STEPPED}
     # The two replicas share the machine's cores.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "SERVING_ENGINE_RESTART": "3"}
     with serving(directory, environment, **options) as server:

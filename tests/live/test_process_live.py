@@ -179,7 +179,7 @@ def adapted(server: Server, adapter: str = "red") -> str:
 def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_quick(
     tmp_path: Path, small_options: dict[str, object]
 ) -> None:
-    model = write_model(tmp_path / "model", worker_cls="tests.live.deadly_worker.LoadingWorker", **small_options)
+    model = write_model(tmp_path / "model", worker_cls="tests.live.engine_workers.LoadingWorker", **small_options)
     with TemporaryDirectory(prefix="slipway-test-") as temporary:
         server = Server(model, tmp_path / "server.log", {"TMPDIR": temporary})
         sockets = partial(Path(temporary).glob, "slipway-sockets-*")

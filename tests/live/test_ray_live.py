@@ -7,7 +7,6 @@ import collections
 import json
 import os
 import re
-import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from huggingface_hub import InferenceClient
 from tests.chaos.client import Manner, ask, request_bytes
 from tests.chaos.contracts import Answer
 from tests.live.bare_transformers import Job, numbers_of_transformers
-from tests.live.continued_calls import PLAIN, answers, signal_engines, step_until
+from tests.live.continued_calls import PLAIN, STEPPED, answers, resume, step_until
 from tests.live.lora import make_adapter
 from tests.live.ray_cluster import START, Cluster, ray_cluster
 from tests.live.server import copy_model, records, write_model
@@ -46,7 +45,7 @@ STREAMS, WHOLE, TOKENS = 32, 12, 2000
 def running(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, Any]) -> Iterator[Cluster]:
     """A cluster that starts with a model on vLLM, for tests that deploy another model."""
     directory = tmp_path_factory.mktemp("ray")
-    model = write_model(directory / "model", enable_lora=True, max_loras=1, **small_options)
+    model = write_model(directory / "model", enable_lora=True, max_loras=1, **small_options, **STEPPED)
     make_adapter(model / "adapters" / "loud", prepare_small_model(), 1, scale=2.0)
     with ray_cluster(model, directory / "cluster.log") as started:
         yield started
@@ -206,7 +205,7 @@ def test_the_calls_of_a_replica_outlive_its_engine(cluster: Cluster) -> None:
         name = max(running, key=running.__getitem__)
         children = psutil.Process(cluster.processes()[name]).children(recursive=True)
         os.kill(next(child.pid for child in children if "EngineCore" in child.name()), 9)
-        signal_engines(cluster, signal.SIGCONT)
+        resume(cluster)
         killed.append(name)
 
     assert answers(cluster, calls, disturb) == undisturbed
