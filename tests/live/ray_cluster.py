@@ -56,6 +56,10 @@ class Cluster(Server):
         found = re.findall(rf'^{name}{{.*replica="(\w+)".*}} (.+)$', self.client.get("/metrics").text, re.MULTILINE)
         return {replica: float(value) for replica, value in found}
 
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric of all replicas."""
+        return sum(self.each(name).values())
+
     def replicas(self) -> set[str]:
         """Return the names of the replicas that serve."""
         try:
