@@ -61,8 +61,12 @@ class Deadline:
 class DeadlineConfig:
     """The deadlines of a model's calls, in seconds from the arrival of each call's head. None means no deadline."""
 
-    answer: float | None = setting("option.answer_deadline", SECONDS, doc="Time until a whole answer ends as it is")
-    stream: float | None = setting("option.stream_deadline", SECONDS, doc="Time until a stream ends as it is")
+    answer: float | None = setting(
+        "option.answer_deadline", SECONDS, doc="Time limit of a whole answer; the client gets the text so far"
+    )
+    stream: float | None = setting(
+        "option.stream_deadline", SECONDS, doc="Time limit of a stream; the client gets the text so far"
+    )
 
     def of(self, arrived_at: float, time_limit: float | None, *, stream: bool | None) -> Deadline | None:
         """Return the deadline of a call, or None.

@@ -120,13 +120,13 @@ class ServerConfig:
         "default: [60, or 300](operations.md#stalled-engines)",
     )
     fail_fast_when_stalled: bool = setting(
-        "fail_fast_when_stalled", BOOLEAN, "false", doc="With `fail_fast`: when it is stalled, too"
+        "fail_fast_when_stalled", BOOLEAN, "false", doc="Exit when the engine is stalled, too, if `fail_fast` is set"
     )
     engine_restart: int = setting(
         "engine_restart",
         integer(0),
         "3",
-        doc="[Restarts](operations.md#health) of each copy in ten minutes; `fail_fast` is for later failures",
+        doc="[Restarts](operations.md#health) of each copy in ten minutes; after more failures, `fail_fast` applies",
     )
     continue_calls: int = setting(
         "continue",
@@ -176,7 +176,7 @@ class ServerConfig:
         "allow_multi_status", BOOLEAN, "false", doc="`/ping` is 207 while the model loads"
     )
     health_check_override: bool = setting(
-        "health_check_override", BOOLEAN, "false", doc="A custom handler is healthy however often workers crash"
+        "health_check_override", BOOLEAN, "false", doc="Crashes of workers do not make a custom handler unhealthy"
     )
     workers_health_check: bool = setting(
         "workers_health_check",
@@ -209,9 +209,9 @@ class ServerConfig:
     error_rate_wlm: str | None = setting(
         "error_rate_wlm", _ERROR_RATE, doc="[Error rate](operations.md#error-rates): refusals"
     )
-    error_rate_server: str | None = setting("error_rate_server", _ERROR_RATE, doc="Likewise: 424 and 5xx")
-    error_rate_model: str | None = setting("error_rate_model", _ERROR_RATE, doc="Likewise: without refusals")
-    error_rate_any: str | None = setting("error_rate_any", _ERROR_RATE, doc="Likewise: 4xx and 5xx")
+    error_rate_server: str | None = setting("error_rate_server", _ERROR_RATE, doc="Error rate: 424 and 5xx")
+    error_rate_model: str | None = setting("error_rate_model", _ERROR_RATE, doc="Error rate without refusals")
+    error_rate_any: str | None = setting("error_rate_any", _ERROR_RATE, doc="Error rate: 4xx and 5xx")
     # The API keys. Each caller needs one of them. If None, callers need no key.
     api_keys: ApiKeys | None = field(default=None, metadata=API_KEYS.metadata)
     # Further host names under which browsers may reach the server's own routes (`container.http.cross_site`).

@@ -71,7 +71,7 @@ DEVICES = Setting(
 ENVIRONMENT = Setting(
     "option.env",
     ASSIGNMENTS,
-    doc="Variables of the workers; for an engine, of the server's process, which models share",
+    doc="Variables of a custom handler's workers; with an engine, of the server's process, for all models",
 )
 
 
@@ -104,7 +104,7 @@ class EngineConfig:
         doc="Prompts in a dynamic batch, which a value above 1 selects. Custom handler: calls that it gets together",
     )
     max_batch_delay: float = setting(
-        "max_batch_delay", MILLISECONDS, "100", doc="Wait of a dynamic batch's first request"
+        "max_batch_delay", MILLISECONDS, "100", doc="How long the first request of a dynamic batch waits for others"
     )
     enable_streaming: Streaming = setting(
         "option.enable_streaming",
@@ -198,7 +198,7 @@ class EngineConfig:
         choice({"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST", "last-token": "LAST"}),
         aliases=("pooling",),
         shows_default=False,
-        doc="The way to one vector; default: that of the model's files",
+        doc="How the tokens' vectors become one vector; default: as the model's files say",
     )
     # The prefix for the texts of requests that name none (`PoolingModel.default_prompt`).
     default_prompt: str | None = setting(
@@ -252,7 +252,7 @@ DRAFT_LENGTH = Setting(
     "option.speculative_length",
     integer(1),
     aliases=("option.num_speculative_tokens",),
-    doc="Tokens that it proposes; default: 5",
+    doc="Tokens that the draft model proposes; default: 5",
 )
 # LMI's settings that are engine arguments with a different name.
 ENGINE_ARGUMENTS: Mapping[str, Setting[Any]] = {

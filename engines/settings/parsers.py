@@ -86,7 +86,7 @@ def size(minimum: int) -> Parser[int]:
         base = 1000 if text[-1].islower() else 1024
         return number.convert(str(int(float(text[:-1]) * base ** (1 + "kmgt".index(text[-1].lower())))))
 
-    return Parser(convert, f"{number.allowed}, or one such as 8k (8000) or 8K (8192)")
+    return Parser(convert, f"{number.allowed}, or a number such as 8k (8000) or 8K (8192)")
 
 
 def integer_or(word: str, minimum: int) -> Parser[int | str]:

@@ -64,9 +64,7 @@ class HandlerConfig:
         "max_idle_time", SECONDS_OR_NEVER, "60", doc="Time until an idle worker beyond `minWorkers` ends"
     )
     # The number of crashes and hangs of workers after which the model still counts as healthy.
-    retry_threshold: int = setting(
-        "retry_threshold", integer(0), "0", doc="Crashes and hangs with which the model is still healthy"
-    )
+    retry_threshold: int = setting("retry_threshold", integer(0), "0", doc="Most crashes and hangs of a healthy model")
     # None means the interpreter that runs this process.
     python_executable: str | None = setting(
         "option.pythonExecutable",
@@ -79,7 +77,7 @@ class HandlerConfig:
     environment: Mapping[str, str] = field(default_factory=dict, metadata=ENVIRONMENT.metadata)
     # Whether the model gets its own virtual environment even if there are no packages to install.
     enable_venv: bool = setting(
-        "option.enable_venv", BOOLEAN, "false", doc="A virtual environment even without `requirements.txt`"
+        "option.enable_venv", BOOLEAN, "false", doc="Make a virtual environment even without `requirements.txt`"
     )
     # The properties of the handler's first call: the model's settings, as text and without the prefix `option.`.
     properties: Mapping[str, str] = field(default_factory=dict)

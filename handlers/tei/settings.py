@@ -24,5 +24,5 @@ class TeiConfig:
         integer(1),
         "32",
         shows_default=False,
-        doc="Most texts in a call of a TEI route",
+        doc="Maximum number of texts in a call of a TEI route",
     )

@@ -88,10 +88,10 @@ def refused_rows() -> list[str]:
 
 def alias_rows() -> list[str]:
     how = {
-        "_inverted": ", the other way round",
-        "_chat_format": "`=openai`, if true",
-        "_log_format": "`=json`, if true",
-        "_all_gpus_or_one": "`=max`, if true; `=1`, if false",
+        "_inverted": ", with the opposite value",
+        "_chat_format": ": `openai` if true",
+        "_log_format": ": `json` if true",
+        "_all_gpus_or_one": ": `max` if true, `1` if false",
     }
     return grouped(
         (f"`{alias.variable}`", f"`{alias.target}`{how.get(alias.convert.__name__, '')}") for alias in ALIASES

@@ -1056,8 +1056,8 @@ _NUMBER = frozenset({"number", "integer"})
 _HELD = "held"
 _VALUES = "held, except for integers that no double has"
 _BOUND = "rounded inward to a double within 64 bits; for `number`, an exclusive bound moves inward by at least 1e-9"
-_COUNTED = "the choices of named members, up to 128; not at least two further ones"
-_DEPENDS = "`anyOf` of the member's absence and the rest, up to 7: they multiply"
+_COUNTED = "all choices of named members, up to 128; not if two or more other members are required"
+_DEPENDS = "`anyOf` of two cases: without the member, or with the rest; up to 7 members, because the cases multiply"
 # All other keywords are annotations, or belong to a keyword here (`then`, `else`, `minContains`, `$defs`, `$anchor`).
 KEYWORDS: Mapping[str, Keyword] = {
     "type": Keyword(_Rewriter._type, _HELD),
@@ -1071,14 +1071,18 @@ KEYWORDS: Mapping[str, Keyword] = {
     "minLength": Keyword(_Rewriter._size, _HELD, _STRING),
     "maxLength": Keyword(_Rewriter._size, _HELD, _STRING),
     "pattern": Keyword(_Rewriter._pattern, "look-arounds and `\\b` become plain patterns; no back references", _STRING),
-    "format": Keyword(_Rewriter._format, "the standard's, except `regex` and `idn-*`; others say nothing", _STRING),
+    "format": Keyword(
+        _Rewriter._format, "the standard's formats, except `regex` and `idn-*`; others have no effect", _STRING
+    ),
     "items": Keyword(_Rewriter._items, _HELD, _ARRAY),
     "prefixItems": Keyword(_Rewriter._items, _HELD, _ARRAY),
     "additionalItems": Keyword(_Rewriter._items, _HELD, _ARRAY),
     "minItems": Keyword(_Rewriter._size, _HELD, _ARRAY),
     "maxItems": Keyword(_Rewriter._size, _HELD, _ARRAY),
-    "uniqueItems": Keyword(_Rewriter._unique, "the orders of up to 4 values: a grammar remembers no others", _ARRAY),
-    "contains": Keyword(_Rewriter._contains, "the places of one item in up to 7", _ARRAY),
+    "uniqueItems": Keyword(
+        _Rewriter._unique, "all orders of up to 4 values, because a grammar cannot remember more", _ARRAY
+    ),
+    "contains": Keyword(_Rewriter._contains, "all places of one item among up to 7", _ARRAY),
     "properties": Keyword(_Rewriter._properties, _HELD, _OBJECT),
     "required": Keyword(_Rewriter._required, _HELD, _OBJECT),
     "patternProperties": Keyword(_Rewriter._pattern_properties, "held if no name can match two patterns", _OBJECT),
@@ -1092,7 +1096,9 @@ KEYWORDS: Mapping[str, Keyword] = {
     "dependentSchemas": Keyword(_Rewriter._dependent, _DEPENDS, _OBJECT),
     "dependencies": Keyword(_Rewriter._dependent, _DEPENDS, _OBJECT),
     "if": Keyword(_Rewriter._if, "`anyOf` of `if` with `then`, and of its opposite with `else`"),
-    "not": Keyword(_Rewriter._not, "the opposite, if there is one: not of `items`, `format`, `oneOf` and so on"),
+    "not": Keyword(
+        _Rewriter._not, "the opposite, if it can be expressed; `items`, `format`, `oneOf` and others have none"
+    ),
     "allOf": Keyword(_Rewriter._all_of, _HELD),
     "anyOf": Keyword(_Rewriter._any_of, _HELD),
     "oneOf": Keyword(_Rewriter._any_of, "`anyOf`, each branch with the negation of the branches that it overlaps"),

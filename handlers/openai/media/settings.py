@@ -28,9 +28,9 @@ class MediaConfig:
         "option.max_media_memory_mb",
         integer(1),
         "4096",
-        doc="MiB of media in memory, of all requests before the engine; more is 503",
+        doc="MiB of media of all requests that the engine does not have yet; more is 503",
     )
     # Networks such as "10.0.0.0/8" from which media are allowed, in addition to public addresses.
     allowed_media_networks: tuple[str, ...] = setting(
-        "option.allowed_media_networks", NETWORKS, unset=(), doc="Networks for media, beside public ones"
+        "option.allowed_media_networks", NETWORKS, unset=(), doc="Networks for media, in addition to public addresses"
     )
