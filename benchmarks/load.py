@@ -212,14 +212,14 @@ class ResponseReader:
 
 
 class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The requests of a load run, its duration, and the checks for whether an answer is complete."""
+    """The requests of a load run, the duration of the run, and the criteria for a complete answer."""
 
     url: str
     body: str  # One or several bodies, one per line. Each request uses a random body.
     concurrency: int = 1
     seconds: float = 5.0  # No wave starts after this time. Running requests finish.
     timeout: float = 120.0  # The run ends after this time. Unfinished requests are errors.
-    tokens: int = 1  # The number of tokens in a complete answer. With several bodies: the mean.
+    tokens: int = 1  # The number of tokens in a complete answer. If there are several bodies, this is the mean.
     marker: str = ""  # A text that occurs once in each streamed record.
     end_marker: str = ""  # A text that occurs at the end of the body.
     exact_records: bool = False  # A complete answer has exactly as many records as tokens.
@@ -402,7 +402,7 @@ def take_precedence() -> bool:
     """Give this process real-time priority, as if it ran on a separate machine.
 
     Otherwise, on few cores, a polling engine can make the client wait for a whole answer. The measured time to the
-    first byte would then be the client's wait for a core.
+    first byte would then include the client's wait for a core.
 
     Returns:
         False if the system does not allow this.

@@ -1,8 +1,8 @@
 """The servers that are compared: Slipway, vLLM's servers, Triton, the bare engine, and the floor of a front end.
 
 Slipway also runs with copies of the model, and on Ray Serve. vLLM has a server in Python and one in Rust. All servers
-get the same engine arguments. Instead of a model, they may get the same script (`benchmarks.scripted_engine`). Each
-server has its own process group, so that all its processes can be paused, stopped and measured.
+get the same engine arguments. Instead of a model, all servers may run the same script (`benchmarks.scripted_engine`).
+Each server has its own process group, so that all its processes can be paused, stopped and measured.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _tree_cpu_time(process: psutil.Process, *, engine: bool) -> CpuTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContractRequest:
-    """A load as a request in one contract, and how complete answers are recognized."""
+    """The request of a load in one contract, and the criteria for a complete answer."""
 
     path: str
     body: dict[str, object]
@@ -560,14 +560,14 @@ class Vllm(HttpPeer):
     ready_path = "/health"
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
-        # `vllm serve` does not run if vLLM was installed under another name, but the module does.
+        # If vLLM was installed under another name, `vllm serve` does not run, but vLLM's module runs.
         arguments = ["--disable-uvicorn-access-log", "--host", "127.0.0.1", "--port", str(self.port)]
         arguments += ["--model", str(engine.model_dir), "--served-model-name", MODEL, *command_line(engine.arguments)]
         return module(engine, work_dir, "vllm.entrypoints.openai.api_server", *arguments)
 
 
 class Rust(HttpPeer):
-    """vLLM's front end in Rust, which the wheel for GPUs includes."""
+    """vLLM's Rust front end. The wheel for GPUs includes this front end."""
 
     name = "rust"
     ready_path = "/health"

@@ -242,7 +242,7 @@ def _median(samples: Sequence[Sample], value: str) -> float:
 
 
 def _spread(samples: Sequence[Sample]) -> str:
-    """Return half the difference between the best and the worst round, relative to the middle."""
+    """Return half the difference between the best and the worst round, in percent of the median."""
     rates = [sample.rate for sample in samples]
     middle = median(rates)
     return f"±{(max(rates) - min(rates)) / 2 / middle:.0%}" if middle else "–"

@@ -18,7 +18,7 @@ from benchmarks.load import Figures
 from benchmarks.peers import Engine, Peer
 
 LEAD_IN_TOKENS = 8
-IDLE_SHARE_ALLOWED = 0.05  # The share of a run's duration that the other peers may use of the CPU.
+IDLE_SHARE_ALLOWED = 0.05  # The CPU time that the other peers may use, as a share of the run's duration.
 
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -120,7 +120,7 @@ def run(
 def in_time(
     loads: Sequence[T], rounds: int, deadline: float, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[tuple[int, T]]:
-    """Yield rounds of all loads, with the number of the round.
+    """Yield each load once per round, with the number of the round.
 
     The rounds end when the remaining time is shorter than the longest load. The first load is always yielded.
     """
@@ -136,7 +136,8 @@ def in_time(
 
 def _measure(workload: str, peers: Sequence[Peer], peer: Peer, variant: str, load: EngineLoad, number: int) -> Sample:
     # Each client first sends one unmeasured request, because first requests are slower, even after a pause. In the
-    # first round, it is a full request: on a GPU, kernels are compiled when a batch has a new size.
+    # first round, the unmeasured request has the full length, because a GPU's kernels are compiled when a batch has a
+    # new size.
     tokens = min(load.tokens, LEAD_IN_TOKENS) if number else load.tokens
     lead_in = msgspec.structs.replace(load, tokens=tokens, seconds=0.0)
     with _awake(peer):

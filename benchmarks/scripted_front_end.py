@@ -70,7 +70,7 @@ def use_scripted_engines(directory: Path, count: int) -> None:
 
 
 def become_rust(directory: Path, model: str, program: str, port: str) -> None:
-    """Bind the sockets of vLLM's front end in Rust, and replace this process by that front end."""
+    """Bind the sockets of vLLM's Rust front end, and replace this process by that front end."""
     import zmq
     from vllm.utils.network_utils import make_zmq_listener
 

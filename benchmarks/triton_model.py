@@ -28,7 +28,7 @@ class TritonPythonModel:
     def initialize(self, _: dict[str, Any]) -> None:
         """Start the thread that sends one token per step."""
         self._step_seconds = float(os.environ["STEP_MS"]) / 1000
-        self._running: dict[Any, int] = {}  # The number of tokens still to send, by the sender of the response.
+        self._running: dict[Any, int] = {}  # The number of tokens still to send, keyed by the response's sender.
         self._changed = threading.Condition()
         threading.Thread(target=self._step, daemon=True).start()
 
