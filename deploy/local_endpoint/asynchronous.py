@@ -70,7 +70,7 @@ class AsyncCall:
         """Check a call.
 
         Raises:
-            RuntimeApiError: The call does not have exactly one input, or names a location that is not allowed.
+            RuntimeApiError: The call has no input, two inputs, or a location that is not allowed.
         """
         given = parameters.values
         headers = settings.container_headers(name, parameters)

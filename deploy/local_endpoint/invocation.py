@@ -14,8 +14,8 @@ from container.observability.traffic_capture import RECORDED
 from deploy.local_endpoint.errors import NO_RESPONSE, TIMED_OUT, model_error, no_answer, no_capacity, not_ready
 from deploy.local_endpoint.parameters import Headers
 
-# `slipway local` adds these headers to its own replies: the 503 for a container that it cannot reach, and the 502 for
-# a container that closes the connection before it replies.
+# `slipway local` adds these headers to replies of its own. It replies with 503 if it cannot reach the container, and
+# with 502 if the container closes the connection without a reply.
 UNREACHABLE = (b"x-slipway-container", b"unreachable")
 NO_REPLY = (b"x-slipway-container", b"no reply")
 
@@ -187,7 +187,7 @@ class Invocation:
             await self._scope["app"](self._scope, self._next, self._send)
         finally:
             self._ended.set()
-            self._on_piece = None  # The function refers to this object, so they would form a reference cycle.
+            self._on_piece = None  # This breaks the reference cycle between this object and the function.
         if self._left:
             raise ClientGone
 

@@ -148,7 +148,7 @@ class RuntimeApi:
         settings = self._settings
         folders = (settings.async_output, settings.async_failures or settings.async_output)
         if settings.keeps_objects:
-            with contextlib.suppress(SourceError, StorageError):  # The key is invalid, or the call still waits or runs.
+            with contextlib.suppress(SourceError, StorageError):  # The key is invalid, or the call has not ended.
                 url = object_url(f"s3://{place}")
                 if any(url.bucket == each.bucket and url.prefix.startswith(each.key_prefix) for each in folders):
                     body = await self._calls().read(url)

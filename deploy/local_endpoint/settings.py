@@ -25,7 +25,7 @@ class LocalSettings:
     """The endpoints and their limits. The defaults are SageMaker's limits."""
 
     endpoints: tuple[str, ...]
-    # Inference components that are the base model. If there are any, each call has to name a component, as on
+    # The inference components that stand for the base model. If there are any, each call has to name a component, as on
     # SageMaker.
     components: frozenset[str] = frozenset()
     adapters: frozenset[str] = frozenset()  # Inference components that are adapters of the container.

@@ -37,7 +37,7 @@ class Options(BaseModel):
     # seconds with too few.
     upscale_delay: float = Field(default=10.0, ge=0)
     downscale_delay: float = Field(default=300.0, ge=0)
-    # The GPUs of each replica. None: the number that its parallel degrees need, or 0 if the cluster has no GPU.
+    # The GPUs of each replica. None: as many as the models' settings need, or 0 if the cluster has no GPU.
     gpus: int | None = Field(default=None, ge=0)
     cpus: float = Field(default=1.0, ge=0)  # The processors that Ray reserves for each replica.
     # The additional replicas during an update, in percent of the replicas. 0: an old replica is stopped before a new

@@ -137,8 +137,8 @@ class Autoscaling(_Table, frozen=True):
 
     min: Count
     max: Annotated[int, Meta(ge=1)]
-    # The number of concurrent requests per instance or copy. For an asynchronous endpoint: the number of waiting
-    # requests per instance.
+    # The number of concurrent requests per instance or copy. For an asynchronous endpoint, this is the number of
+    # waiting requests per instance.
     target: Positive
     scale_in_cooldown: Count = 300
     scale_out_cooldown: Count = 60
@@ -330,8 +330,8 @@ def _toml(path: str, text: str) -> Any:
 def merge_tables(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values`, overridden by `over`.
 
-    Tables are merged. If `over` has a table where `values` has a list with a single table, the table in the list is
-    merged, too.
+    Tables are merged. If `values` has a list with a single table, a table of `over` is merged with that table, and
+    the list stays a list.
     """
     merged = dict(values)
     for key, value in over.items():
