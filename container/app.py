@@ -1,4 +1,4 @@
-"""The ASGI applications of the server: adds every route to the route table."""
+"""Creates the ASGI applications of the server, and adds every route to the route table."""
 
 from __future__ import annotations
 

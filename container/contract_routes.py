@@ -252,8 +252,8 @@ class _FieldChoice(HttpRoute):
 def _reader_of(field: str) -> Callable[[bytes], bytes]:
     """Return a function that returns the encoded value of a field of a JSON object.
 
-    The value is empty if the field is missing or null. It is also empty if the body is not an object, because the
-    route that answers reports errors in the body.
+    The value is empty if the field is missing or null. The value is also empty if the body is not an object:
+    the route that answers the request reports that error.
     """
     shape = msgspec.defstruct("WithField", [("field", msgspec.Raw, msgspec.Raw())], rename={"field": field})
     decode = JsonDecoder[Any](shape).decode

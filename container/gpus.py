@@ -143,7 +143,7 @@ def visible_memory(report: str, visible: str | None, kind: Literal["free", "tota
 
 
 def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
-    """Return one group of `each` devices for each worker. Empty if the workers run on the CPU.
+    """Return a group of devices per worker. A group has `each` devices. Empty if the workers run on the CPU.
 
     As in LMI, `load_on` lists the first device of each group. If these groups overlap or contain devices that do not
     exist, `load_on` lists the devices of all groups instead.

@@ -61,15 +61,15 @@ _SOCKET_PATH = 107  # The maximum length of a socket's path on Linux, in bytes (
 _SOCKET_NAME = 37  # The length of the names that vLLM gives its sockets, in bytes: a slash and a UUID.
 
 _SOCKETS_PREFIX = "slipway-sockets-"
-# A directory that is not locked and older than this was left behind by a killed server. A younger directory may belong
-# to a server that has not locked it yet.
+# If an unlocked directory is older than this, a killed server has left it behind. A younger directory may belong to a
+# server that has not locked it yet.
 _LEFT_SECONDS = 60.0
 
 _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
 _FAILED_SECONDS = 3.0  # If a load fails, the process exits after this time. Until then, /ping shows the reason.
 # A process that was told to stop exits within 25 s, because SageMaker kills it after 30 s. If `drain_timeout` is longer
-# than 20.5 s, the process instead exits at most 4.5 s after this limit.
+# than 20.5 s, the limit is `drain_timeout` plus 4.5 s instead.
 _END_SECONDS, _STOP_SECONDS = 25.0, 4.5
 _STEPS_SECONDS = 3.0  # The time for the steps after the drain. If they take longer, a black box is written.
 _LAST_SECONDS = 3.0  # The time for clients to read the last data.
@@ -94,7 +94,7 @@ def ensure_home() -> None:
 def allow_open_files() -> None:
     """Raise the soft limit of open files to `ENOUGH`, as far as the hard limit allows.
 
-    A common soft limit is 1024. More calls than that may wait in a server. Once the limit is reached, no further
+    A common soft limit is 1024. More than 1024 calls may wait in a server. Once the limit is reached, no further
     connection is accepted, not even for /ping.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -240,7 +240,7 @@ class ModelServer:
         self._loop_watch.start()  # Imports and the start of an engine block the event loop.
 
     async def watch(self) -> None:
-        """Watch the engines. Return only if the process should exit because of `fail_fast`.
+        """Watch the engines until the process should exit because of `fail_fast`.
 
         Models that can no longer be watched are marked as failed.
         """
@@ -264,8 +264,8 @@ class ModelServer:
         while True:
             for model in (*self.models, *self.models.leaving):
                 lifecycle, fault = model.lifecycle, restarts.fault(model)
-                stalled = lifecycle.stalled  # Reading this property logs stalls, so it is always read.
-                await self.boxes.look(model, stalled, fault)  # Done first, because a restart kills the processes.
+                stalled = lifecycle.stalled  # This property is always read, because reading it logs stalls.
+                await self.boxes.look(model, stalled, fault)  # The box comes first: a restart kills the processes.
                 fault, stalled = restarts.fault(model), lifecycle.stalled  # Read again: writing a box may take seconds.
                 if (fault and restarts.begin(model, fault)) or model in self.models.leaving:
                     continue
@@ -310,7 +310,7 @@ class ModelServer:
         await asyncio.gather(*(mount.drain(seconds) for mount in self._mounts if mount.drain is not None))
 
     async def write_records(self, seconds: float) -> None:
-        """Wait at most `seconds` for the records of captured requests to be written."""
+        """Wait at most `seconds` until the records of captured requests are written."""
         if self.applications.records is not None:
             await self.applications.records.finish(seconds)
 
@@ -344,7 +344,7 @@ class Process:
         self._loading: asyncio.Task[None] | None = None
         self._unfinished = False  # Whether an engine was still being started when the process was stopped.
         self._stopping: asyncio.Task[None] | None = None
-        self._end_at = 0.0  # When a stopping process has to be done, on the event loop's clock.
+        self._end_at = 0.0  # The time by which a stopping process has to end, on the event loop's clock.
 
     async def run(self) -> int:
         """Serve until the process is told to stop. Return the exit code."""

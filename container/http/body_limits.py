@@ -88,7 +88,7 @@ class BodyReader:
             receive: ASGI's callable.
             limit: The largest size, in bytes.
             seconds: The longest time to wait for the next part of the body.
-            waits: The time limits of running waits. The limit of this wait is added, so that a drain can end the wait.
+            waits: The time limits of running waits. This method adds its own limit, so that a drain can end its wait.
 
         Returns:
             The whole body, or None if the client left while sending it.

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 from engines.errors import SHOWN
 
-# Headers that browsers send and API clients do not.
+# Headers that browsers send, but that API clients do not send.
 BROWSER_HEADERS = (b"sec-fetch-site", b"origin", b"accept-language")
 # Values of Sec-Fetch-Site: the server's own page sent the request, or the user typed the address.
 _OWN = (b"same-origin", b"none")
@@ -27,7 +27,8 @@ class KnownHosts:
     """The names under which browsers may reach the server's own routes.
 
     A page that was loaded under another name may belong to a site whose name now resolves to this server (DNS
-    rebinding). No site can make an IP address, `localhost` or this machine's name resolve to this server.
+    rebinding). IP addresses, `localhost` and this machine's name are always allowed, because no other site controls
+    where they lead.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The head of a request, parsed once: its parts, its id, and the `Call` that head and body form."""
+"""The head of a request, parsed once: its parts, its id, and the `Call` that consists of the head and a body."""
 
 from __future__ import annotations
 

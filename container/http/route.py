@@ -1,4 +1,4 @@
-"""A route: reads a request, has it answered, counts it and logs it.
+"""Serves a route: reads each request, has the request answered, counts it and logs it.
 
 A route also writes the server's errors (model not loaded yet, body too large, internal error), so that they have the
 form of the route's contract.
@@ -77,7 +77,7 @@ class AppState:
             },
             refusals=frozenset({server_config.throttle_error_http_code, server_config.wlm_error_http_code}),
         )
-        self.searches = asyncio.Lock()  # Held while a call searches for the origins in its explanation.
+        self.searches = asyncio.Lock()  # A call holds this lock while it searches for origins.
         self.id_header = server_config.request_id_header.lower().encode()
         self.retry_after = RetryAfter()
         cors = {
@@ -91,9 +91,9 @@ class AppState:
 
 
 class HttpRoute:
-    """One path and method: reads requests, has them answered, counts them and logs them.
+    """Serves one path and method: reads requests, has them answered, counts them and logs them.
 
-    A subclass finds the model of a request (`find`, `find_by_body`) and answers it (`answer`).
+    A subclass finds the model of a request (`find`, `find_by_body`), and answers the request (`answer`).
     """
 
     by_attribute = False  # The custom attribute `route` may name this route, because it infers or tokenizes.
@@ -133,7 +133,9 @@ class HttpRoute:
         self._short_body = min(UNCOUNTED, self._max_body)
 
     def find(self, head: RequestHead) -> Found:
-        """Return the model of a request, or the reply. None if only the body can tell, or if the route needs no model.
+        """Return the model of a request, or the reply to the request.
+
+        Return None if only `find_by_body` can find the model, or if the route needs no model.
 
         Raises:
             RequestError: The request is refused.
@@ -141,7 +143,9 @@ class HttpRoute:
         return None if self._reply is None else self._reply(head)
 
     async def find_by_body(self, head: RequestHead, call: Call) -> Model | Reply | HttpRoute | None:
-        """Return the model, the reply or another route for a request, if `find` has returned None.
+        """Return the model of a request, the reply to the request, or another route that answers the request.
+
+        This method is called if `find` has returned None.
 
         Raises:
             RequestError: The request is refused.
@@ -198,7 +202,7 @@ class HttpRoute:
         ids: Headers = [(REQUEST_ID, request_id)]
         if self._id_header is not None:
             ids.append((self._id_header, request_id))
-        bare: Headers = [*ids, *self._cors_headers]  # The headers of a reply that needs only the request's head.
+        bare: Headers = [*ids, *self._cors_headers]  # The reply's headers without the contract's headers.
         break_off = head.scope.get("extensions", {}).get(BREAK_OFF)
         headers = [*ids, *self._headers] if refusal is None else bare
         reply = HttpReply(send, headers, state.retry_after, break_off)
@@ -219,7 +223,8 @@ class HttpRoute:
                     if body is None:
                         if service is not None and self.queued and announced_size(head.headers) > UNCOUNTED:
                             explanation, _ = asked_explanation(head.headers, head.attributes)
-                            # An explained call is not counted, so its handler refuses it.
+                            # `refuse_if_full` counts a failed call. A call that asks for an explanation must not be
+                            # counted, so its handler checks the queue.
                             if explanation is None:
                                 service.refuse_if_full()
                         # The service may change while the body is read.
@@ -296,8 +301,8 @@ class HttpRoute:
             if not reply.status:
                 reply.reply(self.refuse(InternalError()))
             return
-        # If the server is full or not ready, the line in the access log is enough. A second line would make a refusal
-        # a sixth more expensive.
+        # If the server is full or not ready, the line in the access log is enough. A second line would add a sixth
+        # to the cost of a refusal.
         level = logging.DEBUG if refusal.status in _OVERLOADED else logging.INFO
         logger.log(level, "refused: %s", reason, extra=extra)
         reply.reply(refusal)

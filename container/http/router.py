@@ -22,8 +22,8 @@ from handlers.route_declarations import MODEL_VERSION
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 ANY_METHOD = "*"  # The entry for all methods that have no other entry for the path.
-WITH_SLASHES = "/"  # In place of a method: the entry for the path with trailing slashes.
-FOR_BROWSERS = "text/html"  # In place of a method: the entry for GET if the client accepts text/html.
+WITH_SLASHES = "/"  # This key replaces the method. Its entry serves the path with trailing slashes.
+FOR_BROWSERS = "text/html"  # This key replaces the method. Its entry serves GET to clients that accept text/html.
 _ENCODED_SLASH = re.compile("%2f", re.IGNORECASE)
 # LMI's paths, which may end in slashes (DJL Serving, `InferenceRequestHandler` and `ManagementRequestHandler`). vLLM
 # and happy_vllm redirect such a path (`WITH_SLASHES`). In other contracts, such a path is unknown.
@@ -153,7 +153,7 @@ class Router:
     def _named(
         self, head: RequestHead, route: HttpRoute, names: tuple[str | None, str | None], named: bytes
     ) -> tuple[HttpRoute, Reply | None]:
-        """Return the route that the attribute `route` of a request names, in place of `route`.
+        """Return the route that the request's attribute `route` names. It replaces the route of the request's path.
 
         Args:
             head: The request.

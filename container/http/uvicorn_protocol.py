@@ -30,7 +30,7 @@ UVICORN = "0.54."  # The supported versions of uvicorn begin with this.
 # The key of a function in `scope["extensions"]`. The function closes the connection at once and drops all unsent data.
 BREAK_OFF = "slipway.break_off"
 
-_TCP_CLOSE = 7  # The first byte of TCP_INFO if the TCP connection was reset.
+_TCP_CLOSE = 7  # If the first byte of TCP_INFO has this value, the TCP connection was reset.
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LEADING_ZERO = b"0"  # The first digit of the next chunk's size.
 _LOOKS_WITH_PROBE = (0, 3)  # A proxy may accept the first probe before it notices that the client has left.
@@ -69,8 +69,8 @@ class CorkedTransport:
     """A transport that joins the writes of one turn of the event loop.
 
     If the client may still be sending, `close` closes only the server's side. The connection is closed when the client
-    closes its side, or after some seconds. If it were closed at once, a client that first sends its whole request and
-    then reads would lose the reply.
+    closes its side, or after some seconds. A client may send its whole request before it reads. If the connection were
+    closed at once, such a client would lose the reply.
     """
 
     def __init__(self, transport: asyncio.Transport, cork: Cork, closing: Callable[[], float] | None = None) -> None:
@@ -79,7 +79,7 @@ class CorkedTransport:
         Args:
             transport: The transport to write to.
             cork: The server's list of transports with unflushed writes.
-            closing: A function that `close` calls. It returns for how many seconds the client may still send.
+            closing: A function that `close` calls. It returns the time for which the client may still send, in seconds.
         """
         self._transport, self._cork = transport, cork
         self.pieces: list[bytes] = []
@@ -229,7 +229,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_limit: asyncio.TimerHandle | None = None
         self._send_limit: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
-        self._unreadable = ""  # The error in unreadable data. All data after it is ignored.
+        self._unreadable = ""  # The error message for unreadable data. All data after it is ignored.
         self._look: asyncio.TimerHandle | None = None  # Set when the client has closed its side.
 
     # Callbacks of the transport.
@@ -293,7 +293,7 @@ class HttpProtocol(HttpToolsProtocol):
             )
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection if the client closed its side and the answer to a complete request is unfinished."""
+        """Keep the connection if the client closed its side but still waits for the answer to a complete request."""
         if self._connection.pieces:  # A reply may have been written in this turn.
             self._connection.flush()
         answering = self._answering
@@ -323,7 +323,7 @@ class HttpProtocol(HttpToolsProtocol):
         return True
 
     def _without_offer(self, rest: bytes) -> bytes:
-        """Return the current request without the protocol that it offers, for a new parser.
+        """Return the current request without its offer of another protocol. A new parser reads this request.
 
         Without the offer, the request is plain HTTP (RFC 9110, section 7.8). httptools stops at the end of the
         request's head, and `rest` is the data after it. Java's HttpClient offers HTTP/2 with the first request of each
@@ -342,7 +342,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._head_limit.cancel()
             self._head_limit = None
         self.scope["extensions"] = self._extensions
-        # A CONNECT request stops the parser, like an offer of another protocol, but cannot be served as plain HTTP.
+        # A CONNECT request stops the parser, as an offer of another protocol does. But a CONNECT request cannot be
+        # served as plain HTTP.
         if self.parser.get_method() == b"CONNECT":
             raise _Refused("CONNECT is for proxies, and this server is none.")
         hosts = 0
@@ -378,7 +379,7 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _closing(self) -> float:
-        """Limit the time for unsent data, and return for how many seconds the client may still send."""
+        """Limit the time for unsent data, and return the seconds for which the client may still send."""
         self._limit_sending()
         # The client may still send if its request is incomplete, or if unreadable data hides the end of the request.
         answered = self._answering is not None and self._answering.response_complete
@@ -404,7 +405,7 @@ class HttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse unreadable data once earlier requests are answered.
 
-        If the reply to the request with this data has begun, close the connection instead.
+        If the unreadable data belongs to a request whose reply has begun, close the connection instead.
         """
         self._drop_unfinished()
         self._unreadable = msg

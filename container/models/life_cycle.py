@@ -1,6 +1,6 @@
 """The life cycle of one model: loaded, restarted, drained and stopped.
 
-A model is starting, ready, draining or stopped. If it can no longer serve, it is failed.
+A model is starting, ready, draining or stopped. A model that can no longer serve has failed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Lifecycle:
 
     @property
     def state(self) -> State:
-        """The state, judged by the engine's latest signs of life. Reading it asks no other process."""
+        """The state, judged by the engine's latest signs of life. This property asks no other process."""
         if self.stage is State.READY and self.service is not None and not self._health(self.service).alive:
             return State.RESTARTING if self._waiting_engine is not None else State.FAILED
         return self.stage
@@ -143,7 +143,7 @@ class Lifecycle:
 
     @property
     def short_of_workers(self) -> bool:
-        """True if too few workers of a custom handler serve, or too few copies of the model."""
+        """True if too few workers of a custom handler serve, or if too few copies of the model serve."""
         service = self.service
         if service is None:
             return False
@@ -351,7 +351,7 @@ class Lifecycle:
 
     @property
     def died_while_draining(self) -> bool:
-        """True if the engine has died during a drain, while running calls have time to finish."""
+        """True if the engine has died during a drain. A drain gives running calls time to finish."""
         service = self.service
         return self.stage is State.DRAINING and service is not None and not self._health(service).alive
 

@@ -138,7 +138,7 @@ def _copies(use: GpuUse) -> str:
 def hub_asked_once(models: Sequence[Settings]) -> Iterator[str]:
     """Check once whether the hub answers, for a command that plans a start. Yield a note if it does not, else "".
 
-    If the hub does not answer, only cached files count inside the context, and the hub is not asked again. Retries of
+    If the hub does not answer, code in this context uses only cached files, and does not ask the hub again. Retries of
     downloads would take half a minute for each model.
     """
     named = (

@@ -1,4 +1,4 @@
-"""Loads, scales and unloads models: those of the server's start and those of the management API."""
+"""Loads, scales and unloads models: the startup models, and the models of the management API."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Registrar:
         self._loads = Loads(models, free)
         self.engine_restarts = EngineRestarts(models, server_config, self._loads)
         self._reads: set[asyncio.Future[Settings]] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()  # Unloads, and registrations whose settings are being read.
+        self._tasks: set[asyncio.Task[Any]] = set()  # The tasks that unload models or read a registration's settings.
 
     @property
     def loading(self) -> bool:

@@ -179,8 +179,8 @@ class Models:
         Args:
             name: The name of the model.
             version: The version. None for all versions.
-            exact: Whether only the given version counts. If not, a model without a version takes the place of a
-                missing version.
+            exact: Whether only the given version counts. If False, and if the server lacks that version, the
+                model without a version counts.
 
         Raises:
             UnknownModel: The server has no such model or version.

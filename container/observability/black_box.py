@@ -220,7 +220,10 @@ def boxes_in(directory: Path) -> list[Path]:
 
 
 def ask_by_signal(server: int) -> bool:
-    """Make a server write a box. Return False if the process is not a server: the signal would kill it."""
+    """Make a server write a box.
+
+    Return False if the process is not a server. The process then gets no signal, because the signal would kill it.
+    """
     if not catches(server, SIGNAL) or not is_registered(server):
         return False
     os.kill(server, SIGNAL)

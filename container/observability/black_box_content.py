@@ -46,7 +46,7 @@ _SHORT_BYTES, _SHORT_FRAMES, _SHORT_CALLS = 6000, 3, 3  # The limits of the shor
 _MOST_FINDINGS, _MOST_TITLES = 8, 3
 _SENTENCE = 300  # The maximum length of a finding or a reason in the short form.
 _PROCESSES = "processes"  # This list is never cut.
-# If `_CUTS` allows N entries for the name "", a string may have N times this many characters.
+# The maximum length of a string is this number times the number of entries that `_CUTS` allows for the name "".
 _TEXT = 20
 # If a box is too large, its lists are cut. A cut limits the number of entries by the name of the list. The name ""
 # stands for all other lists. The cuts are tried in order until the box is small enough: they shorten frames first, then
@@ -85,7 +85,7 @@ class Box:
         return json.dumps({**self.head, "cut": "the box is too large"}).encode()
 
     def short(self, path: str) -> str:
-        """Return the short form: one line of JSON for the log, because the files of a server may be lost."""
+        """Return the short form: one line of JSON. The log has this form because the server's files may be lost."""
         processes = [
             {"pid": p.pid, "name": p.name, "state": p.state, "in": list(p.stacks[0].frames[:_SHORT_FRAMES])}
             if p.stacks
@@ -195,7 +195,10 @@ def _findings(model: Model, cause: str) -> list[str]:
 
 
 def _places(processes: Iterable[ProcessReport]) -> list[str]:
-    """Describe where in the code each process is. The rarest place comes first: other processes may wait for it."""
+    """Describe where in the code each process is.
+
+    The rarest place comes first, because the other processes may be waiting for the process in that place.
+    """
     by_place: dict[str, list[str]] = {}
     for process in processes:
         if process.place:
@@ -355,7 +358,7 @@ _NUMBER = re.compile(r"-\d+$")
 
 
 def _names_of_call(sequence: str) -> set[str]:
-    """Return the ids that the call of a sequence may have."""
+    """Return all possible ids of the call to which a sequence belongs."""
     named = _NAME.fullmatch(sequence)
     found = {sequence} if named is None else {sequence, named["name"]}
     found |= {_BEAM.sub("", name) for name in found}

@@ -35,7 +35,7 @@ class EventLoopWatch:
         self._stuck = 0.0  # The tick that was due when `on_stuck` was last called.
         self.lag = Distribution(_BUCKETS)
         self._due = 0.0
-        self._reported = 0.0  # The tick that was due when the loop's stack was logged.
+        self._reported = 0.0  # The last delayed tick for which the loop's stack was logged.
         self._thread = 0
         self._ended = threading.Event()
 

@@ -139,7 +139,7 @@ class HeldLines:
         self._lines: deque[str] = deque(maxlen=_HELD_LINES)
         self.latest = ""  # The message of the latest line.
         self.holds_lines = True
-        self.holds_output = False  # Whether to hold back lines that no logger wrote, too.
+        self.holds_output = False  # Whether lines that no logger wrote are held back as well.
         self._in_error: set[str] = set()  # The streams whose latest record is an error. Its traceback may follow.
 
     def take(self) -> list[str]:
@@ -304,13 +304,13 @@ def latest_held() -> str:
 
 
 def hold_lines() -> None:
-    """Hold back lines of libraries again after `show_held`, because a model is being started."""
+    """Hold back lines of libraries again, as before `show_held`. Call this function when a model's start begins."""
     if _log.held is not None:
         _log.held.holds_lines = True
 
 
 def show_held() -> None:
-    """Write the lines that were held back, because a start or an engine has failed.
+    """Write the lines that were held back. Call this function when a start or an engine has failed.
 
     Later lines are written immediately, until the next start.
     """

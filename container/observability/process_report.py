@@ -18,7 +18,7 @@ _STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})
 _OF_VLLM = "VLLM::"  # The titles of vLLM's processes begin with this.
 _FORK_SERVER = "VLLM::ForkServer"  # The process that forks vLLM's other processes, which inherit this title at first.
 _STARTING = "VLLM::Starting"
-_VLLM = "/vllm/"  # A part of the path of vLLM's code.
+_VLLM = "/vllm/"  # The path of each file of vLLM contains this.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_CREATED = "_created"  # Samples of counters and histograms with this suffix are separate gauges in this format.
+_CREATED = "_created"  # The format has a separate gauge for samples with this suffix.
 _number: Callable[[float], str] = floatToGoString
 
 

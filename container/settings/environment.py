@@ -223,8 +223,9 @@ _IGNORED = {
     "the model directory is --model-dir, or SERVING_MODEL_STORE": "SAGEMAKER_BASE_DIR",
     "a script gets one request at a time": "SAGEMAKER_TS_BATCH_SIZE SAGEMAKER_TS_MAX_BATCH_DELAY",
 }
-# Variables of other containers that have no effect, with the reason. Two of TGI's variables are not in this list: every
-# container has HOSTNAME, and the hub's library reads HUGGINGFACE_HUB_CACHE.
+# Variables of other containers that have no effect, with the reason. TGI's variables HOSTNAME and
+# HUGGINGFACE_HUB_CACHE are not in this list. Every container has HOSTNAME, and the hub's library reads
+# HUGGINGFACE_HUB_CACHE.
 IGNORED_VARIABLES: Mapping[str, str] = {name: reason for reason, names in _IGNORED.items() for name in names.split()}
 
 # AWS's vLLM image has a variable for each argument of vLLM. The following arguments do not become engine options.
@@ -324,7 +325,10 @@ def for_hub_model(environment: Environment) -> Environment:
 
 
 def for_given_model(environment: Environment, model: Value, others: Collection[str]) -> Environment:
-    """Return the variables with HF_MODEL_ID set to `model`, and without `others`: other variables that name models."""
+    """Return the variables with HF_MODEL_ID set to `model`.
+
+    The result omits `others`, which are other variables that name models.
+    """
     rest = _without(environment, {"HF_MODEL_ID", *others})
     return replace(rest, variables={**rest.variables, "HF_MODEL_ID": model})
 

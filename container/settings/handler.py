@@ -17,7 +17,7 @@ from engines.settings.declaration import PREFIX
 from engines.settings.engine_config import ENVIRONMENT
 from handlers.custom.settings import HandlerConfig, PackageConfig
 
-# LMI's own handler for vLLM. It calls the function `handle` of a `model.py` before the engine.
+# LMI's own handler for vLLM. It first calls the function `handle` of a `model.py`, and then the engine.
 SERVICE_FOR_VLLM = "djl_python.lmi_vllm.vllm_async_service"
 _DEGREE = re.compile(r"[0-9]{1,9}").fullmatch
 _LEAST_IDLE_TIME = 0.01  # Seconds.
@@ -64,8 +64,8 @@ def handler_settings(
         handler_config,
         min_workers=least,
         max_workers=max(least, most),
-        # With 0, a worker would exit as soon as it is idle. The minimum also limits how often a worker that waits for a
-        # full batch is checked.
+        # With 0, a worker would exit as soon as it is idle. If a worker waits for a full batch, this
+        # time is also the pause between two checks of the worker, so the time must not be too short.
         max_idle_time=max(handler_config.max_idle_time, _LEAST_IDLE_TIME),
         python_executable=executable,
         devices=devices,

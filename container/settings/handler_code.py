@@ -101,7 +101,10 @@ def _script(sources: Sources, code: Path | None) -> Path | None:
 
 
 def defines(path: Path, function: str) -> bool:
-    """Return True if a file may define the function, or if it is broken. The fault is reported when the file runs."""
+    """Return True if a file may define the function, or if the file is broken.
+
+    The fault is reported when the file runs.
+    """
     try:
         source = importlib.util.decode_source(path.read_bytes())
         scopes = [symtable.symtable(source, str(path), "exec")]

@@ -165,7 +165,7 @@ def load_server(environment: Environment, command_line: Mapping[str, str]) -> Se
 
 
 def _in_order(entries: Iterable[SettingEntry]) -> tuple[SettingEntry, ...]:
-    """Return the entries in the order of the tables. Entries that no table has are last, such as engine arguments."""
+    """Return the entries in the order of the tables. Entries without a table, such as engine arguments, are last."""
     return tuple(sorted(entries, key=lambda entry: _PLACES.get(entry.name, len(_PLACES))))
 
 
@@ -441,7 +441,7 @@ def _listed(
 ) -> Iterator[StartupModel]:
     for text in texts:
         entry = _LISTED.fullmatch(text)
-        assert entry is not None  # Any text matches, at least as a URL.
+        assert entry is not None  # Every text matches: the whole text may be a URL.
         source = f"{place}: {text}"
         given = {"engine": entry["engine"], "load_on_devices": entry["devices"]}
         arguments = {key: Value(part, source) for key, part in given.items() if part}

@@ -227,7 +227,7 @@ def _with_engine_chosen(sources: Sources, config: ModelConfig) -> ModelConfig:
 
 
 def _with_formatter(sources: Sources, lmi: LmiConfig, code: Path | None) -> LmiConfig:
-    """Return the settings with the output formatter, which is built in or a function of `model.py`."""
+    """Return the settings with the output formatter: a built-in formatter, or a function of `model.py`."""
     name = sources.value(OUTPUT_FORMATTER)
     if name in FORMATTERS:
         return replace(lmi, output_formatter=name)
@@ -312,7 +312,10 @@ def _check_parsers(arguments: Mapping[str, Value], lookup: Lookup) -> None:
 
 
 def _check_json(arguments: Mapping[str, Value], lookup: Lookup) -> None:
-    """Check engine arguments that look like JSON objects, except chat templates, which may begin with a brace, too."""
+    """Check engine arguments that look like JSON objects.
+
+    Chat templates are not checked, because a template may also begin with a brace.
+    """
     for name, value in arguments.items():
         if value.text.lstrip().startswith("{") and name not in _TEMPLATES:
             try:
@@ -363,7 +366,7 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
     elif os.path.isdir(sources.model_dir / url):
         directory = str(sources.model_dir / url)  # If `url` is an absolute path, this is the same path.
     else:
-        return  # This is a hub id, or the directory is missing and the engine reports this.
+        return  # `url` is a hub id, or a missing directory. The engine reports a missing directory.
     if fault := location.model_fault(Path(directory)):
         sources.lookup.problems.append(f"{given.describe(PREFIX + _SPECULATIVE)}: {fault}")
     arguments[_SPECULATIVE] = Value(json.dumps(config | {"model": directory}), given.source)
@@ -433,7 +436,7 @@ def _copies(sources: Sources, config: ModelConfig) -> tuple[int | None, int | No
 
 
 def _numbers_of_copies(sources: Sources) -> dict[str, Value]:
-    """Return the model's settings, without a number of workers that is meant for scripts only."""
+    """Return the model's settings. A number of workers that is meant for scripts only is left out."""
     layer = sources.workers()
     for setting in options.COPIES:
         value = layer.get(setting.key)

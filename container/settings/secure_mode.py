@@ -72,7 +72,7 @@ class SecureMode:
     # The model's settings as they were written in serving.properties, the environment and the management API.
     keys: Mapping[str, Value] = field(default_factory=dict)
     variables: Mapping[str, Value] = field(default_factory=dict)
-    directories: tuple[Path, ...] = ()  # The model directory, and the directory of the weights if it is another.
+    directories: tuple[Path, ...] = ()  # The model directory, and a separate directory of weights if there is one.
     fetched: tuple[Path, ...] = ()  # The directories of models that were fetched from S3. They are always untrusted.
     handler: Path | None = None  # The file of the model's handler. None if an engine or a module serves the model.
 

@@ -1,4 +1,4 @@
-"""The settings of the server: SERVING_<KEY> in the environment or --<key> on the command line, and how they are read.
+"""Declares and reads the settings of the server: SERVING_<KEY> in the environment, or --<key> on the command line.
 
 Names and defaults are LMI's, except for settings that only Slipway has.
 """
@@ -252,7 +252,7 @@ _ALLOW_UNKNOWN = Setting(
     shows_default=False,
     doc="Warn of [unknown names](#errors)",
 )
-# The settings that determine the models, their locations, and how their settings are read.
+# The settings that name models, locate them, or change how the models' settings are read.
 FOR_MODELS: tuple[Setting[Any], ...] = (
     MODEL_NAME,
     Setting("model_store", TEXT, "/opt/ml/model", doc="Model directory, or `s3://`"),

@@ -14,7 +14,7 @@ NOT_TEXT = re.compile("[\x00\ud800-\udfff]")  # Characters that no value may con
 _LONGEST_QUOTE = 200
 
 # `_NAMES` matches the ends of credentials' names, but not names such as `max_num_batched_tokens`, `eos_token_id` and
-# `image_token`. If one of these words is before `token`, the name is not a credential's.
+# `image_token`. A name with one of these words before `token` is not the name of a credential.
 _NO_CREDENTIAL = "audio|bos|cls|end|eos|image|mask|media|pad|sep|start|stop|unk|video|vision"
 _NAMES = (
     r"((api|access|secret|private)[_-]?keys?|passwords?|passwd|secrets?|credentials?|authorization|signature|"
@@ -31,8 +31,8 @@ _SECRET_VALUE = re.compile(
     r"|\b(sk|glpat|nvapi)-[A-Za-z0-9_-]{16,}|\b(gh[a-z]|github_pat)_[A-Za-z0-9_]{20,}"
     r"|(?<=[Bb]earer )[^\s\"']+"
 )
-# Matches credentials in text that is not JSON: the values of an argument (`--api-key KEY KEY`), or a member of an
-# object or a query. If the value is an object or an array, all text after it is hidden, too.
+# Matches credentials in text that is not JSON. A credential is a value of an argument (`--api-key KEY KEY`), of an
+# object's member, or of a query's parameter. If the value is an object or an array, all text after it is hidden, too.
 _SECRET_MEMBER = re.compile(
     rf"(?P<argument>--([a-z]{{1,20}}-){{0,3}}{_NAMES}[\"'\\,\s]{{1,9}}).+?(?=[\"'\\,\s]--|\Z)"
     rf"|(?P<name>{_NAMES}[\"'\\]{{0,9}}\s{{0,9}}[=:]\s{{0,9}}\\{{0,9}}[\"']?)"
@@ -95,7 +95,7 @@ class Value:
 
     @property
     def place(self) -> str:
-        """The source as text for a message that already names the key."""
+        """The source of the value, as text for a message. The message itself has to name the key."""
         return f"{self.source.partition(':')[0]}, line {self.line}" if self.line else self.source
 
     @property

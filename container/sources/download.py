@@ -136,8 +136,8 @@ def open_model(url: str, downloads: Path | None = None, *, offline: bool = False
 def download_dir(environ: Mapping[str, str] | None = None) -> Path:
     """Return the cache directory for models from S3.
 
-    The first of these counts: SERVING_DOWNLOAD_DIR; DJL_CACHE_DIR; on SageMaker /tmp/slipway, which is on the large
-    disk; the user's cache directory.
+    SERVING_DOWNLOAD_DIR takes precedence over DJL_CACHE_DIR. If neither is set, the directory is /tmp/slipway on
+    SageMaker, because it is on the large disk. The last choice is the user's cache directory.
     """
     environ = os.environ if environ is None else environ
     for name in ("SERVING_DOWNLOAD_DIR", "DJL_CACHE_DIR"):
@@ -165,7 +165,7 @@ class LocalCopy:
         return tuple(file for file in files if file not in listed or not self._has(file))
 
     def is_complete(self, files: Sequence[RemoteFile]) -> bool:
-        """Return whether the copy consists of exactly these files, and none of them is missing."""
+        """Return True if the copy's listing has exactly these files, and if none of the files is missing."""
         return set(files) == set(self._listed()) and not self.missing(files)
 
     def complete_files(self) -> tuple[RemoteFile, ...]:
