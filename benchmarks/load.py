@@ -141,7 +141,7 @@ class Waves:
         self._together = together
 
     def admits(self, made: int) -> bool:
-        """Return True if a client that has sent `made` requests may send another."""
+        """Return True if a client may send another request after `made` requests."""
         if self._together and made < self._opened:
             return True
         if clock() >= self.deadline:

@@ -48,7 +48,7 @@ from benchmarks.scripted_front_end import BLOCK, MAX_MODEL_LEN, Script, addresse
 MAX_SEQUENCES = 1024
 _TEXT_CHARACTERS = 20_000
 _VECTOR = torch.linspace(-1, 1, 64)
-_STRIDE = 37  # Each request starts this many tokens further in the text, so that sequences differ.
+_STRIDE = 37  # In the text, each request starts this many tokens after the previous request. So sequences differ.
 _READY = EngineCoreReadyResponse(
     max_model_len=MAX_MODEL_LEN,
     num_gpu_blocks=10_000,
