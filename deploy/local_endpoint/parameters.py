@@ -104,7 +104,7 @@ def check_endpoint_name(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The checked parameters of a call, and the headers to send to the container."""
+    """A call's valid parameters, and the headers to send to the container."""
 
     api: Api
     values: Mapping[str, str]  # The given parameters, by their name in the service model, such as `TargetModel`.

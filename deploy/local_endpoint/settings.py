@@ -73,7 +73,7 @@ class LocalSettings:
         """Return the headers that tell the container which inference component a call uses.
 
         Raises:
-            RuntimeApiError: The component does not exist, or the call does not name a component although it has to.
+            RuntimeApiError: The component does not exist, or the call has to name a component and names none.
         """
         if component is None and self.components:
             raise validation_error(_COMPONENT_MISSING, "INFERENCE_COMPONENT_NAME_MISSING")

@@ -161,7 +161,7 @@ class PrefixAwareRouting(_Table, frozen=True):
     prefix_length: Annotated[
         int, Meta(ge=1024, le=65536)
     ]  # The number of bytes of the body. On the OpenAI path: the number of characters of the messages.
-    # If an instance or a component's copy has this number of open requests, further requests go elsewhere.
+    # The number of open requests at which an instance, or a copy of a component, gets no further requests.
     concurrency_threshold: Annotated[int, Meta(ge=1, le=1024)]
 
 
