@@ -168,7 +168,8 @@ def _tags(paths: Mapping[str, Any]) -> list[dict[str, str]]:
 def _operations(config: ModelConfig, forwarded: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Operation]]:
     """Yield method, path, tag and description of each route that vLLM's document does not describe.
 
-    `openapi_document` joins routes that share a method and a path. If they have no body, it uses only the first route.
+    `openapi_document` joins routes that share a method and a path. If such routes have no body,
+    `openapi_document` uses only the first route.
     """
     bodies = {path: _body_schema(forwarded[path]["post"]["requestBody"]) for path in _FOR_VLLM if path in forwarded}
     invocations = invocation(config, bodies)

@@ -207,8 +207,9 @@ class HttpProtocol(HttpToolsProtocol):
     A client that has only closed its side of the connection (RFC 9112, section 9.6) looks like a client that has left.
     The server sends data to find the difference: if the client has left, its operating system answers with a reset. If
     the reply is not complete after `LOOK_SECONDS`, the server sends bytes that HTTP/1.1 clients have to ignore. Before
-    the reply, these bytes are an interim reply. In the middle of a stream, they are a leading zero of the next chunk's
-    size. HTTP/1.0 has neither, so an HTTP/1.0 client that closes its side counts as gone.
+    the reply, these bytes are an interim reply. In the middle of a stream, the bytes are a zero at the start of the
+    next chunk's size. HTTP/1.0 has no interim replies and no chunks, so an HTTP/1.0 client that closes its side counts
+    as gone.
     """
 
     MAX_HEAD = 256 * 1024  # The largest size of a request line and headers, or of trailers, in bytes.
@@ -253,7 +254,7 @@ class HttpProtocol(HttpToolsProtocol):
         ):
             if timer is not None:
                 timer.cancel()
-        # uvicorn notifies only the last request that it read, which may not have begun yet.
+        # uvicorn notifies only the latest request. The latest request may still wait for an earlier request.
         self.pipeline.clear()
         running = self._answering
         if running is not None and not running.response_complete:
@@ -381,7 +382,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _closing(self) -> float:
         """Limit the time for unsent data, and return the seconds for which the client may still send."""
         self._limit_sending()
-        # The client may still send if its request is incomplete, or if unreadable data hides the end of the request.
+        # The client may still send if its request is incomplete. Unreadable data may be part of an incomplete request.
         answered = self._answering is not None and self._answering.response_complete
         sends = self._unreadable or (answered and self.cycle is not None and self.cycle.more_body)
         return self.LINGER_SECONDS if sends else 0.0

@@ -76,7 +76,7 @@ class Lifecycle:
 
     @property
     def _waiting_engine(self) -> Engine | None:
-        """The engine. None if calls get an error when the engine dies, instead of waiting for its restart."""
+        """The engine, if calls wait for its restart. None if calls get an error when the engine dies."""
         service = self.service
         if service is None or self.stage is State.STARTING:
             return None
@@ -124,7 +124,7 @@ class Lifecycle:
 
     @property
     def unhealthy(self) -> str:
-        """The reason why the model, although ready, counts as unhealthy. Empty if it is healthy."""
+        """The reason why a ready model counts as unhealthy. Empty if it is healthy."""
         return self.stalled or self.lost
 
     def _health(self, service: Service) -> EngineHealth:

@@ -57,7 +57,7 @@ class GpuUse:
         return self.gpus // self.copies if self.gpus is not None and self.copies else None
 
     def remedies(self, idle: int) -> dict[str, int]:
-        """Return the settings that would make the model use idle GPUs, too. Each of them is enough on its own."""
+        """Return the settings with which the model would also use idle GPUs. Each of them is enough on its own."""
         if self.gpus is None or not self.copies:
             return {}
         room, found = min(self.gpus + idle, self.allowed), {}
@@ -74,7 +74,10 @@ class GpuUse:
         return found
 
     def _taken(self, size: int, room: int) -> int:
-        """Return how many of `room` GPUs the model uses if `size` GPUs share each layer. 0 if `room` is too small."""
+        """Return the number of GPUs that the model uses.
+
+        The model may use `room` GPUs, and `size` GPUs share each layer. The number is 0 if `room` is too small.
+        """
         each = self.layout.gpus(size)
         return each * copies_that_fit(room, each, self.most_copies) if each <= room else 0
 
@@ -136,10 +139,10 @@ def _copies(use: GpuUse) -> str:
 
 @contextmanager
 def hub_asked_once(models: Sequence[Settings]) -> Iterator[str]:
-    """Check once whether the hub answers, for a command that plans a start. Yield a note if it does not, else "".
+    """Check once whether the hub answers, for a command that plans a start.
 
-    If the hub does not answer, code in this context uses only cached files, and does not ask the hub again. Retries of
-    downloads would take half a minute for each model.
+    Yield a note if the hub does not answer, else "". If the hub does not answer, code in this context uses only cached
+    files, and does not ask the hub again. Retries of downloads would take half a minute for each model.
     """
     named = (
         model
@@ -318,7 +321,7 @@ def gpus_of(config: ModelConfig, memory: Sequence[int]) -> tuple[int, ...]:
 
 
 def sharing_gpus(config: ModelConfig, gpus: int) -> tuple[Sequence[int], Layout]:
-    """Return the possible numbers of GPUs that share each layer, in ascending order, and the model's layout.
+    """Return how many GPUs may share each layer (all possible numbers, ascending), and the model's layout.
 
     If `gpus` is 0, the model runs in main memory, and the numbers are numbers of processes.
     """

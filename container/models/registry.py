@@ -113,7 +113,7 @@ class Models:
 
     def __init__(self, models: Iterable[Model] = ()) -> None:
         self._models = {(model.name, model.version): model for model in models}
-        self.only = self._only()  # The only model, if the server started with it and has no other.
+        self.only = self._only()  # The startup model if it is the server's only model, else None.
         self._turns = itertools.count()
         # The calls that are not answered yet, on all routes. Maps the head of a call to its route and its start time
         # (`time.perf_counter`).

@@ -224,7 +224,7 @@ def _worker_names(model: Model) -> dict[int, str]:
 
 
 def _model(model: Model) -> dict[str, Any]:
-    """Return the state of a model, the steps of its engine, and its settings."""
+    """Return the state of a model, the steps of the model's engine, and the model's settings."""
     lifecycle, service = model.lifecycle, model.lifecycle.service
     shown: dict[str, Any] = {
         "name": model.title,

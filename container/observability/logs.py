@@ -25,8 +25,8 @@ _PLAIN = "%(asctime)s %(levelname)-7s %(replica)s%(name)s%(request)s: %(message)
 _ACCESS = logging.getLogger("slipway.access")
 # Libraries whose lines below `warning` are not shown.
 _LIBRARIES = frozenset({"vllm", "torch", "transformers", "huggingface_hub", "httpx", "uvicorn"})
-# Warnings of vLLM that begin like this are not shown. No user can act on them, because Slipway chose the setting or the
-# device has no alternative.
+# Warnings of vLLM that begin like this are not shown. Users cannot act on these warnings: either Slipway chose the
+# setting, or the device has no alternative.
 _WITHOUT_REMEDY = (
     "Enforce eager set, disabling torch.compile",
     "Inductor compilation was disabled by user settings",

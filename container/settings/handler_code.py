@@ -1,6 +1,6 @@
 """Finds the code that serves a model: a handler, or a script of SageMaker's script mode.
 
-An engine serves a model without such code.
+If a model has no such code, an engine serves the model.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ def other_arguments(
         layer: The keys and their values.
         rolling_batch: The value of the option.
         lookup: Collects the problems and warnings.
-        reads_names: Whether code of the model or another engine of DJL may read names that Slipway does not know.
+        reads_names: Whether the model's code or an engine of DJL may read names that Slipway does not know.
     """
     arguments: dict[str, Value] = {}
     for key, value in layer.items():

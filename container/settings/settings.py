@@ -50,10 +50,10 @@ class Settings(ServerReport):
     config: ModelConfig
     required_memory: int | None = None  # The memory that the model needs, in MiB. If None, it is estimated.
     reserved_memory: int = 500  # The memory that has to stay free, in MiB.
-    # Returns the parts of the model that the secure mode refuses. It is called again after weights were downloaded.
+    # Returns those parts of the model that the secure mode refuses. It is called again after weights were downloaded.
     # None if the mode is off.
     model_faults: Callable[[], list[str]] | None = field(default=None, compare=False)
-    # Returns the parts of an adapter's directory that the secure mode refuses.
+    # Returns those parts of an adapter's directory that the secure mode refuses.
     adapter_faults: Callable[[Path], list[str]] | None = field(default=None, compare=False)
     remote_models: tuple[RemoteWeights, ...] = ()  # Models whose weights must be fetched before the model is loaded.
     # Fetches adapters while the model serves. If None, adapters on S3 are refused.

@@ -160,7 +160,7 @@ class LocalCopy:
         self._listing = self.root / "listing"
 
     def missing(self, files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
-        """Return the files that are missing or incomplete, or of which S3 has another version."""
+        """Return the files that are missing, incomplete, or of another version than on S3."""
         listed = set(self._listed())
         return tuple(file for file in files if file not in listed or not self._has(file))
 
