@@ -105,7 +105,7 @@ def _resources(configuration: Configuration) -> dict[str, Any]:
 
 
 def _resource(kind: str, properties: Properties, after: str | None = None) -> dict[str, Any]:
-    """Return a resource. CloudFormation creates the resource `after` first, even if no property refers to it."""
+    """Return a resource. If `after` names another resource, CloudFormation creates that resource first."""
     return {"Type": kind, "DependsOn": after, "Properties": properties}
 
 
@@ -326,7 +326,7 @@ def _component(configuration: Configuration, component: Component) -> Properties
                 "PlacementStrategy": component.placement.upper(),
                 "AvailabilityZoneBalance": {"EnforcementMode": "PERMISSIVE"},
             },
-            # Caches the image and the model on the instances, for faster scale-out.
+            # The instances keep the image and the model in a cache, so that the component scales out faster.
             "DataCacheConfig": {"EnableCaching": True},
         },
         "RuntimeConfig": {"CopyCount": component.copies},
@@ -359,11 +359,11 @@ def scaled_target(name: str, *, component: bool) -> Properties:
 
 
 def _scaling(configuration: Configuration, scaling: Autoscaling) -> dict[str, Any]:
-    """Return the resources that scale with the load, and from zero.
+    """Return the resources for scaling with the load and for scaling up from zero.
 
-    Target tracking cannot scale up from zero, because nothing is measured while nothing runs. If zero is allowed, an
-    alarm on requests that found no capacity also triggers a step policy. Source: SageMaker's guide, "Scale an endpoint
-    to zero instances".
+    Target tracking cannot scale up from zero, because nothing is measured while nothing runs. If the minimum is zero,
+    the result also has a step policy. An alarm triggers this policy when a request finds no capacity. Source:
+    SageMaker's guide, "Scale an endpoint to zero instances".
     """
     name, component = configuration.name, configuration.component is not None
     target = scaled_target(name, component=component)
