@@ -51,7 +51,7 @@ def get_rolling_batch_class_from_str(rolling_batch_type: str) -> Callable[..., R
 
 
 class HuggingFaceService:
-    """A handler that runs a transformers pipeline. It answers dynamic batches, or streams one answer."""
+    """A handler that runs a transformers pipeline, for dynamic batches and for streams of one request."""
 
     def __init__(self) -> None:
         self.initialized = False

@@ -84,7 +84,7 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
         rolling_batch.reset()
     parsed = ParsedInput(batch=inputs.get_batches())
     known = 0
-    if rolling:  # Known requests are empty, but a new request may be empty as well.
+    if rolling:  # Known requests have no data. A new request may also have no data.
         known = min(sum(not item.get_as_bytes() for item in parsed.batch), len(rolling_batch.active_requests))
     for index, item in enumerate(parsed.batch[known:], known):
         try:

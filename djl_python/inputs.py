@@ -27,8 +27,8 @@ Body = bytes | bytearray
 _MISSING_CELLS = 1_000_000
 
 
-# The method that reads each kind of content. All these methods exist in LMI's class, but a request may have another
-# class.
+# For each kind of content, the name of the method that reads it. All these methods exist in LMI's class, but a request
+# may have another class.
 READERS = {
     "application/json": "get_as_json",
     "text/csv": "get_as_string",

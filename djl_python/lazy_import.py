@@ -1,4 +1,4 @@
-"""Imports packages that only some methods need.
+"""An import function for packages that only some methods need.
 
 A handler's interpreter may not have these packages, so they are imported when such a method is called.
 """

@@ -249,8 +249,8 @@ def _next_chat_chunk(output: TextGenerationOutput) -> tuple[str, bool]:
     choice = {
         "index": 0,
         "delta": delta,
-        # As in LMI's tests and documentation, `logprobs` is an array, and the alternative has a log probability instead
-        # of its text.
+        # As in LMI's tests and documentation, `logprobs` is an array, and the `token` in `top_logprobs` is a log
+        # probability instead of a text.
         "logprobs": [{"content": [_logprob(token, token.log_prob)]}] if _wants_logprobs(output) else None,
         "finish_reason": output.best_sequence.finish_reason if is_last else None,
     }

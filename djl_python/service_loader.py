@@ -16,7 +16,8 @@ from typing import Any
 from djl_python.inputs import Input
 
 MODEL_FILE = "model.py"
-# For each decorator's mark: the name of the same function in SageMaker's script mode, and its allowed parameter lists.
+# For each decorator's mark: the name that the marked function has in SageMaker's script mode, and the parameter lists
+# that a function of this name may have.
 _SAGEMAKER_FUNCTIONS = {
     "is_init_handler": ("model_fn", [["model_dir"]]),
     "is_input_formatter": (
@@ -102,8 +103,8 @@ def get_annotated_function(
     """Return the function in `model.py` that a decorator has marked, or else SageMaker's script-mode function.
 
     Returns:
-        The function. None if there is no such function or no `model.py`. Also None if the script-mode function does not
-        have the parameter names that SageMaker requires.
+        The function. The result is None in three cases: there is no `model.py`; there is no such function; the
+        script-mode function does not have the parameter names that SageMaker requires.
 
     Raises:
         Exception: The file raised this exception.

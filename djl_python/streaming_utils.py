@@ -15,7 +15,7 @@ _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "typical_p": 1.0}
 
 
 class StreamingUtils:
-    """Has the functions under the names that customers' handlers use."""
+    """The functions of this module, under the names that customers' handlers use."""
 
     DEFAULT_MAX_NEW_TOKENS = DEFAULT_MAX_NEW_TOKENS
 

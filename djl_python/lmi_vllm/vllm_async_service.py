@@ -57,7 +57,7 @@ class VLLMHandler:
         """Load the engine if it is not loaded yet.
 
         Args:
-            properties: Ignored. The properties may come from a request, and a client must not choose the model.
+            properties: Ignored. A handler may pass the properties of a request, but a client must not choose the model.
 
         Raises:
             RuntimeError: The engine cannot be loaded, or the model has no engine.
@@ -104,7 +104,7 @@ class VLLMHandler:
 
 
 service = VLLMHandler()
-_model: ModelService | None = None  # The customer's `model.py`. None until it is loaded.
+_model: ModelService | None = None  # The customer's `model.py`. None until the first call loads this file.
 
 
 async def handle(inputs: Input) -> Any:

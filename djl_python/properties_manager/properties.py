@@ -1,7 +1,7 @@
 """The settings of a served model, as a pydantic class.
 
-Rolling batches receive an instance, and customers write subclasses. In `djl_python`, only `properties_manager` imports
-pydantic.
+A rolling batch receives an instance of this class, and customers write subclasses of it. In `djl_python`, only
+`properties_manager` imports pydantic.
 """
 
 from __future__ import annotations
