@@ -81,9 +81,9 @@ def takes_request_output(function: Callable[..., Any]) -> bool:
 def legacy_call_arguments(request_output: TextGenerationOutput, next_token: NextToken) -> LegacyArguments:
     """Return the arguments of a legacy formatter for a token that `Sequence.advance` returned.
 
-    The details are empty unless the request sets `details` or has failed. For the last token, the text is the text of
-    all tokens. For earlier tokens, the text is empty. If the request sets `return_full_text`, the text starts with the
-    prompt in both cases.
+    If the request does not set `details`, the details are empty, or only tell that the request has failed. For the last
+    token, the text is the text of all tokens. For earlier tokens, the text is empty. If the request sets
+    `return_full_text`, the text starts with the prompt in both cases.
     """
     token, _, is_first, is_last = next_token
     sequence = request_output.best_sequence

@@ -13,7 +13,7 @@ from typing import Any
 
 MORE_CHUNKS = b"\1"
 LAST_CHUNK = b"\0"
-STREAMED_CONTENT = -1  # If chunks follow, this replaces the number of content entries.
+STREAMED_CONTENT = -1  # Sent instead of the number of content entries if chunks follow.
 
 
 def read_exactly(connection: socket, size: int) -> bytearray:
