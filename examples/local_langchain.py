@@ -1,4 +1,4 @@
-"""langchain-aws against a local endpoint: completions and chats, whole and streamed.
+"""Calls a local endpoint with langchain-aws. Gets completions and chats, each as a whole answer and as a stream.
 
 Start the endpoint first: slipway serve --model-dir <model> --local-endpoint my-endpoint
 """

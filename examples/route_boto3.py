@@ -1,4 +1,4 @@
-"""boto3 calls each contract of a SageMaker endpoint, by the attribute `route`."""
+"""Calls each contract of a SageMaker endpoint with boto3. The attribute `route` chooses the contract."""
 
 import json
 

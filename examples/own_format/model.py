@@ -1,6 +1,6 @@
 """Formatters: clients send {"question": ...} and get {"answer": ...}, whole or as a stream of words.
 
-For the rolling batch, the default.
+The formatters are for the rolling batch, which is the default.
 """
 
 import json
@@ -23,7 +23,8 @@ def read(input_item: Input, **kwargs) -> TextInput:
 @output_formatter
 def write(request_output: TextGenerationOutput) -> str:
     sequence = request_output.best_sequence
-    if request_output.input.parameters["stream"]:  # Called for each token, which has to be read here.
+    if request_output.input.parameters["stream"]:
+        # In a stream, this function is called for each token. It has to read the token.
         token, _, _, last = sequence.get_next_token()
         return json.dumps({"text": token.text, "last": last}) + "\n"
     if not request_output.finished:
