@@ -1,6 +1,7 @@
 """The contracts that declare routes. Add new contracts here.
 
-Two contracts may share a path and a method only if one of the two routes has `with_field` or both have `models`.
+Two contracts may share a path and a method in two cases only: one of the two routes has `with_field`, or both routes
+have `models`.
 """
 
 from __future__ import annotations

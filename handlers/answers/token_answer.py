@@ -36,7 +36,7 @@ class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of one contract, and the members that a request asks for."""
 
     token: tuple[str, str, str] = ("", "", "")  # Three texts: before the id, the text and the log probability.
-    ends: tuple[str, str] = ("}", "}")  # The ends of a normal token's object and of a special token's object.
+    ends: tuple[str, str] = ("}", "}")  # The end of a normal token's object, and the end of a special token's object.
     prefill: TokenForm | None = None  # The form of the prompt's tokens, if it differs from this form.
     number: Callable[[float], str] = repr  # Writes a finite log probability. Other values become null.
     special_texts: Mapping[int, str] = {}  # Maps ids of special tokens to texts. The answer's text omits them.
@@ -99,7 +99,7 @@ _VALUES: Mapping[str, Callable[[TokenForm, ShownSequence], str]] = {
 
 
 def without(names: Iterable[str], left_out: Collection[str]) -> tuple[str, ...]:
-    """Return the members of an object that the request asks for."""
+    """Return the names of an object's members, without the names in `left_out`."""
     return tuple([name for name in names if name not in left_out])
 
 
