@@ -1,6 +1,7 @@
 """Automata that accept the texts in which a pattern is found.
 
-`expression` turns an automaton into an expression for these texts, or for all other texts.
+`expression` turns an automaton into an expression. The expression matches these texts. If `complemented`, it matches
+all other texts instead.
 
 An automaton follows all paths through a pattern's tree at once. Each state is a formula over places in the tree. A
 formula is a set of alternatives, and the rest of the text must match one of them. To match an alternative, the rest
@@ -136,7 +137,7 @@ def _sets(node: Node) -> Iterator[Characters]:
 
 
 class Automaton:
-    """A deterministic automaton that accepts the texts that begin with a match of a pattern.
+    """A deterministic automaton for a pattern. It accepts a text if the beginning of the text matches the pattern.
 
     Args:
         tree: The pattern.
@@ -175,7 +176,7 @@ class Automaton:
             self.accepting.append(self._ends(formula, before))
 
     def _place(self, node: Node, place: int) -> int:
-        """Compile a part of the tree, which is followed by `place`. Return the place at which the part begins."""
+        """Compile a part of the tree. `place` follows this part. Return the place at which the part begins."""
         self._work.spend(1)
         if isinstance(node, Chain):
             for part in reversed(node.parts):
@@ -280,7 +281,7 @@ class Automaton:
         )
 
     def _any(self, formulas: Sequence[_Formula]) -> _Formula:
-        """Return the disjunction. Sets of places that are supersets of another set are dropped."""
+        """Return the disjunction. A set of places is dropped if it contains all places of another set."""
         united = frozenset().union(*formulas)
         self._work.spend(len(united))
         if len(united) < 2 or all(len(places) == 1 for places in united):
@@ -398,7 +399,7 @@ class _Graph:
         return None if texts is None else "|".join(texts)
 
     def _cost(self, state: int) -> int:
-        """Return by how many characters the expressions grow if a state is removed."""
+        """Return the number of characters by which the expressions grow if a state is removed."""
         before = [self._onward[other][state] for other in self._back[state] if other != state]
         after = [texts for other, texts in self._onward[state].items() if other != state]
         loop = self._onward[state].get(state, ())
@@ -422,7 +423,7 @@ class _Graph:
         return back.union(onward)
 
     def _grouped(self, choices: Sequence[str], sign: str = "") -> str:
-        """Return alternatives as one part of an expression, with a quantifier."""
+        """Join alternatives into one part of an expression, and add a quantifier to this part."""
         texts = [text for text in choices if text]
         if not texts:
             return ""

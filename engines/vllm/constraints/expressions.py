@@ -252,7 +252,7 @@ def _folded(parts: Sequence[_Ranges | str], *, negated: bool) -> str:
 
 
 def _text(ranges: Iterable[tuple[int, int]]) -> str:
-    """Return the text that stands for ranges between the brackets of a class."""
+    """Return ranges in the notation of a class, without the brackets around the class."""
     written = [[_shown(edge) for edge in dict.fromkeys(pair)] for pair in ranges]
     return "".join(["-".join(edges) for edges in written])
 

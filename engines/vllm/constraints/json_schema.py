@@ -47,10 +47,10 @@ from engines.vllm.constraints.schema_values import (
     with_integers,
 )
 
-_MAX_CHARACTERS = 1 << 17  # The maximum length of a schema without keywords that have no effect.
+_MAX_CHARACTERS = 1 << 17  # The maximum length of a rewritten schema.
 WHOLE = "#"  # The place of the whole schema. It is returned if only the type of the schema is enforced.
-# Limits on the number of schemas that rewriting adds: in total, and for one keyword. A long item of `contains` counts
-# as several schemas: one more for each 64 characters.
+# Limits on the number of schemas that rewriting adds: in total, and for one keyword. An item of `contains` counts as
+# one schema, plus one schema for each 64 characters.
 _MOST_ADDED, _MOST_ALTERNATIVES, _CHARACTERS_OF_A_SCHEMA = 2048, 128, 64
 _MOST_BRANCHES = 48  # The maximum number of branches of a `oneOf`. Each pair of branches is compared.
 _MOST_PLACES, _MOST_PLACE_CHARACTERS = 64, 8192  # The limits on the number and the total length of returned places.
@@ -173,7 +173,8 @@ class _Node:
     # Further schemas that must also hold, each with the keyword from which it comes.
     also: list[tuple[str, Schema]] = field(default_factory=list)
     keyword: str = ""  # The keyword that is being rewritten.
-    also_at: int = 0  # The number of keywords in `out` before `also`. It decides the order of members.
+    # The number of keywords in `out` when the first schema was added to `also`. It decides the order of members.
+    also_at: int = 0
 
     def add(self, *schemas: Schema) -> None:
         """Add schemas that must also hold."""
@@ -222,7 +223,7 @@ class _Rewriter:
         return self._fault(text)
 
     def schema(self, given: Any, place: str, closed: bool, *, exact: bool = False) -> Schema:
-        """Rewrite a schema. The result allows more texts than the schema only if a part is not enforced."""
+        """Rewrite a schema. If every part is enforced, the result allows no more texts than the schema."""
         if isinstance(given, bool):
             return given
         if not isinstance(given, dict):
@@ -263,7 +264,7 @@ class _Rewriter:
         return self._joined(node)
 
     def _seal(self, node: _Node) -> None:
-        """Allow only one spelling for the names of further members, which the schema does not name.
+        """Allow only one spelling of a member's name if the schema does not name the member.
 
         llguidance compares the names of members by their bytes, and allows any escapes in the names of further members.
         So it does not recognize the member `a` in `{"\\u0061": 1}`. If names must match a pattern, llguidance allows no
@@ -647,7 +648,7 @@ class _Rewriter:
         return True
 
     def _dependent(self, node: _Node, keyword: str, value: Any) -> bool:
-        """`dependentRequired` and the like: require that a member is missing, or that a condition holds."""
+        """`dependentRequired` and similar keywords: a condition must hold if a member is present."""
         if not isinstance(value, dict):
             return False
         if not self._spend(1 << min(len(value), 30)):  # The choices multiply.
@@ -851,7 +852,7 @@ class _Rewriter:
         return not _is_empty(self._complaint({"allOf": [schema]})) and schema
 
     def _target(self, reference: Any) -> tuple[str, Any] | None:
-        """Return the place to which a reference points, and its schema. None if it points to another document."""
+        """Return the place of a reference's target, and the target's schema; None if it is in another document."""
         return None if self._foreign or not isinstance(reference, str) else self._references.target(reference)
 
     # Negation.

@@ -1,8 +1,8 @@
 r"""Reads the patterns of JSON schemas into trees.
 
-A pattern is an ECMA-262 expression. It may be meant for the flag `u`, or without the flag and by the rules of browsers.
-If a pattern has another meaning in Rust or Python, it is refused, unless the client certainly means the standard's
-meaning.
+A pattern is an ECMA-262 expression. The client may have written it for the flag `u`, or for the rules that browsers
+apply without this flag. Some patterns have another meaning in Rust or Python than in the standard. Such a pattern is
+accepted only if the client certainly means the standard's meaning. Otherwise the pattern is refused.
 
 The classes are the same as in llguidance: `\d` and `\w` are ASCII, `\s` is Unicode, and `.` is any character except the
 newline.
@@ -362,7 +362,7 @@ def rust_text(node: Node) -> str:
 
 
 def quotable(characters: Characters) -> Characters:
-    r"""Return a set that keeps its meaning in JSON: without NUL if it lacks the quotation mark or the backslash.
+    r"""Return a set that keeps its meaning in JSON. A set without the quotation mark or the backslash loses NUL.
 
     JSON writes these two characters as `\"` and `\\`. llguidance allows both in every set that has all control
     characters, even in `[^"]`. A set without NUL does not have all control characters.
@@ -400,7 +400,7 @@ def parts_of(node: Node) -> tuple[Node, ...]:
 
 
 def is_look(node: Node, *, behind: bool) -> bool:
-    """Return True if a node is a look-behind. If `behind` is False, return True if it is a look-ahead."""
+    """Return True if a node is a look-behind (`behind` is True) or a look-ahead (`behind` is False)."""
     return isinstance(node, Look) and node.behind == behind
 
 

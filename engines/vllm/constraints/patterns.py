@@ -1,4 +1,4 @@
-"""Replaces patterns of JSON schemas that llguidance does not support by patterns that it supports.
+"""Replaces the patterns of JSON schemas with patterns that llguidance supports.
 
 A pattern is an expression that is found somewhere in a text. llguidance does not support look-around, word boundaries,
 complements, or `^` and `$` inside an expression. All of these are regular: an automaton can express them, and the
@@ -52,7 +52,7 @@ def none_of(words: Collection[str]) -> str | None:
 
 
 def all_but(words: Iterable[str], others: Iterable[str]) -> str | None:
-    """Return a pattern for all texts, except these words and the texts in which one of the other patterns is found."""
+    """Return a pattern for all texts except two kinds: `words`, and texts in which one of `others` is found."""
     excluded = [rf"[\s\S]*(?:{other})" for other in others]
     excluded += ["".join([f"\\u{{{ord(character):x}}}" for character in word]) + "$" for word in words]
     found = without_look_around(f"^{''.join([f'(?!{each})' for each in excluded])}[\\s\\S]*$", single=True)

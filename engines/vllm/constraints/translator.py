@@ -2,8 +2,8 @@
 
 vLLM has several back ends for constraints, but an engine uses only one. With vLLM's setting `auto`, vLLM checks each
 request against the back end that suits the request best. But the back end of the first request enforces all
-constraints. So Slipway chooses the back end when the model is loaded. It chooses `guidance` (llguidance), which refuses
-constraints that it cannot enforce, and limits their cost.
+constraints. So Slipway chooses the back end when the model is loaded. It chooses `guidance` (llguidance). This back end
+limits the cost of constraints, and refuses the constraints that it cannot enforce.
 
 A constraint is a program that a client has sent. So a separate process (`trials`) rewrites and compiles it before the
 engine gets it.
@@ -70,7 +70,7 @@ class CheckedConstraint(NamedTuple):
 
     outputs: StructuredOutputsParams
     text: str = ""  # The client's text of the constraint. Empty if the back end is not `guidance`.
-    not_held: tuple[str, ...] = ()  # The parts of the JSON schema that are not enforced, by the client's names.
+    not_held: tuple[str, ...] = ()  # The client's names of the parts that are not enforced in the JSON schema.
 
 
 class ConstraintTranslator:
@@ -139,7 +139,8 @@ class ConstraintTranslator:
         parts: Sequence[SchemaPart],
     ) -> CheckedConstraint:
         _check_company(parameter, sampling)
-        # With `guidance`, the text between the tags may be anything, even a tag that does not follow its schema.
+        # With `guidance`, any text may stand between the tags. It may even be a tag whose content violates the tag's
+        # schema.
         if self._guidance and outputs.structural_tag is not None:
             raise InvalidParameter(f"{parameter}.structural_tag", _NO_TAGS)
         compact = self._compact or outputs.disable_any_whitespace
@@ -167,7 +168,7 @@ class ConstraintTranslator:
         return CheckedConstraint(outputs)
 
     def _allowed(self, parameter: str, trial: Trial, parts: Sequence[SchemaPart]) -> tuple[str, ...]:
-        """Return the places of a schema that are not enforced, by the client's names.
+        """Return the client's names of the places that are not enforced in a schema.
 
         Raises:
             InvalidParameter: One of these places must be enforced.
@@ -202,7 +203,7 @@ class ConstraintTranslator:
 
 
 def _named(places: Sequence[str], parts: Sequence[SchemaPart]) -> list[tuple[SchemaPart, str]]:
-    """Translate places of a schema to the client's names. Return each with the part of the schema that contains it.
+    """Translate places of a schema to the client's names. Return each name with the part that contains the place.
 
     A place that contains several parts is returned once for each of them. A place outside of all parts keeps its name.
     Clients choose the number of places and the number of parts. So the time is linear in both, not in their product.
@@ -246,7 +247,10 @@ def _check_company(parameter: str, sampling: SamplingParameters | SamplingParams
 
 
 def no_token_left(sampling: SamplingParameters | SamplingParams) -> InvalidParameter | None:
-    """Return the error for a failed request whose parameters may forbid every token that the constraint allows."""
+    """Return the error for a failed request if one of its parameters may be the cause. Otherwise return None.
+
+    The parameter may forbid every token that the constraint allows.
+    """
     name = "allowed_token_ids" if sampling.allowed_token_ids is not None else "bad_words"
     if not getattr(sampling, name):
         return None
