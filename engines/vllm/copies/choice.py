@@ -13,10 +13,10 @@ from typing import Protocol, TypeVar
 
 BLOCK = 128  # The number of tokens in a block. A shorter common beginning saves too little.
 _MOST_BLOCKS = 64  # Only this many blocks of a prompt are compared. The rest of the prompt is ignored.
-# The limit on the work of a copy that is chosen because it has the prompt's blocks. It is this multiple of the mean
-# work of the other copies, plus the work of this number of requests.
+# The limit on the work of a copy that is chosen because it has the prompt's blocks. The limit is `_MORE_THAN_MEAN`
+# times the mean work of the other copies, plus `_MORE_REQUESTS` times the work of the request.
 _MORE_THAN_MEAN, _MORE_REQUESTS = 1.25, 3
-# The maximum number of tokens of an answer that count as work. Answers are often far shorter than the client's limit.
+# An answer counts as at most this many tokens of work. Answers are often far shorter than the client's limit.
 MOST_ANSWER_TOKENS = 512
 
 

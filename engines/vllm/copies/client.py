@@ -27,7 +27,7 @@ from engines.vllm.copies.choice import MOST_ANSWER_TOKENS, CopyChoice
 from engines.vllm.copies.places import Place
 
 _ANYWHERE = Place()
-_MOST_QUERIES = 4096  # The maximum number of queries whose copy is remembered for their documents.
+_MOST_QUERIES = 4096  # For at most this many queries, the client remembers the copy that has the query's vectors.
 
 
 class Copy:
@@ -67,7 +67,8 @@ class _Messages:
 
     def __init__(self, copy: Copy, client: CopiesClient, died: Callable[[Copy], None]) -> None:
         self._copy, self._client, self._died = copy, client, died
-        # The number of the engine in vLLM's metrics. None: vLLM's own number, for example of a data-parallel rank.
+        # The number of the engine in vLLM's metrics. None: the number that vLLM itself gives, such as the number of a
+        # data-parallel rank.
         self._engine = copy.number - 1 or None
 
     def put_nowait(self, message: Any) -> None:

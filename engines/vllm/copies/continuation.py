@@ -145,7 +145,7 @@ class Continuations:
         """
         self._llm, self._client, self._statistics = llm, client, statistics
         self._adapters, self._allowed = adapters, deaths
-        self._deaths: Counter[str] = Counter()  # How many deaths of copies a sequence has survived, by its id.
+        self._deaths: Counter[str] = Counter()  # By sequence id: the number of copies whose death it has survived.
         self._trials: dict[Copy, RequestState] = {}  # The suspect that a copy is trying.
         self._failed: set[str] = set()  # Sequences that have got an error, but are not removed yet.
 

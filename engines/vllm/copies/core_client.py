@@ -102,7 +102,7 @@ def config_of_copy(config: VllmConfig, gpus: Sequence[int], physical_gpus: Seque
     own = copy.copy(config)
     own.cache_config, own.parallel_config = copy.copy(config.cache_config), copy.copy(config.parallel_config)
     own.cache_config.num_gpu_blocks = None  # The processes report their blocks, and the client adds them up.
-    # vLLM names shared memory after the following ids, for example the memory of `kv_offloading_size`.
+    # vLLM uses the ids below in the names of shared memory. The memory of `kv_offloading_size` is an example.
     own.instance_id = uuid.uuid4().hex
     if config.kv_transfer_config is not None:
         own.kv_transfer_config = copy.copy(config.kv_transfer_config)
@@ -118,7 +118,7 @@ def config_of_copy(config: VllmConfig, gpus: Sequence[int], physical_gpus: Seque
 
 
 def send_at_once(core: Any) -> None:
-    """Make an engine's client send messages without pyzmq's futures, which take as long as sending itself.
+    """Make an engine's client send messages without pyzmq's futures. The futures would double the time of a send.
 
     Args:
         core: The client (`AsyncMPClient`).

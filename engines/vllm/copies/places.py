@@ -83,7 +83,10 @@ def gpu_places(engine_args: AsyncEngineArgs, config: EngineConfig) -> list[Place
 
 
 def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: bool) -> None:
-    """Set the tensor-parallel size to the fewest GPUs that hold the model. If `most`, set it to as many as possible."""
+    """Set the tensor-parallel size to the fewest GPUs that hold the model.
+
+    With `most`, set the size to the highest number of GPUs that the model allows.
+    """
     platform = vllm.platforms.current_platform
     gpus = len(devices)
     layout = Layout.of(vars(engine_args))
