@@ -57,7 +57,7 @@ class Family:
 
     name: str
     tools: str = ""  # The tool-call parser. "": vLLM has none.
-    reasoning: str = ""  # The reasoning parser. "": there is none, or the markers do not tell which one it is.
+    reasoning: str = ""  # The reasoning parser. "": no parser exists, or the markers do not tell which parser is right.
     markers: tuple[str, ...] = ()  # A template of the family has all of these texts.
     architectures: tuple[str, ...] = ()  # The model has one of these architectures in config.json. Empty: any.
     thinks: str = "<think>"  # If a template has this text, the model reasons.
@@ -196,7 +196,10 @@ def _fits(family: Family, template: str, architectures: Collection[str]) -> bool
 
 
 def _most_specific(families: Sequence[Family]) -> list[Family]:
-    """Drop a family if another one has all of its markers, and further markers or an architecture in addition."""
+    """Drop a family if another family is more specific.
+
+    The more specific family has all markers of the dropped family, and also has further markers or an architecture.
+    """
 
     def marks(family: Family) -> set[str]:
         return {*family.markers, *(["an architecture"] if family.architectures else [])}

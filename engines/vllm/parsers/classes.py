@@ -82,7 +82,7 @@ class _Enforcing:
         return adjusted
 
     def parse(self, model_output: str, request: Any, *rest: Any, **options: Any) -> Any:
-        """Split a complete answer into reasoning, text and calls. A call that `max_tokens` has cut off is text."""
+        """Split a complete answer into reasoning, text and calls. If `max_tokens` cuts off a call, the call is text."""
         reasoning, content, calls = super().parse(model_output, request, *rest, **options)  # type: ignore[misc]
         if content is None and not calls and _forces(request):
             content = self.extract_reasoning(model_output, request)[1]
@@ -121,8 +121,9 @@ class _WithoutReasoning:
 class _Hermes:
     """Reads the JSON of a call in the same way in a stream and in a complete answer.
 
-    vLLM itself would use the first `"name"`, and all text after the first `"arguments"`. It would end a call at the end
-    marker even within a string. Clients would then get arguments that are not JSON.
+    vLLM itself would take the name from the first `"name"` in the text. It would take the arguments from all text after
+    the first `"arguments"`. It would end a call at the end marker even within a string. Clients would then get
+    arguments that are not JSON.
     """
 
     tool_call_start_token: str
@@ -153,12 +154,13 @@ class _Hermes:
 
 
 def _member(call: str, name: str) -> tuple[str, bool]:
-    """Return the JSON of an object's member as received so far, and whether it is complete."""
+    """Return the JSON of an object's member as received so far, and whether this JSON is complete."""
     end = 0
     while found := _MEMBER.match(call, end):
         value = _VALUE.match(call, found.end())
         end = value.end() if value is not None else len(call)
-        whole = call[end:].lstrip()[:1] in (",", "}")  # Without these, a number might continue.
+        # Only a comma or a closing brace shows that a number has ended.
+        whole = call[end:].lstrip()[:1] in (",", "}")
         if found["name"] == name:
             return call[found.end() : end if whole else None], whole
     return "", False
@@ -221,7 +223,7 @@ def constrained_text(config: VllmConfig, tokenizer: Any, state: Any, options: Ma
 
 @contextmanager
 def parsers_for(backend: str) -> Iterator[None]:
-    """Give parsers that fit the back end to all serving objects that are created in the `with` block."""
+    """Choose parsers that fit the back end, for all serving objects that are created in the `with` block."""
     token = _backend.set(backend)
     try:
         yield

@@ -15,8 +15,8 @@ from engines.vllm.internals import module_of
 def patch_sounds() -> None:
     """Resample audio with soxr, and silence vLLM's warnings about torchcodec, which has no CPU build on PyPI.
 
-    vLLM would resample with torchaudio, which uses gigabytes of memory for a rate such as 44101 Hz. Without torchcodec,
-    soundfile and PyAV decode audio, and vLLM would log a warning for each file.
+    vLLM would resample with torchaudio, which uses gigabytes of memory for a rate such as 44101 Hz. If torchcodec is
+    missing, vLLM decodes audio with soundfile and PyAV. vLLM would then log a warning for each file.
     """
     from vllm.multimodal.parse import MultiModalDataParser
 

@@ -1,4 +1,4 @@
-"""Patches of vLLM's functions that choose tool-call parsers, and that make the schema of required calls."""
+"""Patches vLLM's choice of tool-call parsers, and vLLM's schema of required calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def patch_call_schemas(finish: Callable[[dict[str, Any]], dict[str, Any]]) -> No
     vLLM would merge the `$defs` of all tools, and refuse tools that have different definitions of the same name.
 
     Args:
-        finish: Takes vLLM's schema, which has each tool's schema unchanged, and returns its replacement.
+        finish: Replaces the schema of the calls. It takes vLLM's schema, in which the schema of each tool is unchanged,
+            and returns the new schema.
     """
     from vllm.tool_parsers import utils
 

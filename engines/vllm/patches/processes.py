@@ -67,7 +67,9 @@ def patch_engine_process(
 
 
 def patch_executor(started: Callable[[Executor], None]) -> None:
-    """Patch the engine process to report workers in Ray or on other machines. vLLM does not tell the server about them.
+    """Make the engine process report the workers that run in Ray or on other machines.
+
+    vLLM does not tell the server about these workers.
 
     Args:
         started: Called with the executor when its workers have started.
@@ -108,7 +110,9 @@ def patch_token_ranks(token_ranks: Callable[[torch.Tensor, torch.Tensor], torch.
 
 
 def use_processors(processors: Collection[int]) -> None:
-    """In the engine process, make vLLM bind its workers' threads to these processors, and use the memory near them.
+    """Make vLLM bind its workers' threads to these processors, and make it use the memory near these processors.
+
+    Call this function in the engine process.
 
     vLLM binds the threads of a worker to processors of the first visible memory node. All other threads may run on any
     processor. If each copy used only its own processors, none would be left for the front end.

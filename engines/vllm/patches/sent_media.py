@@ -1,8 +1,8 @@
 """Corrects the record that vLLM's renderer keeps of the media in the engine process.
 
 The renderer omits the data of an image from a prompt if an earlier prompt had the image. But the engine may lack the
-earlier prompt: the prompt was refused, its client has left, or the prompt arrives later. With this module, every prompt
-with the image contains the data until the engine has received one such prompt.
+earlier prompt: the prompt was refused, its client has left, or the prompt arrives later. With this module, the renderer
+omits the data only after the engine has received a prompt with this image.
 
 The module relies on these private names of vLLM, which are in the table of `engines.vllm.internals`:
 

@@ -17,9 +17,9 @@ tests/live/test_health_live.py kills a server and checks that no process is left
 
 Workers elsewhere: the engine process reports the workers that run in Ray or on other machines (`elsewhere`).
 
-Failures: vLLM only logs the errors of its processes. With this module, the engine process reports an error of the
-function that vLLM runs in it, and each worker reports an error of `WorkerProc()`. tests/live/test_management_live.py
-makes an engine run out of memory.
+Failures: vLLM only logs the errors of its processes. With this module, the processes report their errors. The engine
+process reports an error of the vLLM function that runs in the process. Each worker reports an error of `WorkerProc()`.
+tests/live/test_management_live.py makes an engine run out of memory.
 
 Each engine process has its own process group. Ctrl-C in a terminal goes to a whole group, and would otherwise end the
 engine while the server finishes its requests. tests/live/test_process_live.py checks that. All groups stay in the
@@ -197,7 +197,7 @@ def _remove_shared_memory(ended: Collection[int]) -> None:
     """Remove the shared memory of process groups that have ended. A killed process does not remove it.
 
     Args:
-        ended: Groups that have ended. The shared memory of other groups is removed if they no longer exist.
+        ended: Groups that have ended. The shared memory of any other group is removed if this group no longer exists.
     """
     for kind, prefix in (("shared_memory", ""), ("semaphore", _SEMAPHORE)):
         begin = f"{prefix}{_server_name()}-"

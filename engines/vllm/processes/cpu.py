@@ -1,4 +1,4 @@
-"""Replacements for vLLM's functions that are slow or wrong on a CPU (`engines.vllm.patches.processes`)."""
+"""Replacements for functions of vLLM (`engines.vllm.patches.processes`). The originals are slow or wrong on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from engines.memory.cpu_memory import page_cache
 from engines.vllm.patches import processes
 
-_SPIN_SECONDS = 0.002  # Pauses begin after this time. The wait between two steps is shorter, so it has none.
+_SPIN_SECONDS = 0.002  # Pauses begin after this time. The wait between two steps is shorter, so it has no pause.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.002  # Seconds.
 _PAUSE_SHARE = 1 / 64  # The length of a pause, as a share of the time that the process has waited so far.
 _NEW_WAIT_SECONDS = 0.0005  # If two polls are further apart, a step has run in between.
@@ -41,13 +41,13 @@ class Pause:
 
 
 def token_ranks(logprobs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Count the tokens of each row that are at least as likely as the chosen token.
+    """For each row, count the tokens that are at least as likely as the chosen token.
 
     The arguments have the shapes [n, vocabulary] and [n, 1]. The result has the shape [n].
 
     On a CPU, it replaces the sampler's function, which vLLM compiles for 15 to 90 seconds at the first log probability.
-    Without compilation, the sampler's function takes eleven times as long as this function, and a fifth of the time of
-    a step with 128 sequences.
+    Without compilation, the sampler's function takes eleven times as long as this function. That is a fifth of the time
+    of a step with 128 sequences.
     """
     as_likely = (logprobs >= chosen).numpy()
     return torch.tensor([np.count_nonzero(row) for row in as_likely])

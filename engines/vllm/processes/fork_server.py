@@ -35,7 +35,7 @@ class _ForkServer:
         self._started = False
 
     def start(self) -> None:
-        """Start the fork server, or restart it if it was killed. Does not wait until it has imported vLLM.
+        """Start the fork server, or restart it if it was killed. Does not wait for the import of vLLM.
 
         Call it from the main thread, because the kernel kills the fork server with the thread that started it.
         """

@@ -31,7 +31,7 @@ _ANY_DEVICE = (
 # If scikit-learn is installed, transformers imports it, and with it pandas and pyarrow. pyarrow's jemalloc starts a
 # thread, but it handles forks (pthread_atfork).
 _SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
-# On a GPU, only the worker imports its modules, because some access the GPU when they are imported.
+# On a GPU, only the worker imports its modules. Some of these modules access the GPU during their import.
 _CPU = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.llama")
 
 
