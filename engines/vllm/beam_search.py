@@ -193,7 +193,8 @@ class BeamSearchTask:
         stop = self._request.sampling.stop
         if not stop:
             return False
-        # A stop string that ends in the last token has at most one token for each of its bytes.
+        # Each token has at least one byte. So a stop string at the end of the text spans at most as many tokens as the
+        # string has bytes. A character has at most 4 bytes.
         reach = 4 * max(map(len, stop)) + 1
         ids = [token.id for token in beam.tokens]
         tail = self._engine.detokenize(ids[-reach:], self._request.sampling.skip_special_tokens, ids[:-reach][-8:])

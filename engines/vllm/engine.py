@@ -85,7 +85,7 @@ class VllmEngine:
         self._watchdog = Watchdog(self._look)
         self._stopped = False
         self.adapters: VllmAdapters | None = None
-        # Pooling requests that vLLM has checked, without their prompts, keyed by their parameters.
+        # Pooling requests that vLLM has checked. The keys are the requests' parameters. The prompts are removed.
         self._known_pooling: dict[tuple[str, bool | None], EngineCoreRequest] = {}
 
     async def start(self) -> None:
@@ -302,8 +302,8 @@ class VllmEngine:
             and (isinstance(request.prompt, str) or self._has_tokens(request.prompt))
         ):
             # vLLM's earlier checks and additions are still right, because the parameters and the model are the same.
-            # The checks of the prompt are replaced: `PromptTokenizer` checks its length, and `_has_tokens` its tokens.
-            # The tokens of a text are always tokens of the model.
+            # Other checks replace vLLM's checks of the prompt: `PromptTokenizer` checks the length, and `_has_tokens`
+            # checks the tokens. The tokens of a text are always tokens of the model.
             checked = memo.checked
         else:
             prompt = prompt or TokensPrompt(type="token", prompt_token_ids=token_ids)

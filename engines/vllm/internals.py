@@ -5,8 +5,8 @@ At each start of an engine, `check_names` compares the table with the modules of
 It does not install or import that release (`tests.next_vllm`). `engines.vllm.patches` replaces names of modules and
 classes. A method of a single object is replaced where the object is created.
 
-In the product, only `engines.vllm` imports from `vllm.v1`, or uses names of vLLM's engine with a leading underscore.
-`handlers.openai.vllm` and `handlers.openai.media.connector` use such names of vLLM's front end.
+In the product, only `engines.vllm` imports from `vllm.v1`. No other package uses names of vLLM's engine that begin with
+an underscore. `handlers.openai.vllm` and `handlers.openai.media.connector` use such names of vLLM's front end.
 
 The table describes the release `engines.vllm.RELEASE`, and the known changes of the next release. The tests named
 `*_internals.py` check the meaning of the names.
@@ -594,8 +594,8 @@ NAMES = _rows(_TABLE)
 - `{first, second}` are all fields of a struct or a dataclass, without the fields of its bases.
 - `name: type = default` is a field whose type and default matter. At the start, only the name is checked.
 
-Parameters and fields that are marked with "?" exist only in the next release. In `module | module`, the first module
-has a name in this release, and the second module has it in the next release.
+Parameters and fields that are marked with "?" exist only in the next release. `module | module` means: in this release,
+the first module has the members. In the next release, the second module has them.
 """
 
 

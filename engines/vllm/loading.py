@@ -58,7 +58,7 @@ _INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
-    """vLLM with the first copy of a model, and the arguments of its OpenAI front end."""
+    """The result of loading the first copy of a model: vLLM's engine, and values that describe this engine."""
 
     llm: AsyncLLM
     reports: EngineReports

@@ -91,7 +91,7 @@ class _Held:
 
 
 def _replaces(held: _Held, other: _Held) -> bool:
-    """Return True if one adapter replaces the other: both have the same name, or are the same adapter."""
+    """Return True if both adapters have the same name. Then one replaces the other, or both are the same adapter."""
     return held.adapter.name == other.adapter.name
 
 
@@ -108,7 +108,7 @@ class VllmAdapters:
         lora: Any = llm.vllm_config.lora_config
         self._llm, self._patience = llm, patience
         self._places: int = (lora.max_cpu_loras or lora.max_loras) - empty_slots
-        # The end of an error message: the number of places, and the settings that set the number.
+        # The end of an error message. It gives the number of places, and names the settings that decide this number.
         self._limit = f"({self._places}: option.max_cpu_loras, or else option.max_loras)"
         self._max_rank: int = lora.max_lora_rank
         self._held: dict[int, _Held] = {}

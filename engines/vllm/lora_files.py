@@ -54,7 +54,7 @@ class AdapterFiles:
     digest: str  # The digest of the content of all files.
 
     def check_same(self, now: AdapterFiles) -> None:
-        """Compare the content of the files with the content at a later time.
+        """Compare these files with the same files at a later time (`now`).
 
         Raises:
             AdapterFailed: The content differs.
@@ -177,10 +177,11 @@ def _check_pairs(names: Collection[str]) -> None:
 
 
 def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are NaN or infinite, such as after a training run that diverged.
+    """Refuse weights that are NaN or infinite. A training run that diverges leaves such weights.
 
-    On vLLM's CPU backend, one request with such an adapter breaks later requests, even requests without this adapter,
-    and even after the adapter is removed. Dozens of requests had empty answers, presumably because of the KV cache.
+    On vLLM's CPU backend, one request with such an adapter breaks later requests. Later requests without this adapter
+    break, too. Removing the adapter does not help. Dozens of requests had empty answers, presumably because of the KV
+    cache.
     """
     import torch
 

@@ -66,7 +66,7 @@ class _Waiting:
         self.scheduler: Any = None  # The last report. It includes the prefix-cache look-ups of earlier reports.
         self.generated = 0
         self.steps: list[int] = []  # The number of tokens of each step.
-        self.prompts: list[Any] = []  # The counts of prompt tokens, for each step that has any.
+        self.prompts: list[Any] = []  # The counts of prompt tokens in each step that has prompt tokens.
         self.values: dict[str, list[float]] = {name: [] for name in _STEP_HISTOGRAMS}
         self.finished: list[Any] = []  # Requests that have ended.
 
@@ -165,7 +165,7 @@ class EngineReports(PrometheusStatLogger, Collector):
             super().record(None, None, mm_cache_stats, engine_idx)
 
     def _record_scheduler(self, engine: int) -> None:
-        """Let vLLM's `record` set the gauges and count the numbers of a scheduler's last report."""
+        """Pass the scheduler's last report to vLLM's `record`, which sets the gauges and counts the numbers."""
         waiting = self._waiting[engine]
         stats, waiting.scheduler = waiting.scheduler, None
         self._name_adapters(stats)

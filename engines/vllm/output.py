@@ -11,7 +11,8 @@ A common token of an answer without stop strings skips these calls. `LeanOutputP
 tokens, its text is made only when the answer ends.
 
 In each row of `EngineCoreOutput.new_logprobs` and `new_prompt_logprobs_tensors`, the log probability of the chosen
-token comes first, and those of the most probable tokens follow. A separate array has the chosen token's rank, from 1.
+token comes first, and those of the most probable tokens follow. A separate array has the rank of the chosen token. The
+most probable token has rank 1.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class _StepLogprobs:
 
 
 class _NoQueue:
-    """The `queue` of a sequence that has ended."""
+    """Replaces the `queue` of a sequence when the sequence has ended. Drops everything that vLLM puts there."""
 
     def put(self, output: Any) -> None: ...
 
@@ -239,7 +240,7 @@ class PooledState(OwnState):
             self.fail(GenerationFailed("the request was aborted"))
             return
         self.end()
-        # An exception here would end vLLM's output loop, and so all other requests.
+        # An exception here would end vLLM's output loop, and with the loop all other requests.
         try:
             numbers = pooling_output.array()
             queued = seconds_in_queue(self)
@@ -381,7 +382,7 @@ class PushedState(OwnState):
                 self.sink.on_delta(
                     TokenDelta(text, tokens, self.sequence, None, self.prompt_len, count, self.cumulative_logprob)
                 )
-        except Exception:  # The error would end vLLM's output loop, and so all other requests.
+        except Exception:  # The error would end vLLM's output loop, and with the loop all other requests.
             self.fail_internally("a token")
 
     def make_request_output(
@@ -399,7 +400,7 @@ class PushedState(OwnState):
         """
         if self.ended:
             return
-        # An exception here would end vLLM's output loop, and so all other requests.
+        # An exception here would end vLLM's output loop, and with the loop all other requests.
         try:
             if new_token_ids:
                 self.token_count += len(new_token_ids)

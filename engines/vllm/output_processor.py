@@ -63,7 +63,7 @@ class SentNumbers:
     __slots__ = ("_buffers", "_decoder", "_part")
 
     def __init__(self, part: Sequence[Any], decoder: MsgpackDecoder) -> None:
-        """Keep the parts. Instead of large data, the part has the index of a frame of the message."""
+        """Keep the parts. Large data are not in a part: the part has the index of the message frame with the data."""
         self._part, self._decoder, self._buffers = part, decoder, decoder.aux_buffers
 
     def array(self) -> np.ndarray:
@@ -194,7 +194,7 @@ class LeanOutputProcessor(OutputProcessor):
             super().propagate_error(error)
 
     def _update_stats_from_output(self, state: Any, output: Any, timestamp: float, iteration: Any) -> None:
-        """Count an output without a common token. Slipway's metrics use the same numbers as vLLM's."""
+        """Count an output that has no common token. Slipway's metrics use the same numbers as vLLM's."""
         gap = timestamp - state.stats.last_token_ts
         super()._update_stats_from_output(state, output, timestamp, iteration)
         if state.detokenizer is None:
@@ -217,5 +217,8 @@ class LeanOutputProcessor(OutputProcessor):
 
 
 def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:
-    """Return the request if it can be kept while it runs. None if it contains media, which take too much memory."""
+    """Return the request if it may stay in memory until it ends.
+
+    None if it contains media, which take too much memory.
+    """
     return None if request.mm_features else request

@@ -67,7 +67,10 @@ def model_of(
 
 
 def pool_as_djl(model_config: ModelConfig) -> None:
-    """Use the mean of the tokens' vectors, as DJL's engines do, if the model's files do not define the pooling."""
+    """Use the mean of the tokens' vectors if the model's files do not define the pooling.
+
+    DJL's engines do the same.
+    """
     pooler = model_config.pooler_config
     if pooler is None or any("ForSequenceClassification" in name for name in model_config.architectures):
         return

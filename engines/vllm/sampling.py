@@ -31,7 +31,7 @@ from engines.tokenization import check_beams, check_token_ids
 # The limits of vLLM's newer model runner. If they are exceeded, the engine dies with all its requests.
 _LISTED_TOKENS = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
 MAX_BAD_WORD_TOKENS = 1024
-_CHARACTERS_PER_TOKEN = 64  # The maximum average length of a token in bad words, in characters.
+_CHARACTERS_PER_TOKEN = 64  # A token of the bad words may have at most this many characters on average.
 TYPICAL_P = "typical_p"
 _PROMPT_LOGPROBS = "log probabilities of the prompt (prompt_logprobs, decoder_input_details, echo with logprobs)"
 
@@ -175,8 +175,8 @@ def check_bad_words(params: SamplingParams) -> None:
 def load_typical(config: VllmConfig) -> str:
     """Make the engine load the processor for `typical_p` that fits its model runner.
 
-    Returns "", or the reason why the engine cannot load it. The reason is a sentence without its subject, which is the
-    name of the parameter.
+    Returns "", or the reason why the engine cannot load it. The reason is the end of a sentence. The sentence begins
+    with the parameter's name.
     """
     if config.speculative_config is not None:
         return "cannot be used together with speculative decoding"
@@ -192,8 +192,9 @@ def prompt_logprobs_refusal(config: VllmConfig) -> str:
     """Return why the engine would not survive requests for log probabilities of the prompt; "" if it would.
 
     With adapters, `LogitsProcessorWithLoRA` passes tokens of the prompt to `add_lora_logits`, which has an index for
-    each sequence of the step. On a CPU, this function fails if the step has several sequences, and the engine process
-    ends. On a GPU, it changes the wrong rows. If there are more sequences than rows, it writes beyond their end.
+    each sequence of the step. On a CPU, this function fails if the step has several sequences. The failure ends the
+    engine process. On a GPU, the function changes the wrong rows. If there are more sequences than rows, it writes
+    beyond their end.
 
     With `kv_sharing_fast_prefill`, vLLM's model runner asserts that no request asks for these log probabilities. vLLM
     itself refuses such a request only if it also asks for alternatives.
@@ -248,7 +249,7 @@ class TypicalLogitsProcessor(LogitsProcessor):
 
 
 class TypicalProcessor(NewLogitsProcessor):
-    """The processor for the newer model runner, whose logits have not been divided by the temperature yet."""
+    """The processor for the newer model runner. This runner has not divided the logits by the temperature yet."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self._device = req_states.device

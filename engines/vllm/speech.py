@@ -12,7 +12,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 
 async def silence(llm: AsyncLLM) -> Any:
-    """Return vLLM's prompt to transcribe one second of silence."""
+    """Return a prompt in vLLM's form. The model has to transcribe one second of silence."""
     config = llm.model_config
     model: Any = get_model_cls(config)
     speech = model.get_speech_to_text_config(config, "transcribe")
