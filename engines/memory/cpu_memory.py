@@ -23,15 +23,16 @@ logger = logging.getLogger(__name__)
 
 _ROOT = Path("/")
 _GIB = 1 << 30
-# The memory of vLLM's engine process, and of a worker without its model and KV cache.
+# The memory of vLLM's engine process, and the memory of a worker. The worker's part of the model and its KV cache are
+# not included.
 _PROCESS_BYTES, _WORKER_BYTES = 500 << 20, 700 << 20
 _LEAST_BYTES = 64 << 20  # The smallest useful KV cache.
 # The share of the free memory that the KV cache gets. Activations, cached files and other programs need the rest.
 _SHARE = 0.5
 _LARGEST_SHARE = 0.9  # The share that is used if one sequence would not fit otherwise.
-# The largest KV cache, as a multiple of the weights. Each step of the engine reads all weights once, and the cache of
-# every sequence. With a cache of this size, the throughput is four fifths of the throughput with an unlimited cache. A
-# larger cache would delay the start, because vLLM writes the whole cache.
+# The largest KV cache, as a multiple of the weights. Each step of the engine reads all weights once. Each step also
+# reads the cache of every sequence. With a cache of this size, the throughput is four fifths of the throughput with an
+# unlimited cache. A larger cache would delay the start, because vLLM writes the whole cache.
 _TIMES_WEIGHTS = 4
 # The names of a control group's files for its memory limit and its memory use.
 _VERSION_1, _VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
@@ -154,7 +155,7 @@ def killed_for_memory(root: Path = _ROOT) -> int:
 
 
 def page_cache(group: Path) -> int:
-    """Return the size of the files that a control group has in the page cache, such as weights.
+    """Return the size of a control group's files in the page cache. The weights are in such files.
 
     These pages count as used memory, but the kernel drops them if memory is needed.
     """

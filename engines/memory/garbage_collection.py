@@ -23,7 +23,7 @@ _THRESHOLDS = (20_000, 50, 50)
 
 _collecting = threading.Lock()
 _loaded = False  # Whether a model was loaded into this process.
-_models_exempt = False  # Whether an import after a load has exempted the model's objects, too.
+_models_exempt = False  # Whether an import has exempted a loaded model's objects, together with the imported objects.
 
 
 @contextlib.contextmanager

@@ -42,7 +42,8 @@ _STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 _WINDOWED = frozenset({"sliding_attention", "chunked_attention"})
 # Kinds of layers that keep a state of fixed size for each sequence, or no state.
 _WITHOUT_CACHE = frozenset({"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"})
-# For model families whose config.json does not list the kinds of layers: N, if one in N layers sees the whole context.
+# In these model families, config.json does not list the kinds of layers. The number N means that one in N layers sees
+# the whole context.
 _SLIDING_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 
 
@@ -72,7 +73,7 @@ class Layout:
 
     @property
     def expert_ranks(self) -> int:
-        """How many times more processes share a layer's experts than its other weights."""
+        """The number of processes that share a layer's experts, divided by the number that share its other weights."""
         return self.context * self.replicas
 
     def gpus(self, size: int) -> int:
@@ -150,7 +151,7 @@ _OF_ONE_COPY: Mapping[str, Callable[[Any], bool]] = {
     "enable_expert_parallel": _is_on,
     "enable_fault_tolerance": _is_on,
 }
-# The arguments in `_OF_ONE_COPY` with which Slipway does not choose the GPUs.
+# If one of these arguments of `_OF_ONE_COPY` is in use, Slipway does not choose the GPUs.
 _OF_CHOSEN_GPUS = frozenset({"nnodes", "device_ids", "distributed_executor_backend", "data_parallel_backend"})
 
 
@@ -180,7 +181,7 @@ def tensor_parallel_sizes(config: Config, gpus: int) -> tuple[int, ...]:
 class ModelMemory:
     """The memory that a model needs on each of the GPUs that share its layers.
 
-    A KV cache is useful if it holds one sequence of the context length, and is at least a fifth of the memory that vLLM
+    A useful KV cache holds one sequence of the context length. Its size is at least a fifth of the memory that vLLM
     uses. vLLM does not start without room for such a sequence.
     """
 
@@ -281,7 +282,10 @@ def _accepted(config: Config, size: int) -> bool:
 
 
 def _heads_fit(text: Config, size: int) -> bool:
-    """Return True if all GPUs get equal numbers of attention heads, and of KV heads or copies of KV heads."""
+    """Return True if the attention heads divide evenly among the GPUs, and the KV heads too.
+
+    If there are fewer KV heads than GPUs, each KV head must have the same number of copies.
+    """
     heads, kv_heads = _first(text, _HEADS), _kv_heads(text)
     if heads % size or not kv_heads:
         return not heads % size
@@ -295,7 +299,7 @@ def _widths_fit(text: Config, size: int) -> bool:
 
 
 def _state_fits(text: Config, size: int) -> bool:
-    """Return True if the heads of recurrent layers divide evenly. If there are several groups, they must, too."""
+    """Return True if the heads of recurrent layers divide evenly. Several groups of heads must divide evenly, too."""
     heads = _numbers([text.get(name) for name in _STATE_HEADS])
     groups = _first(text, _STATE_GROUPS)
     return all(count % size == 0 for count in heads) and (groups in (0, 1) or groups % size == 0)
@@ -308,7 +312,7 @@ def _vision_fits(vision: Config, size: int) -> bool:
 
 
 def _blocks_fit(text: Config, quantization: Config, size: int) -> bool:
-    """Return True if no two GPUs share a block of quantized weights that has a single scale."""
+    """Return True if each block of quantized weights is on one GPU. A block has a single scale."""
     block = _scale_block(quantization)
     if block <= 1:
         return True
@@ -368,6 +372,6 @@ def _first(part: Config, names: tuple[str, ...]) -> int:
 
 
 def _numbers(values: list[Any]) -> list[int]:
-    """Return the positive integers among the values, and in those values that are lists."""
+    """Return the positive integers among the values. A value may also be a list of numbers."""
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return [item for item in flat if isinstance(item, int) and not isinstance(item, bool) and item > 0]

@@ -78,7 +78,8 @@ class BatchQueue(Generic[T]):
 
     def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._size, self._delay, self._clock = size, delay, clock
-        self._waiting: OrderedDict[T, _Waiting] = OrderedDict()  # In order of arrival and deadline.
+        # In order of arrival. This is also the order of the deadlines.
+        self._waiting: OrderedDict[T, _Waiting] = OrderedDict()
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
@@ -331,7 +332,10 @@ class BatchEngine:
             self._waiting.discard(job)
 
     def abort(self, job: Job, *, at_deadline: bool = False) -> None:
-        """End a request with its text so far: at once if it is queued, otherwise before its batch's next step."""
+        """End a request early. The answer has the text so far.
+
+        A queued request ends at once. A running request ends before the next step of its batch.
+        """
         if job.ended:
             return
         job.at_deadline = at_deadline  # Set this before `aborted`, because the engine's thread reads `aborted` first.

@@ -50,7 +50,10 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request with all its sequences. Only the event loop changes it, except for `rows` and `searched`."""
+    """A request with all its sequences. Only the event loop changes a job.
+
+    The exceptions are `rows` and `searched`, which the engine's thread changes, too.
+    """
 
     request: GenerationRequest
     prompt_ids: list[int]
@@ -59,7 +62,8 @@ class Job:
     arrived_at: float = field(default_factory=time.monotonic)
     rows: list[Row] = field(default_factory=list)
     ended: bool = False  # If True, nothing more reaches the sink. The engine's thread reads this before each step.
-    # Whether the request must end with its text so far. The engine's thread reads this before each step.
+    # Whether the request must end early and keep the text that it has so far. The engine's thread reads this before
+    # each step.
     aborted: bool = False
     at_deadline: bool = False  # Whether the request was aborted at the deadline of its call.
     searched: bool = False  # Whether the beams have their first token. The engine's thread sets this.
@@ -85,7 +89,7 @@ class BatchRunner:
         self._model, self._post = model, post
         # Whether prompts of different lengths can run together. A model without a mask would treat padding as text.
         self.pads = "attention_mask" in inspect.signature(model.model.forward).parameters
-        # Only the request sets parameters. Otherwise transformers would add parameters from the model's own
+        # All parameters come from the request. Otherwise transformers would add parameters from the model's own
         # configuration.
         model.model.generation_config = GenerationConfig(pad_token_id=model.pad_token_id)
 

@@ -81,7 +81,7 @@ def load_model(config: EngineConfig) -> TransformersModel:
     disable_progress_bar()  # In a log, each step of a progress bar would be a line.
     try:
         if config.devices and device.type == "cuda":
-            # Set for this thread, because transformers sizes the KV cache by the current device.
+            # transformers computes the size of the KV cache for the thread's current device.
             torch.cuda.set_device(device)
         name = loading_arguments(config).tokenizer
         tokenizer = AutoTokenizer.from_pretrained(
@@ -218,7 +218,7 @@ def check_weights(config: EngineConfig, loading: Mapping[str, Any]) -> None:
 
 
 def check_quantization(config: EngineConfig, hf_config: Any) -> None:
-    """Refuse to quantize weights while they are loaded, unless bitsandbytes quantizes them."""
+    """Refuse to quantize weights while they are loaded. Only quantization with bitsandbytes is allowed."""
     wanted = loading_arguments(config).quantization.lower()
     if not wanted or wanted in _BITS or getattr(hf_config, "quantization_config", None) is not None:
         return

@@ -50,7 +50,8 @@ def check_request(request: GenerationRequest, model: TransformersModel) -> None:
         raise InvalidParameter("top_n_tokens", f"must be at most {MAX_TOP_TOKENS}, got {request.top_tokens}")
     if s.allowed_token_ids is not None and not s.allowed_token_ids:
         raise InvalidParameter("allowed_token_ids", "must not be empty")
-    # For each stop token of each beam, transformers keeps a row as long as the vocabulary.
+    # transformers keeps a row for each stop token of each beam. Each row has an entry for every token of the
+    # vocabulary.
     most = size if request.beam_search is None else _MAX_STOP_TOKEN_IDS_OF_BEAMS
     check_token_ids("stop_token_ids", s.stop_token_ids, most, size)
     check_token_ids("allowed_token_ids", s.allowed_token_ids or (), size, size)
