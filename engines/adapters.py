@@ -179,7 +179,7 @@ class AdapterRegistry:
 
         Args:
             replacing: Whether the new adapter may replace an adapter of the same name. Running requests of the old
-                adapter are completed. The new adapter keeps the old values of all fields that the order does not give.
+                adapter are completed. If `order` does not give a field, the new adapter keeps the field's old value.
             declared: Whether the settings name the adapter. If so, its name may have slashes.
 
         Raises:

@@ -199,7 +199,7 @@ class InternalError(GenerationFailed):
 
 
 class DeadlineExceeded(GenerationFailed):
-    """At its deadline, a call for text had no token yet, or a pooling call was incomplete."""
+    """The deadline of a call has passed: a call for text had no token yet, or a pooling call was incomplete."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the call had no answer at its deadline ({seconds:g} s)")

@@ -178,7 +178,8 @@ class EngineHealth:
     ready_copies: int = 1  # The number of copies that accept requests.
     # Names the dead copies that `restart` restarts. Empty if there are none, or if no copy runs.
     missing: str = ""
-    # Says that fewer copies than the minimum are left, because dead copies will not be restarted. Otherwise empty.
+    # A text about copies that are missing for good: fewer copies than the minimum are left, and dead copies will not be
+    # restarted. Otherwise empty.
     lost: str = ""
 
 
@@ -304,7 +305,8 @@ class Engine(LoadedModel, Protocol):
         """Restart the engine after it has died or stalled. The waiting requests then continue.
 
         If the engine has several copies, this restarts the dead copies. If no copy is dead, this restarts the copy with
-        the most `quiet_seconds`. Call `restart` only if the engine `waits`, or if a copy still serves.
+        the most `quiet_seconds`. Call `restart` only in one of these two states: the engine `waits`, or a copy still
+        serves.
 
         Raises:
             EngineStartError: The engine or a copy cannot be started. The requests still wait.
@@ -325,11 +327,11 @@ class Engine(LoadedModel, Protocol):
             most: The number of copies that should serve, at least 1.
 
         Raises:
-            InvalidRequest: The machine has no room for this number of copies, or the engine supports only one.
+            InvalidRequest: The machine has no room for this number of copies, or the engine supports only one copy.
         """
 
     async def stop(self, why: str = "the server is stopping") -> None:
-        """Free everything. Requests that still run end with an error that includes `why`."""
+        """Free everything. Running requests end with an error that includes `why`."""
 
 
 class EngineStartError(Exception):

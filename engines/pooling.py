@@ -34,7 +34,7 @@ class PoolingModel:
     """A model without text generation, as contracts see it."""
 
     kind: ModelKind
-    task: PoolingTask  # The task of a request that names none.
+    task: PoolingTask  # The task of a request that names no task.
     tasks: frozenset[str]  # All tasks of the model.
     vector_size: int  # The number of dimensions of a vector. 0 if the model makes no vectors.
     labels: Mapping[int, str] = field(default_factory=dict)  # The names of the classes by their numbers.
@@ -51,8 +51,8 @@ class PoolingModel:
     pairs_refusal: str = ""
     # The prefixes for texts, keyed by name (sentence-transformers' `prompts`).
     prompts: Mapping[str, str] = field(default_factory=dict)
-    # The prefix for requests that name none. TEI's routes use it for texts. LMI's routes use it for texts that become
-    # vectors.
+    # The prefix for requests that name no prefix. TEI's routes use it for texts. LMI's routes use it for texts that
+    # become vectors.
     default_prompt: str | None = None
 
 

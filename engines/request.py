@@ -121,7 +121,7 @@ class EngineMemo(msgspec.Struct):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt, how to continue it, and the data that the answer needs.
+    """Describes a prompt, the way in which the engine continues the prompt, and the data that the answer needs.
 
     The `want_*` fields and `top_tokens` ask the engine only for data that the answer shows, because log probabilities
     double the cost of a streamed token.
@@ -136,7 +136,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # True: each delta is sent as soon as it is generated. False: each finished sequence has a single delta.
     stream: bool = False
     sequences: int = 1  # The number of sequences that are returned.
-    # The number of sequences that are generated, at least `sequences`. The most probable of them are returned.
+    # The number of sequences that are generated. It is at least `sequences`. The most probable of them are returned.
     candidates: int = 1
     beam_search: BeamSearch | None = None
     pooling: Pooling | None = None  # If set, the answer is numbers instead of text, and `sampling` has no effect.
@@ -151,7 +151,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     want_logprobs: bool = False  # Whether tokens have their log probability.
     want_ranks: bool = False  # Whether tokens also have their rank. Allowed only with `want_logprobs`.
     want_prompt_tokens: bool = False  # Whether the first delta has the prompt's tokens and their log probabilities.
-    top_tokens: int = 0  # The number of most probable alternatives that each token has.
+    top_tokens: int = 0  # The number of alternatives of each token. The alternatives are the most probable tokens.
     # Whether tokens are independent: a token's text does not depend on its neighbours, and no token waits for text that
     # is held back. So each step has a delta, possibly without text.
     tokens_apart: bool = False
@@ -189,7 +189,7 @@ class Token(msgspec.Struct, gc=False):
 
     id: int
     # The text that this token adds. The joined texts of all tokens are the whole answer. The text is empty while a
-    # character is incomplete, and for special tokens that are not shown.
+    # character is incomplete. It is also empty for special tokens that are not shown.
     text: str
     logprob: float | None = None
     special: bool = False

@@ -65,7 +65,7 @@ class _Registration:
         self._descriptors: list[int] = []
 
     def begin(self) -> None:
-        """Let this process, and each process that it forks, write its stacks. Repeated calls have no effect."""
+        """Make this process and its forked processes write their stacks on demand. Repeated calls have no effect."""
         if not self._descriptors:
             self._open()
             os.register_at_fork(after_in_child=self._after_fork)
@@ -181,7 +181,7 @@ def _descriptors_of(process: int) -> tuple[Path, Path] | None:
 
 
 def _opened(process: int, deadline: float) -> tuple[int, Path] | None:
-    """Open and empty a process's file. Return it and the bell's path, or None if the process cannot be asked now.
+    """Open and empty a process's file. Return the file and the bell's path; None if the process cannot be asked.
 
     The file is locked until it is closed, so that no other process empties it before it is read.
     """

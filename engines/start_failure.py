@@ -1,9 +1,9 @@
 """The reason why an engine could not start, and whether the reason is a lack of memory.
 
-If memory is the reason, SageMaker unloads other models. So an error counts as a lack of memory only if its type says
-so, or if it contains a known phrase of vLLM or PyTorch. vLLM's messages are in `v1/core/kv_cache_utils.py` (in vLLM
-0.33 `v1/core/kv_cache_planning.py`), `v1/worker/utils.py`, `gpu_model_runner.py` and `cpu_worker.py`. If another
-process fails, vLLM's executor and engine manager pass on only the text of the error.
+If memory is the reason, SageMaker unloads other models. So an error counts as a lack of memory in two cases only: its
+type says so, or its text contains a known phrase of vLLM or PyTorch. vLLM's messages are in `v1/core/kv_cache_utils.py`
+(in vLLM 0.33 `v1/core/kv_cache_planning.py`), `v1/worker/utils.py`, `gpu_model_runner.py` and `cpu_worker.py`. If
+another process fails, vLLM's executor and engine manager pass on only the text of the error.
 """
 
 from __future__ import annotations

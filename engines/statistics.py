@@ -43,8 +43,8 @@ LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit 
 
 
 # The possible results of checking an answer whose JSON schema is enforced only in part. "incomplete": a token limit or
-# a stop string cut the answer short. "unchecked": the check takes too long, cannot read the schema, or its queue is
-# full.
+# a stop string cut the answer short. "unchecked": the check takes too long, the schema cannot be read, or the queue of
+# checks is full.
 VERDICTS = ("valid", "invalid", "incomplete", "unchecked")
 
 

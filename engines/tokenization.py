@@ -25,7 +25,8 @@ def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabular
     """
     if len(token_ids) > limit:
         raise InvalidParameter(name, f"must hold at most {limit} token ids, got {len(token_ids)}")
-    # The engine's process would use an id beyond the vocabulary as an index beyond the end of the logits.
+    # The engine's process uses token ids as indices into the logits. An id beyond the vocabulary would be an index
+    # beyond the end of the logits.
     largest = max(token_ids, default=0)
     if largest >= vocabulary_size:
         raise InvalidParameter(
@@ -56,9 +57,9 @@ _NOT_WITH_BEAMS = "cannot be used together with beam search"
 _PROMPT_CONTEXT = 16
 _CONTEXT = 8  # The number of preceding tokens that a slow tokenizer needs to decode the next token.
 _LONGEST_CHARACTER = 4  # The maximum number of tokens of one character: one for each byte of UTF-8.
-_MOST_SILENT = 8  # If more tokens than this in a row have no text, a new stream may begin.
+_MOST_SILENT = 8  # A new stream may begin after more than this many consecutive tokens without text.
 _MOST_BROKEN = 64  # With more such tokens than this, a new stream begins even within a character.
-# The start of the error message of `tokenizers` for a stream that cannot continue.
+# If a stream cannot continue, the error message of `tokenizers` starts with this text.
 _INVALID_PREFIX = "Invalid prefix encountered"
 
 
@@ -74,9 +75,9 @@ class TokenTexts:
         self._window = _decoding_context(tokenizer, prompt_ids, skip_special)
         self._known = len(self._window)
         self._hidden: frozenset[int] = frozenset()
-        # The last tokens, up to the last token that has text.
+        # The tokens up to the last token that has text. Only the last `_PROMPT_CONTEXT` of these tokens are kept.
         self._recent = deque(self._window, maxlen=_PROMPT_CONTEXT)
-        self._silent: list[int] = []  # The tokens after `_recent`, which have no text yet.
+        self._silent: list[int] = []  # The tokens after those in `_recent`. They have no text yet.
         if self._fast is not None:
             self._stream = DecodeStream(ids=self._window, skip_special_tokens=skip_special)
         if skip_special:

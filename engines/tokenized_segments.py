@@ -140,7 +140,8 @@ def special_tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 def _cutting_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the ids of added tokens by their texts.
 
-    Added tokens that the tokenizer looks for in normalized text are left out, because it finds them within segments.
+    The result omits the added tokens that the tokenizer looks for in normalized text. The tokenizer finds these tokens
+    within segments.
     """
     added = tokenizer.get_added_tokens_decoder().items()
     return {token.content: token_id for token_id, token in added if not token.normalized and token.content}

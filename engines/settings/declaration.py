@@ -53,7 +53,7 @@ class Setting(Generic[T]):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The metadata of the dataclass field that has the setting's value."""
+        """The metadata for a dataclass field. The field has the setting's value."""
         return {_SETTING: self}
 
 

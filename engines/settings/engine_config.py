@@ -30,7 +30,7 @@ Streaming = Literal["false", "true", "huggingface"]
 Task = Literal["auto", "generate", "embed", "classify"]
 
 # The maximum numbers of images, videos and audio clips in a request, unless `option.limit_mm_per_prompt` is set. vLLM's
-# default is 999 of each. `vision_chunk` is vLLM's name for images and videos, for models that treat both alike.
+# default is 999 of each. If a model treats images and videos alike, vLLM calls both of them `vision_chunk`.
 DEFAULT_MEDIA_COUNTS = {"image": 100, "vision_chunk": 100, "video": 4, "audio": 4}
 
 DEFAULT_MAX_LORAS = 4  # LMI's default for `option.max_loras`. vLLM's default is 1.
@@ -200,7 +200,7 @@ class EngineConfig:
         shows_default=False,
         doc="How the tokens' vectors become one vector; default: as the model's files say",
     )
-    # The prefix for the texts of requests that name none (`PoolingModel.default_prompt`).
+    # The prefix for the texts of requests that name no prefix (`PoolingModel.default_prompt`).
     default_prompt: str | None = setting(
         "option.default_prompt",
         PROMPT,

@@ -162,7 +162,7 @@ def names(text: str) -> tuple[str, ...]:
 def _assignments(text: str) -> dict[str, str]:
     """Return the variables in `K=V,K=V`. A comma without a `K=` after it belongs to the value before it.
 
-    As in LMI, blanks around names and values are dropped, and so is a comma at the end.
+    As in LMI, blanks around names and values are dropped. A comma at the end is dropped, too.
 
     Raises:
         ValueError: The text does not begin with a name and `=`.
