@@ -173,7 +173,8 @@ async def load_adapter_formatters(adapter: Adapter, base: Formatters, *, async_m
 
     Args:
         adapter: The adapter. Its module has a unique name.
-        base: The model's formatters. An adapter with only one kind of formatter uses the model's other kind.
+        base: The model's formatters. If an adapter lacks one of the two formatters, the model's formatter of this kind
+            is used.
         async_mode: The value of option.async_mode, which decides the formatters' signatures.
 
     Raises:

@@ -23,7 +23,7 @@ _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 _LOWER = ("x-request-id", "x-synchronous", "x-starting-token", "x-next-token", "x-max-items", "x-priority")
 _SAGEMAKER = "x-amzn-sagemaker-"
 _ALLOW_OVERRIDE = "ALLOW_REQUEST_HANDLER_OVERRIDE"
-# The server controls a handler with these properties. A client cannot set them.
+# The server uses these properties to control a handler. A client cannot set them.
 _RESERVED = re.compile(
     r"batch_size|batch_\d.*|reset_rollingbatch|model_dir|device_id|trust_remote_code|.*_formatter|prediction_handler"
     r"|init_handler",

@@ -79,7 +79,7 @@ class HandlerReply:
         self.writer.write(data)
 
     def accept(self, part: AnswerPart, properties: Properties) -> None:
-        """Send a part of an answer. A part without data only adds headers."""
+        """Send a part of an answer. If a part has no data, it only adds headers."""
         if not self.started:
             merged = dict(self._head.properties) | dict(properties)
             self.prepare(Message(properties=tuple(merged.items())))

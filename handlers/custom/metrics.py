@@ -18,7 +18,7 @@ from engines.statistics import Distribution
 logger = logging.getLogger("handlers.custom")
 
 MARK = "[METRICS]"
-# Limits for one model. A handler may print anything, and the memory of a series is never freed.
+# Limits for one model, because a handler may print anything. The memory of a series is never freed.
 MAX_NAMES, MAX_SERIES = 100, 1000
 _LONGEST = 1000  # The maximum number of characters of a line, and so of a name and a value.
 _LINE = re.compile(r"([a-zA-Z_]\w*)\.([\w /]+):([0-9.e-]+)(?:\|#([^|]*))?(?:\|(\d+))?(?:\|([cgh]))?", re.ASCII)

@@ -30,7 +30,8 @@ class ModelImports:
     def __init__(self) -> None:
         self._places: list[str] = []
         self._own: str | None = None
-        # If a load is abandoned, its entries are removed. Its thread may still be running and add the directory.
+        # If a load is abandoned, its entries are removed. The load's thread may still run, and may add the directory
+        # later.
         self._changing, self._removed = threading.Lock(), False
 
     def add_own(self, directory: Path) -> None:
@@ -94,7 +95,7 @@ def _own_directory_of(module: ModuleType | None) -> str | None:
 
 
 def _imported(directory: Path) -> set[str]:
-    """Return the names of a directory's modules that Python files in the same directory import."""
+    """Return the names that a directory's Python files import, limited to modules in the same directory."""
     names = set[str]()
     for file in directory.glob("*.py"):
         with contextlib.suppress(OSError, SyntaxError, ValueError):  # The import reports the error.

@@ -261,7 +261,7 @@ class WorkerPool:
             timer.cancel()
 
     def _end_surplus(self, worker: Worker, calls: int) -> None:
-        """End a surplus worker if it stayed idle: its number of calls is still `calls`."""
+        """End a surplus worker if it has stayed idle. An idle worker's number of calls is still `calls`."""
         self._idle_timers.pop(worker, None)
         if worker.calls != calls or len(self._batchers) <= self.min_workers:
             return
@@ -308,7 +308,7 @@ class WorkerPool:
 
     @property
     def _backoff(self) -> float:
-        """The delay of a start after a failure, in seconds."""
+        """The number of seconds between a failure and the next start of a worker."""
         return min(_FIRST_BACKOFF * 2.0 ** min(self._recent_failures - 1, 20), _LONGEST_BACKOFF)
 
     def _add_worker(self, delay: float = 0.0) -> None:

@@ -126,7 +126,7 @@ class _Call:
         return self._requests[0].message
 
     def _received(self, size: int) -> None:
-        """Count received bytes. The worker gets credit for more bytes once the client has read these."""
+        """Count received bytes. The worker gets credit for more bytes after the client has read the received bytes."""
         self._uncredited += size
         if self._uncredited >= CREDIT_BYTES and self._draining is None and not self._cancelled:
             self._draining = asyncio.create_task(self._drain())

@@ -132,7 +132,7 @@ class _SendWindow(Generic[Credits]):
         self._sent = 0
 
     def due(self, size: int) -> range:
-        """Return a range whose length is the number of credits to acquire before the next `size` bytes are sent.
+        """Return a range with one item for each credit to acquire before the next `size` bytes are sent.
 
         Earlier bytes have used up these credits.
         """

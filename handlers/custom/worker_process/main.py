@@ -53,7 +53,7 @@ def serve(descriptor: int) -> None:
 
 
 def _set_python_path(model_dir: str) -> None:
-    """Let Python processes that the handler starts import `djl_python` and the model's modules, as in LMI.
+    """Let the handler's child processes import `djl_python` and the model's modules, as in LMI.
 
     This process itself does not import from the model directory yet, because a module there could replace a module that
     the start needs.

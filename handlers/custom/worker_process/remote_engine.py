@@ -24,8 +24,8 @@ class RemoteEngine:
         self._numbers = itertools.count(1)
         # The messages for each unfinished call, keyed by the call's number.
         self._messages: dict[int, asyncio.Queue[Message]] = {}
-        # Maps each task to the number of the server's call that it answers. Tasks that the handler starts are not
-        # included, because they may serve several calls.
+        # The number of the server's call that each task answers, keyed by the task. Tasks that the handler starts are
+        # not included, because they may serve several calls.
         self.tasks: WeakKeyDictionary[asyncio.Task[None], int] = WeakKeyDictionary()
 
     async def call(self, inputs: Input) -> Output | AsyncGenerator[Output, None]:

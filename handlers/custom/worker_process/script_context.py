@@ -131,8 +131,8 @@ class Metrics:
 class Context:
     """Shows the model and the request to the functions of a script, and lets them set the reply's status and headers.
 
-    A worker has one context, whose request changes. The context has no request while the model is being loaded. The
-    index of a request is always 0, because a script gets no batches.
+    A worker has one context for all requests. The context has no request while the model is being loaded. The index of
+    a request is always 0, because a script gets no batches.
     """
 
     def __init__(self, request: LoadRequest, device: str | None) -> None:
@@ -140,7 +140,7 @@ class Context:
 
         Args:
             request: The model.
-            device: The worker's GPUs, such as `0` or `0,1`. None or `-1` for none.
+            device: The worker's GPUs, such as `0` or `0,1`. None and `-1` mean no GPU.
         """
         self.model_name = request.model_name
         self.manifest: Any = None
@@ -160,7 +160,7 @@ class Context:
         self.request_processor: list[RequestProcessor] = []
 
     def begin(self, request_id: str | None, headers: Headers) -> RequestProcessor:
-        """Set the request that the next calls of the functions belong to."""
+        """Set the current request. The next calls of the script's functions belong to this request."""
         self.request_ids = {} if request_id is None else {0: request_id}
         self.request_processor = [RequestProcessor(headers)]
         return self.request_processor[0]

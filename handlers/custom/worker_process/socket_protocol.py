@@ -33,8 +33,8 @@ class MessageKind(StrEnum):
     """The kinds of messages.
 
     A handler may call the model's engine. For such a call, CALL and CANCEL go to the server, and OUTPUT, CHUNK and
-    STREAM_END go to the worker. The worker numbers these calls. Each CALL also has the number of the server's call
-    during which the handler makes it.
+    STREAM_END go to the worker. The worker numbers these calls. Each CALL also has the number of the server's call that
+    the handler answers at that time.
     """
 
     # Messages to the worker.
@@ -64,7 +64,7 @@ class Message:
     code: int = 200
     message: str = ""
     properties: Properties = ()
-    headers: Properties = ()  # A CALL has all headers of the request here. Only a script gets them.
+    headers: Properties = ()  # All headers of the request, in a CALL. Only a script gets them.
     contents: Contents = ()
     streams: bool = False  # Whether chunks follow.
     error: str | None = None  # The text of the exception, or None.
