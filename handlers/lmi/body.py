@@ -30,7 +30,7 @@ _READ_OF_CSV = CONSTRAINING | {
     _PROMPT,
     "parameters",
 }  # Columns that are read. A row may have thousands of other columns.
-# Fields of a form that are never the prompt.
+# Form fields that never hold the prompt.
 _NO_PROMPT = frozenset({"parameters", "stream", "adapters", "adapter"})
 
 _decode_json = JsonDecoder[Any]().decode

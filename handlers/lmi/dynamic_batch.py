@@ -159,9 +159,9 @@ class ListAnswer(TokenDocument):
 class RecordListAnswer(Answer):
     """A record for each step, with an entry for each prompt.
 
-    A record is sent when every unfinished prompt has an entry. If a prompt gets a second entry before that, the record
-    is sent with empty entries for the prompts that have none. These prompts run in another batch, or hold back their
-    text.
+    A record is sent when every unfinished prompt has an entry. If a prompt gets a second entry before the record is
+    complete, the incomplete record is sent. The missing entries are then empty. A prompt's entry is missing while the
+    prompt runs in another batch, or while the prompt's text is held back.
     """
 
     content_type = "application/jsonlines"

@@ -22,7 +22,7 @@ NOT_READ = (
 )
 
 _SAMPLING_DEFAULTS = (1.0, 0, 1.0)  # The defaults of temperature, top_k and top_p.
-_TRTLLM_SAMPLING_DEFAULTS = (1.0, 5, 0.85)  # The same defaults in TensorRT-LLM's table.
+_TRTLLM_SAMPLING_DEFAULTS = (1.0, 5, 0.85)  # The defaults in TensorRT-LLM's table.
 _OTHER_NAMES = {"ignore_eos_token": "ignore_eos", "bad_sequences": "bad_words"}
 _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
 

@@ -30,7 +30,9 @@ _SHOWN = 1024  # The maximum number of characters of an unknown path in the erro
 
 
 def named_model(served: Container[str], head: Head) -> tuple[str | None, str | None]:
-    """Return the model and the version that a request's head names. Each is None if the head does not name it.
+    """Return the model and the version that a request's head names.
+
+    The result has None for a model or a version that the head does not name.
 
     The first source that names the model or the version counts. The order of the sources is: the path, the query, the
     headers `model_name` and `model_version`, SageMaker's custom attributes, SageMaker's Target-Model header.
@@ -53,7 +55,10 @@ def named_model(served: Container[str], head: Head) -> tuple[str | None, str | N
 
 
 def _refuse_token(head: Head) -> Reply | None:
-    """Refuse a call that asks for a token instead of the answer. Answers are not kept, so no token could fetch one."""
+    """Refuse a call that asks for a token instead of the answer.
+
+    Answers are not kept, so a client could fetch no answer with the token.
+    """
     for given in (head.headers, dict(head.attributes)):
         if head.method != "OPTIONS" and (_TOKEN in given or given.get(_SYNCHRONOUS, b"true").lower() != b"true"):
             return front_end_reply(400, "BadRequestException", _NO_TOKENS)

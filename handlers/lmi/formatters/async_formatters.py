@@ -179,7 +179,10 @@ class FormattedReply(ShapedReply):
             self._writer.reply(refusal)
 
     def _close(self) -> Running | None:
-        """Close the writer, and return the call. The writer drops the queue and the call, because they refer to it."""
+        """Close the writer, and return the call.
+
+        The writer drops the queue and the call, because both refer to the writer.
+        """
         self._ended = True
         if self._formatting is not None:
             self._formatting.close()

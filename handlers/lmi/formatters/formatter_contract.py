@@ -1,7 +1,7 @@
 """A contract that calls a customer's formatters, for LMI's rolling batch and dynamic batch.
 
-The input formatter reads the request, and the output formatter writes the answer. A formatter may block, so both run
-in a thread. Source: LMI, "Custom input formatter schema" and "Custom output formatter schema".
+The input formatter reads the request, and the output formatter writes the answer. Formatters may block, so they run in
+a thread. Source: LMI, "Custom input formatter schema" and "Custom output formatter schema".
 
 The formatters of the asynchronous mode are in `handlers.lmi.formatters.async_formatters`.
 """

@@ -88,7 +88,7 @@ def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
         current: The current values.
 
     Raises:
-        ContractError: Both are absent, or one is wrong. The reply is a 400.
+        ContractError: Both values are absent, or a value is wrong. The reply is a 400.
     """
     given = dict(call.query)
     least, most = (

@@ -90,7 +90,7 @@ _DJL, _HANDLER = Refusals(), HandlerRefusals()
 
 
 class LmiPooledAnswer(PooledAnswer):
-    """An answer whose errors have the form of its contract."""
+    """An answer whose error replies come from `refusals`."""
 
     refusals: ClassVar[Refusals] = _DJL
 
@@ -413,14 +413,17 @@ class _PipelineClasses(LmiPooledAnswer):
 
 
 def _function_of(problem_type: str, classes: int) -> str:
-    """Return the function that transformers' pipeline uses to make probabilities if the call names none."""
+    """Return the function that makes probabilities if the call names no function.
+
+    The choice is that of transformers' pipeline.
+    """
     if problem_type == "regression":
         return "none"
     return "sigmoid" if problem_type == "multi_label_classification" or classes == 1 else "softmax"
 
 
 class NoContract:
-    """The contract of models that LMI has no form for. It refuses every call."""
+    """The contract of models for which LMI has no form. It refuses every call."""
 
     def __init__(self, model: PoolingModel) -> None:
         self._kind = model.kind

@@ -27,7 +27,7 @@ class VectorOptions:
 
     pooling: Pooling
     front: str = ""  # The prefix of each text.
-    dimensions: int | None = None  # The number of entries that are kept of each vector. None keeps all.
+    dimensions: int | None = None  # Each vector is cut to this number of entries. None keeps all entries.
     normalize_kept: bool = False  # Whether the kept entries are scaled to the length 1.
 
     def request(self, prompt: str | tuple[int, ...]) -> GenerationRequest:
