@@ -1,8 +1,8 @@
 """The answers of `/v1/completions` and `/v1/chat/completions`.
 
 The bytes are vLLM's (`serving.py` in `entrypoints/openai/completion/` and `chat_completion/`). vLLM writes a whole
-answer with Python's `json`, and the records of a stream with pydantic. The two write numbers differently: 0.00002 in a
-stream is 2e-05 in a whole answer.
+answer with Python's `json`, and the records of a stream with pydantic. `json` and pydantic write numbers differently: a
+stream has 0.00002 where a whole answer has 2e-05.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ def _completion_logprobs(tokens: Sequence[Token], number: Callable[[Token], str]
 def _completion_top(token: Token, number: Callable[[Token], str]) -> str:
     """Return a token's alternatives.
 
-    Tokens with the same text share one member. It has the log probability of the last of them.
+    Tokens with the same text share one member. The member has the log probability of the last such token.
     """
     top = {other.text: other for other in alternatives(token)}
     return "{" + ",".join([f"{quote(text)}:{number(other)}" for text, other in top.items()]) + "}"

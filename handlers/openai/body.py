@@ -1,8 +1,9 @@
 """The bodies of OpenAI's API that Slipway's contract reads. They have the fields that most clients send.
 
 A body that does not fit is not an error. It goes to vLLM's serving classes, which answer or refuse it. The meaning of a
-field in this module does not depend on anything else. No type accepts more values than vLLM's type. Source: vLLM,
-`entrypoints/openai/chat_completion/protocol.py` and `entrypoints/openai/completion/protocol.py`.
+field in this module does not depend on anything else. The type of a field accepts only values that vLLM's type of the
+field also accepts. Source: vLLM, `entrypoints/openai/chat_completion/protocol.py` and
+`entrypoints/openai/completion/protocol.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Int = Annotated[int, msgspec.Meta(ge=MIN_INT64, le=MAX_INT64)]
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)]
 
-_CONSTRAINT = "structured_outputs"  # The name of a constraint in errors, no matter which field has the constraint.
+_CONSTRAINT = "structured_outputs"  # Errors use this name for a constraint in any field.
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}").fullmatch
 _SAMPLING_DEFAULTS = {
     "repetition_penalty": 1.0,
@@ -76,7 +77,10 @@ class _TextPart(_Strict, kw_only=True):
 
 
 class Message(_Strict, kw_only=True):
-    """A text message of a chat. Fields that only other messages have must be null. Null counts as absent."""
+    """A text message of a chat.
+
+    In a text message, the fields of other kinds of messages must be null. Null counts as absent.
+    """
 
     role: Literal["system", "user", "assistant"]
     content: str | list[_TextPart]

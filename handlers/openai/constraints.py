@@ -32,7 +32,8 @@ TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 RENDER = "/rendered_chat"  # A path of the front end that clients cannot reach. It returns the prompt of a chat.
 
 _SAMPLING = frozenset({"stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens"})
-# For each path: the names in `CONSTRAINING` that vLLM enforces or that are translated for vLLM.
+# The names in `CONSTRAINING` that have an effect on each path. vLLM enforces some of them, and Slipway translates the
+# others for vLLM.
 _READ = {
     CHAT: _SAMPLING | {"tool_choice", *FORMS},
     BATCH: _SAMPLING | {"tool_choice", *FORMS},
@@ -49,7 +50,7 @@ _NATIVE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag"
 # OpenAI's forms, which apply to a message's text. A tool call has the form of the tool's arguments instead.
 _TEXT_FORMAT = "text.format"
 _OF_MESSAGES = ("response_format", _TEXT_FORMAT)
-_TYPED = ("grammar", "output_config.format")  # Objects with a `type`. Their APIs give them no `strict`.
+_TYPED = ("grammar", "output_config.format")  # Objects with a `type`. The APIs define no `strict` for these objects.
 _TOOL_CHOICE = "tool_choice"
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 
@@ -123,7 +124,7 @@ class Tool(NamedTuple):
     """A tool in a body."""
 
     name: str  # The tool's name in vLLM's schema of tool calls.
-    place: str  # The place of the schema of the tool's arguments in the body.
+    place: str  # Where the body has the schema of the tool's arguments.
     strict: bool
 
 
@@ -154,7 +155,7 @@ class Form(NamedTuple):
                 continue
             tool = tools[name].pop()  # Tools with the same name are in the order of the body.
             parts.append(SchemaPart(f"#/items/anyOf/{i}/properties/parameters", f"{tool.place}#", tool.strict))
-            # If a tool's schema refers to itself, it is in `$defs` (`engines.vllm.parsers.classes`).
+            # If a tool's schema refers to itself, that schema is in `$defs` (`engines.vllm.parsers.classes`).
             if str(i) in schema.get("$defs", {}):
                 parts.append(SchemaPart(f"#/$defs/{i}", f"{tool.place}#", tool.strict))
         return parts
@@ -184,7 +185,10 @@ def _chosen_tool(choice: Any) -> str | None:
 
 
 def _called(schema: Any) -> list[str]:
-    """Return the names of the tools in vLLM's schema of tool calls, in order. Empty if it is no such schema."""
+    """Return the names of the tools in vLLM's schema of tool calls, in order.
+
+    The list is empty if `schema` is another schema.
+    """
     try:
         return [call["properties"]["name"]["enum"][0] for call in schema["items"]["anyOf"]]
     except (KeyError, IndexError, TypeError):
@@ -264,7 +268,7 @@ def _kind_of_choice(body: Mapping[str, Any]) -> Any:
 
 
 def _named_tool(choice: Any) -> dict[str, Any]:
-    """Return the field to replace if `tool_choice` is only the name of a tool, as TGI's clients send it."""
+    """Return `tool_choice` in OpenAI's form if the choice is only a tool's name. TGI's clients send only the name."""
     if not isinstance(choice, str) or choice in ("", "auto", "none", "required"):
         return {}
     return {"tool_choice": {"type": "function", "function": {"name": choice}}}

@@ -1,4 +1,4 @@
-"""The resources of one HTTP call that vLLM's serving classes work on: places in the queue, and adapters.
+"""The resources of one HTTP call in vLLM's serving classes: places in the queue, and adapters.
 
 These classes start and drop generators and tasks freely. The resources therefore belong to the call, and are freed when
 the call ends, even if such tasks still run. Only a background response continues after its call. It
@@ -107,7 +107,8 @@ class OpenAICall:
         self.on_begin: Callable[[], None] | None = None  # Called when `begun` is set.
         self.submitted = False  # Whether the body has been read and a prompt goes to the engine.
         self.explains_one = False  # Whether only the first prompt is explained.
-        # A future for the prompts. It gets them when they would go to the engine. None if the call is not explained.
+        # A future for the prompts. It is set when the prompts would go to the engine. None if the call is not
+        # explained.
         self.explained: asyncio.Future[Sequence[ExplainedPrompt]] | None = None
         self.asked: list[tuple[Any, Any, Any]] = []  # The prompts to explain, with vLLM's parameters and options.
         self.failed = ""  # Why one of the call's requests failed. Empty if none has failed.
@@ -241,5 +242,5 @@ class OpenAICall:
         self._closed = True
 
 
-# The call that the running task works for. Tasks that this task starts inherit the call.
+# The call that the running task works for. A new task inherits the call from the task that starts it.
 current_call: ContextVar[OpenAICall] = ContextVar("current_call")

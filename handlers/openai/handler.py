@@ -60,7 +60,8 @@ from handlers.running_call import RunningCall
 
 _PROMPTS_PER_TURN = 2  # After this number of tokenized prompts, other work gets a turn on the event loop.
 _LONG_CHAT = 16 * 1024  # Bytes. Longer chats are parsed in a thread, since their templates may be slow.
-_FAILED = (500, 503)  # vLLM's front end answers with these statuses if the engine fails. A 501 is about the body.
+# vLLM's front end answers with these statuses if the engine fails. The cause of a 501 is the body.
+_FAILED = (500, 503)
 # An answer's id consists of a prefix and the HTTP request's id. If a call has several prompts, a number follows.
 _PREFIXES = ("chatcmpl-", "cmpl-", "transcribe-", "translate-")
 _ONE_OF_MANY = re.compile(r"[-_]\d+$")
@@ -192,7 +193,7 @@ class OpenAIHandler:
         return await self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
 
     async def render(self, call: Call) -> RenderedChat:
-        """Return the prompt of a chat. Other contracts have routes that count its tokens.
+        """Return the prompt of a chat. Other contracts have routes that count the prompt's tokens.
 
         Args:
             call: A call with the body of a chat.
@@ -300,7 +301,8 @@ class OpenAIHandler:
         """Let vLLM's front end make the requests of a call, but do not send them to the engine.
 
         Raises:
-            Explained: The front end has made requests. If it has made none, its reply goes to `writer`.
+            Explained: The front end has made requests. If the front end has made no requests, its reply goes to
+                `writer`.
         """
         assert call.explanation is not None
         call.explanation.because.append("vLLM's front end makes the requests")
@@ -375,6 +377,11 @@ def _refusal(error: InvalidRequest, path: str, form: AnswerForm) -> Reply:
 
 
 def _belongs(known: str, request_id: str) -> bool:
-    """Return True if vLLM's request id `known` belongs to the answer or the HTTP request with the id `request_id`."""
+    """Return True if a request of vLLM belongs to an answer or to an HTTP request.
+
+    Args:
+        known: vLLM's id of its request.
+        request_id: The id of the answer or of the HTTP request.
+    """
     names = (known, _ONE_OF_MANY.sub("", known))
     return known.startswith(_PREFIXES) and any(request_id in (name, name.partition("-")[2]) for name in names)

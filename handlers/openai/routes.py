@@ -42,7 +42,7 @@ SHORT_EMBEDDINGS = "/embeddings"  # TEI's other path for /v1/embeddings. It also
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 _TEXT = "text/plain; charset=utf-8"
-_TOO_LARGE = "Request Entity Too Large"  # The reason phrase of 413. Since Python 3.13, `HTTPStatus` has another.
+_TOO_LARGE = "Request Entity Too Large"  # The reason phrase of 413. Since Python 3.13, `HTTPStatus` has another phrase.
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ def refuse(error: errors.RequestError) -> Reply:
     """Return the reply to an error, with the status and type that vLLM has for it."""
     match error:
         case errors.Unauthorized():
-            return Reply(401, JSON, b'{"error":"Unauthorized"}')  # like vLLM's middleware, without an error object
+            return Reply(401, JSON, b'{"error":"Unauthorized"}')  # vLLM's middleware also sends no error object
         case errors.UnknownModel() | errors.UnknownAdapter():
             return error_reply(error.message, "NotFoundError", 404, "model")
         case errors.NotServed():

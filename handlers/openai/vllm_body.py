@@ -32,9 +32,9 @@ from handlers.parsing.json_limits import JsonDecoder, JsonSize, JsonTooCostly, N
 from handlers.route_declarations import MOST_BYTES, check_text
 
 _CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, COUNT_TOKENS, RESPONSES, RENDER})
-# The maximum number of items, members, objects and arrays of a body with messages, which vLLM's front end reads on the
-# event loop. Pydantic tries all types that a message may have, so each value takes 0.01 ms. An item of `input` takes
-# 0.15 ms.
+# The maximum number of items, members, objects and arrays of a body with messages. vLLM's front end reads such a body
+# on the event loop. Pydantic tries all types that a message may have, so each value takes 0.01 ms. An item of `input`
+# takes 0.15 ms.
 _MOST_VALUES, _MOST_VALUES_OF_RESPONSES = 40_000, 8_000
 
 _LARGE = 16 * 1024  # Bytes. The inputs of larger bodies are counted.
@@ -135,7 +135,7 @@ def _id_in(document: Mapping[str, msgspec.Raw]) -> str:
 
 
 def _without_idle(document: Mapping[str, msgspec.Raw], path: str) -> dict[str, None]:
-    """Return the fields that ask for nothing, so that they are removed. Some clients send them with every request."""
+    """Return the fields to remove: the fields that ask for nothing. Some clients send them with every request."""
     if path not in (CHAT, BATCH, COMPLETIONS, TOKENIZE, RENDER):
         return {}
     idle = [
@@ -184,7 +184,7 @@ def _check_values(size: JsonSize, path: str) -> None:
 
 
 def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, openai_call: OpenAICall) -> None:
-    """Check the fields of a large body that can give vLLM more work than the model's context allows.
+    """Check the fields of a large body. Some fields can give vLLM more work than the model's context allows.
 
     Raises:
         InvalidParameter: A field is too large. The error names it.

@@ -69,7 +69,8 @@ class VllmCall:
         self._body_read = False
         self._status, self._content_type = 0, ""
         self._headers: tuple[tuple[str, str], ...] = ()
-        self._id_header: tuple[tuple[str, str], ...] = ()  # Set if the body has the request's id.
+        # The header with the id from the body. Empty if the body has no id.
+        self._id_header: tuple[tuple[str, str], ...] = ()
         self._started = self._complete = False
         if path in _GENERATED:
             openai_call.on_begin = self._release
@@ -149,7 +150,10 @@ class VllmCall:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
-        """Pass on the application's messages. A reply begins with its first bytes. They show whether it is a stream."""
+        """Pass on the application's messages.
+
+        A reply begins with its first bytes. The first bytes show whether the reply is a stream.
+        """
         if self._gone.is_set():
             raise asyncio.CancelledError  # Only this error ends the application's work on the call.
         if message["type"] == "http.response.start":
@@ -188,7 +192,10 @@ class VllmCall:
             self._pass_on(b"", last=False)
 
     def _whole(self, data: bytes) -> Reply:
-        """Return a reply that is complete before it has begun. A stream with only an error gets the error's status."""
+        """Return the reply for an answer that comes in one piece.
+
+        A stream with only an error gets the error's status.
+        """
         place = data.find(b'data: {"error":')
         if place < 0 or self._openai_call.begun or media_type(self._content_type) != _EVENTS:
             return Reply(self._status, self._content_type, data, self._reply_headers())

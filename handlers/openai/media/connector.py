@@ -382,8 +382,8 @@ class _Connection(HTTPConnection):  # type: ignore[misc]
         super().__init__()
         self._media = media
         networks = [ipaddress.ip_network(network) for network in media.config.media.allowed_media_networks]
-        # vLLM follows redirects if this variable is not set, but Slipway does not. If it is set, both follow redirects
-        # unless the value is 0.
+        # vLLM follows redirects if this variable is not set, but Slipway does not. If the variable is set, vLLM and
+        # Slipway follow redirects, except with the value 0.
         redirects = os.environ.get(_REDIRECTS, "0") != "0"
         self._downloader = Downloader(
             networks, domains, redirects=redirects, attempts=max(envs.VLLM_MEDIA_FETCH_MAX_RETRIES, 1)

@@ -21,7 +21,7 @@ _MOST_OWN_DOWNLOADS = 10  # The maximum for one request, so that slow hosts cann
 
 
 class MediaMemory:
-    """The memory that the media of all requests to a model take. It has a lock, because threads decode media."""
+    """The memory for the media of all requests to a model. It has a lock, because threads decode media."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -43,7 +43,8 @@ class RequestMedia:
     def __init__(self, memory: MediaMemory) -> None:
         self._memory, self.config, self._downloads = memory, memory.config, memory.downloads
         self._own_downloads = asyncio.Semaphore(_MOST_OWN_DOWNLOADS)
-        self._decode_until = 0.0  # When decoding must end, by the monotonic clock. 0 before the first video.
+        # The time at which decoding must end, on the monotonic clock. 0 before the first video.
+        self._decode_until = 0.0
         self._pixels = self._downloaded = self._held = 0
         self._closed = False
 

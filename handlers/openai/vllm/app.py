@@ -123,7 +123,8 @@ async def build(
     try:
         tasks = tuple(task for task in tasks if task in _TASKS)
         found = routers(tasks)
-        for path, answer in ((TOKENIZE, tokenize), (RENDER, render)):  # Added first, to replace vLLM's routes.
+        # These routes are added before vLLM's routes, so that they take the calls of these paths.
+        for path, answer in ((TOKENIZE, tokenize), (RENDER, render)):
             app.post(path, dependencies=[Depends(validate_json_request)])(answer)
         for router in found:
             app.include_router(router)

@@ -18,7 +18,7 @@ class _Fault(NamedTuple):
     """One of Pydantic's errors."""
 
     path: tuple[str | int, ...]  # The path of the value in the body.
-    branch: tuple[str, ...]  # For each value on the path that may have several types: the type that Pydantic tried.
+    branch: tuple[str, ...]  # The types that Pydantic tried, for the values on the path that allow several types.
     message: str
     expected: str  # The allowed values of `type`, if the object's `type` is not one of them. Empty for other errors.
 
@@ -54,7 +54,7 @@ def body_fault(errors: Sequence[Any], body: Any) -> BodyFault:
     faults = [_fault(error, body) for error in errors]
     excluded = {fault.branch for fault in faults if fault.expected}
     meant = [fault for fault in faults if not fault.expected and not _is_below(fault.branch, excluded)]
-    # Errors about the `type` of an object, if the object that contains it has the type that the client meant.
+    # These errors are about the `type` of an object. The enclosing object has the type that the client meant.
     wrong = [fault for fault in faults if fault.expected and not _is_below(fault.branch[:-1], excluded)]
     deepest = max([*meant, *wrong], key=lambda fault: len(fault.path), default=faults[0])
     if not isinstance(body, dict):

@@ -29,7 +29,8 @@ def front_end(
         adapters: The names of the adapters.
 
     Returns:
-        The settings. None if vLLM's answers have more content than the contract's, or the model does not generate.
+        The settings. None if the model does not generate, or if vLLM's answers have more content than the answers of
+        Slipway's contract.
     """
     if not hasattr(app.state, "openai_serving_chat"):
         return None

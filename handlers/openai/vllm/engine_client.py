@@ -228,7 +228,7 @@ class EngineClient:
     ) -> AsyncGenerator[Any, None]:
         """Return a generator that explains the prompts of the call, and yields nothing.
 
-        The front end passes all prompts of a call before it waits for the first one.
+        The front end passes all prompts of a call before it waits for the answer to the first prompt.
         """
         call.asked.append((_submitted(call, prompt), params, options))
         return self._explain(call)
@@ -335,7 +335,10 @@ class EngineClient:
         return await self._added(call, prompt, params, request_id, options), check_answer
 
     async def _constrained(self, call: OpenAICall, params: Any) -> CheckedConstraint:
-        """Return the constraint of a request, and put the form that the engine enforces into vLLM's parameters."""
+        """Return the constraint of a request.
+
+        In vLLM's parameters, replace the constraint with the form that the engine enforces.
+        """
         outputs = params.structured_outputs
         with _vllms_errors():
             constraint = await self._engine.constraints.checked(call.form.name, params, call.form.parts(outputs.json))
@@ -548,7 +551,7 @@ def _vllms_errors() -> Iterator[None]:
     """Raise Slipway's errors as errors that vLLM's front end can answer."""
     try:
         yield
-    except UnknownAdapter as error:  # It was removed after the front end had looked it up.
+    except UnknownAdapter as error:  # The adapter was removed after the front end had found it.
         raise VLLMNotFoundError(error.message) from None
     except AdapterUnusable as error:
         raise VLLMValidationError(error.message, parameter="model") from None

@@ -19,7 +19,10 @@ _LONGEST = 200  # The maximum number of characters of a record about a client er
 
 
 def lower_client_errors() -> None:
-    """Make the root logger's handlers lower the level of records of client errors. May be called several times."""
+    """Add a filter to the root logger's handlers.
+
+    The filter lowers the level of records about client errors. May be called several times.
+    """
     for handler in logging.getLogger().handlers:
         handler.addFilter(client_error_filter)
 

@@ -1,4 +1,4 @@
-"""Refuses parameters for vLLM's serving classes that would harm the engine or have no effect."""
+"""Checks the parameters of vLLM's serving classes: refuses parameters that would harm the engine or have no effect."""
 
 from __future__ import annotations
 

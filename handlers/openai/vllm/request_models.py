@@ -59,7 +59,8 @@ def stop_at_first_fault(kind: type[BaseModel]) -> None:
             waiting += [value for key, value in node.items() if key not in ("metadata", "serialization")]
         elif isinstance(node, list | tuple):
             waiting += node
-    # The models in the fields have prebuilt validators. These validators do not have the change.
+    # Pydantic would use the prebuilt validators of the models in the fields. Prebuilt validators do not stop at the
+    # first wrong item.
     kind.__pydantic_validator__ = SchemaValidator(kind.__pydantic_core_schema__, _use_prebuilt=False)
 
 

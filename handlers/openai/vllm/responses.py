@@ -1,8 +1,8 @@
 """Changes vLLM's `/v1/responses`: the ends of streams, and background responses.
 
 `OpenAIServingResponses.background_tasks` gets the task of each background response, in the context of its call.
-`response_store` has the state of the response. `event_store` has the events of its stream, and the signal of a new
-event. `responses_background_stream_generator` reads the events. tests/live/test_openai_internals.py checks these
+`response_store` has the state of the response. `event_store` has the events of the response's stream, and a signal for
+new events. `responses_background_stream_generator` reads the events. tests/live/test_openai_internals.py checks these
 internals.
 """
 

@@ -43,7 +43,7 @@ def without_calls(args: argparse.Namespace, client: Any) -> Any:
 
 
 def parse_only_tools(state: Any, plain: Any) -> None:
-    """Answer calls without tools as a model without a tool-call parser would.
+    """Answer calls without tools as if the model had no tool-call parser.
 
     With a tool-call parser, vLLM leaves empty parts out of streams, and some parsers show special tokens.
 
