@@ -15,7 +15,7 @@ from engines.errors import SHOWN, InvalidParameter
 from engines.request import Constraint
 from handlers.parsing.json_fields import JsonError, Kind, ParameterReader, decode_json
 
-MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000  # Limits, because the engine makes one grammar of all choices.
+MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000  # Limits on choices, because the engine makes one grammar of all choices.
 
 # The names under which a request can set the form of the whole text, with the JSON types of their values.
 FORMS: Mapping[str, Kind] = {
@@ -51,7 +51,7 @@ _TYPES = {
     "response_format": ("text", "json_object", "json_schema", "json", "regex"),
     "grammar": ("json_object", "json_schema", "json", "regex"),
 }
-# The members that may hold the schema or the expression: TGI's, OpenAI's, and one that similar servers use.
+# The names of the member that holds the schema or the expression: in TGI, in OpenAI's API, and in similar servers.
 _MEMBERS = ("value", "json_schema", "schema")
 _CHOICES = ("tool_choice", "function_call")
 

@@ -46,7 +46,7 @@ def form_text(body: bytes, content_type: str, name: str) -> str | None:
 
 
 def _urlencoded(body: bytes) -> list[tuple[str, bytes]]:
-    """Return the fields as `urllib.parse.parse_qsl` does. In contrast to it, accept any bytes as values."""
+    """Return the fields as `urllib.parse.parse_qsl` does. Unlike `parse_qsl`, accept any bytes as values."""
     if body.count(b"&") >= MAX_FIELDS:
         raise FormError(f"the form has more than {MAX_FIELDS} fields")
     pairs = (field.replace(b"+", b" ").partition(b"=") for field in body.split(b"&") if field)

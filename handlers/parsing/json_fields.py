@@ -13,15 +13,16 @@ import msgspec
 from engines.errors import SHOWN, InvalidParameter
 from handlers.parsing.json_limits import JsonDecoder
 
-MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # The range of an engine's integers.
-MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000  # Limits, because engines search for each string after each token.
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # The range of integers that engines accept.
+MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000  # Limits on strings. Engines search for each string after each token.
 
 Kind = str | list[str]  # The `type` in a JSON schema, such as "integer".
 
 _KINDS = {str: "a string", int: "a number", float: "a number", list: "an array", dict: "an object", bool: "a boolean"}
 _DIGITS = re.compile("[0-9]{1,19}").fullmatch
 _TRUNCATED = "Input data was truncated"
-# The first half of a surrogate pair without its second half, unless the text ends there.
+# The first half of a surrogate pair that is not followed by the second half. A first half at the end of the text does
+# not match.
 _LONE_SURROGATE = re.compile(
     rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\?\Z|\\u[0-9a-fA-F]{0,3}\Z|\\u[dD][c-fC-F][0-9a-fA-F]{2})"
 )

@@ -23,7 +23,8 @@ CHECKED = 16 * 1024  # Bytes. Shorter texts are decoded in at most 40 ms, so onl
 # The maximum depth of objects and arrays. In deeper documents, recursive code would reach the interpreter's limit, and
 # the pickled parameters of a request would end the engine's process.
 MOST_DEPTH = 128
-# The maximum number of parts. Each comma is a part. Decoding that many takes 0.2 s, or 0.5 s for long integers.
+# The maximum number of parts. Each comma is a part. Decoding this number of parts takes 0.2 s, or 0.5 s for long
+# integers.
 MOST_PARTS = 2_500_000
 OF_STRUCTURE = 10  # An object, an array or a key, which takes 0.3 µs, counts as this many parts.
 OF_FRACTION = 5  # A decimal point counts as this many parts. Most fractions take 0.07 µs, the slowest 0.5 µs.
@@ -181,7 +182,7 @@ def _check_depth(brackets: bytes) -> None:
 
 
 def _pieces(text: bytes) -> Iterator[bytes]:
-    """Yield the bytes of each piece that are outside strings, without white space.
+    """Yield the text in pieces, without its strings and its white space.
 
     After the first syntax error the bytes may be wrong, but a decoder stops at that error.
     """

@@ -66,7 +66,7 @@ class VllmParameters:
     # The number of alternatives for each token. 0 means only the token's own log probability. None means no log
     # probabilities.
     logprobs: int | None
-    prompt_logprobs: int | None  # The same number for the prompt's tokens.
+    prompt_logprobs: int | None  # The number of alternatives for each token of the prompt.
     detokenize: bool  # If False, the answer's text is empty.
 
     def constrained(self, constraint: Constraint) -> VllmParameters:
@@ -86,7 +86,8 @@ class TextReader(ParameterReader):
     """
 
     booleans: ClassVar[Mapping[str, bool]] = TEXT_BOOLEANS
-    kinds: ClassVar[tuple[Kind, ...]] = ("integer", "number", "array", "object")  # Non-booleans that may be text.
+    # Besides booleans, values of these kinds may be text.
+    kinds: ClassVar[tuple[Kind, ...]] = ("integer", "number", "array", "object")
 
     def _meant(self, kind: Kind, value: Any) -> Any:
         if kind == "boolean":
