@@ -68,7 +68,7 @@ def refuse(error: errors.RequestError) -> Reply:
 
 
 def vllm_error(error: errors.RequestError) -> Reply:
-    """Return the reply with vLLM's error object, which `/v2/tokenizer` and `/v2/decode` use."""
+    """Return the error reply of `/v2/tokenizer` and `/v2/decode`. The reply has vLLM's error object."""
     status, parameter = _status_of(error), None
     if status == 422:
         status = 400

@@ -79,7 +79,7 @@ class FieldReader(TextReader):
 
 
 class _SamplingReader(FieldReader):
-    """Reads sampling parameters, whose numbers and JSON documents may also be text."""
+    """Reads sampling parameters. Numbers and JSON documents may also be given as text."""
 
     kinds = TextReader.kinds
 

@@ -137,7 +137,7 @@ def _info(
 
     Args:
         answer: The names of the answer's fields.
-        fields: The fields of the body, if the route reads one.
+        fields: The fields of the body, if the route reads a body.
     """
     return InfoRoute(
         path=path,

@@ -26,7 +26,8 @@ DEFAULT_CHUNK = 200
 # happy_vllm puts this word before a text. The word matters, because it affects how the text's beginning is tokenized.
 _WORD = "thisisareallybigwordisntit"
 _HEAD = 256  # Prefixes of the word are first tried on this many characters. Later characters hardly ever matter.
-# The maximum number of prefixes that are tried on a whole text. The first fails only for texts made to break it.
+# The maximum number of prefixes that are tried on a whole text. The first try fails only if a text is written to make
+# it fail.
 _TRIES = 3
 _BLOCK = 32  # The number of tokens decoded together. A decoder may take quadratic time for bytes that are not text.
 _CONTEXT = 16

@@ -78,8 +78,8 @@ class Vectors(TeiAnswer):
         Args:
             prompts: See `TeiAnswer`.
             characters: See `TeiAnswer`.
-            dimensions: The number of entries that are kept of each vector. None keeps all.
-            normalize: True scales each vector to the length 1. The engine has not done this.
+            dimensions: Each vector is cut to this number of entries. None keeps all entries.
+            normalize: True scales each vector to the length 1 after the cut. The engine does not scale these vectors.
         """
         super().__init__(prompts, characters)
         self._dimensions, self._normalize = dimensions, normalize

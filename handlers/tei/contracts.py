@@ -65,7 +65,7 @@ class TeiContract:
             requests, answer = self.requests_and_answer(body)
             adapter = adapter_of(call, self._config, None)
         except RequestError as error:
-            # Routes of other contracts pass calls on to this contract, and would otherwise put the error into their own
+            # Some calls come from routes of other contracts. These routes would put a RequestError into their own
             # words.
             raise ContractError(refuse(error), error.message) from None
         named = [

@@ -40,7 +40,7 @@ def empty(name: str, *, prefixed: bool = True) -> TeiRefusal:
 
 
 def error_reply(kind: Kind, message: str, status: int | None = None) -> Reply:
-    """Return a reply with an error object. `status` defaults to the status of the kind."""
+    """Return a reply with an error object. If `status` is None, the reply has the kind's status."""
     body = f'{{"error":{quote(message)},"error_type":"{kind}"}}'
     return Reply(status or _STATUS[kind], JSON, body.encode("utf-8", "replace"))
 

@@ -16,7 +16,8 @@ from handlers.tei.errors import error_reply
 TEI_VERSION = "1.9.3"  # The release whose contract this package implements.
 # TEI's defaults, which have no effect here, because vLLM has its own limits.
 _MAX_BATCH_TOKENS, _TOKENIZATION_WORKERS = 16384, 1
-_POOLING = {"LAST": "last_token"}  # Poolings whose names in TEI are not vLLM's names in lower case.
+# TEI's names of poolings, keyed by vLLM's names. For other poolings, TEI has vLLM's name in lower case.
+_POOLING = {"LAST": "last_token"}
 
 
 def health(_: Call, views: Sequence[ModelView]) -> Reply:

@@ -139,6 +139,6 @@ TEI = ContractRoutes(
     ),
     refuse=refuse,
     error=_ERROR,
-    wrong_method=lambda _: Reply(405, "", b""),  # Like axum, TEI's web framework.
+    wrong_method=lambda _: Reply(405, "", b""),  # axum, the web framework of TEI, sends the same reply.
     body_names_model=True,
 )

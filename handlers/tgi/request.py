@@ -228,7 +228,7 @@ def _seed(seed: int | None, best_of: int) -> int | None:
         raise InvalidRequest("`seed` must not be set when `best_of` > 1")
     if seed >= _UINT64:
         raise InvalidRequest(f"`seed` must be below {_UINT64}")
-    return seed if seed <= MAX_INT64 else seed - _UINT64  # The same 64 bits as a signed number.
+    return seed if seed <= MAX_INT64 else seed - _UINT64  # The signed number with the same 64 bits.
 
 
 def _constraint(grammar: Mapping[str, Any] | None) -> Constraint | None:

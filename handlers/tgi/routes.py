@@ -230,5 +230,5 @@ TGI = ContractRoutes(
     ),
     refuse=refuse,
     error=_ERROR,
-    wrong_method=lambda _: Reply(405, "", b""),  # Like axum, TGI's web framework.
+    wrong_method=lambda _: Reply(405, "", b""),  # axum, the web framework of TGI, sends the same reply.
 )

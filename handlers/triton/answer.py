@@ -86,7 +86,7 @@ class CollectedAnswer(_Answer):
         self._fed = False
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return the response when the last delta arrives, and no bytes before.
+        """Return the response at the last delta, and empty bytes at earlier deltas.
 
         Raises:
             SeveralResponses: The request sets `stream`, and this is the second step.

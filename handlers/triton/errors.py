@@ -29,7 +29,7 @@ _MOST_NAMES = 100  # The maximum number of adapter names in a message.
 
 
 class TritonRefusal(errors.InvalidRequest):
-    """Triton or its backend refuses the call with this message before it generates anything."""
+    """Before generation, Triton or its backend refuses the call with this message."""
 
 
 class SeveralResponses(TritonRefusal):

@@ -72,7 +72,7 @@ def model_ready(call: Call, view: ModelView) -> Reply:
 
 @of_served_model
 def metadata(call: Call, view: ModelView) -> Reply:
-    """Return the model's inputs and outputs. The lists are empty if a custom handler decides them."""
+    """Return the model's inputs and outputs. Both lists are empty if the model has a custom handler."""
     inputs, outputs = _tensors(view)
     return _json(
         {

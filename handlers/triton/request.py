@@ -81,7 +81,7 @@ _OUTPUTS = {
     **{name: (name.removeprefix("return_"),) for name in VLLM_INPUTS if name.startswith("return_")},
     "return_log_probs": ("cum_log_probs", "output_log_probs"),
 }
-# Names that Triton reserves, and `id` as a parameter. These names have no effect in Slipway.
+# The parameters that Triton reserves, and the parameter `id`. These names have no effect in Slipway.
 _FOR_THE_SERVER = frozenset(
     {"id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
 )
@@ -170,7 +170,10 @@ def read_request(
 def _read(
     body: bytes, config: ModelConfig, loaded: LoadedModel, memo: ParameterMemo[TritonRequest], names: dict[str, str]
 ) -> TritonRequest:
-    """Read a request's body. In `names`, map vLLM's and the engine's names to the client's if they differ."""
+    """Read a request's body.
+
+    `names` gets the client's name of each parameter that has another name in vLLM or in the engine.
+    """
     request_id, inputs, parameters = read_inputs(body, config.name)
     if inputs.pop("embedding_request", None) is not None:
         raise InvalidRequest(f"Model {config.name} does not support 'embed' request")
@@ -462,7 +465,8 @@ def _words(value: Any) -> Any:
 def _translate_sampling(values: dict[str, Any]) -> None:
     """Remove `top_k` and `top_p` if they are 0.
 
-    Set greedy decoding if both are 0, or if `temperature`, `top_k` and `top_p` are all absent.
+    Set greedy decoding if `top_k` and `top_p` are both 0. Do the same if `temperature`, `top_k` and `top_p` are all
+    absent or removed.
     """
     off = [name for name in ("top_k", "top_p") if name in values and _is_zero(values[name])]
     for name in off:
