@@ -108,8 +108,8 @@ class ExplainAsked:
     way: str = ""  # The kind of the body, if it decides which handler answers.
     once: bool = False  # If True, the call must not be repeated: a customer's code has read it, or it has images.
     failed: bool = False  # If True, the engine has failed, so the result says nothing about the body.
-    # If True, the call repeats an explained call with a changed body. The engine's requests for the first prompt of
-    # both calls are compared.
+    # If True, the call repeats an explained call with a changed body. For the first prompt of each call, the engine's
+    # requests are compared.
     variant: bool = False
 
 
@@ -221,7 +221,8 @@ class Answer(Protocol):
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """Return the bytes that a delta adds to the body.
 
-        The bytes may be empty. A later part of a cumulative answer may replace them, unless the delta is the last.
+        The bytes may be empty. In a cumulative answer, a later part may replace these bytes. The bytes of the last
+        delta are never replaced.
 
         Args:
             prompt: The position of the delta's request in `Exchange.requests`.
@@ -290,8 +291,8 @@ class ReplyWriter(Protocol):
     def write_latest(self, part: Callable[[], bytes]) -> None:
         """Add the result of `part`, either now or once the client has read the earlier parts.
 
-        Use this method for answers in which each part repeats all earlier parts. If several parts wait, only the latest
-        is called. No part is called after the reply has ended. Do not mix this method with `write`.
+        Use this method for answers in which each part repeats all earlier parts. If several functions wait, only the
+        latest function is called. No function is called after the reply has ended. Do not mix this method with `write`.
         """
 
     def end(self, data: bytes) -> None:

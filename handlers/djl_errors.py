@@ -1,7 +1,8 @@
 """DJL Serving's error bodies, byte for byte. LMI's routes and customers' handlers use them.
 
-The front end's errors (unknown model, full queue) have one format. Unreadable payloads have a second format, and failed
-handlers a third. Source: LMI schema v0.31, "Error Responses"; DJL Serving, `NettyUtils.java`.
+The front end's errors (unknown model, full queue) have one format. Errors about unreadable payloads have a second
+format, and errors of failed handlers have a third format. Source: LMI schema v0.31, "Error Responses"; DJL Serving,
+`NettyUtils.java`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class EngineHandler:
             refuse_unread: Makes the reply to a call whose body is not read, because the queue is full. None if the
                 format of a refusal depends on the body.
             images: Loads the images of the calls. None if the model takes text only.
-            thread: Runs the contract, and the answers that block. None if the contract calls no formatters.
+            thread: The thread for the contract and for answers that block. None if the contract calls no formatters.
         """
         self._queue, self._contract, self._refuse_unread = queue, contract, refuse_unread
         self._images, self._thread = images, thread

@@ -39,7 +39,7 @@ _MOST_PROMPTS, _MOST_IDS, _MOST_CHARACTERS = 8, 10_000, 100_000
 _MOST_FIELDS = 64  # The search for effects tests at most this many fields of a body.
 _MOST_SECONDS = 2.0  # The time limit of that search, including the wait for other searches.
 _SHORT_BODY, _SHORT = 16 * 1024, 1000  # If a body has more bytes, the search cuts its texts and lists to `_SHORT`.
-# The integers that the search tries. Python raises an error if an integer to write has more than 4300 digits.
+# The integers that the search tries. Python raises an error when it writes an integer of more than 4300 digits.
 _INTEGERS = range(-(1 << 63), 1 << 64)
 _WITH_PARAMETERS = frozenset({"parameters", "sampling_parameters"})  # Objects whose members are parameters.
 _LIMIT, _PRIORITY, _SALT = "max_tokens", "priority", "cache_salt"
@@ -83,11 +83,12 @@ class Explained(Exception):
 def explaining(queue: EngineQueue, call: Call) -> EngineQueue:
     """Return a queue for one call that is to be explained.
 
-    The result refuses what `queue` would refuse now. For a variant, it ignores the places that other calls have taken,
-    because they say nothing about the variant's body.
+    The returned queue refuses a call if `queue` would refuse the call now. For a variant, it ignores the places that
+    other calls have taken, because they say nothing about the variant's body.
 
     Args:
-        queue: The queue of the model's engine. This queue does not change, and the engine's statistics omit the call.
+        queue: The queue of the model's engine. This queue does not change. The engine's statistics do not count the
+            call.
         call: The call.
     """
     assert call.explanation is not None
@@ -149,7 +150,7 @@ async def explain(call: Call, answer: Answer, writer: ReplyWriter, searches: asy
             searches at a time.
 
     Returns:
-        The running call, if the route answers as usual because it generates nothing.
+        The running call of a route that generates nothing. Such a route answers as usual.
 
     Raises:
         ContractError: The call is refused. The error holds the reply.
@@ -175,7 +176,7 @@ class Origins(msgspec.Struct):
     fields: dict[str, list[str]] = {}  # The fields that set a parameter, keyed by the parameter.
     of_prompt: list[str] = []  # The fields that change the prompt.
     without_effect: list[str] = []  # The fields that the engine never sees.
-    unknown: list[str] = []  # The fields whose effect is unknown, because other values are refused.
+    unknown: list[str] = []  # The fields whose effect is unknown. Other values of these fields are refused.
     drawn: frozenset[str] = frozenset()  # The parameters that get a different value in each call.
 
 
@@ -215,7 +216,8 @@ async def _find(origins: Origins, call: Call, answer: Answer) -> None:
             in_prompt = changed.token_ids != asked.token_ids
             if parameters or in_prompt:
                 break
-            # A body without the field proves nothing, because the default may equal its value. Null counts as absent.
+            # A body without the field proves nothing, because the default may be the same as the field's value. Null
+            # counts as absent.
             is_without_effect |= other is not None or value is None
         for parameter in sorted(parameters):
             origins.fields.setdefault(parameter, []).append(name)
@@ -291,7 +293,7 @@ def _with(document: Mapping[str, Any], place: Place, other: Any) -> Mapping[str,
 
 
 def _others(value: Any) -> Sequence[Any]:
-    """Return other values of the same kind.
+    """Return values of the same kind to try instead of `value`.
 
     If `value` is at an end of the parameter's range, some of the results are refused. Some results may mean the same as
     `value`: -1 and 0 both turn `top_k` off, and the engine raises all very low temperatures to the same value.

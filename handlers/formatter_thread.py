@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 FAILED = "Custom formatter failed"  # LMI's message begins with this text.
 _ITEMS_PER_JOB = 16  # The maximum number of items of one reply that are formatted before other replies get a turn.
-_MOST_WAITING = 64  # `drain` blocks while more than this number of items of one reply wait.
+_MOST_WAITING = 64  # `drain` blocks while a reply has more waiting items than this.
 
 
 class FormatterThread:
     """The thread that runs all formatters of one model and of its adapters.
 
     The methods must run on one event loop. A call that takes longer than the time limit fails. Its thread cannot be
-    stopped, so the next call gets a new thread. A call that nobody waits for any more keeps its turn until the call
-    returns or is overdue.
+    stopped, so the next call gets a new thread. A call keeps its turn until it returns or is overdue, even if nobody
+    waits for the call any more.
     """
 
     def __init__(self, time_limit: float) -> None:
@@ -107,7 +107,7 @@ def _call(work: Callable[[], T]) -> T:
 
 
 class FormatterQueue(Generic[T]):
-    """The items of one reply that wait for a formatter, in order. Waiting items are formatted together."""
+    """A queue of items for a formatter. All items belong to one reply. Waiting items are formatted together."""
 
     def __init__(
         self,

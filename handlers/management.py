@@ -98,7 +98,7 @@ class Management(Protocol):
         """Return all versions of a model, or one version."""
 
     async def register(self, order: Registration) -> str:
-        """Register a model and load it. If `order` is not synchronous, only begin to load it.
+        """Register a model and load it. If `order` is not synchronous, do not wait until the model is loaded.
 
         Returns:
             The model's name.

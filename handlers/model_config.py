@@ -21,7 +21,8 @@ from handlers.tgi.settings import TgiConfig
 class ModelConfig(EngineConfig):
     """One model and how to serve it: the settings of its engine, and the settings of each contract."""
 
-    # Whether sampling parameters turn on sampling unless `do_sample` says otherwise (LMI 0.32 and later).
+    # Whether sampling parameters turn on sampling (LMI 0.32 and later). In LMI's contracts, `do_sample` takes
+    # precedence.
     do_sample_inferred: bool = setting(
         "option.do_sample_inferred", BOOLEAN, "true", doc="Sampling parameters imply `do_sample`"
     )

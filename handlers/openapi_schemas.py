@@ -171,7 +171,7 @@ def parameters(parse: Callable[[Reader], object]) -> dict[str, Schema]:
 
 
 class _Asked(ParameterReader):
-    """A reader that has no values and makes a schema of each parameter that it is asked for."""
+    """A reader without values. It makes a schema of each parameter that a parser asks for."""
 
     def __init__(self) -> None:
         super().__init__({})

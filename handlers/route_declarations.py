@@ -24,7 +24,7 @@ from handlers.openapi_schemas import Schema
 
 # The error on routes that a model with a custom handler does not serve.
 OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
-# The kind of models whose calls a route takes. "pooling" means models that make vectors or scores instead of text.
+# The kind of models that a route serves. "pooling" means models that make vectors or scores instead of text.
 KindsOfModels = Literal["all", "generating", "pooling"]
 # Stalled: the engine has requests and makes no progress. It may recover.
 State = Literal["starting", "ready", "stalled", "failed", "restarting", "draining", "stopped"]
@@ -103,7 +103,7 @@ NO_ADAPTERS = "cannot be used: this server has no adapters"  # The text after th
 
 
 def adapter_of(call: Call, config: ModelConfig, named: str | None) -> str | None:
-    """Return the adapter that SageMaker's header names, or `named` if the call has no such header.
+    """Return the adapter from SageMaker's header, or `named` if the call has no such header.
 
     None means the model itself.
 
@@ -140,7 +140,7 @@ class GenerationRoute:
     methods: tuple[str, ...] = ("POST",)
     models: KindsOfModels = "all"  # The path's other route takes the calls of other models.
     with_field: str | None = None  # Takes only bodies with this field. The path's other route takes other bodies.
-    # Whether every call needs a place in the queue. The refusal must then not depend on the call's body.
+    # Whether every call needs a place in the queue. If True, the refusal of a call must not depend on the call's body.
     queued: bool = True
     own_handler: bool = False  # Whether a custom handler answers the route if the model has one.
     by_attribute: bool = True  # Whether `route` in SageMaker's custom attributes may name this route.
@@ -194,13 +194,13 @@ class InfoRoute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvocationRoute:
-    """A route for the handler of `/invocations`. It takes any method, and its head may name the model."""
+    """A route for the handler of `/invocations`. The route takes any method. The head of a call may name the model."""
 
     methods: ClassVar[tuple[str, ...]] = ("*",)
     path: str
     counted: str  # The path under which calls are counted.
-    # Returns the model and the version that the head of a call names. Each is None if the head does not name it. The
-    # first argument holds the names of the server's models.
+    # Returns the model and the version that the head of a call names. The result has None for a model or a version that
+    # the head does not name. The first argument holds the names of the server's models.
     names: Callable[[Container[str], Head], tuple[str | None, str | None]]
     form_field: str  # The field of a form that names the model if the head does not.
     refuse_head: Callable[[Head], Reply | None]  # Returns the refusal of an invalid head, or None.
@@ -255,7 +255,8 @@ class ContractRoutes:
 # The maximum number of bytes of UTF-8 text in a call that only tokenizes: about 300,000 tokens of English. A tokenizer
 # takes up to 200 bytes of memory and 2 µs for each byte. On generating routes, the model's context limits the prompt.
 MOST_BYTES = 1 << 20
-# The same limit if the answer has the position of each token, which takes more memory and twice the time.
+# The maximum number of bytes of text if the answer has the position of each token. Positions take more memory and
+# double the time.
 PLACED_BYTES = MOST_BYTES // 2
 MOST_IDS = 1 << 19  # The maximum number of token ids in a call that only decodes.
 

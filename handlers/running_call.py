@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0  # The interval of comments in an idle stream, as in TGI.
 _LONG = 64 * 1024  # Bytes. Until a cumulative answer is this long, it is sent after each addition.
-_BYTES_PER_SECOND = 32 * 1024 * 1024  # The maximum rate of a longer cumulative answer.
+_BYTES_PER_SECOND = 32 * 1024 * 1024  # The maximum rate of writing a cumulative answer that is longer than `_LONG`.
 
 
 class RunningCall:
@@ -39,7 +39,8 @@ class RunningCall:
         self._generations: list[Generation] = []
         self._open_prompts = len(exchange.requests)
         self._places = 0  # The number of the queue's places that the call still holds.
-        self._timer: asyncio.Handle | None = None  # Triggers a comment, or a part of a cumulative answer.
+        # The timer for the next comment, or for the next part of a cumulative answer.
+        self._timer: asyncio.Handle | None = None
         self._spoken = True  # Whether data was written since the last tick. A flag is cheaper than reading the clock.
         self._length = 0  # The length of the last part of a cumulative answer, in bytes.
         self._aborted = False
