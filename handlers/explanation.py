@@ -83,8 +83,8 @@ class Explained(Exception):
 def explaining(queue: EngineQueue, call: Call) -> EngineQueue:
     """Return a queue for one call that is to be explained.
 
-    The returned queue refuses a call if `queue` would refuse the call now. For a variant, it ignores the places that
-    other calls have taken, because they say nothing about the variant's body.
+    The returned queue refuses a call if `queue` would refuse the call now. For a variant, the returned queue ignores
+    the places of other calls, because these places say nothing about the variant's body.
 
     Args:
         queue: The queue of the model's engine. This queue does not change. The engine's statistics do not count the

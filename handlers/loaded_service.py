@@ -141,7 +141,10 @@ class EngineBehindHandler:
         return (await asyncio.shield(self._loading)).invocations
 
     def health(self) -> EngineHealth:
-        """Return the health of the handler, or of the engine if the handler is alive and has called the engine."""
+        """Return the health of the handler.
+
+        If the handler is alive and has called the engine, return the engine's health.
+        """
         health = self.custom.health()
         if not health.alive:
             return health

@@ -228,7 +228,12 @@ Route = GenerationRoute | InfoRoute | InvocationRoute | ManagementRoute
 
 
 def takes(route: Route, *, pooling: bool) -> bool:
-    """Return True if a route takes calls of pooling models, or of generating models if `pooling` is False."""
+    """Return True if a route takes calls of one kind of models.
+
+    Args:
+        route: The route.
+        pooling: True for pooling models, False for generating models.
+    """
     kind = "pooling" if pooling else "generating"
     return not isinstance(route, GenerationRoute | InfoRoute) or route.models in ("all", kind)
 

@@ -38,7 +38,7 @@ class ModelImports:
         """Put the model's directory first on `sys.path`.
 
         Modules next to `model.py` may have the same names in several models. So other models' modules with such names
-        are removed from `sys.modules`. Code that has already imported them keeps them.
+        are removed from `sys.modules`. Code that has already imported such a module keeps the module.
 
         Raises:
             EngineStartError: The load of the model was abandoned, or the model's code would import the server's package

@@ -369,7 +369,7 @@ def on_device(plan: WorkerPlan, group: str, sees_own: bool) -> WorkerPlan:
 
 
 def _of_visible(group: str, visible: str | None) -> str:
-    """Replace a group's indices into CUDA_VISIBLE_DEVICES with the names at these indices."""
+    """Return the names of a group's devices. The group's numbers are indices of CUDA_VISIBLE_DEVICES."""
     if visible is None:
         return group
     names = [name.strip() for name in visible.split(",")]

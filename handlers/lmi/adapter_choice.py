@@ -63,7 +63,7 @@ def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
 
 
 def adapters_in(body: bytes) -> Any:
-    """Return the field `adapters` of a JSON body, or None if the body lacks it or cannot be read."""
+    """Return the field `adapters` of a JSON body. None if the field is absent, or if the body cannot be read."""
     if _FIELD not in body and b"\\u" not in body:  # The field's name may be written with escapes.
         return None
     try:

@@ -120,7 +120,7 @@ def _csv(body: bytes) -> dict[str, Any]:
     except csv.Error as error:
         raise InvalidRequest(f"the body is not valid CSV: {error}") from None
     if not rows and len(header) == 1 and header[0] not in {"", *_READ_OF_CSV}:
-        return {_PROMPT: header[0]}  # The cell is a line of a file that batch transform has split.
+        return {_PROMPT: header[0]}  # Batch transform has split a file, and the cell is a line of the file.
     if not rows or rows[0].get(_PROMPT) is None:
         raise InvalidRequest(
             f"the CSV must have a header row with a column `{_PROMPT}` and at least one row after it, or one cell"

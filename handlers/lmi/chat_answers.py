@@ -114,7 +114,7 @@ class LmiChatStream(Answer):
         self._heads = [f'{self._head}{{"index": {index}, "delta": {{' for index in range(options.sequences)]
         self._plain_end = f'}}, "logprobs": null, "finish_reason": null}}]}}{form.after}'
         self._begun = [False] * options.sequences
-        # For each sequence: True if all further records except the last have only text.
+        # Whether the next records of a sequence, except the last record, have only text. One value for each sequence.
         self._plain = [False] * options.sequences
         self._tokens = 0  # The number of tokens of the sequences that have ended.
 

@@ -44,7 +44,7 @@ class FrontEnd:
     fingerprint: str | None  # `system_fingerprint` of answers.
     role: str  # The role of answers in a chat.
     default_sampling: Mapping[str, Any]  # The model's default sampling parameters, by vLLM's names.
-    most_new_tokens: int | None  # A limit on new tokens that no request can raise.
+    most_new_tokens: int | None  # The limit on new tokens. No request can raise the limit.
     max_model_len: int  # The length of the model's context in tokens.
     most_prompts: int  # The maximum number of prompts in the body of a completion.
     most_sequences: int  # The maximum number of sequences for each prompt.

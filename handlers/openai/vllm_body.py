@@ -63,8 +63,9 @@ def for_vllm(
 
     Constraints get the form in which vLLM enforces them. Null fields of a chat's messages are removed: TGI's Python
     client sends every field, and null counts as absent for TGI and Slipway's contracts. Null fields of a response's
-    body are removed, because vLLM copies some of them into its answer, which cannot hold null. Fields that vLLM refuses
-    although they ask for nothing are also removed. If no header has a request id, the body's `request_id` is used.
+    body are removed, because vLLM copies some of them into its answer, which cannot hold null. Some fields ask for
+    nothing, but vLLM refuses them. These fields are also removed. If no header has a request id, the body's
+    `request_id` is used.
 
     Args:
         call: The call.

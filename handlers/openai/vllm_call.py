@@ -232,8 +232,9 @@ def scope(call: Call, path: str) -> dict[str, Any]:
     ]
     return {
         "type": "http",
-        # From version 2.4 on, an application does not listen for a disconnect while it streams, so `VllmCall` cancels
-        # it. Starlette's listener would leave a reference cycle with the request when the client disconnects.
+        # From version 2.4 on, an application does not listen for a disconnect while it streams. So `VllmCall` cancels
+        # the application. Starlette's listener would leave a reference cycle with the request when the client
+        # disconnects.
         "asgi": {"version": "3.0", "spec_version": "2.4"},
         "http_version": "1.1",
         "method": call.method,

@@ -44,7 +44,7 @@ CONSTRAINING = frozenset(
 
 _OUTPUTS = ("structured_outputs", "guided_decoding")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-# Fields of earlier releases that select a back end. Here the server selects the back end.
+# In earlier releases, these fields selected a back end. Here the server selects the back end.
 _WITHOUT_EFFECT = ("disable_fallback", "backend_was_auto")
 # The allowed values of `type`. OpenAI and TGI have the field `response_format`. Only TGI has `grammar`.
 _TYPES = {

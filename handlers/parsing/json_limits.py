@@ -106,7 +106,7 @@ class JsonDecoder(Generic[T]):
             raise NotUtf8(error.reason) from None
         except ValueError as error:  # A number is too long to read.
             raise msgspec.DecodeError(str(error)) from None
-        except RecursionError:  # Only a document without closing brackets can be this deep here.
+        except RecursionError:  # After the check of limits, only a document without closing brackets can be so deep.
             raise JsonTooCostly(_TOO_DEEP) from None
 
 

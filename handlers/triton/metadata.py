@@ -40,7 +40,7 @@ Tell = Callable[[Call, ModelView], Reply]
 
 
 def of_served_model(tell: Tell) -> Tell:
-    """Return a function that calls `tell`, or answers with Triton's error if the path names another model."""
+    """Wrap `tell`. If the path names another model, the returned function answers with Triton's error."""
 
     def checked(call: Call, view: ModelView) -> Reply:
         return missing_model(call.path_parameters, view.config) or tell(call, view)

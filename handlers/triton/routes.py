@@ -71,9 +71,9 @@ _KINDS: dict[str, Schema] = {
 
 
 def _in_parameters(schema: Schema) -> Schema:
-    """Return the schema of a vLLM parameter as a member of `parameters`, which holds only scalars.
+    """Return the schema of a vLLM parameter as a member of `parameters`.
 
-    Arrays and objects are given as text.
+    `parameters` holds only scalars, so arrays and objects are given as text.
     """
     if schema["type"] in _SCALARS:
         return schema

@@ -60,7 +60,7 @@ class RollingBatcher:
         self.worker, self._limits, self._on_free = worker, limits, on_free
         self._most = min(limits.max_rolling_batch_size, MAX_BATCH)
         self._active: list[_ActiveRequest] = []
-        self._step: int | None = None  # The number of the running step's call.
+        self._step: int | None = None  # The call number of the running step.
         self._timeout: IdleTimeout | None = None
         self._answered = False  # Whether the running step has an output.
         self._reset = False  # If True, the next step tells the handler to drop all requests.

@@ -81,7 +81,7 @@ def read_registration(call: Call) -> Registration:
 def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
     """Return `min_worker` and `max_worker` of a PUT.
 
-    An absent value stays as it is, unless the other value contradicts it.
+    If a value is absent, the current value remains. The current value changes only if the given value contradicts it.
 
     Args:
         call: The PUT.

@@ -34,7 +34,7 @@ _INNER: tuple[Network, ...] = (
     ipaddress.IPv4Network("192.0.0.0/24"),
     ipaddress.IPv6Network("64:ff9b:1::/48"),
 )
-# IPv6 networks whose addresses contain an IPv4 address, with the number of bits after the IPv4 address.
+# IPv6 networks whose addresses contain an IPv4 address. The number says how many bits follow the IPv4 address.
 _EMBEDDING: tuple[tuple[ipaddress.IPv6Network, int], ...] = (
     (ipaddress.IPv6Network("::/96"), 0),
     (ipaddress.IPv6Network("::ffff:0:0/96"), 0),
