@@ -5,8 +5,8 @@ operators do not exist, and then torchvision cannot be imported. The processors 
 
 The function is called in every process of the environment (pyproject.toml, `torch.backends`). A plugin of vLLM would be
 too late: vLLM's own import loads transformers, whose `image_utils` imports torchvision. Processes of vLLM and of a
-customer's handler begin with that import. This is a module apart, so that no package of a customer's model hides it:
-torch could not be imported then.
+customer's handler begin with that import. The function is in a module of its own, so that no package of a customer's
+model hides the module. If the module were hidden, torch could not be imported.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ _SHOWN = 200
 _NEAR = 0.99  # The lowest cosine at which vectors count as equal.
 _TOLERANCE = 0.02  # The relative tolerance for scores.
 _LEAST = 0.01  # Smaller differences between scores are ignored.
-# The finish reasons of each contract. If the texts differ, two reasons of one contract do not count as a difference.
+# The finish reasons of each contract. If the texts differ, the reasons may also differ. Two reasons of one contract
+# then do not count as a difference.
 _REASONS = (
     frozenset(("length", "eos_token", "stop_sequence")),
     frozenset(("length", "stop", "tool_calls", "content_filter", "function_call")),

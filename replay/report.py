@@ -99,7 +99,8 @@ class Report:
         """Begin a report. `options` are the options of the replay."""
         self._options = dict(options)
         self._groups: dict[tuple[str, str, str, str | None], Group] = {}
-        self._beyond: Counter[bool] = Counter()  # The numbers of explained and unexplained differences without a group.
+        # The numbers of differences without a group, because there are too many groups. True: those that are explained.
+        self._beyond: Counter[bool] = Counter()
         self._requests = self._compared = self._equal = self._explained = self._unexplained = 0
         self._without_answer = self._sampled = 0
         self._malformed: list[MalformedLine] = []

@@ -19,7 +19,8 @@ ROUTE = re.compile(r"(?:^|[,;\s])route=(/[^,;\s]*)")
 
 _JSON = "application/json"
 _TGI = re.compile(r"/(generate|generate_stream)?")
-# TGI's parameters that enable sampling. With `parameters` but none of these, TGI takes the most probable tokens.
+# TGI's parameters that enable sampling. If a body has `parameters` without any of these, TGI takes the most probable
+# tokens.
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p")
 _PROMPTS = ("inputs", "messages", "prompt", "model")  # These fields identify the schema, even if they are empty.
 _STREAMING_PATH = re.compile(r"/(generate_stream|invocations-response-stream)$")
@@ -148,7 +149,7 @@ class RecordedRequest:
         return any(value is None for found in objects_in(self.fields) for value in found.values())
 
     def without_unknown_headers(self, passed: Collection[str]) -> tuple[RecordedRequest, list[str]]:
-        """Return the request without headers that may be credentials for the old server, and the removed names.
+        """Remove headers that may be credentials for the old server. Return the new request and the removed names.
 
         A header is kept if a capture by this release would record it.
 

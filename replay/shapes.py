@@ -1,4 +1,4 @@
-"""The fields of JSON answers: which are masked, which are texts, and the combined shape of many stream records."""
+"""The fields of JSON answers: masked fields, fields with text, and the combined shape of a stream's records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = frozenset(
     )
 )
 FINISH_REASONS = frozenset(("finish_reason", "finish_reasons", "stop_reason"))
-# Numbers of tokens. Counts for the prompt depend only on the request.
+# Numbers of tokens. The number of tokens in the prompt depends only on the request.
 PROMPT_COUNTS = frozenset(("prompt_tokens", "input_tokens", "input_length", "num_input_tokens", "max_model_len"))
 TOKEN_COUNTS = frozenset(
     (
@@ -88,7 +88,7 @@ def kind_of(value: Any) -> str:
 
 
 def inner(where: str, key: str) -> str:
-    """Return the JSON path of a field. A key that is a number or a token of a text becomes `*`."""
+    """Return the JSON path of a field. A key becomes `*` if it is a number, or if it is a token of a text."""
     name = key_of(where)
     is_token = name in _BY_TEXT and not (name == "logprobs" and key in _LOGPROB_FIELDS)
     if is_token or _NUMBERED.fullmatch(key):
