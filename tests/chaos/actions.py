@@ -18,7 +18,10 @@ from tests.chaos.watch import Subject, clock, stopped
 
 HANDLER = Path(__file__).parent.parent / "fixtures" / "handlers" / "echo"
 _SLACK = 1.0
-"""The number of seconds by which `/ping` may report a stall early, because the stall time counts from the last step."""
+"""The number of seconds by which `/ping` may report a stall early.
+
+The stall time counts from the engine's last step, which may be earlier than the fault.
+"""
 _IDLE_SECONDS = 60.0
 """Once every client has its answer or has left, everything must end within this time."""
 _GAUGES = ("slipway_engine_running", "slipway_engine_waiting", "slipway_open_requests")
@@ -76,8 +79,8 @@ class Stage:
         return None
 
     async def served(self, since: float, seconds: float = 60.0) -> float | None:
-        """Return the seconds until a request that was sent after `since` was completely answered. None if there was no
-        such answer within `seconds`.
+        """Return the seconds from `since` to the first complete answer. Only requests that were sent after `since`
+        count. None if there was no such answer within `seconds`.
         """
         deadline = clock() + seconds
         while clock() < deadline:

@@ -110,7 +110,7 @@ def _only_reply(data: bytes) -> Answer:
         body = reply.read()
     except (http.client.HTTPException, ValueError) as error:
         raise Broken(f"no whole reply in {len(data)} bytes: {error!r}: {data[:80]!r}") from error
-    if reply.chunked and not data.endswith(b"0\r\n\r\n"):  # `read` accepts an end without the last line.
+    if reply.chunked and not data.endswith(b"0\r\n\r\n"):  # `read` does not notice that the last line is missing.
         raise Broken(f"no whole reply in {len(data)} bytes: {data[-80:]!r}")
     if behind := received.read():
         raise Broken(f"bytes behind the reply: {behind[:80]!r}")

@@ -34,7 +34,7 @@ class ErrorForm:
     statuses: frozenset[int]
     """The statuses that the contract's page in docs/ lists for requests that generate tokens."""
     is_error: Callable[[Json], bool]
-    """Returns True if an object is an error of the contract. The object is a body or a record of a stream."""
+    """Returns True if an object is an error of the contract. The object is a body, or one record of a stream."""
     text: frozenset[int] = frozenset()
     """Statuses whose body is plain text."""
     empty: frozenset[int] = frozenset()

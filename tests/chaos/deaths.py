@@ -32,7 +32,10 @@ _DEATHS_OF_A_SERVER = 5
 _TEXTS = ("Once", "Twice", "A lamp", "The sea", "Rain", "Seven boats", "Morning", "Under the bridge")
 _TOKENS = 12
 _TOGETHER = 32
-"""The number of concurrent calls to an engine that lives. Far more run when an engine dies, so the batches differ."""
+"""The number of concurrent calls to an engine that stays alive.
+
+When an engine dies, far more calls are running, so the batches differ.
+"""
 
 _BATCH = 384
 """The number of sequences in a step. With more sequences, the engine's memory would exceed 3 GB. Other calls wait."""

@@ -59,7 +59,10 @@ _HOSTILE: tuple[Any, ...] = (
 )  # fmt: skip
 _CONTENT_TYPES = ("application/json", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "")
 _EXCLUDED = "/unload|^/models$|^/adapters|/adapters|^/v2/repository/[^/]+/models"
-"""Left out: routes that would remove models or adapters that other requests need, or that answer 501 as in Triton."""
+"""The paths of the routes that are left out.
+
+Some of these routes would remove models or adapters that other requests need. The others answer 501, as Triton does.
+"""
 
 
 def mutated(body: dict[str, Any], properties: list[str], random: Random) -> bytes:
@@ -184,7 +187,10 @@ class Fuzz:
 
 
 def routes(url: str, seed: int, seconds: float, directory: Path) -> tuple[bool, str]:
-    """Make schemathesis try every route in the API description. Return True if nothing failed, and the summary."""
+    """Make schemathesis try every route in the API description.
+
+    Return two values: whether nothing failed, and the summary.
+    """
     program = Path(sys.executable).with_name("st")
     command = [str(program) if program.exists() else shutil.which("st") or "st", "run", f"{url}/openapi.json"]
     # Only one worker: schemathesis fails if Python 3.11's parser fails in a thread.

@@ -57,7 +57,7 @@ class Load:
         await asyncio.gather(*self._clients, return_exceptions=True)
 
     async def rest(self) -> None:
-        """Send no requests until `go_on` is called, and wait for the open requests."""
+        """Send no new requests until `go_on` is called. Return when all open requests have ended."""
         self._active.clear()
         while self._beside:
             await asyncio.gather(*self._beside)

@@ -36,7 +36,7 @@ from tests.chaos.watch import Subject, clock
 
 _RESTARTS = r"^slipway_engine_restarts_total(?:\{[^}]*\})? (\S+)$"
 _GROWTH = 0.05
-"""The allowed growth of a figure's median from the second quarter of the time to the last, as a share."""
+"""The share by which a figure's median may grow from the second quarter of the time to the last quarter."""
 _SLACK = {"rss_mb": 16.0, "descriptors": 16.0, "threads": 2.0}
 """The absolute growth that is always allowed."""
 _NAMES_SLACK = 2

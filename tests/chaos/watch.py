@@ -94,7 +94,7 @@ class PingWatch:
         self._thread.join()
 
     def first(self, status: int, since: float) -> float | None:
-        """Return the time at which the first `/ping` that was sent after `since` returned this status."""
+        """Return the time at which `/ping` first returned this status. Requests before `since` do not count."""
         later = self.pings[bisect_left(self.pings, since, key=lambda ping: ping.sent) :]
         return next((ping.received for ping in later if ping.status == status), None)
 
