@@ -292,10 +292,13 @@ class Target:
     ways: Mapping[str, Way]
     refusals: tuple[Refusal, ...]
     others: Fields = field(default_factory=lambda: OTHERS)
-    """Another value for each field of its forms."""
+    """For each field that `forms` sets, another value."""
 
     def request(self, form: str, way: str, adapter: str = ADAPTER, *, other: bool = False) -> Request:
-        """Return a request with this form that names an adapter in this way. `other`: its form has another value."""
+        """Return a request with this form. The request names an adapter in this way.
+
+        `other`: its form has another value.
+        """
         fields: Fields = {} if form == WITHOUT else self.forms[form][0]
         if other:
             fields = {name: self.others[name] for name in fields}

@@ -54,7 +54,7 @@ HEADERS += ("x-slipway-deadline", "x-amzn-sagemaker-custom-attributes")
 
 
 class CaseEngine(pooling_exchange.PoolingEngine):
-    """Sends the deltas of a case once it has all requests of the call, or answers with the case's numbers."""
+    """Answers with the deltas or the numbers of a case. The deltas wait for all requests of the call."""
 
     eos_token_ids = frozenset({tgi_exchange.END})
 

@@ -1,8 +1,8 @@
-"""Each form of constraint on each route reaches the engine with the call's adapter, or is refused by its name.
+"""On each route, each form of constraint reaches the engine with the call's adapter, or is refused.
 
-The application has all contracts, and its engine is scripted. For a call that Slipway leaves to vLLM's front
-end, the tests look at the body that vLLM gets. If JSON's readers disagree about a body, Slipway always reads it in the
-same way, or refuses it.
+A refusal names the constraint. The application has all contracts, and its engine is scripted. For a call that Slipway
+leaves to vLLM's front end, the tests look at the body that vLLM gets. If JSON's readers disagree about a body, Slipway
+always reads it in the same way, or refuses it.
 """
 
 from __future__ import annotations
@@ -163,7 +163,10 @@ OF_TOKENS: dict[str, list[tuple[Fields, Fields]]] = {
     **for_each(LMI, [*_OWN_NAMES, *_STOP_SEQUENCES, ({"min_new_tokens": 6}, {"min_tokens": 6})]),
     **for_each(TGI, [*_STOP, *_STOP_SEQUENCES]),
 }
-"""The parameters of each route that constrain single tokens, and the parameters that the engine or vLLM gets."""
+"""For each route: the parameters that constrain single tokens.
+
+Each pair has the fields of a body, and the parameters that the engine or vLLM gets for these fields.
+"""
 
 
 def _json_schema(**strict: Any) -> Fields:
@@ -181,8 +184,9 @@ STRICTNESS: dict[str, list[tuple[Fields, bool | None]]] = {
     **for_each((*LMI, *ASYNCHRONOUS, *DYNAMIC, *VLLM_NAMES), [*_WITH_STRICT, *_WITHOUT_STRICT]),
     **for_each(TGI, _WITHOUT_STRICT[1:]),
 }
-"""Schemas, and whether the engine has to hold them whole. tests/contracts/test_openai_constraints.py has those for
-vLLM.
+"""For each route: fields with a schema, and whether the engine has to hold the whole schema.
+
+tests/contracts/test_openai_constraints.py has the schemas for vLLM.
 """
 
 

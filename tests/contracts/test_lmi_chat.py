@@ -1,4 +1,4 @@
-"""LMI's chat answers from documents and events that vLLM sends. `cases/lmi_chat` has their bytes."""
+"""LMI's answers to chats are made from documents and events that vLLM sends. `cases/lmi_chat` has their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests and answers of a customer's formatters, which are written as in LMI's documentation."""
+"""A customer's formatters, which are written as in LMI's documentation: their requests and their answers."""
 
 from __future__ import annotations
 
