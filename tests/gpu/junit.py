@@ -140,13 +140,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """End the run. Leave a test's thread pool if its calls do not end, because their server may hang."""
+    """End the run. If the calls of a test's thread pool do not end, leave the pool: the server may hang."""
     signal.signal(signal.SIGALRM, _leave_pool)  # Replaces pytest-timeout's handler.
     signal.setitimer(signal.ITIMER_REAL, _POOL_SECONDS, _POOL_SECONDS)
     pytest.exit(_OVER)
 
 
 def _leave_pool(number: int, frame: FrameType | None) -> None:
-    # Only a pool's shutdown is interrupted: other code may be stopping a server.
+    # The shutdown of a pool is interrupted. All other code may go on, because it may be stopping a server.
     if any(each.f_code is ThreadPoolExecutor.shutdown.__code__ for each, _ in traceback.walk_stack(frame)):
         pytest.exit(_OVER)

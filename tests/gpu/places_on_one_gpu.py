@@ -20,7 +20,7 @@ from engines.vllm.copies.places import Place
 
 
 def two_places(engine_args: AsyncEngineArgs, config: EngineConfig) -> list[Place]:
-    """Return two places on the GPU that vLLM uses first. This function replaces `gpu_places`."""
+    """Return two places. Both are on the GPU that vLLM uses first. This function replaces `gpu_places`."""
     return [Place((0,))] * 2
 
 

@@ -25,7 +25,8 @@ def test_in_a_batch_each_adapter_has_its_own_answer_and_the_model_without_one_ha
     """Fill every slot, because on a CPU vLLM applies the weights of the last slot to a prompt without an adapter.
 
     In 16-bit types, two tokens may be equally likely, so the end of a text may differ between a batch and a batch of
-    one. The text still has a longer beginning in common with the same adapter's text than with another adapter's text.
+    one. Each text from the batch is compared with the texts from batches of one. The longest common beginning is still
+    with the text of the same adapter.
     """
     alone = {name: text(server, PROMPTS[0], name) for name in ("", "red", "blue")}
     assert len(set(alone.values())) == 3

@@ -1,4 +1,7 @@
-"""To clients, copies of the model are one engine: one copy on each GPU, or two on a machine's only GPU."""
+"""To clients, all copies of the model are one engine.
+
+There is one copy on each GPU. If the machine has only one GPU, there are two copies on this GPU.
+"""
 
 from __future__ import annotations
 

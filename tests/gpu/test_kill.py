@@ -1,4 +1,4 @@
-"""`kill -9` while calls run: first of the engine, whose calls continue, then of the server, which leaves nothing."""
+"""`kill -9` while calls run. The calls of a killed engine continue. A killed server leaves nothing behind."""
 
 from __future__ import annotations
 
