@@ -25,8 +25,9 @@ from unittest.mock import MagicMock
 
 _SIZES = range(1, 9)
 _LAYERS = 4
-"""The number of layers of each model that are built. They include attention with and without a window or a state, dense
-layers and experts.
+"""The number of layers that are built for each model.
+
+The layers include attention with a window, attention without a window, layers with a state, dense layers, and experts.
 """
 _TORCHVISION = ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
 
@@ -150,7 +151,7 @@ def main(path: Path) -> None:
     from vllm.model_executor.models import registry
 
     logging.disable(logging.WARNING)
-    # vLLM would import each model's code in a new process, which takes ten seconds each.
+    # vLLM would import each model's code in a new process, and each of these imports takes ten seconds.
     registry._run_in_subprocess = lambda function: function()
     _replace_kernels()
     found = {}

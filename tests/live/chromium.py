@@ -99,7 +99,7 @@ class Page:
         self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
 
     def middle(self, selector: str) -> dict[str, float]:
-        """Return the middle of an element in the window, after scrolling to it if it is outside."""
+        """Scroll to an element if it is outside the window. Return the place of the element's middle."""
         place = f"document.querySelector({json.dumps(selector)})"
         self.evaluate(f"{place}.scrollIntoViewIfNeeded()")
         found: dict[str, float] = self.evaluate(

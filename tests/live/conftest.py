@@ -98,9 +98,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, engine: str, small_options:
 def sample_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
 ) -> Iterator[Server]:
-    """Start the server of tests that need the sample model's text, or the end of its text.
+    """Start a server with the sample model. Some tests need this model's text, or a text that the model ends itself.
 
-    The parameter is like `engine`'s.
+    This fixture has a parameter for the same reason as the fixture `engine`.
 
     A token takes 90 ms of processor time. The context has 1024 tokens.
     """

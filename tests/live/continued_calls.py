@@ -22,7 +22,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHE
 FORMATTERS = Path(__file__).parents[1] / "fixtures" / "formatters"
 SESSION = "X-Amzn-SageMaker-Session-Id"
 STEPPED = {"worker_cls": "tests.live.engine_workers.SteppedWorker"}
-"""The option of a server whose engine a test pauses (`pause`, `step_until`)."""
+"""With this option, a test can pause the engine of a server (`pause`, `step_until`)."""
 OPTIONS = {"enable_lora": "true", "max_loras": 3, **STEPPED}
 """Options of a server for these calls. All adapters that `add_adapters` adds fit into one step."""
 
@@ -185,7 +185,7 @@ def resume(server: Server) -> None:
 
 
 def step_until_running(server: Server, sequences: float) -> None:
-    """Let the engine run until it has this number of sequences, like `step_until`."""
+    """Let the engine make single steps until it runs this number of sequences. Leave the engine paused."""
     step_until(server, lambda: server.metric("slipway_engine_running") >= sequences)
 
 

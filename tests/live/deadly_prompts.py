@@ -1,3 +1,3 @@
-"""The first tokens of prompts that cause the faults of `engine_workers.DeadlyWorker`."""
+"""The first tokens of deadly prompts. `engine_workers.DeadlyWorker` fails at these prompts."""
 
 RAISES, IS_KILLED = [13] * 5, [17] * 5

@@ -37,8 +37,8 @@ def lives(process: psutil.Process) -> bool:
 def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
     """Stop the server with a signal, and assert that it drains.
 
-    Running requests finish or end with the reason. New requests are refused. The process ends without an error.
-    The signal goes to the whole process group, as Ctrl-C in a terminal does.
+    Requests that are running finish, or end with an error that states the reason. New requests are refused. The process
+    ends without an error. The signal goes to the whole process group, as Ctrl-C in a terminal does.
     """
     parameters = {"max_new_tokens": _TOKENS, "ignore_eos_token": True}
     body = {"inputs": "Once", "stream": True, "parameters": parameters}

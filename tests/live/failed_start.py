@@ -1,4 +1,6 @@
-"""Runs a program of Slipway. After a failed start, it stays up until it is told to stop, instead of for three seconds.
+"""Runs a program of Slipway.
+
+After a failed start, the program stays up until it is told to stop. Otherwise it would stay up for only three seconds.
 
 python -m tests.live.failed_start MODULE [ARGUMENTS...]
 """

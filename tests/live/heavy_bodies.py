@@ -33,7 +33,7 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "messages": lambda size: _many(b'[{"role":"user","content":"a"}', b',{"role":"user","content":"a"}', b"]", size),
     "plain text": lambda size: _many(b'"', b"a", b'"', size),
 }
-"""JSON values by the names of their contents."""
+"""Functions that make JSON values of a given size. The keys say what the values contain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ ALL = (*LMI, *OPENAI, *TGI, *TRITON, *HAPPY, *MANAGEMENT)
 
 
 def forms(size: int) -> dict[str, tuple[str, bytes]]:
-    """Return forms of about `size` bytes, by the names of their contents. Each is a content type and a body."""
+    """Return forms of about `size` bytes. The keys say what the forms contain. Each is a content type and a body."""
     head = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n'
     return {
         "form fields": (_FORM, _many(b"a=1", b"&a=1", b"", size)),

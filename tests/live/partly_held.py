@@ -1,4 +1,4 @@
-"""JSON schemas of which the engine holds only a part, and the verdicts on their answers."""
+"""JSON schemas that the engine holds only in part, and the server's verdicts on the answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ A, B = {"type": "string", "pattern": "^a$"}, {"type": "string", "pattern": "^b$"
 
 
 def tags(**array: Any) -> dict[str, Any]:
-    """Return a schema of an object with unique tags. The engine cannot hold that they are unique."""
+    """Return a schema of an object with unique tags. The engine cannot enforce that the tags are unique."""
     return {
         "type": "object",
         "properties": {"tags": {"type": "array", "uniqueItems": True, **array}},

@@ -19,7 +19,7 @@ def encoded(width: int, height: int, kind: str = "PNG", **options: Any) -> bytes
 
 
 def drawn(shade: int) -> bytes:
-    """A picture that differs for each shade."""
+    """A picture. Each shade gives a different picture."""
     from PIL import Image
 
     with BytesIO() as file:

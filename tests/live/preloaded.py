@@ -1,9 +1,9 @@
 """Programs that begin with their modules imported: they are forked from a process that has imported them.
 
-An import of vLLM takes ten seconds of processor time. Each server needs one, and its fork server another. A live run
-starts about fifty servers, and ten programs that use vLLM or transformers without Slipway. `start` forks a program
-together with a spare process, which becomes the program's fork server. After the fork, the program runs as if it had
-been started by `python -m`.
+An import of vLLM takes ten seconds of processor time. Each server needs such an import, and the server's fork server
+needs another import. A live run starts about fifty servers, and ten programs that use vLLM or transformers without
+Slipway. `start` forks a program together with a spare process, which becomes the program's fork server. After the fork,
+the program runs as if it had been started by `python -m`.
 
 Two kinds of servers are started in the same way as users start them: servers whose environment changes the imports, and
 servers in the tests of starts (`tests.live.server.Server.forked`).
@@ -57,12 +57,14 @@ _FREE = (
     *("HF_MODEL_ID", "MAX_BEST_OF", "MAX_INPUT_LENGTH", "MAX_TOTAL_TOKENS", "MESSAGES_API_ENABLED", "SM_NUM_GPUS"),
     *("LORA_ADAPTERS", "OTEL_BSP_", "OTEL_EXPORTER_", "PERMITTED_STEPS", "RECORDED", "TORCHINDUCTOR_CACHE_DIR"),
 )
-"""The beginnings of variables' names. No import reads these variables, or `_serve` applies their new values.
+"""The beginnings of variables' names. `can_start` allows new values of these variables.
+
+Some of these variables are read by no import. For the others, `_serve` applies the new values.
 
 An import does read TORCHINDUCTOR_CACHE_DIR, but this is only the place of compiled code.
 """
 _PROGRAM_SECONDS = 400.0
-_OWN = {"OPENBLAS_NUM_THREADS": "1", "PYTHONSAFEPATH": ""}  # OpenBLAS starts no threads, which a fork would lose.
+_OWN = {"OPENBLAS_NUM_THREADS": "1", "PYTHONSAFEPATH": ""}  # OpenBLAS starts no threads: a fork would lose them.
 _MOST_BYTES = 1 << 20  # The maximum size of a message.
 _FORK_SERVER = "multiprocessing.forkserver"
 
@@ -144,7 +146,7 @@ _source: _Source | None = None
 
 
 def can_start(environment: Mapping[str, str]) -> bool:
-    """Return True if this environment differs from that of the imports only in variables that no import reads."""
+    """Compare an environment with the environment of the imports. Return True if only variables in `_FREE` differ."""
     imported = _environment_of_imports()
     names = imported.keys() | environment.keys()
     return all(name.startswith(_FREE) for name in names if imported.get(name) != environment.get(name))

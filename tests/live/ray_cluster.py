@@ -114,7 +114,7 @@ def ray_cluster(model: Path, log: Path, *arguments: str) -> Iterator[Cluster]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     started = _start(model, log, environment, arguments)
-    started.client.timeout = httpx.Timeout(START)  # Serve holds requests back until a replica is ready.
+    started.client.timeout = httpx.Timeout(START)  # Ray Serve holds requests back until a replica is ready.
     try:
         started.wait_for_replicas(2)
         yield started

@@ -64,7 +64,7 @@ def _write(directory: Path) -> None:
     torch.manual_seed(_SEED)
     model = Qwen2AudioForConditionalGeneration(config).to(torch.float32)
     model.save_pretrained(directory)
-    # transformers 5 writes other names for the language model's weights than the published models have.
+    # transformers 5 writes new names for the language model's weights. The published models have the old names.
     weights = {
         name.replace(".model.model.", ".model."): weight for name, weight in load_file(directory / _WEIGHTS).items()
     }

@@ -1,4 +1,4 @@
-"""Small encoders for vectors, ranks and classes. Tests create them with random weights and their own tokenizer."""
+"""Small encoders for vectors, ranks and classes. Tests create the weights, which are random, and the tokenizers."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Llm:
-    """A stand-in for the parts of AsyncLLM that `VllmAdapters` uses. Calls hang while `answers` is cleared."""
+    """A stand-in for the parts of AsyncLLM that `VllmAdapters` uses. Calls hang until `answers` is set."""
 
     errored = False
 

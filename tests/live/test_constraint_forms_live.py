@@ -48,7 +48,10 @@ COMPACT: Mapping[str, Fields] = {
 
 
 def each_once(cases: Mapping[str, Forms]) -> dict[str, Forms]:
-    """Keep each case only for the first route that has it. A route that would have no cases keeps its first case."""
+    """Keep each case only for the first route that has it.
+
+    If no case is left for a route, the route keeps its first case.
+    """
     seen: set[str] = set()
     chosen: dict[str, Forms] = {}
     for route, own in cases.items():
@@ -228,8 +231,8 @@ REFUSED_BY_ENGINE: dict[str, Refused] = {
     "LMI, streamed": _ENDLESS,
     **for_each(("happy_vllm", "Triton"), {**_ENDLESS, **_VLLMS_BEAMS}),
 }
-"""Constraints that the contracts accept, but vLLM's front end or the engine refuses. The model has no parser of tool
-calls.
+"""Constraints that the contracts accept. vLLM's front end or the engine then refuses them. The model has no parser of
+tool calls.
 """
 
 

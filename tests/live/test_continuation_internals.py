@@ -1,4 +1,7 @@
-"""Requests that continue in the next engine process: the requests that this process gets, and requests that kill it."""
+"""Requests that continue in the next engine process.
+
+The tests look at the requests that the next process gets, and at requests that kill a process.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def restarting(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str
 
 @pytest.mark.slow
 def test_each_client_gets_the_answer_that_it_would_have_got_and_restarts_leave_nothing(restarting: Server) -> None:
-    """The engine dies while the calls run, and then once while it starts."""
+    """An engine dies while the calls run, and the next engine dies while it starts."""
     process = psutil.Process(restarting.process.pid)
     undisturbed = answers(restarting, CASES)
     threads, descriptors = process.num_threads(), process.num_fds()
@@ -124,7 +124,7 @@ def test_stop_strings_and_schemas_hold_for_continued_answers(restarting: Server)
 def test_calls_that_cannot_continue_get_the_error_and_clients_may_leave_and_come_meanwhile(
     restarting: Server, small_options: dict[str, object], tmp_path: Path
 ) -> None:
-    """The rest of an answer may depend on lost state, or the files of its adapter have changed."""
+    """Calls cannot continue if their answers depend on lost state, or if the files of their adapter have changed."""
     adapter = make_adapter(tmp_path / "mine", small_options["model_id"], 1)
     other = make_adapter(tmp_path / "other", small_options["model_id"], 2)
     assert restarting.client.post("/adapters", params={"name": "mine", "src": str(adapter)}).status_code == 200

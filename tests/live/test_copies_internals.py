@@ -22,7 +22,7 @@ WORK = len(PROMPT) + TOKENS + 1
 
 
 def request(request_id: str, of: str = "", **given: Any) -> Any:
-    """Return a sequence that belongs to the request `of`."""
+    """Return a sequence. `of` is the id of the request that the sequence belongs to."""
     from vllm.sampling_params import SamplingParams
 
     fields = {"prompt_token_ids": PROMPT, "sampling_params": SamplingParams(max_tokens=TOKENS)}

@@ -68,7 +68,7 @@ def post(server: Server, path: str, body: dict[str, Any], seconds: float) -> htt
 
 
 def cut(call: Callable[[float], httpx.Response]) -> httpx.Response:
-    """Return the answer to a call that has at least one token when it ends at its deadline.
+    """Return an answer that has at least one token when its call ends at the deadline.
 
     The deadline is doubled until there is a token, because the machine may be slow or stand still. No answer is
     complete before its deadline.

@@ -51,7 +51,7 @@ def config(sample_model: Path) -> ModelConfig:
 
 
 class _StoppedHere(Exception):
-    """Raised once vLLM's arguments are known, because no engine is needed."""
+    """This exception ends the load of a model once vLLM's arguments are known. The tests need no engine."""
 
 
 def arguments_seen(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -209,7 +209,7 @@ def test_settings_become_arguments(
 
 
 def _kind(action: Any) -> str | list[str]:
-    """Return the kind of an argument's value, from the texts that its type in vLLM's parser accepts."""
+    """Return the kind of an argument's value. The kind follows from the texts that vLLM's parser accepts."""
     if action.nargs == 0:
         return "boolean"
     if action.nargs in ("+", "*"):

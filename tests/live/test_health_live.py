@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 GENERATED = "slipway_generated_tokens_total"
 STALL_TIMEOUT, PREDICT_TIMEOUT = 8, 20
-"""The timeouts in seconds. On a busy machine, the engine may not make a step for some seconds."""
+"""The timeouts in seconds. On a busy machine, there may be some seconds between two steps of the engine."""
 
 
 @pytest.fixture(scope="module")

@@ -75,8 +75,9 @@ def image_variables(prefix: Path, home: Path) -> dict[str, str]:
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install Slipway's wheel and the image's programs with the image's script.
 
-    The packages of the lock file come from the environment that runs the tests. A .pth file adds their directory to the
-    path, but does not run that environment's own .pth files, which would add its editable Slipway.
+    The packages of the lock file come from the environment that runs the tests. A .pth file adds the directory of these
+    packages to the path. Python does not run the .pth files in this directory, which would add the editable Slipway of
+    the environment.
     """
     source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("opt") / "slipway"
     for name in copied_sources():

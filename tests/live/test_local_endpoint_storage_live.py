@@ -89,7 +89,7 @@ class Endpoint:
 
     url: str
     objects: Objects
-    captured: Path  # The directory of `slipway local`'s records. Other tests check `slipway serve`'s.
+    captured: Path  # The directory of `slipway local`'s records. Other tests check the records of `slipway serve`.
 
     def invoke(self, **parameters: Any) -> Any:
         with contextlib.closing(runtime_at(self.url)) as client:

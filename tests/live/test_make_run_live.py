@@ -1,7 +1,7 @@
-"""`make run` as a user types it, without the tests' settings: on this machine, and with less memory than the machine
-has.
+"""`make run` as a user types it, without the tests' settings.
 
-The other live tests set the size of the KV cache by hand. Here, Slipway has to find it.
+In one test, the server may use the whole machine. In the others, the server has less memory than the machine. The
+other live tests set the size of the KV cache by hand. Here, Slipway has to find it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class MakeRun:
         return self.log.read_text(errors="replace")
 
     def wait_for(self, what: str) -> str:
-        """Return the first line of the log that has the text `what`. Wait for such a line if needed."""
+        """Return the first line of the log that contains `what`. Wait for such a line if needed."""
         wait_until(lambda: what in self.text() or self.process.poll() is not None, START_SECONDS, about=self.text)
         lines = [line for line in self.text().splitlines() if what in line]
         assert lines, f"the log has no {what!r}:\n{self.text()[-4000:]}"
@@ -183,8 +183,9 @@ def test_make_run_answers_in_a_container_of_3_gib(control_group: Path, tmp_path:
 
 
 def meminfo(free: int) -> str:
-    """Return the meminfo of this machine's node, with this number of free bytes and no memory that the file cache could
-    free.
+    """Return the meminfo of this machine's node, with this number of free bytes.
+
+    The file cache holds no memory that could be freed.
     """
     lines = []
     for line in MEMINFO.read_text().splitlines():

@@ -149,7 +149,10 @@ def test_models_in_the_servers_process_come_and_go_and_leave_nothing_behind(
                 assert [call.result().status_code for call in running] == [500] * count
 
             def is_freed() -> bool:
-                """Unload another model first, because on a busy machine a step may outlive the unload of its model."""
+                """Load and unload another model first.
+
+                On a busy machine, a model may be unloaded before its last step ends.
+                """
                 load(server, "echo", directories["echo"])
                 assert server.client.delete("/models/echo").status_code == 200
                 return loaded - (process.memory_info().rss >> 20) > 400  # noqa: B023

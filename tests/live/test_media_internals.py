@@ -41,7 +41,7 @@ class Loading:
         self.call = OpenAICall(queue, media=self.memory)
 
     def load(self, kind: str, *urls: str, media_io_kwargs: Any = None, **options: Any) -> list[Any]:
-        """Load them at the same time, like vLLM's parser of chats."""
+        """Load the media of all URLs at the same time, as vLLM's parser of chats does."""
         import vllm.envs as envs
         from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 

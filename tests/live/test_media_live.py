@@ -162,7 +162,10 @@ CHAT = f"<|im_start|>user\n{MARK}{MARK}What is this?<|im_end|>\n<|im_start|>assi
 
 @pytest.fixture(scope="module")
 def bare() -> dict[str, str]:
-    """The texts of bare vLLM for TEXT, for TEXT with the pictures in the opposite order, and for a chat."""
+    """The texts that bare vLLM generates for three prompts.
+
+    `text` is for TEXT. `turned` is for TEXT with the pictures in the opposite order. `chat` is for CHAT.
+    """
     files = tuple(base64.b64encode(picture).decode() for picture in PICTURES)
     text = TEXT.format(MARK, MARK)
     prompts = [MediaPrompt(text, files), MediaPrompt(text, files[::-1]), MediaPrompt(CHAT, files)]

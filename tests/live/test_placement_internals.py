@@ -183,8 +183,8 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
 
     This process may use all of them.
 
-    The processors have numbers as on many Linux machines: first the first processor of each core, then the second.
-    Returns the node and the core of each processor.
+    The processors have numbers as on many Linux machines: 0 to 5 are the first processors of the six cores, and 6 to 11
+    are the second processors of these cores. Returns the node and the core of each processor.
     """
     from vllm.utils import cpu_resource_utils
     from vllm.utils.cpu_resource_utils import LogicalCPUInfo
@@ -252,7 +252,10 @@ def test_one_copy_and_threads_that_the_user_has_bound_have_all_processors(
 def test_each_replica_runs_on_its_part_of_the_devices(
     gpus: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None, physical: list[int]
 ) -> None:
-    """Replica 1 of two has the last two of four GPUs if two GPUs share its layers. vLLM's workers resolve the ids."""
+    """Two replicas have four GPUs. Two GPUs share the layers of a replica, so replica 1 has the last two GPUs.
+
+    vLLM's workers resolve the ids.
+    """
     from vllm.platforms import interface
 
     if visible is not None:

@@ -135,7 +135,7 @@ def test_a_server_that_stops_while_a_copy_loads_ends_without_an_error(two: Serve
     wait_until(lambda: len(two.engine_processes()) == 2)
     assert two.stop() == 0
     errors = [line for line in two.log_text()[logged:].splitlines() if " ERROR " in line]
-    # A worker that still loads may miss the server's sockets before it ends, and vLLM logs that.
+    # A worker may still be loading when the server's sockets are gone. vLLM logs this as an error.
     assert [line for line in errors if " vllm." not in line] == []
 
 

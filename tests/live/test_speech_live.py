@@ -207,7 +207,10 @@ def test_a_transcription_has_a_deadline(whisper: Server, stream: str) -> None:
 
 
 def test_a_client_that_leaves_ends_its_transcription(whisper: Server) -> None:
-    """Each of a dozen clips has hundreds of tokens. A client that is slow may leave after the end, and tries again."""
+    """Each of a dozen clips has hundreds of tokens.
+
+    A slow client may leave too late, after the end of the transcription. Then the test tries again.
+    """
     before = whisper.metric("slipway_generations_aborted_total")
     form = {"model": whisper.name, "language": "en", "stream": "true"}
     files = {"file": ("a.wav", tone(300, 20.0))}

@@ -72,7 +72,7 @@ def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(mo
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(WorkerProc, "__init__", failing)
-    # Both are replaced here so that they are vLLM's own again after the test.
+    # `prepare_worker` replaces these two functions. `monkeypatch` puts vLLM's own functions back after the test.
     monkeypatch.setattr(cpu_resource_utils, "get_cgroup_memory_usage", lambda: None)
     monkeypatch.setattr(sampler, "batched_count_greater_than", lambda *_: None)
     with processes.tied_to_this_thread() as reports:

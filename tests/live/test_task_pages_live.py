@@ -33,7 +33,8 @@ AWS = {
 }
 
 
-# Pages whose commands need a different server from `make run`'s, and the options of its model.
+# Pages whose commands need a server of their own, not that of `make run`. The values are options of the server's
+# model.
 OPTIONS: dict[str, dict[str, object]] = {
     "adapters": {"enable_lora": "true"},
     "all_gpus": {},

@@ -1,7 +1,7 @@
-"""The schemas of real tools constrain texts, and tool calls in every contract that has tools, both whole and streamed.
+"""The schemas of real tools constrain texts and tool calls, both whole and streamed.
 
-Many answers are complete: valid JSON under the schema. Other answers fill an unbounded text or number up to their limit
-of tokens: they are the beginning of valid JSON.
+Tool calls are tested in every contract that has tools. Many answers are complete: valid JSON under the schema. Other
+answers fill an unbounded text or number up to their limit of tokens: they are the beginning of valid JSON.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def test_a_required_call_follows_the_schema_of_the_tool_that_the_model_calls(
     caller: Server, contract: str, tools: tuple[str, ...], stream: bool
 ) -> None:
     called = [name for name in tools if name in OBJECTS]
-    # The model calls the tool with the same number in each request, so the tools rotate through the numbers.
+    # In each request, the model calls the tool with the same number. The requests give this number to different tools.
     requests = [
         {f"tool_{index}": name for index, name in enumerate(called[first:][:10])} for first in range(len(called))
     ]

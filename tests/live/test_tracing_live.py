@@ -45,7 +45,7 @@ def _openai(**fields: object) -> dict[str, Any]:
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 STEPS = 1 + BEAMS * (TOKENS - 1)
-"""The number of requests for one token each that Slipway's beam search makes."""
+"""The number of requests that Slipway's beam search makes. Each request is for one token."""
 # Requests that reach the engine in different ways. vLLM's front end answers all OpenAI requests to a traced model.
 REQUESTS = {
     "LMI, streamed": Asked("/invocations", _lmi(stream=True)),

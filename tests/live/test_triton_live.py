@@ -1,4 +1,7 @@
-"""Triton's generate extension over real HTTP, with the real engines: plain HTTP clients, and Triton's own."""
+"""Triton's generate extension over real HTTP, with the real engines.
+
+The clients are a plain HTTP client, Triton's own client and LiteLLM.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The conversion of constraints to vLLM's structured outputs, and the process that tries to compile them, without an
-engine.
+"""The conversion of constraints to vLLM's structured outputs, and the process that tries to compile constraints.
+
+The tests start no engine.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ def test_what_the_next_vllm_adds_is_allowed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_short_way_gives_what_vllms_way_gives(
     tokenizer: Any, text: str, want_tokens: bool, with_logprobs: bool, apart: bool, interval: int
 ) -> None:
-    # OpenAI's answers spell tokens separately, and only if they have log probabilities.
+    # Tokens are spelled separately only in OpenAI's answers, and only in answers with log probabilities.
     apart = apart and want_tokens and with_logprobs
     seen = []
     for lean in (False, True):

@@ -11,7 +11,7 @@ import openai
 from tests.live.server import Server
 
 REQUIRED = "required"
-"""A choice that requires a call of any tool. Every other choice is the name of a tool."""
+"""A choice that requires a call of any tool. All other choices are names of tools."""
 _PROMPT = "Hello!"
 
 Calls = list[tuple[str, str]]

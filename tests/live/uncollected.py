@@ -15,7 +15,8 @@ def main() -> None:
     collect = gc.collect
     gc.disable()
     patch.object(gc, "enable", lambda: None).start()
-    # Pydantic leaves cycles with the messages of a chat. The end of a call with a long body collects the young objects.
+    # Pydantic leaves reference cycles that hold the messages of a chat. The end of a call with a long body collects the
+    # young objects.
     patch.object(gc, "collect", lambda generation=2: 0 if generation else collect(generation)).start()
     app()
 
