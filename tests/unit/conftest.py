@@ -12,7 +12,7 @@ import typer.testing
 
 @pytest.fixture(scope="session", autouse=True)
 def _made_once() -> Iterator[None]:
-    """Read the descriptions of AWS's services, and make the commands of a command line, only once in a process."""
+    """In a process, read the descriptions of AWS's services only once. Make each command line's commands only once."""
     with pytest.MonkeyPatch.context() as patch:
         for module, function in ((botocore.session, "create_loader"), (typer.testing, "_get_command")):
             patch.setattr(module, function, functools.cache(getattr(module, function)))

@@ -109,7 +109,7 @@ def call(server):
 
 
 def prove(directory: Path, tests: str, seconds: float = 600) -> subprocess.CompletedProcess[str]:
-    """Run tests as the proof would run a part named `it`. The results are in the same directory."""
+    """Run tests as the proof would run a part. The name of the part is `it`. The results are in the same directory."""
     file = directory / "tests" / "gpu" / "test_it.py"
     file.parent.mkdir(parents=True)
     file.write_text(tests)

@@ -78,7 +78,7 @@ def type_of(schema: Mapping[str, Any]) -> str:
 
 
 def limits(schema: Mapping[str, Any]) -> str:
-    """Return the range. Bounds that are only the bounds of a machine's integers are left out."""
+    """Return the range. A bound is left out if it is the lowest or the highest integer of a machine."""
     if "maxItems" in schema:
         return f", at most {schema['maxItems']} of {schema['items']['maxLength']} characters"
     low, high = schema.get("minimum", -(2**31)), schema.get("maximum", 2**31)

@@ -255,7 +255,7 @@ async def test_a_body_that_is_too_large_is_413_in_the_words_of_each_family(path:
     async with ready(max_request_size=100) as client:
         response = await client.post(path, content=b"x" * 101)
     assert response.status_code == (400 if path.startswith("/v2") else 413)
-    if path not in ("/invocations", "/generate"):  # LMI's has no body, TGI's is plain text
+    if path not in ("/invocations", "/generate"):  # LMI's refusal has no body, and TGI's refusal is plain text
         assert response.json().keys() == ERROR_KEYS[path]
         assert "100 bytes" in response.text
 

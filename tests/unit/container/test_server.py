@@ -1,4 +1,4 @@
-"""The process with an engine that is stalled or cannot be watched, and the end of the process."""
+"""The server's process: engines that stall or cannot be watched, starts that fail, and the end of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry of adapters: names, concurrent orders, and orders whose clients leave."""
+"""The registry of adapters: the names of adapters, concurrent orders for a name, and orders whose clients leave."""
 
 from __future__ import annotations
 

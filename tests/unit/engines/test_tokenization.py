@@ -68,7 +68,7 @@ def test_other_threads_run_while_a_long_text_is_worked_on(tokenizer: Any, work: 
         texts.decode([42])
         turns += 1
     thread.join()
-    assert turns > 5  # if the work held the interpreter's lock, at most 2 turns would pass before it
+    assert turns > 5  # there would be at most 2 turns if the work held the interpreter's lock
 
 
 def test_a_prompt_that_has_its_special_tokens_gets_no_others(tokenizer: Any) -> None:

@@ -1,4 +1,7 @@
-"""Tokenization by segments gives a text the same tokens, or the tokenizer is not used by segments."""
+"""Tokenization by segments gives a text the same tokens as tokenization of the whole text.
+
+If this does not hold for a tokenizer, the tokenizer is not used by segments.
+"""
 
 from __future__ import annotations
 

@@ -279,7 +279,8 @@ async def test_a_field_may_set_several_parameters() -> None:
         ({"ignore_eos": True, "ignore_eos_token": True}, {"ignore_eos": ["ignore_eos_token"]}, ["ignore_eos"]),
         # Null counts as absent.
         ({"temperature": None, "top_p": 0.5, "unknown": None}, {"top_p": ["top_p"]}, ["temperature", "unknown"]),
-        # For some values, the first other value that is tried means the same. Other values are a limit of their range.
+        # Other values of each field are tried. For some fields below, the first of these values has the same meaning as
+        # the given value. Other fields below have the lowest or the highest value that is allowed.
         ({"top_k": -1, "top_p": 0.5}, {"top_k": ["top_k"], "top_p": ["top_p"]}, []),
         ({"top_p": 1.0, "min_p": 0.0, "max_new_tokens": 1}, {"top_p": ["top_p"], "min_p": ["min_p"]}, []),
         ({"max_new_tokens": 2048}, {"max_tokens": ["max_new_tokens"]}, []),

@@ -39,7 +39,7 @@ asyncio.run(never_returns())
 
 @pytest.fixture
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait only a moment for the answer of a server that gives none, but as long as needed for its file."""
+    """Wait only a moment for an answer, because the server gives none. Wait as long as needed for the server's file."""
     monkeypatch.setattr(black_box, "_SECONDS", 0.5)
     monkeypatch.setattr(black_box, "_FILE_SECONDS", SECONDS)
 

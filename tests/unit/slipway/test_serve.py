@@ -25,7 +25,8 @@ TWOS = ["1x1", "1x2", "2x2", "4x2"]  # The model needs two GPUs.
 FOURS = ["1x1", "1x2", "1x4", "2x4"]
 ALL = ["1x1", "1x2", "1x4", "1x8"]
 OF_TWO = ["1x2", "1x2", "2x2", "4x2"]  # Degree 2: one GPU is too few.
-PLANS = {  # For each model and size of a GPU in GiB: the plans by degree.
+# A key has a model, and the size of each GPU in GiB. A value has the plans for each degree in DEGREES.
+PLANS = {
     ("Llama-3.2-1B", 24): (ONES, ONES, OF_TWO, ALL),
     ("Llama-3.2-1B", 80): (ONES, ONES, OF_TWO, ALL),
     ("Llama-3.1-8B", 24): (TWOS, ONES, OF_TWO, ALL),

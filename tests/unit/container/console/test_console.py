@@ -1,4 +1,4 @@
-"""The console's routes over ASGI: what they show to whom. The page can only call this server."""
+"""The console's routes over ASGI: what they show to whom. The page can call no other server."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_another_sites_page_is_refused(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil", ""])
 def test_a_name_that_may_be_a_strangers_is_refused(host: str) -> None:
-    own = {"user_agent": "own", "accept_language": "en"}  # Firefox lets a page choose its name
+    own = {"user_agent": "own", "accept_language": "en"}  # in Firefox, a page may choose the header User-Agent
     for headers in ({"sec_fetch_site": "same-origin"}, {"origin": f"http://{host}"}, {"user_agent": BROWSER}, own):
         said = fault(host=host, **headers)
         assert repr(host) in said

@@ -225,7 +225,7 @@ async def test_a_connection_that_cannot_be_written_to_is_broken_off_and_no_other
 
 @pytest.mark.parametrize("wrapped", [False, True])
 async def test_the_parts_that_a_turn_writes_to_a_stream_leave_in_one_write(wrapped: bool) -> None:
-    """A wrapped `send` sees every part, and its bytes are the same."""
+    """A wrapped `send` sees every part. The connection gets the same bytes with and without the wrapper."""
     inner, seen = Transport(), []
 
     async def application(scope: Any, receive: Any, send: Any) -> None:

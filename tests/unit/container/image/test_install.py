@@ -75,7 +75,7 @@ class Machine:
 
 
 def locked(directory: Path, version: str) -> str:
-    """Return the lines of a lock file for the torch that `make_index` makes in this directory."""
+    """Return the lines of a lock file for torch. One of the hashes is that of the wheel that `make_index` makes."""
     (wheel,) = (make_index(directory / f"locked-{version}", version) / "torch").glob("*.whl")
     hashes = ["0" * 64, sha256(wheel.read_bytes()).hexdigest()]
     return " \\\n".join([f"torch=={version}", *(f"    --hash=sha256:{value}" for value in hashes)]) + "\n"

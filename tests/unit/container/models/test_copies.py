@@ -347,7 +347,8 @@ async def test_a_stalled_copy_that_cannot_be_started_again_leaves_the_others_alo
     assert (engine.stopped, one.life.state, engine.states[1]) == (None, State.READY, CopyState.READY)
 
 
-# An engine that dies while its model drains. Running calls get a new engine, and may use the time of the drain.
+# An engine that dies while its model drains. Calls that are running at this moment get a new engine. These calls may
+# use the time of the drain.
 
 
 @pytest_asyncio.fixture

@@ -39,7 +39,8 @@ class Bench:
 IDLE, HANGS, MOVES, ENDS = (False, False), (True, False), (True, True), (False, True)
 """Whether an engine has work, and whether it makes progress."""
 NEW, HALF = NEW_ENGINE_STALL_SECONDS, NEW_ENGINE_SECONDS / 2
-# The limit, and the steps. Each step has its seconds, what the engine does, and whether it is stalled afterwards.
+# The limit, and the steps. A step says how many seconds it lasts, what the engine does in this time, and whether the
+# engine is stalled afterwards.
 SCENARIOS: dict[str, tuple[float | None, list[tuple[float, tuple[bool, bool], bool]]]] = {
     "an idle engine is well however long it says nothing": (LIMIT, [(100 * LIMIT, IDLE, False)]),
     "a busy engine is well as long as it moves": (LIMIT, [(100 * LIMIT, MOVES, False)]),

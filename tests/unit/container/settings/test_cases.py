@@ -1,8 +1,8 @@
 """Runs the rows of `cases/*.yaml`: settings of a user, and their effect. UPDATE_CASES=1 writes the effects.
 
 A user sets lines of serving.properties, variables, and options of the command line. A row may name the files of the
-model directory. By default, there is only `config.json`. The effect consists of the fields that differ from their
-defaults, notes, warnings, and variables for libraries. If the settings are invalid, it consists of the problems.
+model directory. By default, there is only `config.json`. The effect consists of notes, warnings, variables for
+libraries, and all fields that differ from their defaults. If the settings are invalid, it consists of the problems.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def effect(case: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def without_place(found: Any, place: str) -> Any:
-    """Return an effect in which the model directory is `<model>`."""
+    """Return an effect with `<model>` in place of the path of the model directory."""
     if isinstance(found, str):
         return found.replace(place, "<model>")
     if isinstance(found, dict):

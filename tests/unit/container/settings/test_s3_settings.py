@@ -1,4 +1,4 @@
-"""Settings that name a model on S3: the files that are read from there, and the messages if that fails."""
+"""Settings that name a model on S3: the files that are read from S3, and the messages about files that are not read."""
 
 from __future__ import annotations
 

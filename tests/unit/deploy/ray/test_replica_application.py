@@ -1,4 +1,4 @@
-"""The routes that a replica's application serves before the server does."""
+"""The application of a replica serves some routes itself. It passes other calls to the server."""
 
 from __future__ import annotations
 

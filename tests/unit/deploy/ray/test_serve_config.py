@@ -47,7 +47,10 @@ backend replicas
 
 
 class Replica(BaseHTTPRequestHandler):
-    """A replica that answers with the body's size. Each release of `dies` closes one connection unanswered."""
+    """A replica that answers with the body's size.
+
+    Each release of the semaphore `dies` closes one connection without an answer.
+    """
 
     protocol_version = "HTTP/1.1"
     dies = threading.Semaphore(0)

@@ -37,7 +37,7 @@ class FakeCloudFormation:
         self.others: list[str] = []  # Change sets of other users.
         self.proposed: dict[str, Any] | None = None
         self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.refused: set[str] = set()  # Operations that the user may not call.
+        self.refused: set[str] = set()  # Operations for which the user has no permission.
         self.after: Callable[[str], None] = lambda operation: None
         self.client: Any = SESSION.client("cloudformation")
         # The client checks the parameters between these two events.

@@ -55,7 +55,7 @@ def test_the_table_agrees_with_that_of_sagemakers_sdk() -> None:
 
 
 def write_model(directory: Path, name: str) -> Path:
-    """Write a model without its weights, which takes no room on the disk."""
+    """Write a model without weights. Its file of weights has the right size, but takes no room on the disk."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(MODELS[name]["config"]))
     with (directory / "model.safetensors").open("wb") as file:

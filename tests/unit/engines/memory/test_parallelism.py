@@ -23,7 +23,7 @@ from engines.memory.weight_files import hub_file, hub_weight_bytes, is_expert
 MODELS: dict[str, Any] = json.loads((Path(__file__).parents[3] / "fixtures" / "model_configs.json").read_bytes())
 GIB = 1 << 30
 MEMORY = {"24": int(22.0 * GIB), "48": int(44.4 * GIB), "80": int(79.1 * GIB), "141": int(139.8 * GIB)}
-"""The memory that drivers report of an L4, an L40S, an H100 and an H200."""
+"""The memory of an L4, an L40S, an H100 and an H200, as the driver reports it."""
 COUNTS = (1, 2, 4, 8)
 LLAMA_8B = MODELS["Llama-3.1-8B"]
 

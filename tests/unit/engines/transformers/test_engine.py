@@ -51,7 +51,7 @@ from tests.waiting import until
 
 CONTEXT = 96
 MARK = "\x07"
-"""The mark of prompts that the tests let fail."""
+"""A mark in prompts. In some tests, a request with this mark fails."""
 TWELVE = SamplingParameters(max_tokens=12, ignore_eos=True)
 PROMPTS = ["a", "some words", "a prompt that is a good deal longer than the others", "0123", "x y z"]
 

@@ -31,7 +31,7 @@ def settings(engine_arguments: dict[str, str] | None = None, **fields: Any) -> M
 
 
 def yarn(length: int) -> dict[str, Any]:
-    """Return a configuration with this length. YaRN stretches its 32768 original tokens to four times as many."""
+    """Return a configuration with this length. YaRN multiplies the original 32768 tokens by four."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     return {"max_position_embeddings": length, "rope_parameters": rope}
 

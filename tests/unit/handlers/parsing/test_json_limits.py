@@ -31,7 +31,8 @@ from handlers.parsing.json_limits import (
 
 PADDING = b" " * CHECKED
 """Spaces that make a text long enough to be checked."""
-# Texts with quotes, backslashes and everything that counts outside strings. Some are longer than the checked pieces.
+# Texts with quotes, backslashes, and the characters that have a meaning in JSON outside of strings. Some are longer
+# than the checked pieces.
 TEXTS = st.text(alphabet='"\\{}[],:eE1. \n\tü😀tf') | st.integers(1, 3).map(lambda times: '\\"{[,:' * 11_000 * times)
 DOCUMENTS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,

@@ -28,7 +28,7 @@ def byte_tokens() -> Any:
 
 
 def allows(tokens: Any, schema: str, instance: Any) -> bool:
-    """Return True if a rewritten schema lets a model write an instance, as compact JSON.
+    """Return True if a model may write an instance under a rewritten schema. The instance is written as compact JSON.
 
     Args:
         tokens: The tokenizer, of `byte_tokens`.

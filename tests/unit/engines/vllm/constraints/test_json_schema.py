@@ -1,4 +1,4 @@
-"""The schema that llguidance gets, what its grammar allows, and which parts of a schema are not enforced."""
+"""The schema that llguidance gets, the texts that this schema allows, and the parts that are not enforced."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ HELD: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "number", "exclusiveMinimum": 0, "minimum": 0.5}, [0.5], [0.25]),
     # Equal values count as one value.
     ({"type": "array", "uniqueItems": True, "items": {"enum": [1, 1.0]}}, [[1]], [[1, 1]]),
-    # An object that names its members allows no others, unless a combination of schemas needs them.
+    # An object that names its members allows no others. The exception is a combination of schemas that needs others.
     ({"properties": {"a": {}}}, [{"a": 1}], [{"a": 1, "z": 1}, 1]),
     ({"properties": {"a": {}}, "additionalProperties": True}, [{"a": 1, "z": 1}], [1]),
     ({"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]}, [{"a": 1, "z": 1}], [1]),
@@ -334,7 +334,7 @@ def test_nesting_does_not_multiply_the_work(keyword: str) -> None:
             "contains": {"type": "array", "maxItems": 5, "contains": schema},
         }[keyword]
     found: list[Trial] = []
-    # About one second. Without a budget, each level would double the work, to 2**20 times the first.
+    # About one second. Without a budget, each of the 20 levels would double the work.
     assert python_calls(lambda: found.append(tried(schema))) < 2_000_000
     assert found[0].text
 

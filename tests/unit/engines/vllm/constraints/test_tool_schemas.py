@@ -1,4 +1,7 @@
-"""The schemas of real tools are accepted. Valid instances are allowed, and invalid ones are not if all is enforced."""
+"""The schemas of real tools are accepted. Valid instances are allowed.
+
+If a whole schema is enforced, invalid instances are not allowed.
+"""
 
 from __future__ import annotations
 

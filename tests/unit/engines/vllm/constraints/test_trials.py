@@ -1,4 +1,7 @@
-"""The calls that wait for a trial, their limits, and the calls after a failure. The trial's process is scripted."""
+"""Trials of constraints: how calls wait for a trial, the limits, and what follows a failure.
+
+The trial's process is scripted.
+"""
 
 from __future__ import annotations
 

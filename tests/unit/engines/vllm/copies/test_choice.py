@@ -1,4 +1,7 @@
-"""The copy that a request goes to: balance, and prompts with a common beginning."""
+"""The choice of the copy that a request goes to.
+
+The work of the copies is balanced. Prompts with a common beginning go to the same copy.
+"""
 
 from __future__ import annotations
 
@@ -187,8 +190,8 @@ def test_a_copy_gets_a_request_only_if_its_work_is_near_the_mean(
 ) -> None:
     """The chosen copy has at most 1.25 times the mean work plus four requests of this size, including the new one.
 
-    A copy may have more work later: when requests end, the mean falls, and nothing is moved. Until the first request
-    ends, each copy has at most 1.25 times the mean work plus four times the largest request.
+    Later, a copy may have more work than that: the mean falls when requests end, and no request is moved. Until the
+    first request ends, each copy has at most 1.25 times the mean work plus four times the largest request.
     """
     choice, copies = CopyChoice(), new(count)
     running: list[tuple[Copy, int]] = []

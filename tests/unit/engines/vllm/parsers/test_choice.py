@@ -27,7 +27,8 @@ JSON_CALLS = '<tool_call>{"name": x, "arguments": {}}</tool_call>'
 XML_CALLS = "<tool_call><function=x><parameter=y>1</parameter></function></tool_call>"
 KEYS = "<tool_call>x<arg_key>y</arg_key><arg_value>1</arg_value></tool_call>"
 DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c>x<\uff5ctool\u2581sep\uff5c>"
-# The architecture, the text of the template about calls and reasoning, and the two parsers.
+# For each model: the architecture, the template's text for tool calls and reasoning, the parser of tool calls, and the
+# parser of reasoning.
 MODELS: dict[str, tuple[str, str, str, str]] = {
     "hermes 2": ("LlamaForCausalLM", JSON_CALLS, "hermes", ""),
     "quoted": ("LlamaForCausalLM", JSON_CALLS.replace('"', '\\"'), "hermes", ""),

@@ -63,7 +63,7 @@ def run(directory: Path, script: str, *arguments: str, **variables: str) -> tupl
 
 
 def outcome(directory: Path, engine_core: str, script: str = SCRIPT, **variables: str) -> tuple[str, str]:
-    """Make a package `vllm` with this module. Return how its processes are started, and the log."""
+    """Make a package `vllm` with this module. Return two texts: how vLLM's processes are started, and the log."""
     for module in MODULES:
         file = directory / "vllm" / f"{module}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
