@@ -53,7 +53,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture
 def no_collection_by_itself() -> Iterator[None]:
-    """Disable the automatic collection of reference cycles. Only an explicit call collects, and only the test's cycles.
+    """Disable the automatic collection of reference cycles. An explicit call collects the test's cycles alone.
 
     Without `freeze`, each call would traverse all objects of the packages that other tests have imported.
     """
@@ -81,7 +81,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServe
 
 
 def _shared(nodeid: str) -> str:
-    """Return the name of the shared server that a live test uses, `_INTERNALS` if the test imports vLLM, or ""."""
+    """Return the name of the shared server that a live test uses.
+
+    Without a shared server, return `_INTERNALS` for a live test that imports vLLM, and "" for any other test.
+    """
     path, _, name = nodeid.partition("::")
     if not path.startswith("tests/live/"):
         return ""

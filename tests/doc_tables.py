@@ -1,6 +1,6 @@
 """Tables in the documentation that are generated from code or from recorded files.
 
-With `UPDATE_TABLES=1`, the tests that run write their tables.
+With `UPDATE_TABLES=1`, each test of a table also writes the table.
 """
 
 from __future__ import annotations

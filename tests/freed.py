@@ -1,4 +1,4 @@
-"""Checks that objects are freed: a single object, or everything that only reference cycles hold."""
+"""Checks that objects are freed: a single object, or all objects that are held only by reference cycles."""
 
 from __future__ import annotations
 

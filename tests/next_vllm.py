@@ -249,7 +249,7 @@ def moved_imports(sources: Sources, root: Path) -> Iterator[str]:
 
 
 def _uses(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield the vLLM modules that a piece of code refers to, and the names that it uses from them."""
+    """Yield pairs: a vLLM module that a piece of code refers to, and a name that the code uses from this module."""
     if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
         for alias in node.names:
             yield node.module or "", alias.name

@@ -34,7 +34,7 @@ def wait_until_still(file: Path) -> None:
 async def pass_time(seconds: float) -> None:
     """Set the clock of the event loop forward, and run the timers that are due by then.
 
-    So a test can let a limit expire that is long enough for the slowest machine.
+    So a test can let even a long limit expire. The limit may be long enough for the slowest machine.
     """
     loop = asyncio.get_running_loop()
     clock = loop.time

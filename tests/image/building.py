@@ -88,7 +88,7 @@ _PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX"
 
 
 def _requirements_of_vllm() -> tuple[str, list[str]]:
-    """Return the requirements of the packages in the vLLM image: torch's, and the other packages'.
+    """Return the requirements of the packages in the vLLM image: first that of torch, then those of all others.
 
     torch may be any build of the locked version. The other packages are lines of the CPU lock.
     """

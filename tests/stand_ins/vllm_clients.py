@@ -31,7 +31,7 @@ def late_interaction(request_id: str, mode: str, query: str = "q") -> Any:
 
 
 class Client:
-    """The parts of `AsyncMPClient` that `CopiesClient` uses. A method's call hangs while `answers` is cleared."""
+    """The parts of `AsyncMPClient` that `CopiesClient` uses. A call of a method hangs until `answers` is set."""
 
     def __init__(self) -> None:
         self.queue: Any = None  # The messages and the errors of the process are put here.
