@@ -119,7 +119,7 @@ slow: install-dev ## Run the tests that `make test` leaves to CI: deaths of engi
 	$(BIN)/python -m pytest tests/unit -n $(SLOW_WORKERS) -m slow
 	$(BIN)/python -m pytest tests/chaos tests/live -n $(SLOW_WORKERS) -m "slow and not long"
 
-live-and-slow: install-dev ## Run `make live` and `make slow` in one, as CI does: a server that both need starts once
+live-and-slow: install-dev ## Run `make live` and `make slow` in one run, as CI does: a server that both need starts once
 	$(BIN)/python -m pytest tests/unit -n $(SLOW_WORKERS) -m slow
 	$(BIN)/python -m pytest tests/chaos tests/live -n $(SLOW_WORKERS) -m "live and not long"
 

@@ -138,7 +138,7 @@ def config(
         str | None, typer.Option("--gpus", help="Plan for another machine: its GPUs, such as 4x24GiB.", metavar="GPUS")
     ] = None,
 ) -> None:
-    """Show the effective settings, where each comes from, the parsers of the models, and the GPUs that they take."""
+    """Show the effective settings and their sources, the parsers of the models, and the GPUs that the models take."""
     try:
         machine = machine_gpus() if gpus is None else described_gpus(gpus)
     except ValueError as error:

@@ -92,8 +92,8 @@ class ServerConfig:
         "job_queue_size",
         integer(1),
         "1000",
-        doc="Sequences that may wait; a model's `job_queue_size` takes precedence. Custom handler: calls, one of which "
-        "runs",
+        doc="Sequences that may wait; a model's `job_queue_size` takes precedence. Custom handler: calls "
+        "that wait or run",
     )
     max_request_size: int = setting(
         "max_request_size",
@@ -108,7 +108,7 @@ class ServerConfig:
         doc="Bytes of all bodies over 64 KiB ([overload](operations.md#overload)); default: a quarter of the memory",
     )
     request_read_timeout: float = setting(
-        "request_read_timeout", SECONDS, "60", doc="Time without data within a body until 408"
+        "request_read_timeout", SECONDS, "60", doc="Time after which a body without new data is refused with 408"
     )
     drain_timeout: float = setting("drain_timeout", SECONDS, "20", doc="Time for running requests after SIGTERM")
     fail_fast: bool = setting("fail_fast", BOOLEAN, "false", doc="Exit when the engine dies")

@@ -71,7 +71,7 @@ DEVICES = Setting(
 ENVIRONMENT = Setting(
     "option.env",
     ASSIGNMENTS,
-    doc="Variables of a custom handler's workers; with an engine, of the server's process, for all models",
+    doc="Variables of a custom handler's workers; with an engine, they are set in the server's process for all models",
 )
 
 
@@ -101,7 +101,8 @@ class EngineConfig:
         "1",
         aliases=("max_dynamic_batch_size", "option.batch_size"),
         first_counts=True,
-        doc="Prompts in a dynamic batch, which a value above 1 selects. Custom handler: calls that it gets together",
+        doc="Prompts in a dynamic batch, which a value above 1 selects. For a custom handler: "
+        "the number of calls in a batch",
     )
     max_batch_delay: float = setting(
         "max_batch_delay", MILLISECONDS, "100", doc="How long the first request of a dynamic batch waits for others"
@@ -208,7 +209,7 @@ class EngineConfig:
         doc="In front of texts without `prompt_name`, on TEI's routes and `/invocations`; TEI's pairs are refused",
     )
     default_prompt_name: str | None = setting(
-        "option.default_prompt_name", TEXT, shows_default=False, doc="Its name among the model's prompts"
+        "option.default_prompt_name", TEXT, shows_default=False, doc="Name of this prompt in the model's files"
     )
     djl_engine: bool = False  # Whether the setting `engine` is Rust, OnnxRuntime or PyTorch.
     # The number of engine deaths that a request may survive. After one more death, the request is retried alone. 0:
@@ -267,13 +268,13 @@ ENGINE_ARGUMENTS: Mapping[str, Setting[Any]] = {
         "option.max_rolling_batch_prefill_tokens",
         size(1),
         aliases=("option.max_num_batched_tokens",),
-        doc="Most tokens in a step of the engine",
+        doc="Maximum number of tokens in a step of the engine",
     ),
     "cpu_offload_gb": Setting(
         "option.cpu_offload_gb_per_gpu",
         TEXT,
         aliases=("option.cpu_offload_gb",),
-        doc="GiB of weights for each GPU in main memory",
+        doc="GiB of weights in main memory for each GPU",
     ),
     DRAFT_MODEL.name: DRAFT_MODEL,
     DRAFT_LENGTH.name: DRAFT_LENGTH,

@@ -64,7 +64,9 @@ class HandlerConfig:
         "max_idle_time", SECONDS_OR_NEVER, "60", doc="Time until an idle worker beyond `minWorkers` ends"
     )
     # The number of crashes, hangs and failed restarts of workers that a healthy model may have.
-    retry_threshold: int = setting("retry_threshold", integer(0), "0", doc="Most crashes and hangs of a healthy model")
+    retry_threshold: int = setting(
+        "retry_threshold", integer(0), "0", doc="Maximum number of crashes and hangs of a healthy model"
+    )
     # None means the interpreter that runs this process.
     python_executable: str | None = setting(
         "option.pythonExecutable",

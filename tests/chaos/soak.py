@@ -1,4 +1,4 @@
-"""Soak: a steady load of all contracts, and the memory, descriptors and threads of the server's processes under it.
+"""Soak: the memory, descriptors and threads of the server's processes under a steady load of all contracts.
 
     python -m tests.chaos.soak --minutes 20 --out soak.json
     python -m tests.chaos.soak --minutes 30 --changes 20

@@ -1055,10 +1055,10 @@ class Keyword(NamedTuple):
 _STRING, _ARRAY, _OBJECT = frozenset({"string"}), frozenset({"array"}), frozenset({"object"})
 _NUMBER = frozenset({"number", "integer"})
 _HELD = "held"
-_VALUES = "held, except for integers that no double has"
+_VALUES = "held, except for integers that a double cannot represent"
 _BOUND = "rounded inward to a double within 64 bits; for `number`, an exclusive bound moves inward by at least 1e-9"
 _COUNTED = "all choices of named members, up to 128; not if two or more other members are required"
-_DEPENDS = "`anyOf` of two cases: without the member, or with the rest; up to 7 members, because the cases multiply"
+_DEPENDS = "`anyOf` of two cases: the member is missing, or the rest holds; up to 7 members, because the cases multiply"
 # All other keywords are annotations, or belong to a keyword here (`then`, `else`, `minContains`, `$defs`, `$anchor`).
 KEYWORDS: Mapping[str, Keyword] = {
     "type": Keyword(_Rewriter._type, _HELD),
@@ -1083,7 +1083,7 @@ KEYWORDS: Mapping[str, Keyword] = {
     "uniqueItems": Keyword(
         _Rewriter._unique, "all orders of up to 4 values, because a grammar cannot remember more", _ARRAY
     ),
-    "contains": Keyword(_Rewriter._contains, "all places of one item among up to 7", _ARRAY),
+    "contains": Keyword(_Rewriter._contains, "all places of the required item among up to 7 items", _ARRAY),
     "properties": Keyword(_Rewriter._properties, _HELD, _OBJECT),
     "required": Keyword(_Rewriter._required, _HELD, _OBJECT),
     "patternProperties": Keyword(_Rewriter._pattern_properties, "held if no name can match two patterns", _OBJECT),
@@ -1096,7 +1096,7 @@ KEYWORDS: Mapping[str, Keyword] = {
     "dependentRequired": Keyword(_Rewriter._dependent, _DEPENDS, _OBJECT),
     "dependentSchemas": Keyword(_Rewriter._dependent, _DEPENDS, _OBJECT),
     "dependencies": Keyword(_Rewriter._dependent, _DEPENDS, _OBJECT),
-    "if": Keyword(_Rewriter._if, "`anyOf` of `if` with `then`, and of its opposite with `else`"),
+    "if": Keyword(_Rewriter._if, "`anyOf` of two cases: `if` and `then`, or the opposite of `if` and `else`"),
     "not": Keyword(
         _Rewriter._not, "the opposite, if it can be expressed; `items`, `format`, `oneOf` and others have none"
     ),
