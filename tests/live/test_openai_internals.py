@@ -410,14 +410,14 @@ def test_ids_that_the_engine_would_repeat_are_bounded() -> None:
         pytest.param('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "text", id="deep"),
     ],
 )
-def test_a_call_of_a_message_that_cannot_be_decoded_is_text(arguments: str, kind: str) -> None:
+def test_calls_of_a_message_that_cannot_be_decoded_are_text(arguments: str, kind: str) -> None:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
     from handlers.openai.vllm.messages import with_whole_calls
 
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": arguments}} for name in "ab"]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
     answer = ChatCompletionResponse.model_validate(
         {
             "model": "m",
@@ -426,8 +426,8 @@ def test_a_call_of_a_message_that_cannot_be_decoded_is_text(arguments: str, kind
         }
     )
     converted = AnthropicServingMessages.messages_full_converter(SimpleNamespace(), with_whole_calls(answer))
-    assert [block.type for block in converted.content] == [kind]
-    assert converted.content[0].text == (arguments if kind == "text" else None)
+    assert [block.type for block in converted.content] == (["text"] if kind == "text" else [kind, kind])
+    assert converted.content[0].text == (arguments * 2 if kind == "text" else None)
 
 
 def test_each_prompt_of_a_call_is_explained_once() -> None:
