@@ -54,6 +54,7 @@ def asked(life: Life, rates: ErrorRates | None = None, **settings: Any) -> tuple
         (Life(missing=MISSING), {}, 200, {"status": "Healthy", "reason": MISSING}),
         (Life(missing=MISSING, short_of_workers=True), {}, 200, {"status": "Unhealthy", "reason": MISSING}),
         (Life(State.FAILED, reason="dead"), {}, 500, {"status": "FAILED", "reason": "dead"}),
+        (Life(State.FAILED, reason='no "a\\b"\n'), {}, 500, {"status": "FAILED", "reason": 'no "a\\b"\n'}),
         (Life(State.DRAINING), {}, 503, {"status": "DRAINING"}),
     ],
 )
