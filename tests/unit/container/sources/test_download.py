@@ -104,6 +104,14 @@ def test_what_has_changed_is_fetched_again_and_what_is_gone_is_removed(
     assert {Path(path).name for path in model.gets} == {"model-1.safetensors", "config.json"}
 
 
+def test_what_is_gone_is_removed_if_nothing_else_has_changed(
+    model: Gate, url: str, prefix: str, downloads: Path, s3_address: str
+) -> None:
+    fetch(url, downloads)
+    delete(s3_address, f"{prefix}/serving.properties")
+    assert "serving.properties" not in contents(fetch(url, downloads))
+
+
 def test_a_folder_that_has_become_a_file_is_replaced(
     model: Gate, url: str, prefix: str, downloads: Path, s3_address: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -111,6 +112,13 @@ async def test_there_is_an_end_to_how_many_sessions_there_are_and_expired_ones_m
     end(tmp_path)
     await begun(sessions)
     assert len(os.listdir(tmp_path / "s")) == 1
+
+
+async def test_256_calls_may_wait_for_their_sessions_and_failed_calls_make_room(tmp_path: Path) -> None:
+    sessions = kept_in(tmp_path)
+    for _ in range(2):
+        replies = await asyncio.gather(*[refusal(sessions.check(given({}, "unknown"))) for _ in range(257)])
+        assert [reply.status for reply in replies] == [424] * 256 + [503]
 
 
 async def test_where_they_are_off_headers_and_request_types_are_424_and_other_calls_pass() -> None:
