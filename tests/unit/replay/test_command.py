@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -344,15 +345,22 @@ def test_limit_and_sample_choose_the_same_requests_each_time(tmp_path: Path) -> 
     assert limited < first
 
 
-def test_as_recorded_needs_times_and_keeps_their_intervals(tmp_path: Path) -> None:
-    times = ["2026-01-01T00:00:00Z", "2026-01-01T00:00:00.300Z"]
-    records = [record(number, time=time, **recorded()) for number, time in enumerate(times)]
+@pytest.mark.parametrize("pace", [("--as-recorded",), ("--rate", "4")])
+def test_concurrent_requests_keep_the_recorded_intervals_or_the_rate(tmp_path: Path, pace: tuple[str, ...]) -> None:
+    times = [f"2026-01-01T00:00:00.{milliseconds:03}Z" for milliseconds in range(0, 1000, 250)]
+    records = [record(number, time=at, **recorded()) for number, at in enumerate(times)]
+    source, sent = write_source(tmp_path / "a.jsonl", records), list[float]()
+    with serving(reply(ANSWER), lambda _: sent.append(time.monotonic())) as server:
+        began = time.monotonic()
+        run = replay(source, tmp_path / "out", "--to", server.url, "--recorded", *pace)
+    assert (run.code, len(sent)) == (0, 4)
+    assert sent[-1] - began >= 0.75
+
+
+def test_as_recorded_needs_times(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "b.jsonl", [record(1, **recorded())])
     with serving(reply(ANSWER)) as server:
-        source = write_source(tmp_path / "a.jsonl", records)
         run = replay(source, tmp_path / "out", "--to", server.url, "--recorded", "--as-recorded")
-        assert run.code == 0
-        source = write_source(tmp_path / "b.jsonl", [record(1, **recorded())])
-        run = replay(source, tmp_path / "without", "--to", server.url, "--recorded", "--as-recorded")
     assert run.code == 2
     assert re.search("b.jsonl:1 .*--as-recorded", run.output)
 
