@@ -54,7 +54,7 @@ class EngineHandler:
             except Overloaded as full:
                 raise ContractError(self._refuse_unread(full), full.message) from None
         if self._thread is not None:
-            exchange = await queue.formatted(call, self._thread.read(partial(self._contract.parse, call)))
+            exchange = await self._thread.read(call, partial(self._contract.parse, call), queue)
         elif len(call.body) < LONG_BODY:
             exchange = self._contract.parse(call)
         else:

@@ -10,8 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from engines.errors import GenerationFailed, RequestError
+from engines.errors import DeadlineExceeded, GenerationFailed, RequestError
+from handlers.contract import Call, ContractError, ended_at_deadline
 from handlers.djl_errors import failed_dependency
+from handlers.queue import EngineQueue
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +63,27 @@ class FormatterThread:
                 del job  # The job holds its exception, whose traceback holds this frame.
             raise GenerationFailed(f"the formatter did not return within predict_timeout ({self.time_limit:g} s)")
 
-    async def read(self, work: Callable[[], T]) -> T:
-        """Run `work` as `run` does. `work` reads a request with an input formatter.
+    async def read(self, call: Call, work: Callable[[], T], queue: EngineQueue) -> T:
+        """Run `work` as `run` does, but wait only until the call's deadline. `work` runs an input formatter.
+
+        Args:
+            call: The call that `work` reads.
+            work: Reads the call.
+            queue: Has the deadlines of the calls, and counts a call that ends at its deadline.
 
         Raises:
-            ContractError: The call is refused.
+            ContractError: The call is refused, or its deadline has passed. `work` may still wait for the thread.
         """
+        # The formatter's result decides whether the answer is a stream.
+        deadline = queue.deadlines.of(call.arrived_at, call.time_limit, stream=True if call.from_handler else None)
+        reading = self.run(work)
         try:
-            return await self.run(work)
+            return await (reading if deadline is None else deadline.limit(reading))
+        except DeadlineExceeded as error:
+            queue.statistics.calls.count(0.0, failed=True)
+            queue.count_deadline(call.request_id, begun=False)
+            refusal = failed_dependency(error.message)
+            raise ContractError(ended_at_deadline(refusal.reply), refusal.reason) from None
         except RequestError as error:
             raise failed_dependency(error.message) from None
 

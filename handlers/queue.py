@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from engines.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from engines.errors import InvalidRequest, Overloaded
 from engines.interface import Engine
-from handlers.contract import Call, ContractError, Exchange, ended_at_deadline
+from handlers.contract import Call, Exchange
 from handlers.deadline import NO_DEADLINES, Deadline, DeadlineConfig
-from handlers.djl_errors import failed_dependency
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Abortable(Protocol):
@@ -77,22 +73,6 @@ class EngineQueue:
         """Return the deadline of a call, or None."""
         stream = exchange.requests[0].stream or call.from_handler
         return self.deadlines.of(call.arrived_at, call.time_limit, stream=stream)
-
-    async def formatted(self, call: Call, formatting: Awaitable[T]) -> T:
-        """Wait for the work of a call in the formatters' thread, but only until the call's deadline.
-
-        Raises:
-            ContractError: The work has not ended by then. It may still wait for the thread.
-        """
-        # The formatter's result decides whether the answer is a stream.
-        deadline = self.deadlines.of(call.arrived_at, call.time_limit, stream=True if call.from_handler else None)
-        try:
-            return await (formatting if deadline is None else deadline.limit(formatting))
-        except DeadlineExceeded as error:
-            self.statistics.calls.count(0.0, failed=True)
-            self.count_deadline(call.request_id, begun=False)
-            refusal = failed_dependency(error.message)
-            raise ContractError(ended_at_deadline(refusal.reply), refusal.reason) from None
 
     def count_deadline(self, request_id: str, *, begun: bool) -> None:
         """Count and log a call that ends at its deadline. `begun` is True if the call has a part of its answer."""

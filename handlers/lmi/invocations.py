@@ -90,8 +90,7 @@ class InvocationsHandler:
             if call.explanation is not None:
                 call.explanation.once = True
             queue = self._queue if call.explanation is None else explaining(self._queue, call)
-            formatting = formatters.thread.read(partial(formatted_call, formatters.input, call))
-            call = await queue.formatted(call, formatting)
+            call = await formatters.thread.read(call, partial(formatted_call, formatters.input, call), queue)
         data, field, body = call.body, "inputs", None
         if b'"messages"' in data or b'"prompt"' in data or b'"requestType"' in data:
             call, field, body = await off_the_loop(data, self._read, call)
