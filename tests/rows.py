@@ -1,4 +1,4 @@
-"""Files of rows, which are YAML. A title stands above the rows that it describes."""
+"""YAML files of cases. In a file of rows, a title stands above the rows that it describes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import yaml
 Rows = dict[str, list[dict[str, Any]]]
 
 
-class RowLoader(yaml.CSafeLoader):  # yaml.SafeLoader takes twenty times as long.
-    """Refuses a second key of the same name. YAML's loaders drop the first one, with its rows."""
+class UniqueKeyLoader(yaml.CSafeLoader):  # yaml.SafeLoader takes twenty times as long.
+    """Refuses a second key of the same name. YAML's loaders drop the first one, with its value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
@@ -23,7 +23,7 @@ class RowLoader(yaml.CSafeLoader):  # yaml.SafeLoader takes twenty times as long
 
 
 def read_rows(path: Path) -> Rows:
-    rows_by_title: Rows = yaml.load(path.read_text(), RowLoader)
+    rows_by_title: Rows = yaml.load(path.read_text(), UniqueKeyLoader)
     return rows_by_title
 
 

@@ -43,6 +43,7 @@ from handlers.openai.vllm_call import VllmApp
 from handlers.queue import EngineQueue
 from tests.contracts import pooling_exchange, tgi_exchange
 from tests.contracts.openai_exchange import FRONT_END
+from tests.rows import UniqueKeyLoader
 from tests.settings import load_settings
 from tests.stand_ins.scripted_engine import ScriptedGeneration
 
@@ -185,10 +186,21 @@ def write_replies(path: Path, replies: list[dict[str, Any]]) -> None:
     path.write_text("---\n".join(f"{head}\n{reply}" for head, reply in zip(heads, shown, strict=True)))
 
 
+def read_cases(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.load_all(path.read_text(), UniqueKeyLoader))
+
+
 @pytest.mark.parametrize("path", CASES, ids=[f"{path.parent.name}-{path.stem}" for path in CASES])
 def test_the_reply_has_the_bytes_of_the_case(path: Path, tmp_path: Path) -> None:
     (directory := tmp_path / "model").mkdir()
-    replies = [asyncio.run(exchanged(case, directory)) for case in yaml.load_all(path.read_text(), yaml.CSafeLoader)]
+    replies = [asyncio.run(exchanged(case, directory)) for case in read_cases(path)]
     if os.environ.get("UPDATE_CASES"):
         write_replies(path, replies)
-    assert replies == [case["reply"] for case in yaml.load_all(path.read_text(), yaml.CSafeLoader)]
+    assert replies == [case["reply"] for case in read_cases(path)]
+
+
+@pytest.mark.parametrize("twice", ["reply: {}\nreply: {}", "request:\n  path: /\n  path: /"])
+def test_a_key_that_is_there_twice_is_refused(twice: str, tmp_path: Path) -> None:
+    (path := tmp_path / "case.yaml").write_text(f"request: {{}}\n---\n{twice}\n")
+    with pytest.raises(yaml.MarkedYAMLError, match="is there twice"):
+        read_cases(path)
