@@ -17,6 +17,7 @@ from engines.engine_choice import running_engine
 from engines.memory.garbage_collection import release_memory
 from handlers.model_config import ModelConfig
 from tests.live.bare_vllm import texts_of_bare_vllm
+from tests.live.chromium import Page, chromium
 from tests.live.preloaded import plain_environment
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import START_SECONDS, Server, write_model
@@ -132,6 +133,13 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server(None, directory / "server.log", environment, name=None) as server:
         server.client.timeout = httpx.Timeout(START_SECONDS)  # of a model's load
         yield server
+
+
+@pytest.fixture(scope="module")
+def shared_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """Open a page in a browser of its own, for all tests of the console in a file."""
+    with chromium(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser.new_page()
 
 
 @pytest.fixture(scope="session")

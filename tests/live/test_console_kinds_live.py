@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.live.chromium import MISSING, PROGRAM, Page, chromium
+from tests.live.chromium import MISSING, PROGRAM, Page
 from tests.live.pictures import encoded
 from tests.live.server import Server, hosted, write_model
 from tests.live.small_pooling_models import LABELS, MAX_MODEL_LEN, VECTOR_SIZE, prepare_small_encoder
@@ -44,12 +44,6 @@ def models(host: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
             model = write_model(directory / kind / "model", **ENGINE, **options)
             loaded[kind] = held.enter_context(hosted(host, model))
         yield loaded
-
-
-@pytest.fixture(scope="module")
-def shared_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as browser:
-        yield browser.new_page()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 from PIL import Image
 
-from tests.live.chromium import MISSING, PROGRAM, Page, chromium
+from tests.live.chromium import MISSING, PROGRAM, Page
 from tests.live.server import Server, stopped
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=MISSING)]
@@ -56,12 +56,6 @@ LIMIT = "[name=max_new_tokens], [name=max_tokens], [name=max_completion_tokens]"
 @pytest.fixture(scope="module")
 def url(sample_server: Server) -> str:
     return sample_server.url
-
-
-@pytest.fixture(scope="module")
-def shared_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as browser:
-        yield browser.new_page()
 
 
 def show(page: Page, url: str) -> None:
