@@ -98,9 +98,9 @@ class InvocationsHandler:
             call.explanation.because.append(_WAYS[field])
             call.explanation.way = field
         if field == "requestType":
+            if call.steering_fault is not None:
+                raise payload_refused(call.steering_fault.message)
             if call.explanation is not None:
-                if call.steering_fault is not None:
-                    raise payload_refused(call.steering_fault.message)
                 raise Explained
             writer.reply(await self._sessions.answer(call))
             return None
