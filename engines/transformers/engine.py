@@ -137,6 +137,14 @@ class BatchQueue(Generic[T]):
         return max(0.0, next(iter(self._waiting.values())).deadline - self._clock())
 
 
+class _BatchThread(threading.Thread):
+    """The engine's thread. When it ends, it frees the memory of an engine that was stopped during a long step."""
+
+    def run(self) -> None:
+        super().run()  # Afterwards, this thread does not refer to the engine.
+        release_memory()
+
+
 class BatchEngine:
     """One model on transformers, which runs batch by batch."""
 
@@ -174,7 +182,8 @@ class BatchEngine:
         except TimeoutError:
             self._abandoned = True
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
-        threading.Thread(target=self._serve, name="batches", daemon=True).start()
+        self._thread = _BatchThread(target=self._serve, name="batches", daemon=True)
+        self._thread.start()
         self._dispatcher = asyncio.create_task(self._dispatch())
         self._watchdog.start()
         self._started_at = time.time()
@@ -244,7 +253,7 @@ class BatchEngine:
 
     async def _dispatch(self) -> None:
         """Pass one batch after the other to the engine's thread."""
-        while not self._stopped:
+        while True:
             batch = self._running = Batch(await self._waiting.take())
             for job in batch.jobs:
                 self.statistics.queue_time.observe(batch.moved_at - job.arrived_at)
@@ -270,6 +279,8 @@ class BatchEngine:
             self._call(self._free.set)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        if self._stopped:
+            return  # Nothing waits for the call. Until the loop runs it, it would keep the engine in memory.
         with contextlib.suppress(RuntimeError):  # The loop is closed, so nothing waits for the call.
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -444,9 +455,8 @@ class BatchEngine:
         self._fail_all(EngineDead(f"{why}; the request was not completed"))
         self._batches.put(None)
         if self._dispatcher is not None:
-            if self._running is not None:  # The batch ends before its next step.
-                await asyncio.wait([self._dispatcher], timeout=_STOP_SECONDS)
             self._dispatcher.cancel()
+            await asyncio.to_thread(self._thread.join, _STOP_SECONDS)  # The batch ends before its next step.
 
 
 class _Generation:

@@ -38,6 +38,7 @@ from transformers import (
 
 from engines.errors import ContextExceeded, EngineDead, GenerationFailed, InvalidParameter, InvalidRequest, RequestError
 from engines.interface import EngineStartError, Generation, Progress
+from engines.memory.garbage_collection import release_memory
 from engines.request import DEADLINE, BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from engines.transformers import engine as transformers_batch
 from engines.transformers import generate as transformers_generate
@@ -111,6 +112,10 @@ async def engine_with(directory: Path, **fields: Any) -> AsyncIterator[BatchEngi
         await engine.stop()
 
 
+def on_thread_of_batches() -> bool:
+    return threading.current_thread().name == "batches"
+
+
 class Forward:
     """Records the token ids of each forward pass of the engine's batches."""
 
@@ -120,7 +125,7 @@ class Forward:
         """A function that runs in the engine's thread before each pass."""
 
     def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if threading.current_thread().name != "batches":  # an engine that starts, or the test itself
+        if not on_thread_of_batches():  # an engine that starts, or the test itself
             return
         self.inputs.append(kwargs["input_ids"])
         self.before(kwargs["input_ids"])
@@ -775,6 +780,32 @@ async def test_a_model_that_loads_for_too_long_is_freed_once_it_is_there(
         await BatchEngine(settings(directory, model_loading_timeout=0.05)).start()
     assert not freed[0].is_set()
     may_end.set()
+    await until(freed[0].is_set)
+
+
+@pytest.mark.usefixtures("no_collection_by_itself")
+async def test_a_model_that_is_stopped_during_a_long_step_is_freed_when_the_step_ends(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, freed = Gate(), []
+
+    def load(config: ModelConfig) -> TransformersModel:
+        model = load_model(config)
+        model.model.register_forward_pre_hook(lambda module, args: gate(args) if on_thread_of_batches() else None)
+        freed.append(when_freed(model.model))
+        return model
+
+    monkeypatch.setattr(transformers_batch, "load_model", load)
+    monkeypatch.setattr(transformers_batch, "_STOP_SECONDS", 0.01)
+    engine = BatchEngine(settings(directory))
+    await engine.start()
+    await engine.submit(request_for("x"), Recorder())
+    await until(gate.entered.is_set)
+    await engine.stop()
+    del engine
+    release_memory()
+    assert not freed[0].is_set(), "the step still uses it"
+    gate.open()
     await until(freed[0].is_set)
 
 
