@@ -159,9 +159,12 @@ class RunningCall:
         for generation in generations:
             generation.abort(at_deadline=True)
         for prompt in range(len(generations), len(requests)):  # The engine has not received these prompts.
-            last = requests[prompt].sequences - 1
-            for sequence in range(last + 1):
-                end = TokenDelta("", [], sequence, FinishReason.LENGTH, last=sequence == last, stop_reason=DEADLINE)
+            request = requests[prompt]
+            # No contract shows the number of tokens of a prompt that is still a text here.
+            prompt_tokens = 0 if isinstance(request.prompt, str) else len(request.prompt)
+            for sequence in range(request.sequences):
+                end = TokenDelta("", [], sequence, FinishReason.LENGTH, prompt_tokens, stop_reason=DEADLINE)
+                end.last = sequence == request.sequences - 1
                 self.on_delta(end, prompt)
 
     def cancel(self) -> None:

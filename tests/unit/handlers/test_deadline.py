@@ -23,8 +23,12 @@ from handlers.deadline import REACHED, DeadlineConfig, read_time_limit
 from handlers.engine_handler import EngineHandler
 from handlers.formatter_thread import FormatterThread
 from handlers.lmi.rolling_batch import LmiRollingContract
+from handlers.openai.contract import OpenAIContract
+from handlers.openai.handler import OpenAIHandler
+from handlers.openai.vllm_call import VllmApp
 from handlers.queue import EngineQueue
 from tests.contracts.exchange import MODEL, call
+from tests.contracts.openai_exchange import FRONT_END
 from tests.freed import when_freed
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.request_headers import request_headers
@@ -232,6 +236,14 @@ class TestCalls:
         assert engine.running[0].cancelled is not begun
         assert engine.statistics.deadlines == {"partial": begun, "nothing": not begun}
         assert (queue.open_sequences, queue.running) == (0, {})
+
+    async def test_the_usage_has_the_tokens_of_prompts_that_the_engine_does_not_have(self) -> None:
+        queue, writer = EngineQueue(Stuck(takes=1), 8), CollectedReply()
+        openai = OpenAIHandler(VllmApp(None, None), queue, OpenAIContract(FRONT_END), FRONT_END.model)
+        await openai.handle(replace(asked({"prompt": ["a", "b"]}), path="/v1/completions"), writer)
+        await until(lambda: writer.finished)
+        # The engine says 3 for its prompt. It tokenizes each prompt as 1 token.
+        assert b'"usage":{"prompt_tokens":4,"total_tokens":5,"completion_tokens":1' in writer.body
 
     async def test_each_unfinished_sequence_of_each_prompt_ends(self) -> None:
         queue, writer = EngineQueue(engine := ScriptedEngine(), 8), CollectedReply()
