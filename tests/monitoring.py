@@ -14,6 +14,7 @@ DASHBOARD: dict[str, Any] = json.loads((_FOLDER / "grafana_dashboard.json").read
 ALERTS: dict[str, Any] = yaml.safe_load((_FOLDER / "prometheus_alerts.yaml").read_text())
 
 _GROUPING = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
+_GROUPED = re.compile(r"\bby \(([^)]*)\)")
 _SELECTION = re.compile(r"(?<![\w:$.])([a-zA-Z_:][\w:]*)(\{[^}]*\})?(?!\s*\(|[\w:])")
 _OPERATORS = {"and", "or", "unless", "bool", "offset"}
 _LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
@@ -47,3 +48,8 @@ def selections(expression: str) -> list[tuple[str, str]]:
 def labels(selection: str) -> set[str]:
     """Return the labels in label matchers."""
     return set(_LABEL.findall(re.sub(r'"[^"]*"', "", selection)))
+
+
+def grouped(expression: str) -> set[str]:
+    """Return the labels by which an expression groups its series."""
+    return {name.strip() for names in _GROUPED.findall(expression) for name in names.split(",")}

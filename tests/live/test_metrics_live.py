@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.live.server import Server, copy_model, hosted, serving, write_model
 from tests.live.small_model import ENDLESS_STREAM
-from tests.monitoring import expressions, labels, selections
+from tests.monitoring import expressions, grouped, labels, selections
 from tests.waiting import wait_until
 
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
@@ -216,11 +216,10 @@ def test_dashboard_and_alerts_name_metrics_and_labels_that_a_server_has(
     for expression in expressions():
         found = selections(expression)
         assert found, expression
-        grouped = {name.strip() for names in re.findall(r"by \(([^)]*)\)", expression) for name in names.split(",")}
         for name, chosen in found:
             assert name in samples, expression
             assert labels(chosen) <= samples[name] | _OF_THE_SCRAPE, expression
-            assert grouped <= samples[name] | _OF_THE_SCRAPE, expression
+            assert grouped(expression) <= samples[name] | _OF_THE_SCRAPE, expression
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.monitoring import ALERTS, DASHBOARD, alerts, panels, selections
+import re
+
+from tests.monitoring import ALERTS, DASHBOARD, alerts, grouped, panels, selections
 
 
 def test_the_dashboard_takes_its_data_source_and_servers_from_variables() -> None:
@@ -13,6 +15,13 @@ def test_the_dashboard_takes_its_data_source_and_servers_from_variables() -> Non
         assert [target["datasource"] for target in panel["targets"]] == [panel["datasource"]] * len(panel["targets"])
         for target in panel["targets"]:
             assert all('instance=~"$instance"' in text for _, text in selections(target["expr"])), target["expr"]
+
+
+def test_a_legend_names_all_labels_by_which_its_expression_groups_and_no_others() -> None:
+    for panel in panels():
+        for target in panel["targets"]:
+            if kept := grouped(target["expr"]) - {"le"}:
+                assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) == kept, panel["title"]
 
 
 def test_no_two_panels_have_one_place_or_one_number() -> None:
