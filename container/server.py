@@ -516,7 +516,7 @@ def _exit(code: int) -> None:
 
 
 def _kill_children() -> None:
-    """Kill the engine's processes, because nothing else can stop them while a model loads.
+    """Kill the processes that a cancelled load may have left behind, or that a sudden end leaves behind.
 
     multiprocessing's resource trackers are not killed. A tracker exits by itself after its processes, and frees their
     shared memory.

@@ -6,8 +6,10 @@ import asyncio
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import vllm.platforms
@@ -41,6 +43,7 @@ from engines.vllm.pooling import pool_as_djl
 from engines.vllm.processes.contexts import (
     end_processes,
     first_failure,
+    kill_started,
     tied_to_this_thread,
     told_elsewhere,
     use_fork_server,
@@ -50,6 +53,8 @@ from engines.vllm.sampling import load_typical
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 1.0  # If vLLM's processes do not end within this time, they are killed.
+_ABANDONED_SECONDS = 10.0  # The time that a load may take to fail when its processes are killed.
+_KILL_SECONDS = 0.1  # The time between two kills. The load may start another process meanwhile.
 _T = TypeVar("_T")
 _SWITCH = "TORCH_COMPILE_DISABLE"
 _COMPILER = "g++"
@@ -81,6 +86,7 @@ class VllmLoader:
         """
         self._config = config
         self._threads = threads
+        self._started: list[BaseProcess] | None = None  # vLLM's processes. None until vLLM begins to start them.
         self._abandoned = False  # Whether nothing waits for the copy any longer.
         self.elsewhere: Sequence[
             str
@@ -114,10 +120,12 @@ class VllmLoader:
         return await self._in_time(load)
 
     async def _in_time(self, load: Callable[[], _T]) -> _T:
+        loading = asyncio.ensure_future(self._threads.run(load))
         try:
             # In Python 3.11, an error in `wait_for` leaves a reference cycle, which would keep vLLM's client in memory.
             async with asyncio.timeout(self._config.model_loading_timeout):
-                return await self._threads.run(load)
+                await asyncio.wait([loading])
+            return loading.result()
         except TimeoutError:
             limit = self._config.model_loading_timeout
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
@@ -127,6 +135,14 @@ class VllmLoader:
             raise failure_of(error).error(self._cannot) from error
         finally:
             self._abandoned = True
+            # The processes of an abandoned load are killed. The load then fails, and its memory is free.
+            deadline = time.monotonic() + _ABANDONED_SECONDS
+            while self._started is not None and not loading.done() and time.monotonic() < deadline:
+                kill_started(self._started)
+                await asyncio.wait([loading], timeout=_KILL_SECONDS)
+            if not loading.cancel():
+                loading.exception()  # Otherwise asyncio logs the error of an abandoned load.
+            del loading  # Its error references this frame.
 
     def _load(self) -> StartedEngine:
         check_names()
@@ -169,16 +185,20 @@ class VllmLoader:
         return llm
 
     def _start_processes(self, vllm_config: VllmConfig, start: Callable[[], _T], place: Place) -> _T:
-        is_spawned = vllm_config.parallel_config.numa_bind
-        with tied_to_this_thread(place.processors, spawned=is_spawned) as reports, devices_kept(vllm_config):
+        started: list[BaseProcess] = []
+        self._started = started  # Set before `_abandoned` is read, because `_in_time` reads them in the other order.
+        if self._abandoned:
+            raise EngineStartError(self._cannot)
+        tie = tied_to_this_thread(place.processors, spawned=vllm_config.parallel_config.numa_bind, started=started)
+        with tie as reports, devices_kept(vllm_config):
             try:
-                started = start()
+                result = start()
             except Exception as error:  # vLLM's error says only that a process has failed.
                 if (failure := first_failure(reports)) is None:
                     raise
                 raise failure.error(self._cannot) from error
             self.elsewhere = told_elsewhere(reports)
-            return started
+            return result
 
     def _start_on_cpu(self, vllm_config: VllmConfig, places: Sequence[Place]) -> AsyncLLM:
         """Choose the size of the KV cache, and start vLLM.

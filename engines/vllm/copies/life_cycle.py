@@ -239,14 +239,16 @@ class Copies:
 
     async def stop(self, error: EngineDead) -> None:
         """End all copies. Their requests get an error."""
-        for task in self._tasks.difference(self._ends.values()):
+        cancelled = self._tasks.difference(self._ends.values())
+        for task in cancelled:
             task.cancel()
         self.fail_all(error)
         self.up.set()
         for copy in self._by_number.values():
             if copy.state is not CopyState.DEAD:
                 self._remove(copy)
-        await asyncio.gather(*self._ends.values(), return_exceptions=True)  # The log has their errors.
+        # The log has the errors. The processes of copies that are being loaded are killed.
+        await asyncio.gather(*cancelled, *self._ends.values(), return_exceptions=True)
         await shut_down(self._llm)
 
     def fail_all(self, error: EngineDead) -> None:

@@ -100,11 +100,22 @@ class _Tied:
             self._function(*arguments, **options)
 
 
-def tied(context: BaseContext, prepare: Callable[[Connection], None], report: Connection) -> BaseContext:
-    """Return a context whose processes run `prepare` first, end with their parent, and report failures."""
+def tied(
+    context: BaseContext,
+    prepare: Callable[[Connection], None],
+    report: Connection,
+    started: list[BaseProcess] | None = None,
+) -> BaseContext:
+    """Return a context whose processes run `prepare` first, end with their parent, and report failures.
+
+    Args:
+        started: The processes are added to this list.
+    """
 
     def process(*, target: Callable[..., None], **options: Any) -> BaseProcess:
         made: BaseProcess = context.Process(target=_Tied(target, prepare, report), **options)  # type: ignore[attr-defined]
+        if started is not None:
+            started.append(made)
         return made
 
     own = copy.copy(context)
@@ -116,7 +127,9 @@ _this_thread = threading.local()
 
 
 @contextlib.contextmanager
-def tied_to_this_thread(processors: Collection[int] = (), *, spawned: bool = False) -> Iterator[Connection]:
+def tied_to_this_thread(
+    processors: Collection[int] = (), *, spawned: bool = False, started: list[BaseProcess] | None = None
+) -> Iterator[Connection]:
     """Make vLLM start its processes as the module describes, in the `with` block.
 
     Yields the connection for `first_failure`.
@@ -128,11 +141,13 @@ def tied_to_this_thread(processors: Collection[int] = (), *, spawned: bool = Fal
         processors: The processors to which the threads of workers are bound. Empty: vLLM chooses.
         spawned: Whether to spawn the processes even if there is a fork server. vLLM binds only spawned processes to
             NUMA nodes.
+        started: The processes are added to this list, for `kill_started`.
     """
     _remove_shared_memory(())  # A failed start may have left shared memory.
     reader, writer = multiprocessing.Pipe(duplex=False)
     with reader, writer:
         _this_thread.report, _this_thread.processors, _this_thread.spawned = writer, processors, spawned
+        _this_thread.started = started
         try:
             yield reader
         finally:
@@ -154,6 +169,18 @@ def told_elsewhere(reports: Connection) -> tuple[str, ...]:
         if isinstance(report := reports.recv(), str):
             found.append(report)
     return tuple(found)
+
+
+def kill_started(started: Collection[BaseProcess]) -> None:
+    """Kill processes that still load the model, and their workers. The load then fails.
+
+    vLLM could end the processes only after the load.
+    """
+    for process in started:
+        if process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()  # At first, the process has no group of its own.
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def end_processes(client: EngineCoreClient, seconds: float) -> None:
@@ -278,7 +305,8 @@ def _server_context() -> BaseContext:
         return context
     if not _this_thread.spawned:
         context = fork_server.context() or context
-    return tied(context, partial(prepare_engine, processors=_this_thread.processors), report)
+    prepare = partial(prepare_engine, processors=_this_thread.processors)
+    return tied(context, prepare, report, _this_thread.started)
 
 
 def prepare_engine(report: Connection, processors: Collection[int] = ()) -> None:
