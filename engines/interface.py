@@ -38,10 +38,17 @@ NEW_ENGINE_SECONDS = 600.0  # An engine counts as new during this many seconds o
 class Progress:
     """Records the signs of life of an engine, or of one copy of the model. Not thread-safe."""
 
-    __slots__ = ("_clock", "_looked_at", "_mark", "_worked_seconds", "quiet_seconds")
+    __slots__ = ("_clock", "_limit", "_looked_at", "_mark", "_worked_seconds", "quiet_seconds")
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._looked_at = clock, clock()
+    def __init__(self, limit: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin to record.
+
+        Args:
+            limit: The seconds without a sign of life after which the engine is stalled. 0: no limit. None:
+                `STALL_SECONDS`, or `NEW_ENGINE_STALL_SECONDS` for a new engine.
+            clock: Returns the time in seconds.
+        """
+        self._limit, self._clock, self._looked_at = limit, clock, clock()
         self._mark = 0.0  # The `mark` of the last call of `look`.
         # Seconds with work since the last sign of life. Time without work adds nothing. It also does not reset the
         # seconds, because work can end without progress: clients leave, or a time limit is reached.
@@ -64,15 +71,10 @@ class Progress:
             self.quiet_seconds += passed
         self._mark = mark
 
-    def is_stalled(self, limit: float | None) -> bool:
-        """Return True if there was work, but no sign of life, for too long.
-
-        After the next sign of life, the result is False again.
-
-        Args:
-            limit: The limit in seconds. 0: no limit. None: `STALL_SECONDS`, or `NEW_ENGINE_STALL_SECONDS` for a new
-                engine.
-        """
+    @property
+    def is_stalled(self) -> bool:
+        """True if there was work, but no sign of life, for too long. False again after the next sign of life."""
+        limit = self._limit
         if limit is None:
             limit = NEW_ENGINE_STALL_SECONDS if self._worked_seconds < NEW_ENGINE_SECONDS else STALL_SECONDS
         return 0 < limit < self.quiet_seconds
@@ -174,7 +176,7 @@ class EngineHealth:
     alive: bool
     reason: str = ""
     quiet_seconds: float = 0.0  # `Progress.quiet_seconds` of the copy with the most quiet seconds.
-    stalled: bool = False  # Whether a copy is stalled (`Progress.is_stalled`).
+    stalled: str = ""  # The part that is stalled (`Progress.is_stalled`): "the engine", or the numbers of copies.
     ready_copies: int = 1  # The number of copies that accept requests.
     # Names the dead copies that `restart` restarts. Empty if there are none, or if no copy runs.
     missing: str = ""
@@ -202,6 +204,7 @@ class EngineCopy:
     gpus: tuple[int, ...] = ()  # Empty: the engine chooses the devices itself.
     end: str = ""  # How the copy's processes have ended. Empty if the copy has not died.
     elsewhere: Sequence[str] = ()  # The processes that Ray or another machine runs, as text for people.
+    faulty: bool = False  # Whether `Engine.restart` would restart this copy now.
 
 
 class ExplainedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -304,9 +307,8 @@ class Engine(LoadedModel, Protocol):
     async def restart(self) -> None:
         """Restart the engine after it has died or stalled. The waiting requests then continue.
 
-        If the engine has several copies, this restarts the dead copies. If no copy is dead, this restarts the copy with
-        the most `quiet_seconds`. Call `restart` only in one of these two states: the engine `waits`, or a copy still
-        serves.
+        This restarts the dead copies. If no copy is dead, this restarts the stalled copies (`EngineCopy.faulty`). Call
+        `restart` only in one of these two states: the engine `waits`, or another copy still serves.
 
         Raises:
             EngineStartError: The engine or a copy cannot be started. The requests still wait.

@@ -11,7 +11,7 @@ from container.models.load_queue import LoadFailed, Loads
 from container.models.registry import EngineRestart, Model, Models
 from container.observability import logs
 from container.settings.server import ServerConfig
-from engines.interface import CopyState, EngineStartError
+from engines.interface import EngineStartError
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class EngineRestarts:
         return lifecycle.missing or (lifecycle.stalled if self._when_stalled else "")
 
     def begin(self, model: Model, reason: str) -> bool:
-        """Begin to restart a model's engine, or its dead copies.
+        """Begin to restart a model's engine, or some of its copies.
 
         While any copy serves, calls are answered. Otherwise calls wait for the engine or get an error, and the model
         counts as failed until it is ready.
@@ -65,7 +65,7 @@ class EngineRestarts:
             return False
         pause = min(2.0**recent, LONGEST_PAUSE_SECONDS)
         what, status = "the engine", "calls wait for it"
-        if lifecycle.missing:
+        if lifecycle.others_serve:
             what, status = "it", "the other copies serve"
         elif not lifecycle.calls_can_wait():
             lifecycle.fail(f"{reason}; it is started again")
@@ -92,7 +92,7 @@ class EngineRestarts:
                 late.cancel()
                 if not self.fault(model):
                     return  # The copy was removed, or the engine has recovered.
-                if model.lifecycle.missing:
+                if model.lifecycle.others_serve:
                     what = "a copy"
                 model.restarts.append(EngineRestart(time.monotonic(), _to_restart(model)))
                 await model.lifecycle.restart(
@@ -110,7 +110,7 @@ class EngineRestarts:
         Calls no longer wait after that.
         """
         lifecycle, fault = model.lifecycle, ""
-        while not fault or lifecycle.missing:
+        while not fault or lifecycle.others_serve:
             await asyncio.sleep(lifecycle.config.predict_timeout)
             fault = self.fault(model)
         if lifecycle.fail(f"{fault}; it is started again when another model is loaded"):
@@ -120,7 +120,7 @@ class EngineRestarts:
 
 
 def _to_restart(model: Model) -> frozenset[int]:
-    """Return the numbers of the dead copies. If no copy is dead, the engine is stalled: return all numbers."""
+    """Return the numbers of the faulty copies. If no copy is faulty, the model is loaded again: return all numbers."""
     copies = model.lifecycle.copies
-    dead = frozenset(copy.number for copy in copies if copy.state is CopyState.DEAD)
-    return dead or frozenset(copy.number for copy in copies) or frozenset({1})
+    faulty = frozenset(copy.number for copy in copies if copy.faulty)
+    return faulty or frozenset(copy.number for copy in copies) or frozenset({1})

@@ -35,7 +35,7 @@ class EngineRestart:
     """A restart of a model's engine."""
 
     at: float  # A time of `time.monotonic`.
-    copies: frozenset[int]  # The numbers of the dead copies, or of all copies if the engine was stalled.
+    copies: frozenset[int]  # The numbers of the restarted copies.
 
 
 @dataclass(slots=True)

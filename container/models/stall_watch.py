@@ -37,7 +37,7 @@ class StallWatch:
             self._since = None
             return ""
         since = now - health.quiet_seconds if self._since is None else self._since
-        text = f"the engine is stalled: requests run, and nothing has come of them for {now - since:.0f} s"
+        text = f"{health.stalled} is stalled: requests run, and nothing has come of them for {now - since:.0f} s"
         if self._since is None:
             self._since = since
             logger.error("%s; /ping now answers 500", text)

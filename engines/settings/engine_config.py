@@ -215,7 +215,7 @@ class EngineConfig:
     # The number of engine deaths that a request may survive. After one more death, the request is retried alone. 0:
     # requests survive no death.
     continue_calls: int = 0
-    stall_timeout: float | None = None  # The limit of `Progress.is_stalled`.
+    stall_timeout: float | None = None  # The limit of `Progress`.
     # Environment variables of the process that runs the engine.
     environment: Mapping[str, str] = field(default_factory=dict, metadata=ENVIRONMENT.metadata)
     # All other `option.<name>` values, which the engine interprets.

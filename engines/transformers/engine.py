@@ -158,7 +158,7 @@ class BatchEngine:
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._free = asyncio.Event()  # Set when the engine's thread has ended its batch.
         self._running: Batch | None = None
-        self._progress = Progress()
+        self._progress = Progress(config.stall_timeout)
         self._given_up_at: float | None = None
         self._dead: str | None = None
         self._abandoned = False  # Whether a thread still loads the model although nothing waits for it.
@@ -410,7 +410,7 @@ class BatchEngine:
         if fault:
             return EngineHealth(False, fault)
         progress = self._progress
-        return EngineHealth(True, "", progress.quiet_seconds, progress.is_stalled(self._config.stall_timeout))
+        return EngineHealth(True, "", progress.quiet_seconds, "the engine" if progress.is_stalled else "")
 
     def status(self) -> EngineStatus:
         running = 0 if self._running is None else sum(not job.ended for job in self._running.jobs)

@@ -90,7 +90,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         fork_server.start()
-        first = Copy(1)
+        first = Copy(1, stall_timeout=self._config.stall_timeout)
         try:
             loaded = await VllmLoader(self._config, first.threads).load()
         except BaseException:

@@ -14,7 +14,6 @@ class CopiedEngine(ScriptedEngine):
     """An engine with copies, each on two GPUs."""
 
     max_most = 4  # The number of copies that fit on the machine.
-    stalled = False
     stopped: str | None = None  # The reason for the stop. None if the engine was not stopped.
 
     def __init__(self, copies: int = 3, least: int | None = None, *, waits: bool = True) -> None:
@@ -24,6 +23,7 @@ class CopiedEngine(ScriptedEngine):
         self.states = dict.fromkeys(range(1, copies + 1), CopyState.READY)
         self.least = copies if least is None else least
         self.given_up: set[int] = set()
+        self.stalled: set[int] = set()
         self.attempts: list[set[int]] = []  # The copies that each restart has started.
         self.broken: set[int] = set()  # Copies that cannot be started.
         self.restarting, self.may_start = asyncio.Event(), asyncio.Event()
@@ -31,9 +31,14 @@ class CopiedEngine(ScriptedEngine):
     @property
     def copies(self) -> Sequence[EngineCopy]:
         return [
-            EngineCopy(number, state, self.started_at, (2 * number - 2, 2 * number - 1))
+            EngineCopy(
+                number, state, self.started_at, (2 * number - 2, 2 * number - 1), faulty=number in self._faulty()
+            )
             for number, state in sorted(self.states.items())
         ]
+
+    def _faulty(self) -> set[int]:
+        return self._in(CopyState.DEAD) - self.given_up or self.stalled
 
     @property
     def max_sequences(self) -> int:
@@ -51,10 +56,13 @@ class CopiedEngine(ScriptedEngine):
             return EngineHealth(False, "the engine has died", ready_copies=0)
         missing = f"copies {sorted(dead)} have died" if dead else ""
         lost = f"{ready} of {self.least} copies serve" if self.given_up and ready < self.least else ""
-        return EngineHealth(True, stalled=self.stalled, ready_copies=ready, missing=missing, lost=lost)
+        stalled = f"copy {sorted(self.stalled)}" if self.stalled else ""
+        return EngineHealth(True, stalled=stalled, ready_copies=ready, missing=missing, lost=lost)
 
     async def restart(self) -> None:
-        started = self._in(CopyState.DEAD) - self.given_up
+        started = self._faulty()
+        self.stalled = self.stalled - started
+        self.die(*started)
         self.attempts.append(started)
         self.restarting.set()
         await self.may_start.wait()

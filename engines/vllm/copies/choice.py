@@ -27,7 +27,10 @@ class Choosable(Protocol):
     cached_tokens: int  # The size of the copy's prefix cache, in tokens.
     work: int  # The number of tokens that the copy's requests are expected to have.
     chosen: int  # The larger the number, the more recently the copy was chosen.
-    stalled: bool  # Whether it has given no sign of life for too long (`Progress.is_stalled`).
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the copy has given no sign of life for too long (`Progress.is_stalled`)."""
 
 
 AnyCopy = TypeVar("AnyCopy", bound=Choosable)

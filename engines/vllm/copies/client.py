@@ -33,7 +33,7 @@ _MOST_QUERIES = 4096  # For at most this many queries, the client remembers the 
 class Copy:
     """The processes of a copy, from their start to their end. A restarted copy is a new object with the same number."""
 
-    def __init__(self, number: int, place: Place = _ANYWHERE) -> None:
+    def __init__(self, number: int, place: Place = _ANYWHERE, stall_timeout: float | None = None) -> None:
         self.number, self.place = number, place
         self.state = CopyState.STARTING
         self.started_at = time.time()
@@ -44,8 +44,7 @@ class Copy:
         self.elsewhere: Sequence[str] = ()
         self.given_up = False  # Whether the copy has died and will not be restarted.
         self.end = ""  # How the processes have ended, if the copy has died.
-        self.progress = Progress()
-        self.stalled = False  # Whether it was stalled when `progress` was last recorded.
+        self.progress = Progress(stall_timeout)
         self.messages = 0  # The number of messages from the processes. Steps of a long prompt also send messages.
         self.work = 0  # The number of tokens that the copy's requests are expected to have.
         self.chosen = 0  # The larger the number, the more recently the copy was chosen.
@@ -55,6 +54,10 @@ class Copy:
     def runs(self) -> bool:
         """True after the model is loaded, until the copy dies or ends."""
         return self.client is not None and self.state is not CopyState.DEAD
+
+    @property
+    def stalled(self) -> bool:
+        return self.progress.is_stalled
 
     @property
     def is_expected(self) -> bool:

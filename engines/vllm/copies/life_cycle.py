@@ -112,11 +112,17 @@ class Copies:
     @property
     def listed(self) -> Sequence[EngineCopy]:
         """The copies, sorted by number."""
-        copies = sorted(self._by_number.values(), key=lambda copy: copy.number)
+        copies, faulty = sorted(self._by_number.values(), key=lambda copy: copy.number), self._faulty
         return [
-            EngineCopy(copy.number, copy.state, copy.started_at, copy.place.gpus, copy.end, copy.elsewhere)
-            for copy in copies
+            EngineCopy(c.number, c.state, c.started_at, c.place.gpus, c.end, c.elsewhere, c in faulty) for c in copies
         ]
+
+    @property
+    def _faulty(self) -> list[Copy]:
+        """The copies that `restart` restarts: the dead copies. If no copy is dead: the stalled copies."""
+        copies = self._by_number.values()
+        dead = [copy for copy in copies if copy.state is CopyState.DEAD and not copy.given_up]
+        return dead or [copy for copy in self.running if copy.stalled and copy.state is not CopyState.DRAINING]
 
     @property
     def running(self) -> Sequence[Copy]:
@@ -125,8 +131,9 @@ class Copies:
 
     def health(self) -> EngineHealth:
         """Return the health of all copies together. They are alive if at least one copy runs."""
-        # The values of the copy that would be restarted. `quiet_seconds` below 0: no copy runs.
-        stalled, quiet_seconds = False, -1.0
+        # Whether a copy is stalled, and its quiet seconds: those of the quietest copy. Stalled copies come first.
+        longest = False, -1.0
+        stalled: list[str] = []
         dead: list[Copy] = []
         left = 0  # The number of copies that serve or will serve.
         for copy in self._by_number.values():  # A single loop, because this is called often.
@@ -136,21 +143,24 @@ class Copies:
             serves = copy.state is not CopyState.DRAINING
             left += serves
             if copy.client is not None:
-                seen = copy.stalled and serves, copy.progress.quiet_seconds
-                stalled, quiet_seconds = max((stalled, quiet_seconds), seen)
-        if quiet_seconds < 0:
+                if is_stalled := serves and copy.stalled:
+                    stalled.append(str(copy.number))
+                longest = max(longest, (is_stalled, copy.progress.quiet_seconds))
+        if longest[1] < 0:  # No copy runs.
             return EngineHealth(False, "the engine has died")
-        missing = lost = ""
+        missing = lost = what = ""
+        count = len(self._by_number)
+        if stalled:
+            what = f"copy {', '.join(stalled)} of {count}" if count > 1 else "the engine"
         if dead:
-            count = len(self._by_number)
             restarting = [str(copy.number) for copy in dead if not copy.given_up]
             missing = f"copy {', '.join(restarting)} of {count} has died" if restarting else ""
             if len(restarting) < len(dead) and left < self._least:
                 lost = f"{left} of {count} copies are left, and {self._least} are to serve"
         return EngineHealth(
             alive=True,
-            quiet_seconds=quiet_seconds,
-            stalled=stalled,
+            quiet_seconds=longest[1],
+            stalled=what,
             ready_copies=len(self.client.ready),
             missing=missing,
             lost=lost,
@@ -173,7 +183,6 @@ class Copies:
                 self._died(copy)
                 continue
             copy.progress.look(copy.work > 0, copy.messages)
-            copy.stalled = copy.progress.is_stalled(self._config.stall_timeout)
             if copy.state is CopyState.DRAINING and not copy.work and copy not in self._openings:
                 logger.info("copy %d has drained", copy.number)
                 del self._by_number[copy.number]
@@ -182,20 +191,16 @@ class Copies:
             self._continuations.fail_suspects()
 
     async def restart(self) -> None:
-        """Restart the dead copies. If no copy is dead, restart the copy with the most quiet seconds.
-
-        Stalled copies are restarted before other copies.
+        """Restart the dead copies. If no copy is dead, restart the stalled copies.
 
         Raises:
             EngineStartError: A copy cannot be started.
         """
-        serving = [copy for copy in self.running if copy.state is not CopyState.DRAINING]
-        dead = [c for c in self._by_number.values() if c.state is CopyState.DEAD and not c.given_up]
-        if not dead and serving:
-            dead = [max(serving, key=lambda copy: (copy.stalled, copy.progress.quiet_seconds))]
-            self._died(dead[0])
+        faulty = self._faulty
+        for copy in faulty:
+            self._died(copy)
         fork_server.start()
-        await self._start_all([copy.number for copy in dead])
+        await self._start_all([copy.number for copy in faulty])
 
     def give_up(self) -> None:
         """Never restart the copies that are dead now. If no other copy is left, waiting requests get an error."""
@@ -280,7 +285,7 @@ class Copies:
         """
         copies = []
         for number in numbers:
-            self._by_number[number] = copy = Copy(number, self._places[number - 1])
+            self._by_number[number] = copy = Copy(number, self._places[number - 1], self._config.stall_timeout)
             copies.append(copy)
         results = asyncio.gather(*map(self._start, copies), return_exceptions=True)
         errors = [error for error in await results if isinstance(error, BaseException)]

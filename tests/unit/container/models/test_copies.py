@@ -48,7 +48,8 @@ class Watched:
         config = ModelConfig(name="m", model_dir=Path(), model_id="m", rolling_batch="vllm", max_copies=None)
         config = replace(config, min_copies=engine.least)
         self.life = Lifecycle(Settings(server_config=self.server_config, config=config))
-        self.life.service, self.life.stage = service_of(engine), State.READY
+        self.life._serve(service_of(engine))
+        self.life.stage = State.READY
         self.model = Model(self.life, "m")
         self.server = server.ModelServer(Startup(self.server_config, ()))
         self.server.models.add(self.model)
@@ -173,6 +174,46 @@ async def test_without_restarts_a_stalled_engine_is_not_given_up(monkeypatch: py
     async with watched(monkeypatch, engine, engine_restart=0, engine_restart_when_stalled=True):
         await until(lambda: stalled.call_count > 50)  # Several looks.
     assert (engine.attempts, give_up.called) == ([], False)
+
+
+async def test_a_stall_is_charged_to_the_stalled_copy_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = CopiedEngine(2)
+    async with watched(monkeypatch, engine, engine_restart=1, engine_restart_when_stalled=True) as one:
+        engine.stalled = {1}
+        await until(lambda: engine.attempts and one.idle)
+        engine.die(2)
+        await until(lambda: len(engine.attempts) == 2 and one.idle)
+        assert engine.attempts == [{1}, {2}], "copy 2 still had its restart"
+        engine.stalled = {1}
+        await asyncio.sleep(0.1)  # some looks
+        assert (engine.attempts, one.ping()[0]) == ([{1}, {2}], 500)
+    assert re.search(r"copy \[1\] is stalled: .*; the other copies serve; it is started again .*\(1 of 1", caplog.text)
+
+
+async def test_a_copy_that_was_given_up_does_not_pay_for_a_stalled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CopiedEngine(3)
+    engine.broken = {2}
+    async with watched(monkeypatch, engine, engine_restart=1, engine_restart_when_stalled=True) as one:
+        engine.die(2)
+        await until(lambda: engine.given_up)
+        engine.stalled = {1}
+        await until(lambda: len(engine.attempts) == 2 and one.idle)
+        assert engine.attempts == [{2}, {1}]
+
+
+async def test_a_stalled_copy_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither if calls do not wait for an engine, nor if the restart waits for another load."""
+    engine = CopiedEngine(2, waits=False)
+    async with watched(monkeypatch, engine, engine_restart_when_stalled=True) as one:
+        one.life.config = replace(one.life.config, predict_timeout=0.05)
+        async with one.server.registrar.engine_restarts._loads.one_at_a_time():
+            engine.stalled = {2}
+            await asyncio.sleep(0.3)
+            assert one.life.state is State.READY
+        await until(lambda: engine.attempts and one.idle)
+        assert (engine.attempts, engine.stopped, one.life.state) == ([{2}], None, State.READY)
 
 
 async def test_the_death_of_an_engine_that_is_not_restarted_shows_what_was_held_once(

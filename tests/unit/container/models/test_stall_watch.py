@@ -18,12 +18,15 @@ class Bench:
     def __init__(self, limit: float | None = LIMIT) -> None:
         self.now, self.limit = 1000.0, limit
         self.mark = 0.0
-        self.progress = Progress(lambda: self.now)
+        self.progress = self.new_progress()
         self.watch = StallWatch(self.health, lambda: self.now)
+
+    def new_progress(self) -> Progress:
+        return Progress(self.limit, lambda: self.now)
 
     def health(self) -> EngineHealth:
         progress = self.progress
-        return EngineHealth(True, "", progress.quiet_seconds, progress.is_stalled(self.limit))
+        return EngineHealth(True, "", progress.quiet_seconds, "the engine" if progress.is_stalled else "")
 
     def run(self, seconds: float, *, busy: bool, moving: bool = False, tick: float = 0.25) -> None:
         for _ in range(int(seconds / tick)):
@@ -89,7 +92,7 @@ def test_an_engine_that_replaces_a_stalled_one_is_well_before_its_first_sign_of_
     bench = Bench()
     bench.run(LIMIT + 1, busy=True)
     assert bench.stalled
-    bench.progress = Progress(lambda: bench.now)
+    bench.progress = bench.new_progress()
     bench.run(1, busy=True)
     assert not bench.stalled
 

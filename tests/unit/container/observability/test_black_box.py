@@ -437,7 +437,7 @@ async def test_a_stalled_engine_that_is_loaded_anew_has_one_box(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = SlowToEnd(), CopiedEngine()
-    old.stalled, old.waits = True, False
+    old.stalled, old.waits = {1, 2, 3}, False
     monkeypatch.setattr(life_cycle, "load_service", AsyncMock(side_effect=[service_of(old), service_of(new)]))
     monkeypatch.setattr(life_cycle, "_warm_up", AsyncMock())
     async with watched(monkeypatch, old, blackbox_dir=str(tmp_path), engine_restart_when_stalled=True) as one:
