@@ -8,13 +8,14 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
 from container.gpus import SliceNotChosen
+from container.models.life_cycle import until_none
 from container.models.memory import OutOfMemory, check_room
 from container.models.placement import placed
 from container.models.registry import Model, Models
 from container.observability import logs
 from container.settings.settings import Settings
 from engines.errors import NotReady
-from engines.interface import EngineStartError
+from engines.interface import CopyState, EngineStartError
 from handlers.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,19 @@ class Loads:
                 yield
             finally:
                 logs.hold_output(False)
+
+    async def copies_loaded(self, config: ModelConfig) -> None:
+        """Wait for copies that other models load in the background. They do not have all their memory yet.
+
+        Args:
+            config: The settings of the model to be loaded. The wait ends after `model_loading_timeout`.
+        """
+
+        def loading() -> int:
+            models = (*self._models, *self._models.leaving)
+            return sum(copy.state is CopyState.STARTING for model in models for copy in model.lifecycle.copies)
+
+        await until_none(loading, config.model_loading_timeout)
 
     def begin(self, model: Model, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Start a load. If it fails, the error is logged."""

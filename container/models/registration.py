@@ -86,6 +86,7 @@ class Registrar:
         async with self._loads.one_at_a_time():
             for model in self._models:
                 if model.at_startup:
+                    await self._loads.copies_loaded(model.lifecycle.config)
                     await model.lifecycle.start(self._loads.place)
         # The files of a hub model are in the local cache now, so the plan does not need the hub.
         await in_daemon_thread(self._log_gpus)
@@ -232,6 +233,7 @@ class Registrar:
             # The weights are downloaded before the free memory is measured. Other models can load during the download.
             await model.lifecycle.fetch()
             async with self._loads.one_at_a_time():
+                await self._loads.copies_loaded(settings.config)
                 await model.lifecycle.start(partial(self._loads.place, check=settings))
         except (OutOfMemory, EngineStartError) as error:
             kind = OutOfMemory if _is_memory(error, settings) else LoadFailed

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 
@@ -37,7 +38,8 @@ class Api:
 
         models = [Model(Lifecycle(read(Value(ECHO, "startup"), name, {})), ECHO) for name in startup]
         self.models = Models(models)
-        self.registrar = Registrar(self.models, server_config, read, free=lambda: memory)
+        self.free_memory = Mock(return_value=memory)
+        self.registrar = Registrar(self.models, server_config, read, free=self.free_memory)
         self.applications: Applications = create_app(self.models, server_config, self.registrar)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.applications.main), base_url="http://server", timeout=60

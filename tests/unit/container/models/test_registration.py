@@ -14,8 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from container.models.life_cycle import Lifecycle
+from container.models.registry import Model
+from container.settings.server import ServerConfig
+from container.settings.settings import Settings
+from engines.interface import CopyState
+from tests.contracts.exchange import MODEL
+from tests.stand_ins.copied_engine import CopiedEngine
 from tests.stand_ins.s3 import CREDENTIALS, Gate, held, put, refuse
 from tests.unit.container.management import ECHO, error, serving
+from tests.unit.container.one_model import with_engine
+from tests.waiting import until
 
 MEBIBYTE = 1 << 20
 
@@ -72,6 +81,21 @@ async def test_its_download_does_not_keep_other_models_from_loading(
         assert [m["status"] for m in (await api.client.get("/models")).json()["models"]] == ["PENDING", "READY"]
         assert (await api.client.delete("/models/a")).status_code == 200
     let_go.set()
+
+
+async def test_free_memory_is_measured_when_the_copies_of_other_models_are_loaded() -> None:
+    async with serving() as api:
+        lifecycle, engine = Lifecycle(Settings(server_config=ServerConfig(), config=MODEL)), CopiedEngine(1)
+        with_engine(lifecycle, engine)
+        api.models.add(Model(lifecycle, "copied", at_startup=False))
+        engine.states |= {2: CopyState.STARTING}
+        registered = asyncio.create_task(api.register("a"))
+        await until(lambda: api.registrar.loading)
+        await asyncio.sleep(0.2)
+        api.free_memory.assert_not_called()
+        engine.states |= {2: CopyState.READY}
+        assert (await registered).status_code == 200
+        api.free_memory.assert_called_once()
 
 
 async def test_what_is_wrong_with_a_url_names_the_call(gate: Gate, environ: dict[str, str]) -> None:
