@@ -143,9 +143,10 @@ class Copies:
             serves = copy.state is not CopyState.DRAINING
             left += serves
             if copy.client is not None:
-                if is_stalled := serves and copy.stalled:
+                quiet_seconds = copy.progress.quiet_seconds  # Usually 0. The next condition is then cheap.
+                if is_stalled := quiet_seconds > 0 and serves and copy.stalled:
                     stalled.append(str(copy.number))
-                longest = max(longest, (is_stalled, copy.progress.quiet_seconds))
+                longest = max(longest, (is_stalled, quiet_seconds))
         if longest[1] < 0:  # No copy runs.
             return EngineHealth(False, "the engine has died")
         missing = lost = what = ""
