@@ -6,6 +6,7 @@ structs. Source: TGI's router, `src/lib.rs` and `src/server.rs`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from struct import Struct
@@ -88,7 +89,8 @@ class WholeAnswer(TokenDocument):
         sequences = [ranked[0] for ranked in self._sequences]
         if any(sequence.finish_reason in _INCOMPLETE for sequence in sequences):
             raise IncompleteGeneration
-        best = max(sequences, key=lambda sequence: sequence.logprob / max(sequence.count, 1))
+        # A sequence without a token has ended at its deadline. It is shown only if no sequence has a token.
+        best = max(sequences, key=lambda one: one.logprob / one.count if one.count else -math.inf)
         self.headers = self._counts_and_times(best)
         return [self._document(best, *[other for other in sequences if other is not best])]
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.request import FinishReason, Token, TokenDelta
+from engines.request import DEADLINE, FinishReason, Token, TokenDelta
 from tests.contracts.exchange import whole
 from tests.contracts.tgi_exchange import parse
 
@@ -39,6 +39,14 @@ def test_best_of_shows_the_sequence_of_the_highest_mean_logprob_and_lists_the_ot
         b'"best_of_sequences":[{"generated_text":" a joke","finish_reason":"length","generated_tokens":2,'
         b'"seed":%d,"prefill":[],"tokens":%s}]}}' % (second, first, TOKENS)
     )
+
+
+def test_best_of_shows_a_sequence_with_tokens_if_others_have_none_at_the_deadline() -> None:
+    exchange = parse("/generate", PROMPT | {"parameters": {"best_of": 2, "do_sample": True}})
+    begun = whole(" a joke", A, JOKE, cumulative_logprob=-2.0, prompt_token_count=5, stop_reason=DEADLINE)
+    assert exchange.answer.feed(0, begun) == b""
+    assert exchange.answer.feed(1, whole("", stop_reason=DEADLINE)) == b'{"generated_text":" a joke"}'
+    assert dict(exchange.answer.headers)["x-prompt-tokens"] == "5"
 
 
 def test_the_headers_of_a_plain_reply_count_tokens_and_characters() -> None:
