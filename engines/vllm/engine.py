@@ -211,10 +211,11 @@ class VllmEngine:
         if constraint is not None and constraint.not_held:
             target.on_not_held(constraint.not_held)
             check_answer = partial(self.constraints.check_answer, constraint, self.statistics)
+        unsent: list[tuple[OwnState, EngineCoreRequest]] = []
         try:
             for index in range(request.candidates):
                 if index:
-                    await give_turn(index)
+                    await give_turn(index)  # The call may end here, so the engine has no sequence yet.
                     if params.seed is not None:  # Each sequence has its own seed.
                         params = copy.copy(params)
                         params.seed = (params.seed + 1 + 2**63) % 2**64 - 2**63
@@ -246,6 +247,8 @@ class VllmEngine:
                         interval=self._stream_interval,
                         check_answer=check_answer,
                     )
+                unsent.append((state, core_request))
+            for state, core_request in unsent:
                 async_llm.register(self.async_llm, state)
                 generation.states.append(state)
                 await self._copies.client.add_request_async(core_request)

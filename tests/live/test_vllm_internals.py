@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import math
 import subprocess
@@ -11,8 +12,9 @@ from collections.abc import Sequence
 from copy import copy
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -30,9 +32,10 @@ from engines.errors import (
 from engines.interface import EngineStartError
 from engines.request import Constraint, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from engines.statistics import EngineStatistics
+from handlers.model_config import ModelConfig
 from tests.python_calls import python_calls
 from tests.stand_ins.recorder import Recorder
-from tests.stand_ins.vllm_clients import engine_request
+from tests.stand_ins.vllm_clients import Started, engine_request
 from tests.unit.engines.test_tokenization import byte_fallback
 from tests.unit.engines.transformers.byte_model import MODEL
 
@@ -475,6 +478,37 @@ def test_an_aborted_request_hears_nothing_more(processor: Processor, tokenizer: 
     assert processor.processor.abort_requests(["a"], internal=True) == ["a"]
     processor.step(output("a", tokenizer.encode(" one")))
     assert (sink.deltas, sink.errors) == ([], [])
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_ends_before_all_its_sequences_are_made_leaves_none_in_the_engine(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the engine might answer some sequences of a prompt that it does not have, as far as the call knows."""
+    from vllm import SamplingParams
+
+    from engines.loaded_model import ModelTexts
+    from engines.vllm import engine as vllm_engine
+    from engines.vllm.output import TokensApart
+
+    processor, started = Processor(tokenizer, lean=True).processor, Started(monkeypatch, 1)
+    engine: Any = vllm_engine.VllmEngine(ModelConfig(name="m", model_dir=Path(), model_id="m"))
+    engine.async_llm = SimpleNamespace(output_processor=processor)
+    engine._answers_prompts, engine._traced, engine._stream_interval = True, False, 1
+    engine._registered, engine._copies = processor.request_states, SimpleNamespace(client=started.client)
+    engine.texts, engine._apart = ModelTexts(tokenizer), TokensApart(tokenizer)
+    prepared = vllm_engine._Prepared([1, 2, 3], engine_request("r"), SamplingParams())
+    monkeypatch.setattr(engine, "_prepared", AsyncMock(return_value=prepared))
+    request = GenerationRequest(request_id="r", prompt=(1, 2, 3), sequences=40, candidates=40, stream=True)
+    ending = asyncio.create_task(engine.submit(request, Recorder()))
+    await asyncio.sleep(0)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert (started.copies[0].client.added_ids, processor.request_states) == ([], {})
+    await engine.submit(request, Recorder())
+    assert started.copies[0].client.added_ids == list(processor.request_states)
+    assert len(processor.request_states) == 40
 
 
 def test_the_engines_own_tokenizer_is_none_of_vllms_pool(sample_model: Path) -> None:
