@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -139,7 +140,8 @@ class VllmLoader:
             deadline = time.monotonic() + _ABANDONED_SECONDS
             while self._started is not None and not loading.done() and time.monotonic() < deadline:
                 kill_started(self._started)
-                await asyncio.wait([loading], timeout=_KILL_SECONDS)
+                with contextlib.suppress(asyncio.CancelledError):  # A second cancellation does not shorten the wait.
+                    await asyncio.wait([loading], timeout=_KILL_SECONDS)
             if not loading.cancel():
                 loading.exception()  # Otherwise asyncio logs the error of an abandoned load.
             del loading  # Its error references this frame.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from engines.daemon_thread import LastingThreads
+from handlers.model_config import ModelConfig
 from tests.live.test_vllm_internals import Processor, output
 from tests.stand_ins.recorder import Recorder
 from tests.stand_ins.vllm_clients import Started, engine_request, late_interaction
@@ -252,3 +255,34 @@ async def test_the_parts_of_a_prompt_reach_one_copy(monkeypatch: pytest.MonkeyPa
     (copy,) = [copy for copy in started.copies if "a" in copy.client.added_ids]
     assert copy.client.added_ids.count("a") == 3
     assert sum(copy.client.added_ids.count("b") for copy in started.copies) == 1, "it is one request"
+
+
+async def test_a_load_that_is_cancelled_twice_still_waits_for_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first cancellation is the end of the model, and the second one is the end of the server."""
+    from engines.vllm import loading
+    from engines.vllm.copies.places import Place
+
+    begun, killed = Event(), Event()
+
+    def start(*_: object) -> None:
+        begun.set()
+        killed.wait(60)
+        raise RuntimeError("the processes have ended")
+
+    parallel = SimpleNamespace(numa_bind=False, assigned_physical_gpu_ids=None)
+    monkeypatch.setattr(loading, "start_processes", start)
+    monkeypatch.setattr(loading, "config_of_copy", lambda *_: SimpleNamespace(parallel_config=parallel))
+    config = ModelConfig(name="model", model_dir=Path(), model_id="model")
+    threads, llm = LastingThreads("copy"), SimpleNamespace(vllm_config=None)
+    load = asyncio.create_task(loading.VllmLoader(config, threads).load_copy(llm, Place()))  # type: ignore[arg-type]
+    try:
+        await asyncio.to_thread(begun.wait, 60)
+        for _ in range(2):
+            load.cancel()
+            done, _waiting = await asyncio.wait([load], timeout=0.05)
+            assert not done, "the processes still run"
+    finally:
+        killed.set()
+        threads.end()
+    with pytest.raises(asyncio.CancelledError):
+        await load
