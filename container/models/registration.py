@@ -146,8 +146,10 @@ class Registrar:
         """Wait at most `drain_timeout` for the calls of some models, then remove the models and free their resources.
 
         Raises:
-            NotReady: One of them is a startup model that is still loading. No model is removed.
+            NotReady: One of them is a startup model that is still loading, or the server is stopping. No model is
+                removed.
         """
+        self._check_running()  # The unload would take up to `drain_timeout` from now, and the server has less time.
         for model in models:
             if model.at_startup and model.lifecycle.state is State.STARTING:
                 raise NotReady(f"the model {model.name!r} is not loaded yet")

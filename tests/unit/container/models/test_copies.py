@@ -24,6 +24,7 @@ from container.observability.error_rates import ErrorRates
 from container.ping import ping
 from container.settings.server import ServerConfig
 from container.settings.settings import Settings, Startup
+from engines.errors import NotReady
 from engines.interface import CopyState, EngineStartError
 from handlers.loaded_service import Service
 from handlers.model_config import ModelConfig
@@ -425,6 +426,15 @@ async def test_calls_of_a_drain_end_on_the_next_engine(serving: Watched, unregis
     assert engine.waits, "no call got an error"
     if unregister:
         assert engine.stopped == "model m was unregistered"
+
+
+async def test_a_model_is_not_unregistered_while_its_server_drains(serving: Watched) -> None:
+    """The model would get a new drain, and the server would not stop in time."""
+    draining = await drained(serving)
+    with pytest.raises(NotReady, match="the server is stopping"):
+        await asyncio.wait_for(serving.server.registrar.unregister(serving.model), 1)
+    serving.life.open_calls = 0
+    await draining
 
 
 @pytest.mark.parametrize(
