@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -47,6 +50,25 @@ def test_vllms_processes_are_forked_from_one_that_imported_it_and_an_unloaded_mo
         worker.wait(60)
         assert not engine.is_running()
         assert fork_server.is_running()
+
+
+def test_a_worker_that_starts_after_the_kill_of_its_engine_ends_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engines.vllm.processes import contexts, fork_server
+
+    class Exited(Exception):
+        pass
+
+    def leave(_code: int) -> NoReturn:
+        raise Exited
+
+    with subprocess.Popen(["true"]) as engine:
+        engine.wait()
+    monkeypatch.setattr(fork_server, "is_forked", lambda: True)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: engine)
+    monkeypatch.setattr(os, "_exit", leave)
+    reader, report = multiprocessing.Pipe(duplex=False)
+    with reader, report, pytest.raises(Exited):
+        contexts.prepare_worker(report)
 
 
 @pytest.mark.long

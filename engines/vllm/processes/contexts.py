@@ -415,7 +415,10 @@ def _end_with_engine() -> None:
     engine = multiprocessing.parent_process()
     assert engine is not None
     assert engine.pid is not None
-    os.setpgid(0, engine.pid)  # Like a spawned worker. `end_processes` ends the whole group.
+    try:
+        os.setpgid(0, engine.pid)  # Like a spawned worker. `end_processes` ends the whole group.
+    except PermissionError:  # There is no such group: the engine was killed before.
+        os._exit(1)
 
     def wait() -> None:
         engine.join()
