@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 def two(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
     """Start a server with two copies, which may be scaled down to one. The last test with this server stops it."""
     environment = {"SERVING_MIN_WORKERS": "1", "SERVING_MAX_WORKERS": "2", "SERVING_ENGINE_RESTART": "3"}
+    environment["SERVING_STALL_TIMEOUT"] = "15"
     with serving(tmp_path_factory.mktemp("copies"), environment, **small_options) as server:
         wait_until(lambda: ready(server) == [1, 2])
         yield server
@@ -126,6 +127,18 @@ def test_a_call_at_two_deaths_gets_its_error_if_no_copy_is_started(two: Server) 
     assert sorted(answer.status_code for answer in answers) == [200, 500]
     (error,) = [answer.json()["error"]["message"] for answer in answers if answer.status_code == 500]
     assert error == EngineDead().message
+
+
+def test_the_calls_of_a_copy_that_stalls_while_it_drains_continue_in_another(two: Server) -> None:
+    for most in (1, 2):  # Afterwards, the second process is copy 2.
+        assert scale(two, f"min_worker={most}&max_worker={most}")[0] == 200
+        wait_until(lambda most=most: len(ready(two)) == len(two.engine_processes()) == most)
+    with ThreadPoolExecutor(2) as pool:
+        (first, second), calls = hold(two, pool, 2)
+        scale(two, "min_worker=1&max_worker=1")
+        first.resume()
+        assert [call.result().status_code for call in calls] == [200, 200]
+    wait_until(lambda: not second.is_running())
 
 
 def test_a_copy_that_loads_ends_with_its_model(host: Server, tmp_path: Path, small_options: dict[str, object]) -> None:

@@ -188,6 +188,8 @@ class Copies:
                 logger.info("copy %d has drained", copy.number)
                 del self._by_number[copy.number]
                 self._remove(copy)
+            elif copy.state is CopyState.DRAINING and copy.stalled and self._waits() and self.client.ready:
+                self._died(copy)  # Its requests go to other copies. Nothing would restart it.
         if self._continuations is not None and not any(copy.is_expected for copy in self._by_number.values()):
             self._continuations.fail_suspects()
 
@@ -229,7 +231,7 @@ class Copies:
             del self._by_number[copy.number]  # If there are too few copies, a new copy takes its place.
         copies = [copy for copy in self._by_number.values() if copy.state is not CopyState.DRAINING]
         useful = {CopyState.READY: 0, CopyState.STARTING: 1, CopyState.DEAD: 2}
-        copies.sort(key=lambda copy: (useful[copy.state], copy.number))
+        copies.sort(key=lambda copy: (useful[copy.state], copy.stalled, copy.number))
         for copy in copies[most:]:
             self._retire(copy)
         kept = copies[:most]
