@@ -65,7 +65,7 @@ class EngineRestarts:
             return False
         pause = min(2.0**recent, LONGEST_PAUSE_SECONDS)
         what, status = "the engine", "calls wait for it"
-        if lifecycle.others_serve:
+        if lifecycle.has_other_copies:
             what, status = "it", "the other copies serve"
         elif not lifecycle.calls_can_wait():
             lifecycle.fail(f"{reason}; it is started again")
@@ -92,7 +92,7 @@ class EngineRestarts:
                 late.cancel()
                 if not self.fault(model):
                     return  # The copy was removed, or the engine has recovered.
-                if model.lifecycle.others_serve:
+                if model.lifecycle.has_other_copies:
                     what = "a copy"
                 model.restarts.append(EngineRestart(time.monotonic(), _to_restart(model)))
                 await model.lifecycle.restart(
@@ -110,7 +110,7 @@ class EngineRestarts:
         Calls no longer wait after that.
         """
         lifecycle, fault = model.lifecycle, ""
-        while not fault or lifecycle.others_serve:
+        while not fault or lifecycle.has_other_copies:
             await asyncio.sleep(lifecycle.config.predict_timeout)
             fault = self.fault(model)
         if lifecycle.fail(f"{fault}; it is started again when another model is loaded"):

@@ -90,7 +90,7 @@ class Lifecycle:
     @property
     def _engine_to_restart(self) -> Engine | None:
         """The engine, if it can be restarted in place. None if the model has to be loaded again."""
-        if self.others_serve and self.service is not None:
+        if self.has_other_copies and self.service is not None:
             return self.service.running_engine
         return self._waiting_engine
 
@@ -118,7 +118,7 @@ class Lifecycle:
         return self._health(self.service).missing if self.service is not None and self.state is State.READY else ""
 
     @property
-    def others_serve(self) -> bool:
+    def has_other_copies(self) -> bool:
         """True if the model is ready, and has copies that a restart would leave alone."""
         return self.state is State.READY and any(
             copy.state is not CopyState.DEAD and not copy.faulty for copy in self.copies
