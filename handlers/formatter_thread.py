@@ -37,7 +37,7 @@ class FormatterThread:
         self.time_limit = time_limit
         self._turn = asyncio.Lock()
         self._executor: ThreadPoolExecutor | None = None
-        self._running: asyncio.Future[Any] | None = None  # The last call. Perhaps nobody waits for it any more.
+        self._running: asyncio.Future[Any] | None = None  # The last call. Its caller may have left.
         self._overdue_at = 0.0  # The time after which the running call is overdue, on the event loop's clock.
 
     async def run(self, work: Callable[[], T]) -> T:

@@ -163,8 +163,8 @@ class RunningCall:
             # No contract shows the number of tokens of a prompt that is still a text here.
             prompt_tokens = 0 if isinstance(request.prompt, str) else len(request.prompt)
             for sequence in range(request.sequences):
-                end = TokenDelta("", [], sequence, FinishReason.LENGTH, prompt_tokens, stop_reason=DEADLINE)
-                end.last = sequence == request.sequences - 1
+                last = sequence == request.sequences - 1
+                end = TokenDelta("", [], sequence, FinishReason.LENGTH, prompt_tokens, last=last, stop_reason=DEADLINE)
                 self.on_delta(end, prompt)
 
     def cancel(self) -> None:

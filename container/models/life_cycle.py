@@ -386,10 +386,10 @@ async def _register_again(adapters: Sequence[Adapter], registry: AdapterRegistry
             logger.error("adapter %s cannot be registered after the restart: %s", adapter.name, error.message)
 
 
-async def until_none(calls: Callable[[], int], limit: float) -> None:
-    """Wait until `calls` returns 0, for at most `limit` seconds."""
+async def until_none(count: Callable[[], int], limit: float) -> None:
+    """Wait until `count` returns 0, for at most `limit` seconds."""
     deadline = time.monotonic() + limit
-    while calls() and time.monotonic() < deadline:
+    while count() and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_SECONDS)
 
 

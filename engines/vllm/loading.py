@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 1.0  # If vLLM's processes do not end within this time, they are killed.
 _ABANDONED_SECONDS = 10.0  # The time that a load may take to fail when its processes are killed.
-_KILL_SECONDS = 0.1  # The time between two kills. The load may start another process meanwhile.
+_KILL_SECONDS = 0.1  # The time between two kills. The load may start another process in this time.
 _T = TypeVar("_T")
 _SWITCH = "TORCH_COMPILE_DISABLE"
 _COMPILER = "g++"

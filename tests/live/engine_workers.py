@@ -25,7 +25,7 @@ class SteppedWorker(Worker):
     So a test decides how many tokens an answer has at some time, on any machine.
     """
 
-    _seen = 0
+    _seen = 0  # The size of the file at the last step.
 
     def execute_model(self, scheduler_output: Any) -> Any:
         while (size := self._permitted()) is not None and size <= self._seen:
