@@ -8,6 +8,7 @@ import os
 import signal
 import stat
 import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -287,7 +288,7 @@ def test_a_box_has_no_credential_of_the_settings_the_environment_or_the_argument
         SettingEntry("option.kv_transfer_config", '{"password": "s3cret"}', "serving.properties"),
     )
     found.life.settings = replace(found.life.settings, entries=entries, exports={"API_KEY": "s3cret"})
-    with subprocess.Popen(["sleep", "600", "infinity", "s3cret"]) as child:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "s3cret"]) as child:
         try:
             found.server.boxes.write_now("stall", "it hangs", found.model)
         finally:
