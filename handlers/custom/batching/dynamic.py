@@ -138,6 +138,7 @@ class _Call:
                     await self._reply.writer.drain()
                 self._uncredited -= CREDIT_BYTES
                 self._worker.credit(self._call)
+                self._timeout.restart()  # Until now, the worker may have waited for this credit.
         except TimeoutError:
             # A client that does not read must not block the worker for other clients.
             message = f"the client took nothing for {CLIENT_PATIENCE:g} seconds"

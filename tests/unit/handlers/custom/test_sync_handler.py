@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,28 @@ async def test_a_slow_client_stops_the_generator_instead_of_filling_memory(tmp_p
         running.cancel()
         await until((tmp_path / "journal.closed").exists)
         assert (await client.ask(b"free again")).body == b"free again"
+
+
+async def test_a_handler_has_its_whole_time_after_a_slow_client_has_read(tmp_path: Path) -> None:
+    writer = Recorder()
+    writer.taking.clear()
+    async with serving("echo", predict_timeout=60.0) as client:
+        _, running = await client.send(query={"endless": "100000", "journal": str(tmp_path / "journal")}, writer=writer)
+        await until(lambda: len(writer.body) >= CREDIT_BYTES)
+        await asyncio.to_thread(wait_until_still, tmp_path / "journal")
+        await pass_time(40)
+        for pid in client.pids:
+            os.kill(pid, signal.SIGSTOP)
+        writer.taking.set()
+        for _ in range(10):
+            await asyncio.sleep(0)  # The worker gets its credit.
+        await pass_time(30)
+        read = len(writer.body)
+        for pid in client.pids:
+            os.kill(pid, signal.SIGCONT)
+        await until(lambda: len(writer.body) > read)
+        assert not writer.finished.is_set()
+        running.cancel()
 
 
 async def test_a_client_that_goes_away_while_it_waits_costs_nothing(tmp_path: Path) -> None:
