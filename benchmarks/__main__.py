@@ -2,8 +2,8 @@
 
 `__main__` parses the options. `rounds` starts the servers (`peers`) and measures them in turn. `load` is the load
 client. `report` writes tables and plots. Without a model, `scripted_front_end` runs a front end on a
-`scripted_engine`. `floor` is the least work that a front end can do. `shares` measures how copies of a model share the
-calls.
+`scripted_engine`. `floor` is a front end that does the least possible work. `shares` measures how evenly calls are
+distributed over the copies of a model.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _loads(levels: Sequence[int], *, short: bool, seconds: float, timeout: float
         name="streams", prompt=PROMPT, tokens=tokens, stream=True, concurrency=1, seconds=seconds, timeout=timeout
     )
     kinds = (one, msgspec.structs.replace(one, name="one token", tokens=1, stream=False))
-    # Each client sends one request.
+    # With `seconds=0.0`, each client sends one request.
     burst = msgspec.structs.replace(one, name="burst", tokens=32, concurrency=BURST, seconds=0.0)
     return *(msgspec.structs.replace(kind, concurrency=level) for kind in kinds for level in levels), burst
 

@@ -1,8 +1,8 @@
 """The baseline: vLLM's `AsyncLLM` without HTTP, under the same load, in a separate process.
 
 The command takes the engine arguments as one JSON object. The process reads one `EngineLoad` per line from standard
-input, and answers each one with a line of figures. The first line that it writes, an empty object, means that it is
-ready. It exits when its input ends.
+input, and answers each one with a line of JSON, the `Figures`. Before that, it writes `{}` when the engine is ready. It
+exits when its input ends.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ async def _serve(arguments: dict[str, Any], answers: IO[bytes]) -> None:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    # The batch sizes depend on this context. vLLM's server uses the same context.
+    # vLLM's default batch sizes depend on the usage context. vLLM's server uses the same context.
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.OPENAI_API_SERVER)
     gc.collect()
     gc.freeze()

@@ -1,8 +1,8 @@
 """The floor: a front end that does only the work that every front end in Python has to do.
 
 It reads HTTP with httptools on uvloop, as Slipway does. It sends a message to the scripted engine for each request,
-decodes the engine's messages, and writes the same bytes for each token. It creates no text, no JSON and no metrics, and
-it validates nothing.
+decodes the engine's messages, and writes a constant record for each token. It detokenizes nothing, encodes no JSON,
+counts no metrics, and validates nothing.
 
     python -m benchmarks.scripted_front_end DIRECTORY SCRIPT benchmarks.floor DIRECTORY PORT
 """
@@ -33,7 +33,7 @@ _LAST_DOCUMENT = _DOCUMENT % b'"length"'
 
 
 class Completion(msgspec.Struct):
-    """The fields of a request that affect the work."""
+    """The fields of a request that the floor reads."""
 
     max_tokens: int
     stream: bool = False
@@ -125,7 +125,7 @@ class Connection(asyncio.Protocol):
             self.transport.write(_STREAM)
 
     def token(self, output: SentOutput) -> None:
-        """Answer with one token."""
+        """Write a token of a stream, or the whole answer: a request without a stream has only one token."""
         ended = output.finish_reason is not None
         if ended:
             del self._engine.connections[output.request_id]

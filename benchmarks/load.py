@@ -125,16 +125,17 @@ def percentile(values: Sequence[float], share: float) -> float:
 class Waves:
     """Makes all clients send the same number of requests, as many as the time allows.
 
-    If time is left, the first client that is ready for its next request opens a wave. All other clients join that wave.
-    So the number of concurrent requests stays the same until nearly the end of the run.
+    In a wave, each client sends one request. If time is left, the first client that is ready for its next request opens
+    the next wave, and all other clients join it. So the number of concurrent requests stays the same until nearly the
+    end of the run.
     """
 
     def __init__(self, seconds: float, *, together: bool = True) -> None:
         """Start the clock.
 
         Args:
-            seconds: How long waves may be opened.
-            together: If False, each client sends as many requests as it can.
+            seconds: The time in which waves may be opened.
+            together: If False, each client sends as many requests as it can, without waves.
         """
         self.deadline = clock() + seconds
         self._opened = 1
@@ -223,8 +224,9 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     marker: str = ""  # A text that occurs once in each streamed record.
     end_marker: str = ""  # A text that occurs at the end of the body.
     exact_records: bool = False  # A complete answer has exactly as many records as tokens.
-    # Whether a client retries after a full queue has refused it. The client waits for the time in Retry-After and up to
-    # a quarter longer. Each client then sends as many requests as it can. If this is False, a refusal is an error.
+    # Whether a client retries if a full queue refuses its request. Before the retry, it waits for the time in
+    # Retry-After, and up to a quarter longer. Clients that retry do not send in waves. If this is False, a refusal is
+    # an error.
     come_again: bool = False
 
     def requests(self) -> list[bytes]:

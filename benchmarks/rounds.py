@@ -136,8 +136,8 @@ def in_time(
 
 def _measure(workload: str, peers: Sequence[Peer], peer: Peer, variant: str, load: EngineLoad, number: int) -> Sample:
     # Each client first sends one unmeasured request, because first requests are slower, even after a pause. In the
-    # first round, the unmeasured request has the full length, because a GPU's kernels are compiled when a batch has a
-    # new size.
+    # first round, this request has the load's full length, because GPU kernels are compiled when a batch has a new
+    # size.
     tokens = min(load.tokens, LEAD_IN_TOKENS) if number else load.tokens
     lead_in = msgspec.structs.replace(load, tokens=tokens, seconds=0.0)
     with _awake(peer):

@@ -48,7 +48,8 @@ from benchmarks.scripted_front_end import BLOCK, MAX_MODEL_LEN, Script, addresse
 MAX_SEQUENCES = 1024
 _TEXT_CHARACTERS = 20_000
 _VECTOR = torch.linspace(-1, 1, 64)
-_STRIDE = 37  # In the text, each request starts this many tokens after the previous request. So sequences differ.
+# Each answer starts this many tokens further on in the scripted text than the previous answer, so that answers differ.
+_STRIDE = 37
 _READY = EngineCoreReadyResponse(
     max_model_len=MAX_MODEL_LEN,
     num_gpu_blocks=10_000,
@@ -94,8 +95,8 @@ class PrefixCache:
         """Add a prompt to the cache.
 
         Returns:
-            The number of its tokens that were in the cache. The last token never counts, because vLLM always computes
-            it.
+            The number of the prompt's tokens that were in the cache. The last token never counts, because vLLM always
+            computes it.
         """
         keys, key = [], 0
         for end in range(BLOCK, len(token_ids) + 1, BLOCK) if self._size else ():

@@ -1,7 +1,7 @@
-"""Measures how copies of a model share the calls, and how often a prompt's beginning is in a copy's prefix cache.
+"""Measures how evenly calls are distributed over copies of a model, and the hits in the copies' prefix caches.
 
-The engines are scripted. Slipway with two copies is compared with a single copy, and with two copies
-that get the calls in turn.
+The engines are scripted. Slipway with two copies is compared with a single copy, and with two copies that get the calls
+in turn.
 """
 
 from __future__ import annotations
@@ -90,9 +90,10 @@ def _measure(peer: Slipway) -> Shares:
 
 
 def calls(chance: random.Random, system_prompts: int) -> list[Prompt]:
-    """Create system prompts, and return the prompts of calls. Each is a system prompt with an end of its own.
+    """Create system prompts, and return the prompts of calls.
 
-    All system prompts are used equally often.
+    Each call's prompt is a system prompt, followed by random tokens that only this call has. All system prompts are
+    used equally often.
     """
     beginnings = [_words(chance, SYSTEM_TOKENS) for _ in range(system_prompts)]
     prompts = [beginnings[number % system_prompts] + _words(chance, END_TOKENS) for number in range(CALLS)]

@@ -16,7 +16,7 @@ import typer
 from container.sources.sample_model import make_once
 from engines.cache_dir import cache_dir
 
-_FORMAT = 3  # The version of the files. Caches with other versions are not used.
+_FORMAT = 3  # The version of the files. Cached models of other versions are not used.
 _SEED = 20
 _VOCABULARY = 1024
 _END = "<|end|>"
