@@ -1,1 +1,1 @@
-"""The process: settings, life cycle, HTTP, metrics, the command line."""
+"""The server process: settings, sources and life cycle of models, HTTP, metrics, logs and the console."""

@@ -15,7 +15,7 @@ from engines.settings.parsers import json_value
 Headers = Sequence[tuple[bytes, bytes]]
 
 _KEY = re.compile(r"[\x21-\x7e]+")
-_SALT = b"slipway cache salt "  # Makes the salt of a key differ from the digest of the key.
+_SALT = b"slipway cache salt "  # Makes a key's cache salt differ from the key's digest.
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class ApiKeys:
         """Remove the headers that contain a key.
 
         Returns:
-            The other headers, and the key's salt, which is a string that differs for each key. None if no header
-            contains a key.
+            The other headers, and the key's cache salt, a string that differs for each key. None if no header contains
+            a key.
         """
         rest, held = [], b""
         for name, value in headers:

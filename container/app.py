@@ -50,7 +50,7 @@ class Applications:
     router: Router  # The main listener's router. The server's own calls go to it directly, without an API key.
     management_router: Router | None  # None if the main listener also serves the management API.
     keys: ApiKeys | None
-    refusal: HttpRoute  # Refuses calls without a key to the server's pages and to other applications.
+    refusal: HttpRoute  # Refuses calls without a key to the server's pages and to mounted applications.
     records: RecordFiles | None = None  # The files for the records of inference requests.
 
     @property
@@ -63,9 +63,10 @@ class Applications:
         return None if router is None else self._guarded(router, router)
 
     def guarded(self, application: Application) -> Application:
-        """Return an application that asks for an API key, if the server has keys, and then calls the main routes.
+        """Return an application that checks the API key, records inference requests, and calls `application`.
 
-        The application records inference requests if the server has a directory for records.
+        It checks keys only if the server has keys, and records requests only if the server has a directory for records.
+        `application` serves the main routes.
         """
         if self.records is not None:
             application = RequestCapture(application, self._infers, self.records)
@@ -92,7 +93,7 @@ class _Guarded:
     application: Application
     router: Router  # The routes that the application serves.
     keys: ApiKeys
-    refusal: HttpRoute  # Refuses calls without a key to the server's pages and to other applications.
+    refusal: HttpRoute  # Refuses calls without a key to the server's pages and to mounted applications.
 
     def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         if scope["type"] == "http":

@@ -34,6 +34,6 @@ def execution_parameters(models: Models, server_config: ServerConfig) -> Reply:
 
 
 def _together(model: Model, server_config: ServerConfig) -> int:
-    """Return how many calls a model runs at the same time. For a custom handler, calls in the queue count, too."""
+    """Return how many calls a model can run at the same time. A custom handler's calls must also fit into its queue."""
     given = model.lifecycle.config
     return min(given.rolling_batch_size, server_config.job_queue_size) if given.handler else given.rolling_batch_size

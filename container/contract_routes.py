@@ -43,8 +43,8 @@ _PROBES = ("/", "/health", "/liveness", "/readiness", "/v2/health/live", "/v2/he
 # Paths that vLLM serves in addition to the paths of its contract.
 _OF_FASTAPI = ("/health", "/metrics", "/docs", "/openapi.json")
 
-_LONG_TEXT = 4096  # Bytes. Longer bodies are answered in a thread, because tokenizing them takes long.
-_THREADS = 2  # The number of long bodies that are answered at a time. Each may take seconds and 256 MB.
+_LONG_TEXT = 4096  # Bytes. Requests with longer bodies are answered in a thread, because tokenizing takes long.
+_THREADS = 2  # The number of such requests that are answered at a time. Each may take seconds and 256 MB.
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ def _shared(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute:
 
 
 class _GenerationHttpRoute(HttpRoute):
-    """A route that generates text, vectors or scores. The path names the model. In some contracts the body names it."""
+    """A route that generates text, vectors or scores. The path names the model or, in some contracts, the body."""
 
     def __init__(self, state: AppState, contract: ContractRoutes, declared: GenerationRoute) -> None:
         super().__init__(state, contract, declared.path)

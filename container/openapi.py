@@ -203,7 +203,7 @@ def _with(about: Operation, further: Answers) -> Operation:
 
 
 def _errors(contract: ContractRoutes, route: Route) -> Answers:
-    """Return the errors of a route: errors of the server, errors of the model, and errors in calls."""
+    """Return the errors of a route: invalid or unread requests, models that cannot answer, and failed generations."""
     meanings: Meanings = ()
     of_model = not isinstance(route, InfoRoute) or route.answer_all is None
     if "POST" in route.methods:

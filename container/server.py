@@ -71,7 +71,7 @@ _FAILED_SECONDS = 3.0  # If a load fails, the process exits after this time. Unt
 # A process that was told to stop exits within 25 s, because SageMaker kills it after 30 s. If `drain_timeout` is longer
 # than 20.5 s, the limit is `drain_timeout` plus 4.5 s instead.
 _END_SECONDS, _STOP_SECONDS = 25.0, 4.5
-_STEPS_SECONDS = 3.0  # The time for the steps after the drain. If they take longer, a black box is written.
+_STEPS_SECONDS = 3.0  # The minimum time from the drain's limit to the black box of a process that does not stop.
 _LAST_SECONDS = 3.0  # The time for clients to read the last data.
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 _ENGINES = {"vllm": "vLLM", "dynamic_batch": "transformers", "python": "Python"}  # Names for people.
@@ -105,7 +105,7 @@ def allow_open_files() -> None:
 
 @contextlib.contextmanager
 def socket_directory() -> Iterator[None]:
-    """Create a temporary directory for sockets inside the block.
+    """Create a temporary directory for sockets, which exists during the `with` block.
 
     The directory contains the sockets of multiprocessing. It also contains vLLM's sockets, unless the environment names
     another directory for them. If the path of the temporary directory is too long for sockets, the libraries' default
@@ -242,7 +242,7 @@ class ModelServer:
     async def watch(self) -> None:
         """Watch the engines until the process should exit because of `fail_fast`.
 
-        Models that can no longer be watched are marked as failed.
+        If watching fails with an internal error, all models are marked as failed.
         """
         try:
             await self._watch_engines()
@@ -344,7 +344,7 @@ class Process:
         self._loading: asyncio.Task[None] | None = None
         self._unfinished = False  # Whether an engine was still being started when the process was stopped.
         self._stopping: asyncio.Task[None] | None = None
-        self._end_at = 0.0  # The time by which a stopping process has to end, on the event loop's clock.
+        self._end_at = 0.0  # The time by which `run` has to return after a signal, on the event loop's clock.
 
     async def run(self) -> int:
         """Serve until the process is told to stop. Return the exit code."""
@@ -516,10 +516,10 @@ def _exit(code: int) -> None:
 
 
 def _kill_children() -> None:
-    """Kill the processes that a cancelled load may have left behind, or that a sudden end leaves behind.
+    """Kill all child processes. A cancelled or failed load may have left some, and an immediate exit would leave all.
 
-    multiprocessing's resource trackers are not killed. A tracker exits by itself after its processes, and frees their
-    shared memory.
+    multiprocessing's resource trackers are not killed. A tracker exits after the processes that it tracks, and frees
+    their shared memory.
     """
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -528,7 +528,7 @@ def _kill_children() -> None:
 
 
 def _remove_empty_entries(variable: str) -> None:
-    """Remove the empty entries of a search path. For the loader, an empty entry means the working directory."""
+    """Remove the empty entries of a search path. The dynamic linker reads an empty entry as the working directory."""
     entries = list(filter(None, os.environ.pop(variable, "").split(":")))
     if entries:
         os.environ[variable] = ":".join(entries)
@@ -536,7 +536,11 @@ def _remove_empty_entries(variable: str) -> None:
 
 @contextlib.contextmanager
 def prepared(startup: Startup) -> Iterator[None]:
-    """Prepare this process for its models. Enter this context in a thread that lives as long as the models."""
+    """Prepare this process for its models.
+
+    Enter this context in a thread that lives as long as the models: the kernel kills the fork server, which starts
+    vLLM's processes, when this thread ends.
+    """
     ensure_home()
     os.environ.update(startup.exports)
     _remove_empty_entries("LD_LIBRARY_PATH")
@@ -569,6 +573,6 @@ def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(prepared(startup))
-        with importing():  # Modules that were imported earlier become exempt from collection, too.
+        with importing():  # Modules that were imported earlier become exempt from garbage collection, too.
             import uvloop
         return uvloop.run(_run(Process(startup, mounts, stack.close), stack.close))

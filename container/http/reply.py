@@ -21,8 +21,8 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
 Headers = list[tuple[bytes, bytes]]
 
-# The maximum number of bytes of a stream that wait here because its client reads slowly. The connection buffers more
-# bytes. A single part may be larger than this limit.
+# The maximum number of bytes of a stream that wait here because its client reads slowly. The connection has its own
+# buffer in addition. A single part may be larger than this limit.
 MAX_UNSENT = 16 * 1024 * 1024
 
 _LATER = (429, 503)

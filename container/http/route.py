@@ -77,7 +77,7 @@ class AppState:
             },
             refusals=frozenset({server_config.throttle_error_http_code, server_config.wlm_error_http_code}),
         )
-        self.searches = asyncio.Lock()  # A call holds this lock while it searches for origins.
+        self.searches = asyncio.Lock()  # Held while an explained call searches for the fields that set each parameter.
         self.id_header = server_config.request_id_header.lower().encode()
         self.retry_after = RetryAfter()
         cors = {
@@ -96,8 +96,9 @@ class HttpRoute:
     A subclass finds the model of a request (`find`, `find_by_body`), and answers the request (`answer`).
     """
 
-    by_attribute = False  # The custom attribute `route` may name this route, because it infers or tokenizes.
-    queued = False  # Every call needs a place in the model's queue. If the queue is full, a long body is not read.
+    by_attribute = False  # Whether the custom attribute `route` may name this route. True if it infers or tokenizes.
+    # Whether every call needs a place in the model's queue. If True and the queue is full, a long body is not read.
+    queued = False
 
     def __init__(
         self,
@@ -224,7 +225,7 @@ class HttpRoute:
                         if service is not None and self.queued and announced_size(head.headers) > UNCOUNTED:
                             explanation, _ = asked_explanation(head.headers, head.attributes)
                             # `refuse_if_full` counts a failed call. A call that asks for an explanation must not be
-                            # counted, so its handler checks the queue.
+                            # counted. Its handler checks the queue instead.
                             if explanation is None:
                                 service.refuse_if_full()
                         # The service may change while the body is read.
@@ -264,7 +265,7 @@ class HttpRoute:
             else:
                 if reader is not None:
                     reader.let_go()
-                await reply.drain()  # The client may not have read the previous reply.
+                await reply.drain()  # The reply has to wait if the client has not read the previous reply yet.
         finally:
             if reader is not None:
                 reader.let_go()
@@ -272,14 +273,15 @@ class HttpRoute:
                 lifecycle.open_calls -= 1
             del state.models.open_calls[head]
         seconds = time.perf_counter() - started
-        # A client that left before the end is counted with the status that proxies use.
+        # If the client left before the end, the call is counted with 499, the status that nginx uses.
         status = reply.status if reply.finished else CLIENT_GONE
         state.counts.count(self.path, status, seconds)
-        # Clients set their own deadlines, so late replies are not counted. While models load, refusals are not errors.
+        # Clients set deadlines, so a reply that ended at its deadline is no error. Refusals while no model is
+        # loaded are no errors, either.
         if state.error_rates.limited and state.models.loaded and not reply.ended_at_deadline:
             state.error_rates.count(status)
-        # Queries, prompts and answers are never logged. The path is logged encoded: a decoded path may contain line
-        # ends.
+        # The access log has no queries, prompts or answers. The path is logged in its encoded form, because a decoded
+        # path may contain line ends.
         path = head.raw_path[:LONGEST_PATH].decode("ascii", "backslashreplace")
         access_log.add(
             f"{head.method} {path} {status} {seconds * 1000:.1f} ms {reply.bytes_sent} bytes",

@@ -98,7 +98,7 @@ class Router:
     def add(self, path: str, method: str, entry: Entry, *, without_key: bool = False) -> None:
         """Serve a path.
 
-        If a path and method are added twice, the first application is kept.
+        If a path and method are added twice, the first entry is kept.
 
         Args:
             path: The path, in which `{name}` stands for a segment.

@@ -3,9 +3,9 @@
 No other module touches uvicorn's internals. This module is tested with uvicorn 0.54.0. `check_uvicorn` refuses other
 releases when the server starts. test_uvicorn_protocol.py fails if one of these names has moved:
 
-- `HttpToolsProtocol`: the callbacks of httptools' parser, of the transport and of the server that are overridden below,
-  and the fields `cycle`, `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`. `scope`
-  contains a method once the head is complete.
+- `HttpToolsProtocol`: the methods that are overridden below, which httptools' parser, the transport and the server
+  call; and the fields `cycle`, `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`.
+  `scope` contains a method once the head is complete.
 - `RequestResponseCycle`: `flow`, `transport`, `chunked_encoding`, `expected_content_length`, `response_started`,
   `response_complete`, `body`, `more_body`, `disconnected`, `message_event` and `waiting_for_100_continue`. Its `send`
   waits only while writing is paused.
@@ -32,8 +32,9 @@ BREAK_OFF = "slipway.break_off"
 
 _TCP_CLOSE = 7  # If the first byte of TCP_INFO has this value, the TCP connection was reset.
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-_LEADING_ZERO = b"0"  # The first digit of the next chunk's size.
-_LOOKS_WITH_PROBE = (0, 3)  # A proxy may accept the first probe before it notices that the client has left.
+_LEADING_ZERO = b"0"  # A leading zero of the next chunk's size, which clients ignore.
+# The checks that send a probe. A proxy may accept the first probe before it notices that the client has left.
+_LOOKS_WITH_PROBE = (0, 3)
 
 _OVERRIDDEN = (
     *("on_headers_complete", "on_body", "on_response_complete", "_should_upgrade", "_start_asgi_task"),
@@ -106,7 +107,7 @@ class CorkedTransport:
         self.pieces.append(data)
 
     def flush(self) -> None:
-        """Write the held data. If that fails, the connection is closed."""
+        """Write the data of this turn. If that fails, the connection is closed."""
         pieces = self.pieces
         if not pieces:
             return
@@ -207,19 +208,19 @@ class HttpProtocol(HttpToolsProtocol):
     A client that has only closed its side of the connection (RFC 9112, section 9.6) looks like a client that has left.
     The server sends data to find the difference: if the client has left, its operating system answers with a reset. If
     the reply is not complete after `LOOK_SECONDS`, the server sends bytes that HTTP/1.1 clients have to ignore. Before
-    the reply, these bytes are an interim reply. In the middle of a stream, the bytes are a zero at the start of the
-    next chunk's size. HTTP/1.0 has no interim replies and no chunks, so an HTTP/1.0 client that closes its side counts
-    as gone.
+    the reply, these bytes are an interim reply. In the middle of a chunked reply, the server sends a single `0`, as a
+    leading zero of the next chunk's size. HTTP/1.0 has no interim replies and no chunks, so an HTTP/1.0 client that
+    closes its side counts as gone.
     """
 
     MAX_HEAD = 256 * 1024  # The largest size of a request line and headers, or of trailers, in bytes.
     HEAD_SECONDS = 60.0  # The time limit from the first byte of a head to its last.
-    SEND_SECONDS = 120.0  # The time limit for a client to read a part of the unsent data.
+    SEND_SECONDS = 120.0  # If a client reads nothing of the unsent data in this time, its connection is closed.
     LINGER_SECONDS = 10.0  # The time for which a refused client may send its body and read the reply.
     # The time until the server first checks if a client that closed its side has left. Each further check waits twice
     # as long, up to a second.
     LOOK_SECONDS = 0.02
-    MAX_HEADER_NAME = 256  # `container.http.request_head` keeps every name that it has seen.
+    MAX_HEADER_NAME = 256  # In bytes. `handlers.custom.handler_input` caches the names of headers.
     MAX_PIPELINED = 100  # The maximum number of requests that wait for an earlier request. uvicorn has no limit.
 
     def __init__(self, *args: Any, cork: Cork | None = None, **keywords: Any) -> None:
@@ -260,7 +261,7 @@ class HttpProtocol(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
-        # The two fields refer to objects that refer to this object. Clearing them breaks the reference cycles.
+        # These fields refer to objects that refer to this object. Clearing the fields breaks the reference cycles.
         self._answering = self.parser = None
         self.cycle = None  # type: ignore[assignment]
 
@@ -288,7 +289,7 @@ class HttpProtocol(HttpToolsProtocol):
             if self._head_limit is None:
                 self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
         elif self.cycle is None or self.cycle.response_complete:
-            # uvicorn sets this timer after each reply, and cancels it when any byte arrives.
+            # No request is running. uvicorn sets this timer only after a reply, and cancels it when any byte arrives.
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -320,7 +321,7 @@ class HttpProtocol(HttpToolsProtocol):
     # The parser and its callbacks.
 
     def _should_upgrade(self) -> bool:
-        """Return True, so that uvicorn does not answer an offer of another protocol. `data_received` does so."""
+        """Return True, so that uvicorn leaves offers of another protocol to `data_received`."""
         return True
 
     def _without_offer(self, rest: bytes) -> bytes:
@@ -360,7 +361,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.should_upgrade():
             return
-        # Trailers arrive through the same callback. They are not headers (RFC 9110, section 6.5.1) and are not used.
+        # Trailers arrive through `on_header`, too. They are not headers (RFC 9110, section 6.5.1) and are not used.
         self.headers = []
         if len(self.pipeline) > self.MAX_PIPELINED:
             self._connection.abort()
