@@ -238,7 +238,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load:
-    """One load run: its connections, and the start time of each request."""
+    """One load run: opens the connections, and tells each client when to send its next request."""
 
     def __init__(self, spec: LoadSpec) -> None:
         self.spec = spec

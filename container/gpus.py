@@ -55,7 +55,7 @@ def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
 def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
     """Return the free bytes of each GPU that this process sees, in CUDA's order.
 
-    A MIG slice counts as a GPU. The numbers come from nvidia-smi. Asking the driver in this process would create a
+    A MIG slice counts as a GPU. The values come from nvidia-smi. Asking the driver in this process would create a
     context on each GPU.
 
     Raises:
@@ -81,7 +81,7 @@ def gpu_figures(seconds: float) -> list[dict[str, str]]:
 
 
 def machine_gpus() -> tuple[int, ...]:
-    """Return the total bytes of each GPU that this process sees, or 0 for each GPU if they are unknown."""
+    """Return the total memory of each GPU that this process sees, in bytes. If it is unknown, return 0 for each."""
     count = gpu_count()
     if not count:
         return ()

@@ -23,7 +23,7 @@ _TEXT = {
 def ping(models: Models, server_config: ServerConfig, error_rates: ErrorRates) -> Reply:
     """Return the reply to `/ping`: LMI's body, with a `reason` if something is wrong.
 
-    Unlike in LMI, 200 means that all models can serve. While a model loads, the status is 503, or 207 if
+    Unlike in LMI, 200 means that all models can serve. While a startup model loads, the status is 503, or 207 if
     `allow_multi_status` is set. Some probes accept 207 as healthy. With `workers_health_check`, the status is 500 while
     too few workers or copies serve, as in LMI. A stalled engine is `Unhealthy`, because it may recover. `FAILED` is
     final.
@@ -32,8 +32,8 @@ def ping(models: Models, server_config: ServerConfig, error_rates: ErrorRates) -
     might replace the instance, and the calls would be lost. The status is also 200 while a dead copy is restarted and
     other copies serve. If the copy is abandoned and too few copies remain, the model is `Unhealthy` and the status is
     500, even though calls are answered. The reason is that scaling policies expect the capacity of the whole machine,
-    and that SageMaker replaces the machine only if the status is not 200. A model that the management API loads is
-    PENDING, and does not change the status.
+    and that SageMaker replaces the machine only if the status is not 200. While the management API loads a
+    model, this model is PENDING, and does not change the status.
     """
     exceeded = error_rates.exceeded
     entries = [_entry(model, exceeded) for model in models]

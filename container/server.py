@@ -74,7 +74,7 @@ _END_SECONDS, _STOP_SECONDS = 25.0, 4.5
 _STEPS_SECONDS = 3.0  # The minimum time from the drain's limit to the black box of a process that does not stop.
 _LAST_SECONDS = 3.0  # The time for clients to read the last data.
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
-_ENGINES = {"vllm": "vLLM", "dynamic_batch": "transformers", "python": "Python"}  # Names for people.
+_ENGINES = {"vllm": "vLLM", "dynamic_batch": "transformers", "python": "Python"}  # Names in the log.
 _PROGRESS_SECONDS = 30.0  # The time between two progress lines in the log while a server starts.
 _BOX_SECONDS = 2.5  # The maximum time for a black box at the end of a drain, or of the process.
 _EXIT_SECONDS = 3.0  # The maximum time for which running threads may delay the exit of the process.
@@ -265,7 +265,7 @@ class ModelServer:
             for model in (*self.models, *self.models.leaving):
                 lifecycle, fault = model.lifecycle, restarts.fault(model)
                 stalled = lifecycle.stalled  # This property is always read, because reading it logs stalls.
-                await self.boxes.look(model, stalled, fault)  # The box comes first: a restart kills the processes.
+                await self.boxes.look(model, stalled, fault)  # Before a restart, which kills the processes.
                 fault, stalled = restarts.fault(model), lifecycle.stalled  # Read again: writing a box may take seconds.
                 if (fault and restarts.begin(model, fault)) or model in self.models.leaving:
                     continue

@@ -40,7 +40,7 @@ Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def _read(path: Path, **more: str) -> Application:
-    """Return a file of the page as an ASGI application."""
+    """Return an ASGI application that serves a file of the page."""
     content, headers = path.read_bytes(), {**HEADERS, "content-type": _TYPES[path.suffix], **more}
 
     async def reply(scope: Any, receive: Any, send: Any) -> None:

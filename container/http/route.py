@@ -46,7 +46,8 @@ logger = logging.getLogger("slipway.access")
 _OVERLOADED = (429, 503)
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
-# The model of a request, or the reply to the request. None if only the body can tell, or if the route needs no model.
+# The model of a request, or the reply to the request. None if the choice needs the body, or if the route needs no
+# model.
 Found = Model | Reply | None
 
 
@@ -228,7 +229,7 @@ class HttpRoute:
                             # counted. Its handler checks the queue instead.
                             if explanation is None:
                                 service.refuse_if_full()
-                        # The service may change while the body is read.
+                        # The service is looked up again, because it may change while the body is read.
                         reader, service = BodyReader(state.bodies), None
                         seconds, waits = state.server_config.request_read_timeout, state.models.reading
                         body = await reader.read(head.headers, receive, self._max_body, seconds, waits)

@@ -255,7 +255,7 @@ class HttpProtocol(HttpToolsProtocol):
         ):
             if timer is not None:
                 timer.cancel()
-        # uvicorn notifies only the latest request. The latest request may still wait for an earlier request.
+        # uvicorn notifies only the latest request. This may be a pipelined request that waits for the running request.
         self.pipeline.clear()
         running = self._answering
         if running is not None and not running.response_complete:
@@ -296,7 +296,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection if the client closed its side but still waits for the answer to a complete request."""
-        if self._connection.pieces:  # A reply may have been written in this turn.
+        if self._connection.pieces:  # Otherwise a close would lose data of this turn.
             self._connection.flush()
         answering = self._answering
         if answering is None or answering.response_complete:
@@ -461,7 +461,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._connection.close()
 
     def _limit_sending(self) -> None:
-        """Limit the time for unsent data. No data is added while writing is paused or the connection is closing."""
+        """Limit the time for unsent data.
+
+        Called when writing is paused or the connection is closing. Then no data is added, so the amount of unsent data
+        shrinks only if the client reads.
+        """
         if self._send_limit is not None:
             self._send_limit.cancel()
         waiting: int = self._connection.get_write_buffer_size()
