@@ -538,7 +538,7 @@ def _remove_empty_entries(variable: str) -> None:
 def prepared(startup: Startup) -> Iterator[None]:
     """Prepare this process for its models.
 
-    Enter this context in a thread that lives as long as the models: the kernel kills the fork server, which starts
+    Enter this context in a thread that lives as long as the models: the kernel kills the fork server, which forks
     vLLM's processes, when this thread ends.
     """
     ensure_home()

@@ -97,7 +97,7 @@ class HttpRoute:
     A subclass finds the model of a request (`find`, `find_by_body`), and answers the request (`answer`).
     """
 
-    by_attribute = False  # Whether the custom attribute `route` may name this route. True if it infers or tokenizes.
+    by_attribute = False  # Whether the custom attribute `route` may name this route, which then infers or tokenizes.
     # Whether every call needs a place in the model's queue. If True and the queue is full, a long body is not read.
     queued = False
 
