@@ -4,8 +4,8 @@ In the base image, vLLM and its dependencies belong to the first Python on PATH:
 virtual environment (AWS's image). Slipway's environment can import the base image's packages, but its own packages come
 first. The base image's packages are not changed. Run this file with the base image's Python:
 
-    base_image.py environment DIRECTORY LOCK PYPROJECT    prints the constraints for the packages that pip is to add
-    base_image.py lacking REPORT LOCK                     prints the lock's lines, with hashes, of the packages to add
+    base_image.py environment DIRECTORY LOCK PYPROJECT    creates the environment and prints pip's constraints
+    base_image.py lacking REPORT LOCK                     prints the lock's lines for the packages in pip's report
     base_image.py compile                                 compiles all modules to bytecode
 """
 
@@ -46,8 +46,9 @@ def installed() -> dict[str, str]:
 
 
 def constraints(present: Mapping[str, str], lock: str, dependencies: list[str]) -> list[str]:
-    """Return the lock file's lines for packages that pip may have to add: packages that are missing or too old for
-    Slipway.
+    """Return the lock file's pins, without hashes, of the packages that pip may have to add.
+
+    The base image lacks these packages, or has a version that Slipway does not support.
     """
     unfit = {
         canonicalize_name(requirement.name)
@@ -104,8 +105,8 @@ def make_environment(directory: Path) -> None:
     """Make an empty virtual environment that sees this Python's packages."""
     venv.create(directory, symlinks=True)
     (site,) = directory.glob("lib/python3*/site-packages")
-    # If the base image has a virtual environment, the option system_site_packages would show the system's packages
-    # instead of the environment's packages.
+    # The option system_site_packages is not used: if this Python is in a virtual environment, that option would add the
+    # system's packages instead of this Python's packages.
     lines = [f"import site; site.addsitedir({path!r})" for path in package_directories()]
     (site / _PTH).write_text("\n".join(lines) + "\n")
 

@@ -2,7 +2,8 @@
 
     licenses.py    writes CSV to standard output: kind, name, version, licence
 
-A package can include parts under other licences, such as a library in a wheel. Their texts are in the package.
+A package can include parts under other licences, such as a library in a wheel. The package contains the
+texts of those licences.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def python_packages() -> Iterator[Package]:
 
 
 def license_of(package: metadata.Distribution) -> str:
-    """Return the licence that a package declares, or the path of a file with its text.
+    """Return the licence that a package declares, or `see` and the path of the licence's text.
 
     A package without files, such as `cuda-toolkit`, needs no licence.
     """
@@ -76,7 +77,7 @@ def debian_packages() -> Iterator[Package]:
 
 
 def license_in(file: Path) -> str:
-    """Return the licences that a Debian copyright file names, or the path of the file if it has no such fields."""
+    """Return the licences that a Debian copyright file names, or `see` and the file's path if it names none."""
     try:
         text = file.read_text(errors="replace")
     except OSError:

@@ -22,9 +22,9 @@ LONGEST_PAUSE_SECONDS = 60.0  # The pause before a restart is a second at first.
 class EngineRestarts:
     """Restarts engines, as often as the setting `engine_restart` allows.
 
-    The limit applies to each copy of a model. A broken copy may die again and again, while the other copies live. A
-    request that kills engines may kill several copies before the request is found. Copies that are dead at the same
-    time are restarted together if one of them has a restart left.
+    Each copy of a model has its own limit, for two reasons: a broken copy may die again and again while the other
+    copies live, and a request that kills engines may kill several copies before it is identified. Copies that are dead
+    at the same time are restarted together if one of them has a restart left.
     """
 
     def __init__(self, models: Models, server_config: ServerConfig, loads: Loads) -> None:
@@ -45,8 +45,8 @@ class EngineRestarts:
     def begin(self, model: Model, reason: str) -> bool:
         """Begin to restart a model's engine, or some of its copies.
 
-        While any copy serves, calls are answered. Otherwise calls wait for the engine or get an error, and the model
-        counts as failed until it is ready.
+        While any copy serves, calls are answered. Otherwise calls wait for the restart. If calls cannot wait, they get
+        an error, and the model counts as failed until it is ready.
 
         Returns:
             False if the engine must not be restarted, or cannot be restarted now.
@@ -107,7 +107,7 @@ class EngineRestarts:
     async def _fail_if_late(self, model: Model) -> None:
         """Mark a model as failed if no copy serves and the restart waits too long for the load of another model.
 
-        Calls no longer wait after that.
+        The limit is `predict_timeout`. After that time, calls that wait for the restart get an error.
         """
         lifecycle, fault = model.lifecycle, ""
         while not fault or lifecycle.has_other_copies:

@@ -1,7 +1,4 @@
-"""The life cycle of one model: loaded, restarted, drained and stopped.
-
-A model is starting, ready, draining or stopped. A model that can no longer serve has failed.
-"""
+"""The life cycle of one model: loaded, restarted, drained and stopped."""
 
 from __future__ import annotations
 
@@ -84,7 +81,7 @@ class Lifecycle:
             return None
         handler = service.runtime
         if isinstance(handler, EngineBehindHandler) and not handler.custom.health().alive:
-            return None  # Restarting the engine would not help.
+            return None  # The custom handler is dead, so a restart of the engine would not help.
         return engine
 
     @property
@@ -160,12 +157,16 @@ class Lifecycle:
 
     @property
     def copy_limits(self) -> tuple[int, int]:
-        """The smallest and the largest number of copies. Settings may ask for more copies than the engine can have."""
+        """The smallest and the largest number of copies.
+
+        Both are at most the engine's current number of copies, because settings may ask for more than the engine can
+        have. A copy that drains does not count.
+        """
         most = sum(copy.state is not CopyState.DRAINING for copy in self.copies) or 1
         return min(self.config.min_copies or most, most), most
 
     def scale(self, least: int, most: int) -> None:
-        """Begin to add or remove copies of a ready model. The numbers also apply if the model is loaded again.
+        """Begin to add or remove copies of a ready model. `least` and `most` also apply if the model is loaded again.
 
         Raises:
             InvalidRequest: The engine cannot run this number of copies.
@@ -194,8 +195,8 @@ class Lifecycle:
         try:
             self._serve(await self._load(place))
         except BaseException as error:
-            # The state is set after the clean-up. The management API removes the model immediately after that, so /ping
-            # does not show the model as failed.
+            # The state becomes FAILED only after the clean-up. The management API then removes the model at once, so
+            # /ping does not show the failure.
             if self.stage is State.STARTING:
                 self.stage, self._failure = State.FAILED, str(error)
             raise
@@ -358,16 +359,16 @@ class Lifecycle:
 
     @property
     def died_while_draining(self) -> bool:
-        """True if the engine has died during a drain. A drain gives running calls time to finish."""
+        """True if the engine has died during a drain, in which running calls still have time to finish."""
         service = self.service
         return self.stage is State.DRAINING and service is not None and not self._health(service).alive
 
     def calls_can_wait(self) -> bool:
-        """Return True if calls would wait for a restart after a death of the engine."""
+        """Return True if calls wait for a restart when the engine dies."""
         return self._waiting_engine is not None
 
     def give_up(self) -> None:
-        """Fail the calls that wait for the engine, and do not restart processes that have died."""
+        """Give an error to the calls that wait for the engine. Copies that are dead now are never restarted."""
         if (engine := self._engine_to_restart) is not None:
             engine.give_up()
 

@@ -44,10 +44,10 @@ class Loads:
 
     @contextlib.asynccontextmanager
     async def one_at_a_time(self) -> AsyncIterator[None]:
-        """Wait for other loads. While the block runs, the log holds back the output of libraries."""
+        """Wait for other loads. During the `async with` block, the log holds back lines that no logger wrote."""
         async with self._lock:
             models = [model.lifecycle.config for model in (*self._models, *self._models.leaving)]
-            # A customer's code may print at any time, and its output is shown.
+            # If a model runs customer code, such lines are shown, because the code may print at any time.
             logs.hold_output(not any(m.handler or m.formatters or m.handler_before_engine for m in models))
             try:
                 yield
@@ -55,7 +55,9 @@ class Loads:
                 logs.hold_output(False)
 
     async def copies_loaded(self, config: ModelConfig) -> None:
-        """Wait for copies that other models load in the background. They do not have all their memory yet.
+        """Wait for other models' copies that are still loading in the background.
+
+        Part of the memory that these copies will use still counts as free.
 
         Args:
             config: The settings of the model to be loaded. The wait ends after `model_loading_timeout`.

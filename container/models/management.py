@@ -129,7 +129,7 @@ def described(model: Model) -> DescribedModel:
 def _groups(copies: Sequence[EngineCopy], model: Model) -> list[DescribedGroup]:
     """Return one group of workers for each copy. As in LMI, a group belongs to a GPU: the first GPU of the copy.
 
-    The worker counts of all groups add up to those of the model. A copy that is being removed does not count.
+    The groups' worker counts add up to the model's worker counts. A copy that is being removed does not count.
     """
     least, groups = model.workers[0], []
     for copy in copies:

@@ -43,8 +43,8 @@ def free_memory() -> tuple[int, ...]:
 def check_room(settings: Settings, memory: Sequence[int]) -> None:
     """Check that a model fits into the free memory of the devices that will load it.
 
-    Each copy of the model needs the memory that its settings declare, or else 1.2 times the size of its weight files,
-    as in LMI. vLLM itself checks the memory that it needs in addition to the weights.
+    Each copy of the model needs the memory that its settings declare. If they declare none, a copy needs 1.2 times the
+    size of its weight files, as in LMI, and `kv_cache_memory_bytes`. vLLM itself checks the rest of its memory.
 
     Args:
         settings: The settings of the model.
@@ -87,7 +87,7 @@ def _needed(settings: Settings, size: int, layout: Layout) -> int:
 
 
 def _loaded(config: ModelConfig, layout: Layout) -> Weights:
-    """Return the size of the weight files. If a custom handler has no known weight files, all its files count."""
+    """Return the size of the weight files. If a custom handler's directory has none, all files in it count."""
     if config.handler is not None:
         paths = {str(config.model_dir), config.model_id}
         return Weights(sum(weight_bytes(path) or size_of(path) for path in paths))

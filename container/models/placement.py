@@ -37,7 +37,7 @@ _ALIKE = 1 << 30  # If the free memory of two GPUs differs by fewer bytes, they 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUse:
-    """The GPUs of a machine that a model uses, with all of its copies."""
+    """The GPUs that a model with all of its copies uses on a machine."""
 
     model: str
     gpus: int | None  # None if it is unknown until the model is loaded.
@@ -74,9 +74,9 @@ class GpuUse:
         return found
 
     def _taken(self, size: int, room: int) -> int:
-        """Return the number of GPUs that the model uses.
+        """Return the number of GPUs that the model would use if `size` GPUs shared each layer.
 
-        The model may use `room` GPUs, and `size` GPUs share each layer. The number is 0 if `room` is too small.
+        The model may use at most `room` GPUs. If one copy needs more, the result is 0.
         """
         each = self.layout.gpus(size)
         return each * copies_that_fit(room, each, self.most_copies) if each <= room else 0
@@ -84,7 +84,7 @@ class GpuUse:
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """The GPUs of a machine, and those that the models of a server use."""
+    """The GPUs of a machine, and how many of them each model of a server uses."""
 
     gpus: tuple[int, ...]  # The memory of each GPU in bytes. 0: unknown.
     models: tuple[GpuUse, ...] = ()
@@ -128,7 +128,7 @@ class GpuPlan:
 
 
 def _copies(use: GpuUse) -> str:
-    """Describe the copies of a model. The reason for their number follows this text."""
+    """Describe the copies of a model. The text ends with a colon: the caller appends the reason for their number."""
     if use.copies is None or not use.gpus_of_copy:
         return ""
     copies = f"{use.copies} copies" if use.copies > 1 else "1 copy"
@@ -141,8 +141,8 @@ def _copies(use: GpuUse) -> str:
 def hub_asked_once(models: Sequence[Settings]) -> Iterator[str]:
     """Check once whether the hub answers, for a command that plans a start.
 
-    Yield a note if the hub does not answer, else "". If the hub does not answer, code in this context uses only cached
-    files, and does not ask the hub again. Retries of downloads would take half a minute for each model.
+    Yield a note if the hub does not answer, else "". If the hub does not answer, the code in the `with` block uses only
+    cached files, because the hub's library would retry for half a minute for each model.
     """
     named = (
         model
@@ -176,7 +176,7 @@ def gpu_plan(models: Sequence[Settings], gpus: Sequence[int]) -> GpuPlan:
 
     Args:
         models: The models that the server starts with.
-        gpus: The bytes of each GPU; 0 if unknown.
+        gpus: The memory of each GPU in bytes. 0: unknown.
     """
     return GpuPlan(tuple(gpus), tuple(_gpu_use(settings, gpus) for settings in models) if gpus else ())
 
@@ -291,7 +291,7 @@ def model_memory(settings: Settings) -> ModelMemory | None:
 
 
 def _length(text: str) -> int | None:
-    """Parse vLLM's `max_model_len`: a number such as 8192, 8k or 8K, or 0 if vLLM derives it from the memory."""
+    """Parse vLLM's `max_model_len`, such as 8192, 8k or 8K. 0 for `auto` and -1: vLLM derives it from the memory."""
     if text.lower() in ("-1", "auto"):
         return 0
     found = _LENGTH(text)

@@ -109,7 +109,7 @@ class Registrar:
 
         Returns:
             The model, and a task that ends when the model is loaded. If the load fails, the task removes the model and
-            raises OutOfMemory or LoadFailed.
+            raises OutOfMemory or LoadFailed, or NotReady if the server stops.
 
         Raises:
             UrlNotFound: The URL does not lead to a model.
@@ -134,7 +134,7 @@ class Registrar:
             raise AlreadyRegistered(f"Model {name} is already registered.")
         settings = await self._read(name, order)
         self._check_running()
-        for warning in settings.warnings:  # Each model's settings contain the warnings about the environment.
+        for warning in settings.warnings:  # A warning about the environment is logged only once for all models.
             if FILE_NAME in warning or warning not in self._said:
                 self._said.add(warning)
                 logger.warning("model %s: %s", name, warning)
@@ -143,13 +143,12 @@ class Registrar:
         return model, self._loads.begin(model, self._load(model))
 
     async def unregister(self, *models: Model) -> None:
-        """Wait at most `drain_timeout` for the calls of some models, then remove the models and free their resources.
+        """Remove models. Their running calls have at most `drain_timeout` to finish before the resources are freed.
 
         Raises:
-            NotReady: One of them is a startup model that is still loading, or the server is stopping. No model is
-                removed.
+            NotReady: A model is a startup model that is still loading, or the server is stopping. No model is removed.
         """
-        self._check_running()  # The unload would take up to `drain_timeout` from now, and the server has less time.
+        self._check_running()  # An unload may take `drain_timeout`, but a server that is stopping has less time.
         for model in models:
             if model.at_startup and model.lifecycle.state is State.STARTING:
                 raise NotReady(f"the model {model.name!r} is not loaded yet")

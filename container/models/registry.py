@@ -40,12 +40,12 @@ class EngineRestart:
 
 @dataclass(slots=True)
 class Fault:
-    """The faults of a model at one moment, and the path of the newest black box about them."""
+    """The faults of a model at one moment, and the path of the newest black box about these faults."""
 
     stalled: bool = False
     dead: frozenset[tuple[int, float]] = frozenset()  # The number and the start time of each copy that has died.
     worker: FailedWorker | None = None  # The custom handler's worker that failed last.
-    black_box: str = ""  # The path of the file. Empty if none was written.
+    black_box: str = ""  # The path of the black box. Empty if no file was written.
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,7 @@ class Model:
         return sum(restart.at > since and copy in restart.copies for restart in self.restarts)
 
     def is_called(self, name: str) -> bool:
-        """Return True if this name in a body refers to the model: a name of the model, or of one of its adapters."""
+        """Return True if a name in a body is a name of the model, or the name of one of its adapters."""
         if name == self.name or name in self.lifecycle.config.served_model_names:
             return True
         service = self.lifecycle.service
@@ -141,7 +141,7 @@ class Models:
         """Return the startup model, for a call that names no model.
 
         Raises:
-            ModelNotNamed: The server did not start with exactly one model.
+            ModelNotNamed: The server started with no model, or with models of different names.
         """
         if self.only is not None:
             return self.only
@@ -162,7 +162,8 @@ class Models:
 
         Raises:
             UnknownModel: The path names a model that the server does not have.
-            ModelNotNamed: Nothing names the model, and the server did not start with exactly one model.
+            ModelNotNamed: Nothing names the model, and the server started with no model, or with models of different
+                names.
         """
         if self.only is not None:
             return self.only

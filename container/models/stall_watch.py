@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class StallWatch:
-    """Logs the beginning and the end of each stall of an engine, and knows how long a stall has lasted.
+    """Logs the beginning and the end of each stall of an engine, and how long the stall lasted.
 
-    An engine whose requests have all timed out is still stalled.
+    A stall lasts until the engine makes progress, even if all of its requests have timed out.
     """
 
     def __init__(self, health: Callable[[], EngineHealth], clock: Callable[[], float] = time.monotonic) -> None:
