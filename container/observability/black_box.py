@@ -1,7 +1,7 @@
 """Black boxes. A black box is a JSON file with the state of a server at the time when an engine stalled or died.
 
-Until then, the server only collects one line for each step of an engine. A separate thread gathers the box, so a
-blocked event loop does not stop it.
+Until then, the server only collects a few numbers for each step of an engine (`engines.statistics.Step`). A separate
+thread gathers the box, so a blocked event loop does not stop it.
 """
 
 from __future__ import annotations
@@ -109,14 +109,14 @@ class BlackBoxes:
         """
         lifecycle, service, before = model.lifecycle, model.lifecycle.service, model.fault
         if lifecycle.stage is State.STOPPED:
-            return  # The server itself stops the copies and workers.
+            return  # Dead copies and workers are no fault now, because the server stops them.
         dead = frozenset((c.number, c.started_at) for c in lifecycle.copies if c.state is CopyState.DEAD)
         worker = service.custom.pool.last_failed if service is not None and service.custom is not None else None
         broken = stalled or fault or dead or lifecycle.unhealthy or lifecycle.missing
         model.fault = Fault(bool(stalled), dead, worker, before.black_box if broken else "")
         if stalled and not before.stalled:
             await self.write("stall", stalled, model)
-        # The server stops the copies of a failed model before it loads the model again.
+        # The dead copies of a failed model get no box, because the server stops them before it loads the model again.
         elif (new := dead - before.dead) and lifecycle.stage is not State.FAILED:
             reason = lifecycle.reason or lifecycle.missing or "a copy has died"
             await self.write("death", reason, model, part=sorted(new))

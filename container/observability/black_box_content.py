@@ -46,11 +46,11 @@ _SHORT_BYTES, _SHORT_FRAMES, _SHORT_CALLS = 6000, 3, 3  # The limits of the shor
 _MOST_FINDINGS, _MOST_TITLES = 8, 3
 _SENTENCE = 300  # The maximum length of a finding or a reason in the short form.
 _PROCESSES = "processes"  # This list is never cut.
-# The maximum length of a string is this number times the number of entries that `_CUTS` allows for the name "".
+# A cut also shortens strings, to this number of characters times the cut's limit for the name "".
 _TEXT = 20
-# If a box is too large, its lists are cut. A cut limits the number of entries by the name of the list. The name ""
-# stands for all other lists. The cuts are tried in order until the box is small enough: they shorten frames first, then
-# stacks, then calls.
+# If a box is too large, its lists are cut. A cut maps the name of a list to the maximum number of its entries. The name
+# "" stands for all other lists. The cuts are tried in order until the box is small enough: they shorten frames first,
+# then stacks, then calls.
 _CUTS: tuple[Mapping[str, int], ...] = (
     {"": 1000, "frames": 30},
     {"": 1000, "frames": 10},
@@ -104,7 +104,7 @@ class Box:
         }
         while len(line := json.dumps(short, default=str)) > _SHORT_BYTES and (processes or findings):
             longest = processes or findings
-            del longest[len(longest) // 2 :]  # The server, the engines and the first findings come first.
+            del longest[len(longest) // 2 :]  # The first half stays: the server, the engines and the main findings.
         return line
 
 
@@ -130,7 +130,7 @@ def gathered(cause: str, reason: str, models: Models, report: ServerReport | Non
     for model in every:
         names |= _or_error(dict, _worker_names, model)
     gpus: list[Any] = [{"error": f"nvidia-smi has not answered within {seconds:g} s"}]
-    # A program that waits for a broken GPU cannot be killed, so the thread may never end.
+    # nvidia-smi cannot be killed while it waits for a broken GPU, so the thread may never end.
     asking = threading.Thread(
         target=lambda: gpus.insert(0, _or_error(dict, gpu_figures, seconds)), name="nvidia-smi", daemon=True
     )
@@ -349,9 +349,9 @@ def _id_of(head: OpenCall) -> str:
     return (head.running is not None and head.running.request_id) or head.request_id
 
 
-# The name of a sequence contains the id of its call. A contract appends the number of the prompt. vLLM's front end
-# prepends a word and the number of the candidate. A beam search appends the number of the step. vLLM's beam search also
-# appends the number of the beam.
+# The name of a sequence contains the id of its call. Contracts and vLLM's front end append the number of the prompt or
+# the candidate. vLLM's front end also prepends a word, and before it the number of the candidate. Slipway's beam search
+# appends `-beam`. vLLM's appends a random id for each step, then `-beam` and the number of the beam.
 _NAME = re.compile(r"(?:\d+_)?(?:(?:chatcmpl|cmpl|embd|pooling|score|classify)-)?(?P<name>.+)")
 _BEAM = re.compile(r"(-[0-9a-f]{16})?-beam(-\d+)?$")
 _NUMBER = re.compile(r"-\d+$")
@@ -362,7 +362,7 @@ def _names_of_call(sequence: str) -> set[str]:
     named = _NAME.fullmatch(sequence)
     found = {sequence} if named is None else {sequence, named["name"]}
     found |= {_BEAM.sub("", name) for name in found}
-    for _ in range(2):  # Removes the numbers of a prompt and of a candidate.
+    for _ in range(2):  # Removes up to two appended numbers.
         found |= {_NUMBER.sub("", name) for name in found}
     return found
 

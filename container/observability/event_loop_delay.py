@@ -32,10 +32,10 @@ class EventLoopWatch:
                 is the delay in seconds.
         """
         self._on_stuck = on_stuck
-        self._stuck = 0.0  # The tick that was due when `on_stuck` was last called.
+        self._stuck = 0.0  # The due time of the late tick for which `on_stuck` was last called.
         self.lag = Distribution(_BUCKETS)
         self._due = 0.0
-        self._reported = 0.0  # The last delayed tick for which the loop's stack was logged.
+        self._reported = 0.0  # The due time of the late tick for which the loop's stack was last logged.
         self._thread = 0
         self._ended = threading.Event()
 
@@ -61,7 +61,7 @@ class EventLoopWatch:
         late = max(now - self._due, 0.0)
         self.lag.observe(late)
         if late > LIMIT_SECONDS:
-            # The watch logs the stack in a separate thread. If the stack is missing, no thread could run.
+            # The watch's thread logs the stack of a late event loop. If it has logged none, it could not run either.
             why = "" if self._reported == self._due else "; no other thread ran either, or the machine stood still"
             logger.warning("the event loop goes on after %.1f s%s", late, why)
         self._due = now + _TICK_SECONDS
@@ -77,7 +77,7 @@ class EventLoopWatch:
             if late <= LIMIT_SECONDS or self._reported == due:
                 continue
             frames = traceback.walk_stack(sys._current_frames().get(self._thread))
-            stack = traceback.StackSummary.extract(frames, lookup_lines=False)  # The files may be on a slow disk.
+            stack = traceback.StackSummary.extract(frames, lookup_lines=False)  # Reads no files: a disk may be slow.
             if due != self._due:  # The event loop has run in the meantime.
                 continue
             self._reported = due

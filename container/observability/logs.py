@@ -147,7 +147,7 @@ class HeldLines:
         return [self._lines.popleft() for _ in range(len(self._lines))]
 
     def keep(self, line: str, message: str) -> None:
-        """Keep a line. `message` is the text of the line. It is empty if the text says nothing about progress."""
+        """Keep a line. `message` is the line's text, or empty if the text says nothing about progress."""
         self._lines.append(line[:_HELD_LENGTH])
         self.latest = message.strip()[:_HELD_LENGTH] or self.latest
 
@@ -162,7 +162,10 @@ class HeldLines:
         return level < logging.WARNING or (level == logging.WARNING and message.startswith(_WITHOUT_REMEDY))
 
     def keeps_line(self, stream: str, line: str, formatter: PlainFormatter | JsonFormatter) -> bool:
-        """Keep a line of a stream, unless the line has to be shown. Other processes log in the same format."""
+        """Keep a line of a stream and return True. If the line has to be shown, return False.
+
+        A line that another process logged has a level and a logger, because all processes log in the same format.
+        """
         name, logger, message = _parts(line)
         if logger:
             level = logging.getLevelNamesMapping().get(name, logging.WARNING)
@@ -196,7 +199,10 @@ def _json_object(line: str) -> dict[str, Any] | None:
 
 
 class LogHandler(logging.Handler):
-    """Passes records to a thread that formats and writes them. So no caller waits for the reader of the log."""
+    """Passes records to a thread that formats and writes them.
+
+    So a log call never blocks, even if the process that reads this server's output is slow.
+    """
 
     def __init__(
         self, writer: Writer, formatter: PlainFormatter | JsonFormatter, held: HeldLines | None = None
@@ -370,10 +376,10 @@ def configure(log_format: str, level: str, replica: str = "", *, redirect: bool 
 
 
 def configure_vllm(log_format: str, level: str, replica: str = "") -> None:
-    """Make the processes that vLLM starts log in the same format, unless vLLM's variable for this is already set."""
+    """Set the log format of the processes that vLLM starts, unless VLLM_LOGGING_CONFIG_PATH is already set."""
     if _OF_VLLM in os.environ:
         return
-    # This file is in memory. It exists as long as this process, so that the processes that vLLM starts can read it.
+    # The configuration is a file in memory. It exists as long as this process, so vLLM's processes can read it.
     file = os.memfd_create("slipway-logging")
     os.write(file, json.dumps(configuration(log_format, level, replica)).encode())
     os.environ[_OF_VLLM] = f"/proc/{os.getpid()}/fd/{file}"

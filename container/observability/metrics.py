@@ -1,6 +1,6 @@
 """`/metrics`: the counts of the hot path, as Prometheus text.
 
-`engines.statistics` and `HttpCounts` count with plain numbers. Only a scrape turns these into metrics.
+`engines.statistics` and `HttpCounts` count with plain numbers. Only a scrape turns these numbers into metrics.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _tgi(statistics: EngineStatistics, status: EngineStatus) -> Iterable[Metric]
 
 
 def labelled(families: Mapping[str, Iterable[Metric]]) -> Iterable[Metric]:
-    """Return the series of several models together. Each gets the label `model`, unless it already names its model."""
+    """Merge the series of several models. A series gets the label `model`, unless its labels already name the model."""
     merged: dict[str, Metric] = {}
     for model, metrics in families.items():
         for metric in metrics:

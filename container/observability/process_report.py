@@ -54,7 +54,7 @@ class ProcessReport:
 
     @property
     def fault(self) -> str:
-        """The fault of the process, judged by its state alone. Empty if it has none."""
+        """The fault that the process's state or its missing stacks show. Empty if there is none."""
         if self.state in _STOPPED:
             return f"{self.title} is stopped (SIGSTOP, or a debugger)"
         if self.state == psutil.STATUS_ZOMBIE:
@@ -135,7 +135,10 @@ def _report(
 
 
 def _name(process: psutil.Process) -> str:
-    """Return the title of a vLLM process, or the program's name of another process. Arguments may contain secrets."""
+    """Return the title of a vLLM process, or the name of another process's program.
+
+    The program's arguments are left out, because they may contain secrets.
+    """
     title = " ".join(process.cmdline()[:1]) if process.status() != psutil.STATUS_ZOMBIE else ""
     return title if title.startswith(_OF_VLLM) else process.name()
 

@@ -81,7 +81,7 @@ class Writer:
                 dropped, self._untold = self._untold, 0
             texts = [_made(make, arguments) for make, arguments in lines]
             if dropped:
-                texts.append(self._notice(dropped))  # The queue was full when they were dropped.
+                texts.append(self._notice(dropped))  # Last, because the queue was full when lines were dropped.
             try:
                 self._write("\n".join([*texts, ""]).encode("utf-8", "backslashreplace"))
             except OSError:  # The reader is gone, or the disk is full.
@@ -169,7 +169,7 @@ class Output:
             notice: Formats the line that reports a number of dropped lines.
             shape: Formats a line that was not logged. The arguments are the stream's name (`stdout`, `stderr`) and the
                 line. None if the streams are not replaced.
-            is_held: Returns True for a line that must not be written. The arguments are the same.
+            is_held: Returns True for a line that must not be written. It has the same arguments as `shape`.
         """
         _open_missing()
         self._redirected: list[_Redirected] = []

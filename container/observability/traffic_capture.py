@@ -261,7 +261,8 @@ class RequestCapture:
         self._application, self._infers, self._files = application, infers, files
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        scope["app"] = self  # A mounted application calls the container's own routes. These calls are recorded, too.
+        # A mounted application calls the container's own routes through `scope["app"]`. These calls are recorded, too.
+        scope["app"] = self
         if scope["type"] != "http" or scope.get(RECORDED) or not self._infers(scope):
             await self._application(scope, receive, send)
             return
