@@ -289,7 +289,7 @@ def read_environment(environ: Mapping[str, str], gpus: int | None = None) -> Env
 def _lacks_prefix(name: str) -> bool:
     """Return True for the name of a model's setting that lacks the prefix OPTION_.
 
-    A name of one word, such as SEED, may belong to another program.
+    Return False for a name of one word, such as SEED, because the variable may belong to another program.
     """
     return "_" in name and name == name.upper() and f"{PREFIX}{name.lower()}" in SUGGESTED
 

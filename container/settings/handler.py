@@ -64,8 +64,8 @@ def handler_settings(
         handler_config,
         min_workers=least,
         max_workers=max(least, most),
-        # With 0, a worker would exit as soon as it is idle. If a worker waits for a full batch, this
-        # time is also the pause between two checks of the worker, so the time must not be too short.
+        # With 0, a surplus worker would exit as soon as it is idle. While a batch waits for more requests,
+        # idle workers are checked again after this time, so it must not be too short.
         max_idle_time=max(handler_config.max_idle_time, _LEAST_IDLE_TIME),
         python_executable=executable,
         devices=devices,
@@ -104,7 +104,7 @@ def _show_other_keys(sources: Sources) -> None:
 
 
 def _degrees(sources: Sources, gpus: int, is_hugging_face: bool) -> dict[str, int]:
-    """Return the given parallel degrees. If none is given, a Hugging Face model uses all GPUs, as in LMI."""
+    """Return the parallel degrees. Without a tensor parallel degree, a Hugging Face model uses all GPUs, as in LMI."""
     given = {name: sources.model.get(PREFIX + name) or sources.variables.get(name.upper()) for name in _PARALLEL}
     degrees = {name: max(int(value.word), 1) for name, value in given.items() if value and _DEGREE(value.word)}
     tensor = given[_TENSOR_PARALLEL]

@@ -18,7 +18,7 @@ from container.sources import location
 from engines.settings.engine_config import MODEL_ID, ROLLING_BATCH
 from handlers.custom.settings import ASYNC_MODE, ENTRY_POINT
 
-# LMI's own handlers, which an engine replaces here. Newer releases of LMI lack the last four.
+# LMI's own handlers. Slipway serves their models with an engine instead. Newer releases of LMI lack the last four.
 _BUILT_IN = frozenset(
     f"djl_python.{name}"
     for name in ("huggingface", "tensorrt_llm", "deepspeed", "tensorrt_llm_python", "transformers_neuronx", "tnx")

@@ -165,7 +165,7 @@ def load_server(environment: Environment, command_line: Mapping[str, str]) -> Se
 
 
 def _in_order(entries: Iterable[SettingEntry]) -> tuple[SettingEntry, ...]:
-    """Return the entries in the order of the tables. Entries without a table, such as engine arguments, are last."""
+    """Return the entries in the order of the tables. Entries of no table, such as engine arguments, are last."""
     return tuple(sorted(entries, key=lambda entry: _PLACES.get(entry.name, len(_PLACES))))
 
 
@@ -213,7 +213,11 @@ def _model_dir(
 
 
 def _directories(place: Value | None) -> tuple[Path, ...]:
-    """Return the model directories at a place, which has to exist. If `place` is None, the default directory counts."""
+    """Return the model directories at a place. If `place` is None, the default directory counts.
+
+    Raises:
+        ModelNotFound: The place does not exist.
+    """
     if place is None:
         return location.models_in(location.DEFAULT_MODEL_DIR)
     try:
@@ -242,7 +246,7 @@ def _sources(
 ) -> Sources:
     """Return the texts of the model's settings.
 
-    Keys about the model are removed from `layer`, which contains the server's keys.
+    `layer` contains the server's settings. Keys in it that concern the model are removed.
     """
     variables = environment.variables
     directory = found or location.DEFAULT_MODEL_DIR
@@ -298,7 +302,7 @@ def _exports(variables: Mapping[str, Value]) -> dict[str, str]:
 
 
 def _memory(sources: Sources, key: str) -> int | None:
-    """Return a size in MiB. On a machine with GPUs, `gpu.<key>` takes precedence. Without GPUs, `cpu.<key>` does."""
+    """Return a size in MiB. `gpu.<key>` takes precedence over `<key>` if there are GPUs, and `cpu.<key>` if not."""
     values = {option.key: sources.value(option) for option in options.MEMORY if option.key.endswith(key)}
     own = values[f"{'gpu' if sources.gpus else 'cpu'}.{key}"]
     value = values[key] if own is None else own

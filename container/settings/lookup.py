@@ -149,8 +149,8 @@ def _example(setting: Setting[Any], text: str) -> str:
 def closest(name: str, known: Iterable[str], likeness: float | None = None) -> str:
     """Return the known name that is most similar to `name`, without regard to `option.`. Empty if none is similar."""
     prefixed, bare = name.startswith(PREFIX), name.removeprefix(PREFIX).lower()
-    # Two known names may differ only in the prefix. `by_name` then keeps the last one. This is the name with the prefix
-    # if `name` has the prefix, and otherwise the name without the prefix.
+    # If two known names differ only in the prefix, `by_name` keeps the last. The names are ordered so that the last has
+    # the prefix if and only if `name` has it.
     ordered = sorted(known, key=lambda key: (key.startswith(PREFIX) == prefixed, key))
     by_name = {key.removeprefix(PREFIX).lower(): key for key in ordered}
     least = likeness or (_ALIKE if len(bare) > _SHORT else _SHORT_ALIKE)

@@ -373,7 +373,10 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
 
 
 def _engine_devices(sources: Sources, config: ModelConfig) -> tuple[int, ...] | None:
-    """Return the GPUs that the engine may use. As in LMI, `load_on_devices` may list the first GPU of each copy."""
+    """Return the GPUs that the engine may use.
+
+    As in LMI, `load_on_devices` may list only the first GPU of each copy. The copy's other GPUs are then added.
+    """
     load_on, lookup = sources.model.get("load_on_devices"), sources.lookup
     if load_on is None or load_on.word in ("", "*"):
         return None
@@ -415,7 +418,7 @@ def _copies(sources: Sources, config: ModelConfig) -> tuple[int | None, int | No
         most = least
     takes_all = sources.one_model and sources.gpus > 0 and config.devices != ()
     if takes_all and (least or 1) == (most or 1) == 1:
-        least = most = None  # In LMI, these numbers are per GPU, and the default is 1.
+        least = most = None  # In LMI, these numbers are per GPU: with 1, the default, each GPU may have a copy.
     largest = 1 if reason else most or (None if takes_all else least or 1)
     if most is None:
         note = "" if largest else "as many copies as the GPUs hold"
@@ -545,8 +548,8 @@ def _model_variable(sources: Sources, given: Value | None) -> Value | None:
     if variable is None or (given is None and not location.is_store_of(variable.text, (sources.model_dir,))):
         return variable
     if given is not None:
-        # If both name the same model, nothing is ignored. The same holds if the variable names a folder on S3, and the
-        # serving.properties in that folder names the model.
+        # HF_MODEL_ID is not ignored if it names the same model as the other source, or the folder on S3 whose
+        # serving.properties is the other source.
         is_same = given.text.strip() == variable.text.strip() or sources.is_open(variable.text)
         if not is_same:
             sources.lookup.ignore("HF_MODEL_ID", variable, f"one model is served, that of {given.source}")

@@ -185,7 +185,7 @@ IGNORED: Mapping[str, str] = {
 KNOWN = frozenset({*BY_KEY, *IGNORED, *(f"{PREFIX}{name}" for name in ARGUMENTS), "job_queue_size"})
 # The names in `KNOWN` that have an effect.
 SUGGESTED = KNOWN - IGNORED.keys() - {key for setting in NOT_SERVED for key in setting.keys}
-_NAMES_OF_VARIABLES = frozenset({"entryPoint"})  # A variable has these names in capitals.
+_NAMES_OF_VARIABLES = frozenset({"entryPoint"})  # Mixed-case keys whose variable is in capitals: OPTION_ENTRYPOINT.
 
 
 def meant_by(key: str, value: Value) -> str:

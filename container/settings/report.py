@@ -32,7 +32,7 @@ def startup_text(startup: Startup, plan: GpuPlan | None = None) -> str:
 
 
 def startup_json(startup: Startup, plan: GpuPlan | None = None) -> str:
-    """Return the same content as JSON. The field `gpus` contains the plan.
+    """Return the content of `startup_text` as JSON. The field `gpus` contains the plan.
 
     If the server does not have exactly one model, the form is `{"server": {...}, "models": {"<name>": {...}}}`.
     """

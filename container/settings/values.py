@@ -14,7 +14,7 @@ NOT_TEXT = re.compile("[\x00\ud800-\udfff]")  # Characters that no value may con
 _LONGEST_QUOTE = 200
 
 # `_NAMES` matches the ends of credentials' names, but not names such as `max_num_batched_tokens`, `eos_token_id` and
-# `image_token`. A name with one of these words before `token` is not the name of a credential.
+# `image_token`. A name with a word of `_NO_CREDENTIAL` before `token` is not the name of a credential.
 _NO_CREDENTIAL = "audio|bos|cls|end|eos|image|mask|media|pad|sep|start|stop|unk|video|vision"
 _NAMES = (
     r"((api|access|secret|private)[_-]?keys?|passwords?|passwd|secrets?|credentials?|authorization|signature|"

@@ -137,7 +137,7 @@ def download_dir(environ: Mapping[str, str] | None = None) -> Path:
     """Return the cache directory for models from S3.
 
     SERVING_DOWNLOAD_DIR takes precedence over DJL_CACHE_DIR. If neither is set, the directory is /tmp/slipway on
-    SageMaker, because it is on the large disk. The last choice is the user's cache directory.
+    SageMaker, because /tmp is on the large disk. Otherwise it is the user's cache directory.
     """
     environ = os.environ if environ is None else environ
     for name in ("SERVING_DOWNLOAD_DIR", "DJL_CACHE_DIR"):

@@ -54,10 +54,11 @@ def existing_directory(text: str) -> Path:
 
 
 def models_in(path: Path) -> tuple[Path, ...]:
-    """Return the model directories to load for a given directory, sorted by name.
+    """Return the model directories to load for `path`, sorted by name.
 
-    If the directory contains only directories, the model directories among them are returned, as in LMI's model store.
-    If it contains other files, or if only one of several directories is a model, the directory itself is returned.
+    If `path` contains only subdirectories, as LMI's model store does, the subdirectories that are model directories are
+    returned. `path` itself is returned if it contains files, if no subdirectory is a model directory, or if only one of
+    several is.
     """
     try:
         names = [name for name in os.listdir(path) if not name.startswith(".")]

@@ -175,7 +175,8 @@ class S3Folder:
         futures: list[TransferFuture] = []
 
         def begin(file: RemoteFile, path: Path) -> TransferFuture:
-            # boto3 accepts any object with these methods. A subclass would need boto3 when this module is imported.
+            # boto3 accepts any object with a subscriber's methods. A subclass of BaseSubscriber would need boto3 when
+            # this module is imported.
             subscriber = cast("BaseSubscriber", _Subscriber(file, on_bytes))
             key = self.url.key_prefix + file.path
             futures.append(manager.download(self.url.bucket, key, str(path), subscribers=[subscriber]))
