@@ -112,7 +112,7 @@ def make_environment(directory: Path) -> None:
 
 
 def _requirements(lock: str) -> dict[str, str]:
-    """Return the version and hash lines of each package, by its canonical name."""
+    """Return the lock file's lines of each package, with hashes, by the package's canonical name."""
     found = re.findall(r"^([A-Za-z0-9._-]+)(==.*(?:\n +--hash=.*)*)", lock, re.MULTILINE)
     return {canonicalize_name(name): name + rest for name, rest in found}
 

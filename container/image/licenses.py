@@ -27,7 +27,7 @@ _LONGEST = 100  # Some packages put the whole text of the licence into the field
 
 
 class Package(NamedTuple):
-    """A line of the list."""
+    """A row of the CSV."""
 
     kind: str
     name: str

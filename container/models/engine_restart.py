@@ -120,7 +120,7 @@ class EngineRestarts:
 
 
 def _to_restart(model: Model) -> frozenset[int]:
-    """Return the numbers of the faulty copies. If no copy is faulty, the model is loaded again: return all numbers."""
+    """Return the numbers of the faulty copies, or of all copies if none is faulty: the model is then loaded again."""
     copies = model.lifecycle.copies
     faulty = frozenset(copy.number for copy in copies if copy.faulty)
     return faulty or frozenset(copy.number for copy in copies) or frozenset({1})

@@ -116,7 +116,7 @@ class Lifecycle:
 
     @property
     def has_other_copies(self) -> bool:
-        """True if the model is ready, and has copies that a restart would leave alone."""
+        """True if the model is ready, and some copies would keep running during a restart of the faulty copies."""
         return self.state is State.READY and any(
             copy.state is not CopyState.DEAD and not copy.faulty for copy in self.copies
         )
@@ -245,7 +245,7 @@ class Lifecycle:
         assert old is not None, "it was ready once"
         await old.stop(self._failure)
         self.startup_times = StartupTimes()
-        service = await self._load(place)  # Until this is done, calls get the stopped service's error.
+        service = await self._load(place)  # Until the model is loaded, calls get the stopped service's error.
         if old.adapters is not None and service.adapters is not None:
             try:
                 await _register_again(old.adapters.all(), service.adapters)
@@ -292,7 +292,7 @@ class Lifecycle:
         except BaseException:
             if service is not None:
                 await service.stop()
-                service = None  # The traceback keeps this frame's variables in memory.
+                service = None  # The error's traceback would keep the service in memory.
             raise
         seconds = time.monotonic() - started
         logger.info("model %s is ready after %.1f s: %s", self.config.name, seconds, self.startup_times)

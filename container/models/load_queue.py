@@ -77,7 +77,7 @@ class Loads:
         return task
 
     def place(self, config: ModelConfig, check: Settings | None = None) -> ModelConfig:
-        """Return a model's settings with the chosen GPUs: those with the most free memory now.
+        """Return a model's settings with its GPUs in order of use: the GPU with the most free memory first.
 
         Args:
             config: The settings.
@@ -85,7 +85,7 @@ class Loads:
 
         Raises:
             OutOfMemory: The model does not fit.
-            EngineStartError: The settings ask for GPUs that the model cannot use.
+            EngineStartError: It is unclear which GPU or MIG slice would be used.
         """
         try:
             memory = self._free()

@@ -274,7 +274,7 @@ def model_memory(settings: Settings) -> ModelMemory | None:
     arguments, layout = config.engine_arguments, _layout(config)
     files = str(path.parent) if is_here or weight_bytes(path.parent) else config.model_id
     weights = weights_of(files, config.revision, arguments.get("speculative_config"), layout)
-    if not weights.total:  # Weights on S3 are fetched when the model is loaded.
+    if not weights.total:  # If the weights are still on S3, the sizes in S3's listing count.
         weights = replace(weights, total=sum(remote.total_bytes for remote in settings.remote_models))
     share = arguments.get("gpu_memory_utilization", "").strip()
     cache = integer(arguments.get("kv_cache_memory_bytes", ""))
@@ -323,7 +323,7 @@ def gpus_of(config: ModelConfig, memory: Sequence[int]) -> tuple[int, ...]:
 def sharing_gpus(config: ModelConfig, gpus: int) -> tuple[Sequence[int], Layout]:
     """Return how many GPUs may share each layer (all possible numbers, ascending), and the model's layout.
 
-    If `gpus` is 0, the model runs in main memory, and the numbers are numbers of processes.
+    If `gpus` is 0, the model runs in main memory, and processes are counted instead of GPUs.
     """
     if config.handler is not None:
         workers = len(config.handler.devices) or 1

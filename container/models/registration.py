@@ -256,7 +256,8 @@ class Registrar:
         await model.lifecycle.stop()
         self._models.leaving.discard(model)
         model.lifecycle.let_go()
-        # Finished calls and threads refer to the model for a moment. A stopping server does not wait for them.
+        # For a moment, finished calls and threads still refer to the model, so its memory cannot be released yet. A
+        # server that is stopping does not wait for this.
         await until_none(lambda: 0 if self._models.draining else model.lifecycle.open_calls, _LEAVING_SECONDS)
         if not self._models.draining:
             await asyncio.sleep(_MOMENT_SECONDS)

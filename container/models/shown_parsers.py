@@ -11,7 +11,7 @@ from engines.vllm.parsers.choice import GENERATION, NAMES, NONE, parser_of
 
 
 def with_parsers_shown(startup: Startup) -> Startup:
-    """Return the settings with entries for the parsers of each model.
+    """Return the settings with report entries for the parsers of each model.
 
     A model without local files is looked up on the hub. A model that computes vectors or scores, or that does not run
     on vLLM, gets no entries.

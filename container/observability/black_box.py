@@ -128,7 +128,7 @@ class BlackBoxes:
     async def write(
         self, cause: str, reason: str, model: Model | None = None, *, part: Iterable[object] = (), seconds: float = 5.0
     ) -> None:
-        """Write a box, and wait at most `seconds` for it. The stacks are gathered within this time.
+        """Write a box, and wait at most `seconds` for it. The default is long enough to gather the stacks.
 
         Args:
             cause: The kind of the box, in one word. At most one box is written per half minute for each combination of

@@ -46,7 +46,7 @@ _SHORT_BYTES, _SHORT_FRAMES, _SHORT_CALLS = 6000, 3, 3  # The limits of the shor
 _MOST_FINDINGS, _MOST_TITLES = 8, 3
 _SENTENCE = 300  # The maximum length of a finding or a reason in the short form.
 _PROCESSES = "processes"  # This list is never cut.
-# A cut also shortens strings, to this number of characters times the cut's limit for the name "".
+# A cut (`_CUTS`) also shortens strings, to this number of characters times the cut's limit for the name "".
 _TEXT = 20
 # If a box is too large, its lists are cut. A cut maps the name of a list to the maximum number of its entries. The name
 # "" stands for all other lists. The cuts are tried in order until the box is small enough: they shorten frames first,
@@ -122,9 +122,7 @@ def gathered(cause: str, reason: str, models: Models, report: ServerReport | Non
         late: The number of seconds by which the event loop is late.
     """
     began = time.monotonic()
-    seconds = (
-        _LAST_STACK_SECONDS if cause == "end" else STACK_SECONDS
-    )  # The time limit of the stacks and of nvidia-smi.
+    seconds = _LAST_STACK_SECONDS if cause == "end" else STACK_SECONDS
     every = list(models) + list(models.leaving)
     names: dict[int, str] = {}
     for model in every:
@@ -211,7 +209,7 @@ def _places(processes: Iterable[ProcessReport]) -> list[str]:
 
 
 def _own_frame(frames: Iterable[str], model: Model) -> str:
-    """Return the innermost frame in the model's code. If there is none, return the innermost frame."""
+    """Return the innermost frame in the model's code. If no frame is in it, return the innermost frame."""
     directory = f'File "{os.path.abspath(model.lifecycle.config.model_dir)}/'
     return next((frame for frame in frames if frame.startswith(directory)), next(iter(frames), "no frame"))
 

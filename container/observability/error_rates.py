@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["wlm", "server", "model", "any"]
 CLIENT_GONE = 499  # The status of a call whose client left before the reply was complete. It is not an error.
-# The statuses of calls without a key. Such callers must not be able to make /ping fail.
+# The statuses of calls without a valid key (401), and of calls that a browser sends for another site (403). Their
+# senders must not be able to make /ping fail.
 UNAUTHORIZED, FORBIDDEN = 401, 403
 _MINUTE = 60.0
 _MOST = 1_000_000
@@ -55,7 +56,7 @@ class ErrorRates:
     - `wlm`: Refusals because the queue is full or no worker is ready.
     - `server`: Statuses 424 and 5xx.
     - `model`: Statuses 424 and 5xx, except the refusals of `wlm`.
-    - `any`: Statuses 4xx and 5xx, except 401 and 403. Callers without permission cannot make the server unhealthy.
+    - `any`: Statuses 4xx and 5xx, except 401, 403 and 499.
     """
 
     def __init__(

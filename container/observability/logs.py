@@ -331,14 +331,14 @@ def show_held() -> None:
 
 
 def dropped_lines() -> int:
-    """Return the number of lines that were dropped because the log's reader was slow."""
+    """Return the number of lines that were dropped because the output was read too slowly."""
     return _log.output.dropped if _log.output is not None else 0
 
 
 def configuration(log_format: str, level: str, replica: str = "") -> dict[str, Any]:
     """Return the configuration for `logging.config.dictConfig`, for this process and for vLLM's processes.
 
-    vLLM's processes write to standard output, which this process always reads.
+    In vLLM's processes, `output_handler` writes to the standard output that they inherit from this process.
     """
     formatter = (
         "container.observability.logs.JsonFormatter"

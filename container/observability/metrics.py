@@ -192,7 +192,7 @@ def _of_model(sample: Sample, own: Labels) -> Sample:
 
 
 def _as_vllm(labels: Labels, statistics: EngineStatistics, status: EngineStatus) -> Iterable[Metric]:
-    """Yield the series of an engine other than vLLM under the names of vLLM's main series."""
+    """Yield vLLM's main series, by the same names, for an engine other than vLLM."""
     running, waiting = status.running_requests, status.waiting_requests
     yield _gauge("vllm:num_requests_running", "Sequences in the engine's batch.", running, labels)
     yield _gauge("vllm:num_requests_waiting", "Sequences that wait for the engine.", waiting, labels)

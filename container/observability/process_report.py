@@ -54,7 +54,7 @@ class ProcessReport:
 
     @property
     def fault(self) -> str:
-        """The fault that the process's state or its missing stacks show. Empty if there is none."""
+        """The fault that the process's state or its missing stacks show. Empty if the process has no fault."""
         if self.state in _STOPPED:
             return f"{self.title} is stopped (SIGSTOP, or a debugger)"
         if self.state == psutil.STATUS_ZOMBIE:

@@ -4,7 +4,7 @@ A pipe holds 64 KiB. A process that writes to a full pipe blocks until the reade
 too. A `Writer` does not block: it has a bounded queue and a thread, and drops lines when the queue is full.
 
 `Output` can replace both streams by pipes that a thread always reads. Processes that are started later inherit the
-pipes, so a `print`, a line from a C library and a line from vLLM's processes all reach the same queue.
+pipes, so a `print`, a line from a C library and a line from vLLM's processes all reach a `Writer`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 _MOST_BYTES = 8 << 20  # The size of the queue. The lines that the thread is writing do not count.
 _BYTES_OF_A_LINE = 1024  # The memory that a queued line needs in addition to its text.
 _CHUNK = 65536
-_LONGEST = 65536  # The longest line from another process, in characters. A longer line is split.
+_LONGEST = 65536  # If a line has more bytes than this and has not ended yet, it is split.
 _PIPE_BYTES = 1 << 20
 _PAUSE_SECONDS = 0.01  # The pause between two writes. Lines that arrive during the pause are written together.
 

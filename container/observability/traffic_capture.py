@@ -42,7 +42,7 @@ _RECORDED = frozenset(
         *(b"content-type", b"content-encoding", b"inference-header-content-length", b"accept"),
         # SageMaker's headers. The custom attributes are recorded unchanged, like the body.
         *(b"x-amzn-sagemaker-" + name for name in _OF_SAGEMAKER),
-        # Headers that choose the model, a function of the handler, and the queue and the replica of the engine.
+        # Headers that choose the model, the handler's function, the priority of the call, and the engine's replica.
         *(b"model_name", b"model_version", b"handler", b"x-synchronous", b"x-priority", b"x-vllm-priority"),
         *(b"x-data-parallel-rank", b"x-session-id", b"endpoint-load-metrics-format"),
         *(b"anthropic-version", b"anthropic-beta"),
@@ -59,7 +59,7 @@ _RECORDED_PARAMETERS = frozenset(("model_name", "model_version", "adapter"))  # 
 
 
 def recorded_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """Return the headers that are recorded, without headers of the connection and unknown headers."""
+    """Return the headers that are recorded (`_RECORDED`)."""
     return [(name, value) for name, value in headers if name.lower() in _RECORDED]
 
 
@@ -158,7 +158,7 @@ class RecordFiles:
 
 @dataclass(slots=True)
 class _Record:
-    """A call that is being served."""
+    """The record of a call that is being served."""
 
     scope: Any
     files: RecordFiles

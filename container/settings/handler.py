@@ -17,7 +17,8 @@ from engines.settings.declaration import PREFIX
 from engines.settings.engine_config import ENVIRONMENT
 from handlers.custom.settings import HandlerConfig, PackageConfig
 
-# LMI's own handler for vLLM. It first calls the function `handle` of a `model.py`, and then the engine.
+# LMI's own handler for vLLM. It calls the function `handle` of a `model.py`. The engine answers if `handle` does not
+# exist or returns None.
 SERVICE_FOR_VLLM = "djl_python.lmi_vllm.vllm_async_service"
 _DEGREE = re.compile(r"[0-9]{1,9}").fullmatch
 _LEAST_IDLE_TIME = 0.01  # Seconds.
@@ -64,7 +65,7 @@ def handler_settings(
         handler_config,
         min_workers=least,
         max_workers=max(least, most),
-        # With 0, a surplus worker would exit as soon as it is idle. While a batch waits for more requests,
+        # With 0, a surplus worker would exit when its last call ends. While a batch waits for more requests,
         # idle workers are checked again after this time, so it must not be too short.
         max_idle_time=max(handler_config.max_idle_time, _LEAST_IDLE_TIME),
         python_executable=executable,

@@ -93,7 +93,10 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
 
 
 def _script(sources: Sources, code: Path | None) -> Path | None:
-    """Return the file with `model_fn`: `model.py`, or a file in a place where SageMaker's toolkits look."""
+    """Return the first file with `model_fn`: `code`, or a script where SageMaker's toolkits look for it.
+
+    These scripts are `code/<SAGEMAKER_PROGRAM>`, by default `code/inference.py`, and `inference.py`.
+    """
     program = sources.variables.get("SAGEMAKER_PROGRAM")
     inference = program.text.strip().removesuffix(".py") + ".py" if program is not None else "inference.py"
     places = (code, sources.model_dir / "code" / inference, sources.model_dir / "inference.py")

@@ -189,7 +189,7 @@ def _place(model_dir: Path | str | Value | None, layer: Mapping[str, Value]) -> 
 def _model_dir(
     place: Value | None, variables: Mapping[str, Value], remote: RemoteModels, lookup: Lookup
 ) -> Path | None:
-    """Return the model directory. If there is none at the given place, add a problem and return None."""
+    """Return the model directory. If the given place does not exist, add a problem and return None."""
     if place is not None and is_s3(place.text):
         return _remote_dir("model directory", place, remote, lookup)
     try:
@@ -458,7 +458,7 @@ def _listed(
 
 
 def _has_another(directories: tuple[Path, ...], variables: Mapping[str, Value]) -> bool:
-    """Return True if HF_MODEL_ID names a model other than the one in the directory."""
+    """Return True if HF_MODEL_ID names a model, and the directory contains or names another model."""
     hub = variables.get("HF_MODEL_ID")
     if hub is None or not directories or _MODEL_VARIABLES & variables.keys():
         return False

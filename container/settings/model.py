@@ -193,7 +193,7 @@ def _for_vectors(sources: Sources, config: ModelConfig) -> ModelConfig:
 
 
 def _with_engine_chosen(sources: Sources, config: ModelConfig) -> ModelConfig:
-    """Choose `rolling_batch`. A batch size above 1 means dynamic batching, whatever the option says.
+    """Choose `rolling_batch`. A batch size above 1 means dynamic batching, even if the option has another value.
 
     In asynchronous mode, LMI's configurations set `rolling_batch=disable`. In that mode, the value only selects a
     schema, and the engine still batches requests.
@@ -264,7 +264,7 @@ def other_arguments(
 
     Args:
         layer: The keys and their values.
-        rolling_batch: The value of the option.
+        rolling_batch: The value of `option.rolling_batch`.
         lookup: Collects the problems and warnings.
         reads_names: Whether the model's code or an engine of DJL may read names that Slipway does not know.
     """

@@ -181,7 +181,7 @@ IGNORED: Mapping[str, str] = {
     "load_on_device": "LMI does not read it either; `load_on_devices` is meant",
     **dict.fromkeys(("log_request_metric", "metrics_aggregation"), "metrics are at /metrics"),
 }
-# All names of the settings of a model that an engine serves.
+# All setting names of a model that an engine serves.
 KNOWN = frozenset({*BY_KEY, *IGNORED, *(f"{PREFIX}{name}" for name in ARGUMENTS), "job_queue_size"})
 # The names in `KNOWN` that have an effect.
 SUGGESTED = KNOWN - IGNORED.keys() - {key for setting in NOT_SERVED for key in setting.keys}
@@ -189,7 +189,7 @@ _NAMES_OF_VARIABLES = frozenset({"entryPoint"})  # Mixed-case keys whose variabl
 
 
 def meant_by(key: str, value: Value) -> str:
-    """Return the model setting that is probably meant by an unknown key. Empty if there is no such setting.
+    """Return the model setting that is probably meant by an unknown key. Empty if no setting is similar.
 
     Only settings that have an effect are considered. If the value is from a variable, the result is the name of a
     variable, too.

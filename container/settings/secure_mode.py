@@ -72,7 +72,7 @@ class SecureMode:
     # The model's settings as they were written in serving.properties, the environment and the management API.
     keys: Mapping[str, Value] = field(default_factory=dict)
     variables: Mapping[str, Value] = field(default_factory=dict)
-    directories: tuple[Path, ...] = ()  # The model directory, and a separate directory of weights if there is one.
+    directories: tuple[Path, ...] = ()  # The model directory, and the directory of the weights if it is separate.
     fetched: tuple[Path, ...] = ()  # The directories of models that were fetched from S3. They are always untrusted.
     handler: Path | None = None  # The file of the model's handler. None if an engine or a module serves the model.
 
@@ -168,7 +168,7 @@ def _listed(variables: Mapping[str, Value], name: str) -> list[str]:
 def _model_code(directories: Iterable[Path], handler: Path | None = None) -> Iterator[str]:
     """Refuse Python files that may be run.
 
-    A `model.py` is refused whatever the entry point is, because its formatters may run, too.
+    A `model.py` is refused even if it is not the entry point, because its formatters may run, too.
     """
     found = [directory / name for directory in directories for name in ("model.py", f"{directory.name}.py")]
     for path in dict.fromkeys((*found, *([handler] if handler is not None else []))):
@@ -184,7 +184,7 @@ def _requirements(directories: Iterable[Path], handler: Path | None = None) -> I
 
 def _pickles(channels: Iterable[Path]) -> Iterator[str]:
     for channel, path in _files(channels):
-        # The name of a link may differ from the name of the file that is read.
+        # Both names are checked, because the name of a link may differ from the name of the file that is read.
         if any(name.lower().endswith(_PICKLE_NAMES) for name in (path.name, os.path.realpath(path))):
             yield f"{PICKLES}: there is {path.relative_to(channel)} ({', '.join(_PICKLE_NAMES)} are not allowed)"
 

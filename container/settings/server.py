@@ -346,7 +346,7 @@ def read_server_config(layer: dict[str, Value], lookup: Lookup) -> ServerConfig:
 
 
 def _api_keys(layer: Mapping[str, Value], lookup: Lookup) -> ApiKeys | None:
-    """Return the keys of the variable and those of the file. None if neither is set."""
+    """Return the keys of the settings `api_keys` and `api_keys_file`. None if neither setting has a value."""
     keys: list[str] = []
     if (text := lookup.value(API_KEYS, layer)) is not None:
         # The report must not contain keys.

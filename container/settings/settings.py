@@ -18,8 +18,8 @@ from handlers.model_config import ModelConfig
 class RemoteWeights(Protocol):
     """A model on S3, with the total size of its weights and the number of bytes that are already on this machine.
 
-    The weights are fetched before the model is loaded. `fetch_weights` blocks until it is done or `stop` is set. It
-    raises SourceError.
+    The weights are fetched before the model is loaded. `fetch_weights` blocks until all weights are on this machine. It
+    raises SourceError if the download fails, takes longer than `seconds`, or is stopped by `stop`.
     """
 
     @property

@@ -95,7 +95,7 @@ class Value:
 
     @property
     def place(self) -> str:
-        """The source of the value, as text for a message. The message itself has to name the key."""
+        """The source of the value, for a message that itself names the key."""
         return f"{self.source.partition(':')[0]}, line {self.line}" if self.line else self.source
 
     @property

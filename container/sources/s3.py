@@ -41,7 +41,8 @@ WEIGHTS = frozenset(
 )
 _MAX_SETTINGS_BYTES = 32 << 20  # A larger file counts as weights, even without such a suffix.
 # Engines do not load these files if `*.safetensors` are next to them: weights in other formats, and training state. The
-# names are those of transformers, diffusers, PEFT and Llama's repositories. Other files may be parts of a model.
+# names are those of transformers, diffusers, PEFT and Llama's repositories. Files with other names are not left out,
+# because they may be parts of a model.
 _DUPLICATES = re.compile(
     r"(diffusion_)?pytorch_model[-\w]*\.bin|tf_model[-\w]*\.h5|flax_model[-\w]*\.msgpack|consolidated[-.\w]*\.pth"
     r"|adapter_model\.bin|optimizer\.(pt|bin)"
@@ -259,7 +260,7 @@ class _Crc32:
         return self._value.to_bytes(4, "big")
 
 
-# These checksums are fast without AWS's C library. S3 also supports CRC32C and CRC64NVME, which are not used.
+# These checksums are fast without AWS's C library. S3's other checksums, CRC32C and CRC64NVME, are not used.
 _CHECKSUMS: dict[str, Callable[[], Any]] = {"CRC32": _Crc32, "SHA256": hashlib.sha256, "SHA1": hashlib.sha1}
 
 
@@ -299,7 +300,7 @@ def _is_botocores(error: OSError) -> bool:
 
 
 def _close_with_body(parsed: dict[str, Any], **_: Any) -> None:
-    """Close the connection when its body is dropped. If a read is cancelled, boto3 leaves the connection open."""
+    """Close the connection when the response's body is freed. After a cancelled read, boto3 leaves it open."""
     if (body := parsed.get("Body")) is not None:
         weakref.finalize(body, body._raw_stream.close)
 
