@@ -3,8 +3,8 @@
 The customer's `handle` gets each call first. The model's engine answers the calls that `handle` does not answer.
 
 The service runs in a worker process, but the engine runs in the server's process. The service calls the engine over the
-worker's connection. So `service` has no vLLM objects. Of the methods of LMI's service, it has only the methods that
-load the engine or generate.
+worker's connection. So `service` has no vLLM objects. It has fewer members than in LMI: `initialized`, `initialize`,
+`inference`, `check_health` and `tokenizer`.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class VLLMHandler:
         The answer has the same schema as the answer of a model without a `handle`.
 
         Returns:
-            An Output, or an async generator of Outputs for a stream. The answer to a refused request is an Output whose
-            code is the status.
+            An Output, or an async generator of Outputs for a stream. If the request is refused, an Output whose `code`
+            is the HTTP status.
         """
         return await self._call(inputs)
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, mod
 
 
 class RollingBatchEnum(StrEnum):
-    """The values of `option.rolling_batch`. LMI 0.36 has removed the last two values, but models still use them."""
+    """The values of `option.rolling_batch`. LMI 0.36 lacks `lmi-dist` and `scheduler`, but models still use them."""
 
     vllm = "vllm"
     auto = "auto"

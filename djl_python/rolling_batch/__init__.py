@@ -1,1 +1,1 @@
-"""The base class for rolling batches that a handler or a test implements."""
+"""The base class for the rolling batches of handlers and tests."""
