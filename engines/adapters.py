@@ -45,8 +45,8 @@ class AdapterOrder:
     """A client's command to register or to update an adapter. A field is None if the client does not give it."""
 
     name: str
-    # A directory, or an `s3://` URL. A relative directory is below the model's directory. If the host reads `src`,
-    # every value that the host accepts is allowed.
+    # A directory, or an `s3://` URL. A relative directory is below the model's directory. If the host interprets `src`
+    # (`AdapterHost.reads_src`), every value that the host accepts is allowed.
     src: str | None = None
     preload: bool | None = None  # Whether to load the adapter now instead of with its first request.
     pin: bool | None = None  # Whether to keep the adapter in memory.
@@ -60,7 +60,7 @@ class Adapter:
 
     name: str
     src: str  # The given directory or URL.
-    path: Path  # The adapter's directory. It need not exist if the host reads `src`.
+    path: Path  # The adapter's directory. It need not exist if the host interprets `src`.
     id: int  # At least 1, and unique among all present and former adapters of the model.
     preload: bool = True
     pin: bool = False
@@ -104,7 +104,7 @@ class AdapterDownloads(Protocol):
 class AdapterRegistry:
     """The registered adapters. Not thread-safe.
 
-    A change that has begun is completed even if its client leaves.
+    A change that has begun is completed even if the client that asked for it disconnects.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class AdapterRegistry:
             declared: The `src` of each adapter in the settings, by the adapter's name. These adapters take precedence
                 over adapters of the same name in the directories.
 
-        Raises AdapterError, InvalidRequest: an adapter cannot be used, or is not allowed. The message names it.
+        Raises AdapterError, InvalidRequest: an adapter is unusable or not allowed. The message names the adapter.
         """
         found: dict[str, str] = {}
         for directory in model_dirs:
@@ -179,7 +179,7 @@ class AdapterRegistry:
 
         Args:
             replacing: Whether the new adapter may replace an adapter of the same name. Running requests of the old
-                adapter are completed. If `order` does not give a field, the new adapter keeps the field's old value.
+                adapter are completed. Fields other than `src` that `order` does not give keep their old values.
             declared: Whether the settings name the adapter. If so, its name may have slashes.
 
         Raises:
@@ -303,7 +303,7 @@ class AdapterRegistry:
             raise AdapterConflict(f"another order for the adapter {name!r} is being carried out; try again")
 
     async def _complete(self, work: Coroutine[Any, Any, str], busy: str = "") -> str:
-        """Wait for a change. It is completed even if the waiting task is cancelled. It reserves the name `busy`."""
+        """Run a change to its end, even if the waiting task is cancelled. The name `busy` is reserved until then."""
         task = asyncio.create_task(work)
         self._orders[task] = busy
 
@@ -325,7 +325,7 @@ class AdapterRegistry:
             InvalidParameter: The host needs a directory, and `src` is a URL that does not name one.
         """
         if self._is_remote(src) and self._downloads is not None:
-            return Path()  # A placeholder until the adapter is downloaded.
+            return Path()  # A placeholder until `_register` downloads the adapter.
         path = _file_path(src) if _SCHEME.match(src) else src
         if path is None and not self._host.reads_src:
             wanted = "a directory of this machine, or s3://bucket/prefix/"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Return SLIPWAY_CACHE_DIR, else `slipway` in the user's cache directory, else a directory below /tmp.
+    """Return SLIPWAY_CACHE_DIR, else `slipway` in the user's cache directory, else a temporary directory.
 
-    The directory below /tmp is for containers without a writable home directory.
+    The temporary directory is for containers without a writable home directory.
     """
     environ = os.environ if environ is None else environ
     if configured := environ.get("SLIPWAY_CACHE_DIR"):

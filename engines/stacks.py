@@ -143,7 +143,7 @@ def stacks_of(processes: Collection[int], seconds: float) -> dict[int, list[Stac
             if not signalled and now > began + min(seconds / 2, _BELL_SECONDS):
                 signalled = True
                 for process in waiting:
-                    with contextlib.suppress(OSError):  # It has ended.
+                    with contextlib.suppress(OSError):  # The process has ended.
                         os.kill(process, SIGNAL)
             time.sleep(_POLL_SECONDS)
             for process, file in tuple(waiting.items()):
@@ -166,7 +166,7 @@ def catches(process: int, number: int) -> bool:
     """Return True if a process has a handler for a signal. Without a handler, the signal may end the process."""
     try:
         return bool(_signals(process).get("SigCgt", 0) & 1 << (number - 1))
-    except OSError:  # It has ended.
+    except OSError:  # The process has ended.
         return False
 
 

@@ -2,8 +2,8 @@
 
 If memory is the reason, SageMaker unloads other models. So an error counts as a lack of memory in two cases only: its
 type says so, or its text contains a known phrase of vLLM or PyTorch. vLLM's messages are in `v1/core/kv_cache_utils.py`
-(in vLLM 0.33 `v1/core/kv_cache_planning.py`), `v1/worker/utils.py`, `gpu_model_runner.py` and `cpu_worker.py`. If
-another process fails, vLLM's executor and engine manager pass on only the text of the error.
+(in vLLM 0.33 `v1/core/kv_cache_planning.py`), `v1/worker/utils.py`, `gpu_model_runner.py` and `cpu_worker.py`. Of
+an error in another process, vLLM's executor and engine manager pass on only the text.
 """
 
 from __future__ import annotations

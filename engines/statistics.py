@@ -131,7 +131,7 @@ class CallCounts:
 # tuple because tuples are fast to create, and each step creates one.
 Step = tuple[float, int, int, int, float]
 MOST_STEPS = 8192
-"""The number of steps that are kept for each copy. If a step takes at least 7 ms, they cover the last minute."""
+"""The number of steps that are kept for each copy. If a step takes at least 7.4 ms, they cover the last minute."""
 
 
 @dataclass(slots=True)
@@ -189,8 +189,8 @@ class EngineStatistics:
         """Count a pooled prompt.
 
         Args:
-            seconds: The time from the prompt to its numbers.
-            queued: The part of this time in which the prompt waited in the queue.
+            seconds: The time from the submission of the prompt to its result (a vector or scores).
+            queued: The part of this time that the prompt spent in the queue.
         """
         self.finished_requests += 1
         self.inference.observe(max(seconds - queued, 0.0))

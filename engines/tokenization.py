@@ -57,9 +57,9 @@ _NOT_WITH_BEAMS = "cannot be used together with beam search"
 _PROMPT_CONTEXT = 16
 _CONTEXT = 8  # The number of preceding tokens that a slow tokenizer needs to decode the next token.
 _LONGEST_CHARACTER = 4  # The maximum number of tokens of one character: one for each byte of UTF-8.
-_MOST_SILENT = 8  # A new stream may begin after more than this many consecutive tokens without text.
-_MOST_BROKEN = 64  # With more such tokens than this, a new stream begins even within a character.
-# If a stream cannot continue, the error message of `tokenizers` starts with this text.
+_MOST_SILENT = 8  # A new `DecodeStream` may begin after more than this many consecutive tokens without text.
+_MOST_BROKEN = 64  # With more such tokens than this, a new `DecodeStream` begins even within a character.
+# If a `DecodeStream` cannot continue, the error message of `tokenizers` starts with this text.
 _INVALID_PREFIX = "Invalid prefix encountered"
 
 
@@ -101,8 +101,8 @@ class TokenTexts:
     def _without_stream(self) -> str:
         """Return the text of the silent tokens if they are a row of U+FFFD.
 
-        A stream takes such a row for an incomplete character, and would decode the whole row again at each step. The
-        last tokens stay silent, because they may belong to an incomplete character.
+        A `DecodeStream` takes such a row for an incomplete character, and would decode the whole row again at each
+        step. The last tokens stay silent, because they may belong to an incomplete character.
         """
         silent, whole = self._silent, self._decode(self._silent)
         if whole.strip("\ufffd"):
@@ -131,7 +131,7 @@ class TokenTexts:
         try:
             return self._stream.step(self._fast, token_id) or ""
         except Exception as error:
-            # The stream fails if a tokenizer writes invalid UTF-8. In this case, vLLM also begins a new stream.
+            # The stream fails if a tokenizer writes invalid UTF-8. In this case, a new stream begins, as in vLLM.
             if not str(error).startswith(_INVALID_PREFIX):
                 raise
             self._stream = DecodeStream(skip_special_tokens=self._skip_special)
@@ -155,7 +155,8 @@ def _decoding_context(tokenizer: Any, prompt_ids: Sequence[int], skip_special: b
     """Return the last tokens of a prompt. The texts of the answer's tokens may depend on them.
 
     Return an empty list if the prompt ends within a character. A decoder would wait for the rest of the character, and
-    then return the end of the prompt as part of the answer. A prompt whose own text ends with U+FFFD looks the same.
+    then return the end of the prompt as part of the answer. The list is also empty if the prompt's own text ends with
+    U+FFFD, because it looks the same.
     """
     end = list(prompt_ids[-_PROMPT_CONTEXT:])
     text: str = tokenizer.decode(end, skip_special_tokens=skip_special) if end else ""
@@ -253,7 +254,7 @@ class PromptTokenizer:
         """Return the token ids of a text or of a pair of texts for a pooling model.
 
         Args:
-            text: The text, or the first one.
+            text: The text, or the first text of a pair.
             pooling: Gives the second text, and the side at which texts that are too long are cut.
             special: Whether to include the special tokens that the model wants around a text.
 
@@ -280,7 +281,7 @@ class PromptTokenizer:
         return ids, boundary
 
     async def token_ids(self, request: GenerationRequest) -> list[int]:
-        """Return the request's prompt as token ids. They are truncated if the request asks for that.
+        """Return the request's prompt as token ids. If the request asks for it, a prompt without images is truncated.
 
         Raises:
             InvalidRequest: The prompt is empty, or too long for the model.
@@ -358,7 +359,7 @@ class StopStrings:
         ends = [(start + length, start) for start, length in found if start >= 0]
         if not ends:
             return None
-        # If several stop strings end at the same place, the request's first one counts, as in vLLM.
+        # If several stop strings end at the same position, the first of them in the request counts, as in vLLM.
         end, start = min(ends, key=lambda place: place[0])
         return len(whole) - (end if self._include else start)
 
@@ -372,7 +373,7 @@ class StopStrings:
 
 
 def ends_in_stop_string(stop: Sequence[str], before: str, last: str) -> bool:
-    """Return True if a stop string ends in the last piece of a text."""
+    """Return True if a stop string ends in `last`, the text that follows `before`."""
     strings = StopStrings(stop, include=False)
     strings.add(before, count=False)
     return strings.add(last, count=True) is not None
