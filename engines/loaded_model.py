@@ -78,7 +78,7 @@ class ModelTexts:
 
     def _encode_whole(self, text: str, *, special: bool = True) -> list[int]:
         if (fast := self._fast) is not None:
-            # Skip the Hugging Face class. For a short text, it takes longer than the tokenization itself.
+            # Skip the Hugging Face class. For a short text, the class takes longer than the tokenization itself.
             return encode_all(fast, [text], special=special)[0]
         tokenizer = self.tokenizer
         return list(tokenizer.encode(text) if special else tokenizer.encode(text, add_special_tokens=False))

@@ -30,7 +30,7 @@ DEADLINE = "deadline"
 
 
 class SchemaPart(NamedTuple):
-    """A part of an answer's JSON schema that the client wrote. A schema for forced tools has several parts."""
+    """A client's JSON schema as a part of the answer's schema. The schema of forced tool calls has several parts."""
 
     place: str = "#"  # The part's location in the answer's schema, as a URI fragment.
     # The part's location in the client's body, as a URI fragment. If several fields have schemas, the field's name
@@ -146,7 +146,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # ignores them.
     generated_before: int = 0
     # The number of new tokens that must fit into the context after the prompt: at least 1, or 0 for pooling. If they do
-    # not fit, the request is refused. If `max_tokens` is larger than the free room, it is reduced to that room.
+    # not fit, the request is refused. If `max_tokens` exceeds the rest of the context, it is reduced to that rest.
     room: int = 1
     want_tokens: bool = False  # Whether deltas have `tokens` in addition to their text.
     want_logprobs: bool = False  # Whether tokens have their log probability.

@@ -267,7 +267,7 @@ class PromptTokenizer:
         second, most = pooling.second, self._most_characters
         if pooling.cut is None and len(text) + len(second or "") > most:
             raise self._too_long(len(text) + len(second or ""))
-        # If the text is not cut, the higher limit lets the error message give its true length.
+        # If the text is not cut, the limit exceeds the context, so that the error message gives the true length.
         limit = min(self._max_model_len, self._most or self._max_model_len) if pooling.cut is not None else most
         side = pooling.cut or "right"
         text, second = _near(text, most, side), None if second is None else _near(second, most, side)
