@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 LONG_TEXT = 4096
 # The maximum number of characters in all cached segments together. Their token ids take about as many bytes.
 _MOST_CHARACTERS = 16 * 1024 * 1024
-_END = ""  # Marks the end of a text in a tree of characters.
+_END = ""  # Marks the end of a text in a trie.
 _TRIALS = ("a b", " a\n", "\n\na ", "\u4f60 1")
 
 
@@ -46,7 +46,7 @@ class SegmentTokenizer:
         cut = _cutting_tokens(tokenizer)
         # The ids of added tokens, keyed by text. An empty segment between two added tokens has no ids.
         self._added = {"": array("I"), **{text: array("I", [token_id]) for text, token_id in cut.items()}}
-        # Like the tokenizer, this matches the longest added token at each place.
+        # Like the tokenizer, the pattern matches the longest added token at each position.
         self._cut = re.compile(f"({longest_of(cut)})").split
         self._known: OrderedDict[str, array[int]] = OrderedDict()
         self._characters = 0
@@ -87,8 +87,8 @@ class SegmentTokenizer:
 def longest_of(texts: Iterable[str]) -> str:
     """Return a regular expression that matches the longest of these texts at a position.
 
-    In the expression, texts share common beginnings. A plain list of alternatives would be tried one by one at each
-    place.
+    The expression is a trie, in which texts share their common beginnings. Otherwise Python would try the texts one by
+    one at each position.
     """
     tree: dict[str, Any] = {}
     for text in texts:
@@ -140,8 +140,8 @@ def special_tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 def _cutting_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the ids of added tokens by their texts.
 
-    The result omits the added tokens that the tokenizer looks for in normalized text. The tokenizer finds these tokens
-    within segments.
+    Added tokens that the tokenizer looks for in normalized text are omitted. They stay in the segments, in which the
+    tokenizer finds them.
     """
     added = tokenizer.get_added_tokens_decoder().items()
     return {token.content: token_id for token_id, token in added if not token.normalized and token.content}

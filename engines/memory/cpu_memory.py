@@ -1,7 +1,7 @@
 """Finds out how much main memory is available, and how much of it the KV cache of vLLM's CPU backend gets.
 
-By default, vLLM would use nearly all memory for its cache. If another limit allows less, vLLM would refuse to start.
-Each worker binds its memory to one NUMA node, which may have far less memory than the machine. A control group (a
+By default, vLLM would reserve nearly all memory of a NUMA node, and would refuse to start if less is available. Each
+worker binds its memory to one NUMA node, which may have far less memory than the machine. A control group (a
 container's limit) may allow even less. This module does not import vLLM.
 """
 
@@ -27,12 +27,13 @@ _GIB = 1 << 30
 # not included.
 _PROCESS_BYTES, _WORKER_BYTES = 500 << 20, 700 << 20
 _LEAST_BYTES = 64 << 20  # The smallest useful KV cache.
-# The share of the free memory that the KV cache gets. Activations, cached files and other programs need the rest.
+# The KV cache's share of the memory that weights and processes leave free. Activations, cached files and other programs
+# need the rest.
 _SHARE = 0.5
-_LARGEST_SHARE = 0.9  # The share that is used if one sequence would not fit otherwise.
-# The largest KV cache, as a multiple of the weights. Each step of the engine reads all weights once. Each step also
-# reads the cache of every sequence. With a cache of this size, the throughput is four fifths of the throughput with an
-# unlimited cache. A larger cache would delay the start, because vLLM writes the whole cache.
+_LARGEST_SHARE = 0.9  # The maximum share if one sequence would not fit otherwise.
+# The largest KV cache, as a multiple of the weights. Each step of the engine reads all weights once, and the cache of
+# every sequence. So with a cache of this size, the throughput is four fifths of the throughput with an unlimited cache.
+# A larger cache would delay the start, because vLLM writes the whole cache at the start.
 _TIMES_WEIGHTS = 4
 # The names of a control group's files for its memory limit and its memory use.
 _VERSION_1, _VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")

@@ -1,9 +1,9 @@
 """Controls the garbage collector: during imports, after a model is loaded, and after a model is unloaded.
 
 A full collection stops all threads, including the event loop with every stream. After the import of vLLM, it would scan
-a million objects. That takes half a second on an idle machine, and several seconds on a busy machine. A loaded model
-consists of about 15,000 objects. Imported objects live as long as the process, so they are exempt from collection
-(`gc.freeze`).
+a million objects. That takes half a second on an idle machine, and several seconds on a busy machine. Imported objects
+live as long as the process, so they are exempt from collection (`gc.freeze`). A loaded model adds only about 15,000
+objects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
-# Requests leave few reference cycles behind: only small cycles, from chats. So collections find little.
+# Requests leave only a few small reference cycles behind, from chats. So collections can be rare.
 _THRESHOLDS = (20_000, 50, 50)
 
 _collecting = threading.Lock()
@@ -77,6 +77,6 @@ def release_memory() -> None:
             cuda.empty_cache()  # PyTorch keeps freed GPU memory for its own use.
         except RuntimeError as error:  # The GPU is lost.
             logger.warning("the free memory of the GPUs cannot be given back: %s", error)
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # Only in glibc. Other libraries keep less memory.
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # Only in glibc, which keeps the most freed memory.
     if malloc_trim is not None:
         malloc_trim(0)

@@ -181,8 +181,8 @@ def tensor_parallel_sizes(config: Config, gpus: int) -> tuple[int, ...]:
 class ModelMemory:
     """The memory that a model needs on each of the GPUs that share its layers.
 
-    A useful KV cache holds one sequence of the context length. Its size is at least a fifth of the memory that vLLM
-    uses. vLLM does not start without room for such a sequence.
+    A useful KV cache holds one sequence of the context length, because vLLM does not start otherwise. Its size is at
+    least a fifth of the memory that vLLM may use.
     """
 
     config: Config  # The model's config.json.
@@ -190,13 +190,13 @@ class ModelMemory:
     layout: Layout = Layout()
     memory_share: float = MEMORY_SHARE  # The share of a GPU's memory that vLLM may use.
     max_model_len: int | None = None  # The length of the longest sequence. None: the model's own context length.
-    cache_element_bytes: int = 2  # The size of one number in the KV cache.
+    cache_element_bytes: int = 2  # The size of one element of the KV cache.
     given_cache_bytes: int | None = None  # The size of the KV cache on each GPU, if a setting gives it.
 
     def fewest(self, sizes: Sequence[int], gpu_bytes: int) -> tuple[int, str]:
-        """Return the first size at which the model fits. If there is none, return the last size.
+        """Return the first size at which the model fits, and the reason in words.
 
-        Also return the reason in words.
+        If the model fits at no size, return the last size.
 
         Args:
             sizes: Numbers of GPUs that share each layer.
@@ -225,8 +225,8 @@ class ModelMemory:
     def cache_tokens(self, size: int, gpu_bytes: int) -> int | None:
         """Return approximately how many tokens the KV cache of a replica holds; None if unknown.
 
-        The estimate assumes sequences of the full length. Layers with a sliding window keep only a part of such a
-        sequence.
+        The estimate assumes sequences of the full length. If layers have a sliding window, fewer tokens of short
+        sequences fit, because such layers keep short sequences whole.
         """
         length = self.max_model_len or _first(_text(self.config), _CONTEXT)
         sequence = replace(self, max_model_len=length).sequence_bytes(size)
@@ -299,7 +299,7 @@ def _widths_fit(text: Config, size: int) -> bool:
 
 
 def _state_fits(text: Config, size: int) -> bool:
-    """Return True if the heads of recurrent layers divide evenly. Several groups of heads must divide evenly, too."""
+    """Return True if the heads of recurrent layers divide evenly, and the groups of heads if there are several."""
     heads = _numbers([text.get(name) for name in _STATE_HEADS])
     groups = _first(text, _STATE_GROUPS)
     return all(count % size == 0 for count in heads) and (groups in (0, 1) or groups % size == 0)

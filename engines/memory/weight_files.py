@@ -95,10 +95,10 @@ def draft_model(speculative_config: object) -> str:
 def hub_weight_bytes(repository: str, revision: str | None, counts: Callable[[str], bool] = lambda tensor: True) -> int:
     """Return the size of the tensors in a repository's safetensors files on the Hugging Face hub.
 
-    The result is 0 if the hub cannot be asked.
+    The result is 0 if the hub does not give the sizes.
 
     Args:
-        counts: Returns True if a tensor of this name is included.
+        counts: Takes a tensor's name, and returns True if the tensor is included.
     """
     from huggingface_hub import get_safetensors_metadata
 

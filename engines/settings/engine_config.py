@@ -212,15 +212,15 @@ class EngineConfig:
         "option.default_prompt_name", TEXT, shows_default=False, doc="Name of this prompt in the model's files"
     )
     djl_engine: bool = False  # Whether the setting `engine` is Rust, OnnxRuntime or PyTorch.
-    # The number of engine deaths that a request may survive. After one more death, the request is retried alone. 0:
-    # requests survive no death.
+    # How many times a request may be continued after the engine process that ran it has died. After one more death, the
+    # request is retried alone. 0: a request is never continued, and fails.
     continue_calls: int = 0
-    stall_timeout: float | None = None  # The limit of `Progress`.
+    stall_timeout: float | None = None  # The `limit` of `engines.interface.Progress`, in seconds.
     # Environment variables of the process that runs the engine.
     environment: Mapping[str, str] = field(default_factory=dict, metadata=ENVIRONMENT.metadata)
     # All other `option.<name>` values, which the engine interprets.
     engine_arguments: Mapping[str, str] = field(default_factory=dict)
-    # Where each engine argument was set, for error messages.
+    # The source of each engine argument, such as "environment: OPTION_DTYPE", for error messages.
     engine_argument_sources: Mapping[str, str] = field(default_factory=dict)
 
     @property

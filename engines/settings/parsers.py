@@ -31,7 +31,8 @@ _ASSIGNMENT = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*=(.*)", re.DOTALL)
 class Parser(Generic[T]):
     """Converts text to a value. `allowed` describes the values for error messages and the documentation."""
 
-    # Takes text without blanks at its ends. Raises ValueError for a value that is not allowed.
+    # Gets the text without blanks at its ends, unless `keeps_blanks` is set. Raises ValueError for a value that is not
+    # allowed.
     convert: Callable[[str], T]
     allowed: str
     keeps_blanks: bool = False  # Whether blanks at the ends of the text belong to the value.
