@@ -2,7 +2,7 @@
 
 The event loop accepts requests, and passes deltas to the sinks. `BatchQueue` decides which requests run together. The
 model runs in a daemon thread (`generate.BatchRunner`), on a GPU or on the CPU. One batch runs at a time. LMI documents
-the contract as "Dynamic Batch/Static Batch Schema".
+the requests and answers as "Dynamic Batch/Static Batch Schema".
 """
 
 from __future__ import annotations
@@ -50,9 +50,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Hashable)
 
-# The minimum batch size if answers are streamed. All prompts of a client's list must be answered in one stream.
+# The minimum batch size if answers are streamed. A client's list of prompts is answered in one stream, so its prompts
+# should run together.
 STREAMED_TOGETHER = 32
-_STUCK_SECONDS = 30.0  # If an abandoned batch does not end within this time, the engine counts as dead.
+# When a batch makes no progress, its requests fail. If the batch itself does not end within this time, the engine
+# counts as dead.
+_STUCK_SECONDS = 30.0
 _STOP_SECONDS = 1.0
 # Fields in which the requests of one batch may differ.
 _NOT_SHARED = {
@@ -73,7 +76,7 @@ class BatchQueue(Generic[T]):
     """A queue of items that run in batches. All items of a batch have the same key. Not thread-safe.
 
     The next batch contains the oldest item. The batch is due when it is full, or when the oldest item has waited for
-    `delay` seconds. `size` is the weight of a full batch. A heavier item has a batch of its own.
+    `delay` seconds. `size` is the weight of a full batch. A heavier item runs alone.
     """
 
     def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,7 +92,7 @@ class BatchQueue(Generic[T]):
         return iter(list(self._waiting))
 
     def put(self, item: T, key: Hashable, weight: int = 1) -> None:
-        """Add an item. `weight` is its share of a batch."""
+        """Add an item. `weight` counts towards the size of its batch."""
         self._waiting[item] = _Waiting(key, weight, self._clock() + self._delay)
         self._changed.set()
 

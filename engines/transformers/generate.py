@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One running sequence, or all beams of a search. Only the engine's thread uses it."""
+    """One sequence, or all beams of a search. While its batch runs, only the engine's thread changes it."""
 
     job: Job
     sequence: BatchSequence
     generator: torch.Generator  # The source of the sequence's random numbers.
     finished: bool = False  # Whether the sequence has failed, or the search has ended.
-    last_at: float = 0.0  # The time of the last token. Only the event loop uses it.
+    last_at: float = 0.0  # The time of the last token. An exception: only the event loop uses it.
 
     @property
     def done(self) -> bool:
@@ -50,9 +50,9 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request with all its sequences. Only the event loop changes a job.
+    """A request with all its sequences.
 
-    The exceptions are `rows` and `searched`, which the engine's thread changes, too.
+    Only the event loop changes a job, apart from `rows` and `searched`, which the engine's thread changes, too.
     """
 
     request: GenerationRequest
@@ -145,8 +145,8 @@ class BatchRunner:
                 known = row.job.rows[0].sequence.prompt_logprobs
                 row.sequence.prompt_logprobs = known or read_prompt(self._model, row.job.prompt_ids)
                 batch.moved_at = time.monotonic()
-        # Each call of `generate` also pads the rows that have finished. Even these rows must not exceed the model's
-        # context.
+        # `generate` also appends padding to rows that have finished, and no row may exceed the model's context. So a
+        # call ends when its longest row fills the context, and the unfinished rows continue in another call.
         while rows:
             self._generate_within(batch, rows)
             rows = [row for row in rows if not row.done]
@@ -187,7 +187,7 @@ class BatchRunner:
         decode = partial(model.tokenizer.batch_decode, skip_special_tokens=sampling.skip_special_tokens)
 
         def stopped(input_ids: Any, scores: Any, **_: Any) -> Any:
-            """Return which beams have ended or were cancelled. Each job has the same number of beams."""
+            """Return which candidates for beams have ended or were cancelled. Each job has the same number of them."""
             batch.moved_at = time.monotonic()
             each = len(input_ids) // len(jobs)
             for job in jobs:

@@ -81,7 +81,7 @@ def load_model(config: EngineConfig) -> TransformersModel:
     disable_progress_bar()  # In a log, each step of a progress bar would be a line.
     try:
         if config.devices and device.type == "cuda":
-            # transformers computes the size of the KV cache for the thread's current device.
+            # transformers uses the thread's current device if a device has no index, for example `cuda`.
             torch.cuda.set_device(device)
         name = loading_arguments(config).tokenizer
         tokenizer = AutoTokenizer.from_pretrained(
@@ -136,7 +136,8 @@ def model_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["attn_implementation"] = given.attn_implementation
     if given.device_map:
         arguments["device_map"] = _device_map(config, given.device_map)
-    # The configuration of a quantized model names its quantization, and `quantization` must agree with it.
+    # bitsandbytes quantizes the weights while they are loaded. The configuration of a model that is already quantized
+    # names its quantization, so other values of `quantization` are not passed on.
     bits = _BITS.get(given.quantization.lower())
     bits = "load_in_8bit" if given.load_in_8bit else "load_in_4bit" if given.load_in_4bit else bits
     if bits:
@@ -177,7 +178,7 @@ def _device_map(config: EngineConfig, text: str) -> Any:
 
 
 def source(config: EngineConfig, name: str) -> str:
-    """Return the place where an engine argument was set, for messages."""
+    """Return where an engine argument was set, for messages: "environment: OPTION_QUANTIZE", for example."""
     return config.engine_argument_sources.get(name, f"option.{name}")
 
 

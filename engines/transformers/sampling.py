@@ -29,7 +29,7 @@ MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 16384
 # overflow.
 _LOWEST_TEMPERATURE = 0.01
 _NEVER = -math.inf
-# The limits of the random numbers. Within these limits, a logarithm is finite and below 0.
+# The limits of the random numbers. Within these limits, the logarithm of a number is finite and below 0.
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
 
 
@@ -50,8 +50,8 @@ def check_request(request: GenerationRequest, model: TransformersModel) -> None:
         raise InvalidParameter("top_n_tokens", f"must be at most {MAX_TOP_TOKENS}, got {request.top_tokens}")
     if s.allowed_token_ids is not None and not s.allowed_token_ids:
         raise InvalidParameter("allowed_token_ids", "must not be empty")
-    # transformers keeps a row for each stop token of each beam. Each row has an entry for every token of the
-    # vocabulary.
+    # In a beam search with N stop tokens, transformers keeps 1 + N candidates for each beam. Each candidate has all
+    # tokens of a sequence.
     most = size if request.beam_search is None else _MAX_STOP_TOKEN_IDS_OF_BEAMS
     check_token_ids("stop_token_ids", s.stop_token_ids, most, size)
     check_token_ids("allowed_token_ids", s.allowed_token_ids or (), size, size)
@@ -110,7 +110,8 @@ class Sampler:
     def choose(self, input_ids: Any, logits: Any) -> list[Choice | RequestError]:
         """Choose the next token of each sequence. Both tensors have a row for each sequence.
 
-        If the logits are not numbers, or the parameters forbid every token, the result is an error instead of a choice.
+        If a sequence's logits are NaN or infinite, or the parameters forbid every token, its result is an error instead
+        of a choice.
         """
         scores = self._adjusted(input_ids, logits)
         for warper in self._warpers:
@@ -171,7 +172,7 @@ def random_numbers(seed: int | None, sequence: int, device: Any) -> torch.Genera
 
 
 def _bias(s: SamplingParameters, model: TransformersModel) -> Any:
-    """Return the numbers that are added to the logits at every step; None if all are 0."""
+    """Return the bias that is added to the logits at every step; None if it is 0 for all tokens."""
     if s.allowed_token_ids is None and not s.logit_bias:
         return None
     bias = torch.zeros(model.vocabulary_size)
@@ -212,12 +213,12 @@ def _warpers(s: SamplingParameters) -> list[transformers.LogitsProcessor]:
 def _draw(scores: Any, generators: Sequence[torch.Generator]) -> Any:
     """Draw tokens as vLLM does: each token gets a random time, and the token with the earliest time is chosen.
 
-    The times are exponentially distributed, and the rate of each token is its probability. So every token has its own
-    random number. Rounding differs between batches, but it changes the result only if it swaps the first two tokens. If
-    the token were drawn from cumulative probabilities, rounding could affect every token.
+    The times are exponentially distributed, and the rate of each token is its probability. Rounding differs between
+    batches. Because every token has its own random number, rounding changes the result only if it swaps the two tokens
+    with the earliest times. In a draw from cumulative probabilities, rounding could affect every token.
     """
     weights = scores.softmax(dim=-1)
-    # On a CPU, this is several times as fast as `exponential_`.
+    # On a CPU, uniform numbers and their logarithms are several times as fast as `exponential_`.
     numbers = torch.empty_like(weights)
     for row, generator in zip(numbers, generators, strict=True):
         row.uniform_(generator=generator)
