@@ -92,7 +92,7 @@ def sequence_ids(llm: AsyncLLM, request_id: str) -> Sequence[str]:
 
 def seconds_in_queue(state: RequestState) -> float:
     """Return the seconds between a sequence's arrival in the engine and its first step."""
-    assert state.stats is not None  # `log_stats` is set for the states of Slipway and of `AsyncLLM`.
+    assert state.stats is not None  # Slipway and `AsyncLLM` create all states with `log_stats`.
     seconds: float = state.stats.scheduled_ts - state.stats.queued_ts
     return max(seconds, 0.0)
 

@@ -15,7 +15,7 @@ class BackgroundTasks(set[asyncio.Task[None]]):
         self._log_error = log_error
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run work in a new task."""
+        """Run a coroutine in a new task."""
         task = asyncio.create_task(work)
         self.add(task)
         task.add_done_callback(self._ended)

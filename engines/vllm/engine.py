@@ -1,4 +1,4 @@
-"""The vLLM engine, for CPU and CUDA: vLLM's `AsyncLLM`, with Slipway's states of requests (`output`)."""
+"""The vLLM engine, for CPU and CUDA: vLLM's `AsyncLLM`, with Slipway's own request states (`engines.vllm.output`)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Prepared(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     checked: EngineCoreRequest | None = None  # None for a beam search, whose steps are separate requests.
-    params: Any = None  # vLLM's `SamplingParams`. None if the request wants numbers.
+    params: Any = None  # vLLM's `SamplingParams`. None for a pooling request.
     pooling_params: Any = None
     constraint: CheckedConstraint | None = None
     prompt: Any = None  # vLLM's form of the prompt. None if it is not needed.
@@ -76,7 +76,7 @@ class _Prepared(msgspec.Struct, frozen=True):
 
 
 class VllmEngine:
-    """One model on vLLM. Its engine core runs in a separate process."""
+    """One model on vLLM. Each copy of the model has an engine core in a separate process."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -200,7 +200,7 @@ class VllmEngine:
         if prepared.checked is None:
             return BeamSearchTask(self, request, sink, prepared.token_ids, partial(self._submit, adapter=adapter))
         pooling, constraint, params = request.pooling, prepared.constraint, prepared.params
-        # Preparation may wait for the tokenizing of a long prompt, or for a constraint. Copies may have died meanwhile.
+        # Copies may have died during the preparation, which tokenizes the prompt and may compile a constraint.
         if not self._copies.client.ready or self._stopped or self._watchdog.failure:
             await self.wait_until_ready()
         target, siblings, check_answer = sink, None, None
@@ -215,7 +215,7 @@ class VllmEngine:
         try:
             for index in range(request.candidates):
                 if index:
-                    await give_turn(index)  # The call may end here, so the engine has no sequence yet.
+                    await give_turn(index)  # The call may be cancelled here, so no sequence has been sent yet.
                     if params.seed is not None:  # Each sequence has its own seed.
                         params = copy.copy(params)
                         params.seed = (params.seed + 1 + 2**63) % 2**64 - 2**63
@@ -293,7 +293,7 @@ class VllmEngine:
         else:
             token_ids = await self._prompts.token_ids(request)
             if request.images:
-                await self.wait_until_ready()  # The renderer omits images that the processes already have.
+                await self.wait_until_ready()  # The renderer omits images of earlier prompts. A new process has none.
                 prompt = await self._with_images(request, token_ids)
                 token_ids = prompt["prompt_token_ids"]
         arrived_at, memo = time.time(), None if request.images else request.memo
@@ -328,7 +328,10 @@ class VllmEngine:
         return _Prepared(token_ids, checked, params, pooling_params, constraint, prompt, arrived_at)
 
     def _has_tokens(self, prompt: tuple[int, ...]) -> bool:
-        """Return True if the model has all tokens of a prompt. False if the prompt is too long: it may still be cut."""
+        """Return True if a prompt fits into the context and all its ids are in the vocabulary.
+
+        A longer prompt gets this far only if the request truncates it. Then vLLM checks the truncated ids.
+        """
         return len(prompt) <= self.max_model_len and min(prompt) >= 0 and max(prompt) < self._vocabulary_size
 
     def _checked_pooling(self, request: GenerationRequest, pooling: Pooling, token_ids: list[int]) -> EngineCoreRequest:
@@ -499,7 +502,7 @@ class VllmEngine:
         return split_text(texts.tokenizer, token_ids, texts.special_ids, skip_special_tokens, prompt_ids)
 
     async def _look(self) -> bool:
-        """End requests that would wait forever: requests without progress, or all requests if the engine is gone."""
+        """End requests that would wait forever: requests without progress, or all requests if no copy is restarted."""
         self._copies.look()
         if self._copies.gave_up:
             self._copies.fail_all(EngineDead())

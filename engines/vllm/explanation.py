@@ -56,7 +56,7 @@ def explained_request(
 def explained_search(
     request: GenerationRequest, search: BeamSearch, token_ids: list[int], room: int
 ) -> ExplainedRequest:
-    """Return the explanation of a beam search. Its steps are requests for one token each, which go to all copies.
+    """Return the explanation of a beam search. It names no copy, because any copy may get the requests of a step.
 
     Args:
         request: The request.
@@ -82,7 +82,7 @@ def explained_search(
 
 
 def shown_parameters(params: msgspec.Struct) -> dict[str, Any]:
-    """Return parameters by vLLM's names, as JSON values. vLLM's private parameters are left out."""
+    """Return parameters by vLLM's names, as JSON values, without private parameters and without `_OWN`."""
     fields = (field.name for field in msgspec.structs.fields(type(params)))
     return {name: _shown(getattr(params, name)) for name in fields if not name.startswith("_") and name not in _OWN}
 

@@ -653,7 +653,7 @@ def check_names() -> None:
 
 
 def _now(target: Any, member: str) -> str | None:
-    """Return a member of a module or a class in the notation of the table. None if it no longer exists."""
+    """Return a member as the imported vLLM has it, in the notation of the table. None if it no longer exists."""
     if target is None:
         return None
     if member.startswith("{"):

@@ -54,8 +54,8 @@ from engines.vllm.sampling import load_typical
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 1.0  # If vLLM's processes do not end within this time, they are killed.
-_ABANDONED_SECONDS = 10.0  # The time that a load may take to fail when its processes are killed.
-_KILL_SECONDS = 0.1  # The time between two kills. The load may start another process in this time.
+_ABANDONED_SECONDS = 10.0  # The maximum time to wait until an abandoned load fails, after its processes are killed.
+_KILL_SECONDS = 0.1  # After this time, processes are killed again, because the load may have started another.
 _T = TypeVar("_T")
 _SWITCH = "TORCH_COMPILE_DISABLE"
 _COMPILER = "g++"
@@ -70,7 +70,7 @@ class StartedEngine:
     reports: EngineReports
     frontend_arguments: dict[str, Any]
     typical_refusal: str  # Why `typical_p` is refused. "" if it is allowed.
-    places: Sequence[Place]  # A place for each copy that fits on the machine.
+    places: Sequence[Place]  # The GPUs or processors of each copy that fits on the machine.
     elsewhere: Sequence[str]  # The workers that Ray or another machine runs.
 
 
@@ -239,16 +239,16 @@ def own_tokenizer(config: ModelConfig) -> Any:
 
 
 def image_mark(llm: AsyncLLM) -> Callable[[int], str] | None:
-    """Return a function that returns the mark of an image in a prompt; None if prompts cannot have images.
+    """Return a function that takes the number of an image, and returns its placeholder in a prompt.
 
-    The function takes the number of the image.
+    None if prompts cannot have images.
     """
     config = llm.model_config
     if not config.is_multimodal_model or config.is_encoder_decoder:
         return None
     if "image" not in llm.renderer.get_mm_processor().info.supported_mm_limits:
         return None
-    # If a model has no such marks, vLLM itself finds the place of the images.
+    # If a model has no such placeholders, vLLM itself finds the position of the images.
     return lambda number: get_model_cls(config).get_placeholder_str("image", number) or ""
 
 

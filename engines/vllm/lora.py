@@ -40,11 +40,12 @@ from engines.vllm.lora_files import CHANGED, AdapterFiles, Shapes, base_shapes, 
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two checks of the running requests. An abort reaches the engine within this time. Then the adapter of
-# the aborted request can be removed.
+# Seconds between two checks of the running requests, and the wait after the last check. An aborted request disappears
+# from vLLM's list before the abort reaches the engine process. After this wait, the abort has arrived, and the adapter
+# can be removed.
 _POLL = 0.05
 _REMOVE_SECONDS = 30.0  # The maximum time that `remove` waits for requests.
-_FAILURE = "Call to add_lora method failed: "  # vLLM's text before an error from its engine process.
+_FAILURE = "Call to add_lora method failed: "  # vLLM puts this text before an error from its engine process.
 # vLLM's text around an error from a worker.
 _WORKER_FAILURE = re.compile(r"Worker failed with error '(.*)', please check the stack trace above .*", re.DOTALL)
 
@@ -200,7 +201,8 @@ class VllmAdapters:
             idle = self._idle(lost) if is_only else ()
             for held in lost:
                 held.resident = held.adapter.pin or held.adapter.preload or held not in idle
-                if not held.resident or held.adapter.id not in self._held:  # It was removed during earlier loads.
+                # An adapter that is not in `_held` was unregistered while the adapters before it were loaded.
+                if not held.resident or held.adapter.id not in self._held:
                     continue
                 try:
                     found = await asyncio.to_thread(read_ahead, held.adapter.path, self._max_rank, self._base)
@@ -210,7 +212,7 @@ class VllmAdapters:
                         await add(held.request)
                 except EngineDeadError:
                     raise
-                except Exception as error:  # The requests of the adapter fail.
+                except Exception as error:  # Only the adapter's own requests fail.
                     held.resident = False
                     logger.error("adapter %s cannot be loaded into a copy: %s", held.adapter.name, _reason(error))
 

@@ -105,7 +105,7 @@ def read_ahead(directory: Path, max_rank: int, base: Shapes) -> AdapterFiles:
         base: The known shapes of the base model's weights.
 
     Returns:
-        The files. Their states were read before their content.
+        The files. The states were read before the content, so that a comparison shows a change during the reading.
 
     Raises:
         AdapterFailed: As in `check_adapter`, or the weights cannot be used. The message names the tensor.
@@ -146,7 +146,7 @@ def _config(path: Path) -> _Config:
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], max_rank: int, base: Shapes) -> None:
-    """Compare the two halves of each pair with the base weight, because vLLM accepts weights that are too small."""
+    """Compare each `lora_A` and `lora_B` with the base weight, because vLLM accepts weights that are too small."""
     for name, tensor in tensors.items():
         half = next((half for half in _HALVES if name.endswith(half)), None)
         if half is None or tensor.ndim != 2:
@@ -167,7 +167,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], max_rank: int, base: Shapes) ->
 
 
 def _check_pairs(names: Collection[str]) -> None:
-    """Refuse incomplete pairs, and files without tensors. vLLM fails on both without giving a reason."""
+    """Refuse a `lora_A` or `lora_B` without the other, and files without tensors. vLLM's errors give no reason."""
     if not names:
         raise AdapterFailed("the adapter's weights hold no tensor")
     for name in names:
@@ -179,9 +179,8 @@ def _check_pairs(names: Collection[str]) -> None:
 def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Refuse weights that are NaN or infinite. A training run that diverges leaves such weights.
 
-    On vLLM's CPU backend, one request with such an adapter breaks later requests. Later requests without this adapter
-    break, too. Removing the adapter does not help. Dozens of requests had empty answers, presumably because of the KV
-    cache.
+    On vLLM's CPU backend, one request with such an adapter caused empty answers to dozens of later requests, even to
+    requests without the adapter, and after the adapter was removed. The cause is presumably the KV cache.
     """
     import torch
 
@@ -215,7 +214,7 @@ def _tensors(path: Path, data: bytes) -> dict[str, Tensor]:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except SafetensorError as error:
         raise AdapterFailed(f"{path} is not a safetensors file: {error}") from None
-    except pickle.UnpicklingError:  # torch's message goes on to explain how to run the code in the file.
+    except pickle.UnpicklingError:  # torch's message also explains how to run the code in the file.
         raise AdapterFailed(f"{path} is damaged, or holds more than tensors; expected what peft saves") from None
     except Exception as error:  # For a damaged file, torch may raise almost any error.
         reason = str(error).partition("\n")[0]

@@ -32,7 +32,7 @@ _STEP_HISTOGRAMS = {
     "n_params_iter": "histogram_n_request",
     "time_to_first_tokens_iter": "histogram_time_to_first_token",
 }
-# For each histogram: the value of a finished request.
+# The histograms of finished requests, each with the function that returns a request's value.
 _REQUEST_HISTOGRAMS: dict[str, Callable[[Any], float]] = {
     "histogram_e2e_time_request": attrgetter("e2e_latency"),
     # `queued_time` is negative for a continued request, because vLLM keeps the time at which the request first ran.
@@ -60,13 +60,13 @@ class _ReportHistogram(Histogram):
 
 
 class _Waiting:
-    """The numbers of one engine that are not counted yet."""
+    """The statistics of one copy or data-parallel rank that have not been added to the metrics yet."""
 
     def __init__(self) -> None:
         self.scheduler: Any = None  # The last report. It includes the prefix-cache look-ups of earlier reports.
         self.generated = 0
         self.steps: list[int] = []  # The number of tokens of each step.
-        self.prompts: list[Any] = []  # The counts of prompt tokens in each step that has prompt tokens.
+        self.prompts: list[Any] = []  # The `PromptTokenStats` of each step that has prompt tokens.
         self.values: dict[str, list[float]] = {name: [] for name in _STEP_HISTOGRAMS}
         self.finished: list[Any] = []  # Requests that have ended.
 
@@ -121,7 +121,7 @@ class EngineReports(PrometheusStatLogger, Collector):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Keep the numbers of a step. They are counted when the metrics are read, or when many steps wait."""
+        """Keep the statistics of a step until the metrics are read, or until many steps have been kept."""
         waiting, scheduler, step = self._waiting[engine_idx], scheduler_stats, iteration_stats
         if scheduler is not None:
             self._latest[engine_idx] = scheduler
@@ -130,7 +130,7 @@ class EngineReports(PrometheusStatLogger, Collector):
                 tokens = step.prompt_token_stats.computed + step.num_generation_tokens
                 done = step.iteration_timestamp, running, waits, tokens, scheduler.kv_cache_usage
                 self.steps[engine_idx].append(done)
-            elif running:  # A part of a long prompt.
+            elif running:  # A step with a part of a long prompt, which generates no token.
                 self.steps[engine_idx].append((time.time(), running, waits, 0, scheduler.kv_cache_usage))
             if waiting.scheduler is not None:
                 cache, before = scheduler.prefix_cache_stats, waiting.scheduler.prefix_cache_stats
@@ -165,7 +165,7 @@ class EngineReports(PrometheusStatLogger, Collector):
             super().record(None, None, mm_cache_stats, engine_idx)
 
     def _record_scheduler(self, engine: int) -> None:
-        """Pass the scheduler's last report to vLLM's `record`, which sets the gauges and counts the numbers."""
+        """Pass the scheduler's last report to vLLM's `record`, which updates gauges and counters."""
         waiting = self._waiting[engine]
         stats, waiting.scheduler = waiting.scheduler, None
         self._name_adapters(stats)
@@ -182,7 +182,7 @@ class EngineReports(PrometheusStatLogger, Collector):
             adapters.update(named)
 
     def _count(self, engine: int) -> None:
-        """Count the waiting numbers of an engine."""
+        """Add the kept statistics of an engine to its metrics."""
         if self._waiting[engine].scheduler is not None:
             self._record_scheduler(engine)
         waiting, self._waiting[engine] = self._waiting[engine], _Waiting()
