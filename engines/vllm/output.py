@@ -76,7 +76,7 @@ class TokensApart:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
-        # Returns the text of a token that follows other tokens. A token that ends a character has no text by itself.
+        # Returns the text of a token that follows other tokens. Alone, a token that ends a character has no text.
         self._correct = LogprobsProcessor(tokenizer, None, None, None, None, None)._correct_decoded_token
 
     def text(self, token_id: int, before: Sequence[int]) -> str:
@@ -200,7 +200,7 @@ class OwnState(TokenTaker):
 
 
 class PooledState(OwnState):
-    """One prompt that the model turns into numbers."""
+    """One pooled prompt. Its result is a vector or scores (`TokenDelta.numbers`)."""
 
     def __init__(self, request: EngineCoreRequest, sink: Sink, statistics: EngineStatistics) -> None:
         super().__init__(
@@ -233,7 +233,7 @@ class PooledState(OwnState):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Push the numbers to the sink. vLLM calls this method when the numbers are ready."""
+        """Push the result to the sink. vLLM calls this method when the result is ready."""
         if self.ended or finish_reason is None:
             return
         if finish_reason in (VllmFinishReason.ABORT, VllmFinishReason.ERROR):
@@ -374,7 +374,7 @@ class PushedState(OwnState):
             if self.token_count < self.due:
                 return
             text, tokens = detokenizer.get_next_output_text(False, True), self.tokens
-            # In vLLM's contracts, a part is sent for each token, even for a token within a character.
+            # With `tokens_apart`, a part is sent for each token, even for a token within a character.
             if text or tokens or self.apart is not None:
                 self.tokens = []
                 count = self.token_count
@@ -500,8 +500,8 @@ class PushedState(OwnState):
     def _whole_text(self, finish_reason: Any) -> str:
         """Return the text of all tokens. vLLM's detokenizer makes the same text from single tokens.
 
-        If the prompt ends with a whole character, this is the text of the joined bytes, without an incomplete character
-        at the end.
+        If the prompt ends with a whole character, the tokens' bytes are joined and decoded, without an incomplete
+        character at the end.
         """
         request, ids = self.core_request, self.detokenizer.token_ids
         params: Any = request and request.sampling_params

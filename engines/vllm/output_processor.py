@@ -58,16 +58,16 @@ _FLOAT32 = struct.Struct("<f")
 
 
 class SentNumbers:
-    """The numbers of a pooled prompt, as the engine sent them: a data type, a shape, and the data."""
+    """The result of a pooled prompt, as the engine sent it: a data type, a shape, and the data."""
 
     __slots__ = ("_buffers", "_decoder", "_part")
 
     def __init__(self, part: Sequence[Any], decoder: MsgpackDecoder) -> None:
-        """Keep the parts. Large data are not in a part: the part has the index of the message frame with the data."""
+        """Keep the data. Instead of large data, `part` has the index of the message frame that contains them."""
         self._part, self._decoder, self._buffers = part, decoder, decoder.aux_buffers
 
     def array(self) -> np.ndarray:
-        """Return the numbers as an array of float32."""
+        """Return the result as an array of float32."""
         if self._part[0] != "float32":
             converted: np.ndarray = self.tensor().float().numpy()
             return converted
@@ -75,7 +75,7 @@ class SentNumbers:
         return array if array.flags.aligned else array.copy()  # The data may be at an unaligned address.
 
     def tensor(self) -> torch.Tensor:
-        """Return the numbers as the tensor that vLLM expects."""
+        """Return the result as the tensor that vLLM expects."""
         self._decoder.aux_buffers = self._buffers
         try:
             return self._decoder._decode_tensor(self._part)
@@ -103,7 +103,7 @@ class SentOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=Fal
 
 
 class LeanDecoder(MsgpackDecoder):
-    """vLLM's decoder of engine messages. It keeps log probabilities and pooled numbers as they were sent."""
+    """vLLM's decoder of engine messages. It leaves log probabilities and pooled results undecoded."""
 
     def dec_hook(self, t: type, obj: Any) -> Any:
         if t is SentLogprobs:

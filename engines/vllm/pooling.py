@@ -87,7 +87,7 @@ def check_pooling(pooling: Pooling | None, model: PoolingModel | None) -> None:
     """Refuse a request for a kind of answer that the model does not make.
 
     Args:
-        pooling: The numbers that the request wants. None: the request wants text.
+        pooling: The pooling that the request wants. None: the request wants text.
         model: The model. None: the model generates text.
 
     Raises:

@@ -1,10 +1,10 @@
 """Converts Slipway's sampling parameters to vLLM's, with checks that protect the engine process.
 
 The module also implements locally typical sampling. TGI and lmi-dist have `typical_p`, but vLLM does not. So Slipway
-has custom logits processors, which run inside vLLM's engine process. vLLM has two interfaces for such processors, one
-for each of its model runners. On a GPU, the newer runner is the default. Both processors here cut the same tokens. They
-handle all rows of a step at once, without waiting for the device. The results differ only if `min_p` is also given: the
-older runner applies `min_p` before the processor, and the newer runner applies it after the processor.
+has custom logits processors, which run inside vLLM's engine process. vLLM has two model runners, each with its own
+interface for such processors. On a GPU, the newer runner is the default. Both processors here drop the same tokens.
+They handle all rows of a step at once, without waiting for the device. The results differ only if `min_p` is also
+given: the older runner applies `min_p` before the processor, and the newer runner applies it after the processor.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def check_bad_words(params: SamplingParams) -> None:
 def load_typical(config: VllmConfig) -> str:
     """Make the engine load the processor for `typical_p` that fits its model runner.
 
-    Returns "", or the reason why the engine cannot load it. The reason is the end of a sentence. The sentence begins
-    with the parameter's name.
+    Returns "", or the reason why the engine cannot load it. The reason continues a sentence that begins with the
+    parameter's name.
     """
     if config.speculative_config is not None:
         return "cannot be used together with speculative decoding"
@@ -191,10 +191,10 @@ def load_typical(config: VllmConfig) -> str:
 def prompt_logprobs_refusal(config: VllmConfig) -> str:
     """Return why the engine would not survive requests for log probabilities of the prompt; "" if it would.
 
-    With adapters, `LogitsProcessorWithLoRA` passes tokens of the prompt to `add_lora_logits`, which has an index for
-    each sequence of the step. On a CPU, this function fails if the step has several sequences. The failure ends the
-    engine process. On a GPU, the function changes the wrong rows. If there are more sequences than rows, it writes
-    beyond their end.
+    With adapters, `LogitsProcessorWithLoRA` passes a row for each token of the prompt to `add_lora_logits`, which
+    expects a row for each sequence of the step. On a CPU, this function fails if the step has several sequences, and
+    the engine process ends. On a GPU, the function changes the wrong rows. If there are more sequences than rows, it
+    writes beyond the end of the rows.
 
     With `kv_sharing_fast_prefill`, vLLM's model runner asserts that no request asks for these log probabilities. vLLM
     itself refuses such a request only if it also asks for alternatives.
@@ -242,7 +242,7 @@ class TypicalLogitsProcessor(LogitsProcessor):
             self._masses = async_tensor_h2d(list(self._wanted.values()), self._device, torch.float32)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Cut the rows that have a `typical_p`. The logits have been divided by the temperature."""
+        """Drop tokens in the rows that have a `typical_p`. The logits have been divided by the temperature."""
         if self._wanted:
             _cut(logits, self._rows, logits[self._rows], self._masses)
         return logits
@@ -264,7 +264,7 @@ class TypicalProcessor(NewLogitsProcessor):
         return mass is not None
 
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Cut the rows that have a `typical_p`. Without speculative decoding, each request has one row."""
+        """Drop tokens in the rows that have a `typical_p`. Without speculative decoding, each request has one row."""
         rows = np.flatnonzero(self._masses[ctx.idx_mapping_np] < 1.0)
         if rows.size:
             places = ctx.idx_mapping_np[rows]

@@ -12,7 +12,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 
 async def silence(llm: AsyncLLM) -> Any:
-    """Return a prompt in vLLM's form. The model has to transcribe one second of silence."""
+    """Return a prompt that asks the model to transcribe one second of silence, in vLLM's form."""
     config = llm.model_config
     model: Any = get_model_cls(config)
     speech = model.get_speech_to_text_config(config, "transcribe")

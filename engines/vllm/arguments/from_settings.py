@@ -121,9 +121,9 @@ def frontend_arguments(config: EngineConfig) -> dict[str, Any]:
 
 
 def _in_model_dir(config: EngineConfig, text: str) -> str:
-    """Return the path of a file in the model directory. If there is no such file, return the text itself.
+    """Return the path of a file in the model directory. If the file does not exist, return the text itself.
 
-    The model directory is LMI's working directory.
+    LMI accepts such a path, because its working directory is the model directory.
     """
     path = os.path.join(config.model_dir, text)
     return path if os.path.isfile(path) else text

@@ -1,12 +1,11 @@
-"""Automata that accept the texts in which a pattern is found.
+"""Automata that accept the texts that begin with a match of a pattern.
 
-`expression` turns an automaton into an expression. The expression matches these texts. If `complemented`, it matches
-all other texts instead.
+`expression` returns a regular expression for these texts. If `complemented`, the expression matches all other texts
+instead. To get it, the states of the automaton are removed one by one (state elimination).
 
 An automaton follows all paths through a pattern's tree at once. Each state is a formula over places in the tree. A
 formula is a set of alternatives, and the rest of the text must match one of them. To match an alternative, the rest
-must match at all of its places (look-ahead), but not at its negative places (negative look-ahead). When all states have
-been removed, one by one, an expression is left.
+must match at all of its places (look-ahead), but not at its negative places (negative look-ahead).
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ from engines.vllm.constraints.pattern_trees import (
 _MOST_READ, _MOST_WRITTEN, _MOST_NESTED = 4_096, 16_384, 55
 _MOST_STATES, _MOST_STEPS, _MOST_EDGES = 512, 200_000, 512
 
-_Formula = frozenset[frozenset[int]]  # An "or" of "and"s of places. A negative place must not match.
+_Formula = frozenset[frozenset[int]]  # A disjunction of conjunctions of places. A negative place must not match.
 _NEVER: _Formula = frozenset()
 _ALWAYS: _Formula = frozenset([frozenset()])
 
 
 class Neighbour(IntEnum):
-    """The character before or after a place in the text."""
+    """The character before or after a position in the text."""
 
     UNKNOWN = auto()
-    OUTSIDE = auto()  # The place is at the beginning or the end of the text.
+    OUTSIDE = auto()  # The position is at the beginning or the end of the text.
     IN_WORD = auto()
     NOT_IN_WORD = auto()
 
@@ -65,7 +64,7 @@ class _Fork(NamedTuple):
 
 
 class _Condition(NamedTuple):
-    """Continues at a place if the edge matches here."""
+    """Continues at a place if the anchor or the word boundary (`Edge`) matches here."""
 
     edge: str
     place: int
@@ -94,7 +93,7 @@ class Work:
 
 
 class _Alphabet:
-    """The classes of characters. A pattern does not distinguish the characters of one class.
+    """Divides the characters into classes. A pattern does not distinguish the characters of one class.
 
     A set of classes is an integer with a bit for each class.
     """
@@ -137,7 +136,7 @@ def _sets(node: Node) -> Iterator[Characters]:
 
 
 class Automaton:
-    """A deterministic automaton for a pattern. It accepts a text if the beginning of the text matches the pattern.
+    """A deterministic automaton. It accepts a text if the pattern matches the text or its beginning.
 
     Args:
         tree: The pattern.
@@ -270,7 +269,7 @@ class Automaton:
         return found
 
     def _ends(self, formula: _Formula, before: Neighbour) -> bool:
-        """Return True if a text can end in a state."""
+        """Return True if a text that ends in a state is accepted."""
         return any(all(self._leads_to_end(abs(place), before) == (place > 0) for place in places) for places in formula)
 
     def _leads_to_end(self, place: int, before: Neighbour) -> bool:
@@ -409,7 +408,7 @@ class _Graph:
         return inward * (len(after) - 1) + outward * (len(before) - 1) + around * (len(before) * len(after) - 1)
 
     def _remove(self, state: int) -> set[int]:
-        """Remove a state, and connect the states before it with the states after it. Return all these states."""
+        """Remove a state, and connect the states before it with the states after it. Return its former neighbours."""
         loop = self._grouped(self._onward[state].pop(state, ()), "*")
         onward, back = self._onward.pop(state), self._back.pop(state) - {state}
         for before in back:

@@ -42,7 +42,7 @@ _CONTROLS = dict(zip("afnrtv", "\a\f\n\r\t\v", strict=True))
 _BRIDGES = (0x17F, 0x212A)  # The long s and the Kelvin sign, which Unicode case folding maps to ASCII letters.
 _FOLDED = frozenset("kKsS").union(map(chr, _BRIDGES))
 _HYPHEN: _Ranges = ((0x2D, 0x2D),)
-_DEEPEST = 250  # The maximum depth of nested classes, as in regex-syntax.
+_DEEPEST = 250  # The maximum depth of nested classes, as in regex-syntax, the parser of Rust's expressions.
 
 _ESCAPE = re.compile(
     r"\\(?:[pP]\s*(?:\{[^}]{0,99}\}|.)|[xuU]\{[^}]{0,9}\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)", re.DOTALL
@@ -279,17 +279,17 @@ _OF_GBNF = re.compile(
 
 
 def grammar_for_guidance(grammar: str) -> str:
-    """Return a grammar with ASCII classes, in a form that llguidance reads in the right dialect: Lark or GBNF.
+    """Return a grammar in a form whose dialect llguidance recognizes: Lark or GBNF.
 
-    llguidance reads a grammar as Lark if a line begins with `start:`. But a GBNF grammar with a rule `start` may have
-    such a line, and a Lark grammar may begin with `?start:`.
+    llguidance takes a grammar for Lark if a line begins with `start:`. But a GBNF grammar with a rule `start` may have
+    such a line, and a Lark grammar may begin with `?start:`. In Lark, `ascii_expression` also rewrites the expressions.
 
     Raises:
         ValueError: An expression in the grammar is nested too deeply.
     """
     if _IS_GBNF(grammar):
         names = {found["name"] for found in _OF_GBNF.finditer(grammar)}
-        unused = "0" * max(map(len, filter(None, names)))  # Makes the new name longer than any other.
+        unused = "0" * max(map(len, filter(None, names)))  # Makes the new name of `start` longer than any other.
         return _OF_GBNF.sub(lambda part: _gbnf_part(part, unused), grammar)
     return f"{_OF_LARK.sub(_lark_part, grammar)}\n{_MARK}\n"
 
