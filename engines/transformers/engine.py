@@ -1,4 +1,4 @@
-"""Dynamic batching on transformers: requests are collected, and each batch is one call of `model.generate`.
+"""Dynamic batching on transformers: requests are collected, and a batch is usually one call of `model.generate`.
 
 The event loop accepts requests, and passes deltas to the sinks. `BatchQueue` decides which requests run together. The
 model runs in a daemon thread (`generate.BatchRunner`), on a GPU or on the CPU. One batch runs at a time. LMI documents

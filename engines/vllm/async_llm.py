@@ -32,7 +32,7 @@ def begin_output(
         reports: The logger of statistics, which replaces vLLM's loggers.
         statistics: Counts the tokens.
     """
-    # The output loop reads this variable for each request. Without this line, vLLM looks the variable up in the
+    # The output loop reads this variable for each output. Without this line, vLLM looks the variable up in the
     # environment each time. vLLM 0.33 reads the variable once a step, so this line can then be removed.
     envs.VLLM_COMPUTE_NANS_IN_LOGITS = envs.VLLM_COMPUTE_NANS_IN_LOGITS
     llm.logger_manager = reports

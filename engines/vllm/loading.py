@@ -188,7 +188,8 @@ class VllmLoader:
 
     def _start_processes(self, vllm_config: VllmConfig, start: Callable[[], _T], place: Place) -> _T:
         started: list[BaseProcess] = []
-        self._started = started  # Set before `_abandoned` is read, because `_in_time` reads them in the other order.
+        # Set before `_abandoned` is read. `_in_time`, in the event loop, sets `_abandoned` before it reads `_started`.
+        self._started = started
         if self._abandoned:
             raise EngineStartError(self._cannot)
         tie = tied_to_this_thread(place.processors, spawned=vllm_config.parallel_config.numa_bind, started=started)
@@ -239,7 +240,7 @@ def own_tokenizer(config: ModelConfig) -> Any:
 
 
 def image_mark(llm: AsyncLLM) -> Callable[[int], str] | None:
-    """Return a function that takes the number of an image, and returns its placeholder in a prompt.
+    """Return a function that takes the number of an image, and returns its mark (placeholder) in a prompt.
 
     None if prompts cannot have images.
     """
@@ -248,7 +249,7 @@ def image_mark(llm: AsyncLLM) -> Callable[[int], str] | None:
         return None
     if "image" not in llm.renderer.get_mm_processor().info.supported_mm_limits:
         return None
-    # If a model has no such placeholders, vLLM itself finds the position of the images.
+    # If a model has no such marks, vLLM itself finds the positions of the images.
     return lambda number: get_model_cls(config).get_placeholder_str("image", number) or ""
 
 

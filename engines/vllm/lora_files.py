@@ -102,10 +102,10 @@ def read_ahead(directory: Path, max_rank: int, base: Shapes) -> AdapterFiles:
     the files over a network, which can take a minute.
 
     Args:
-        base: The known shapes of the base model's weights.
+        base: The result of `base_shapes` for the base model.
 
     Returns:
-        The files. The states were read before the content, so that a comparison shows a change during the reading.
+        The files. Their states were read first, so that a later comparison shows changes during the reading.
 
     Raises:
         AdapterFailed: As in `check_adapter`, or the weights cannot be used. The message names the tensor.

@@ -24,7 +24,7 @@ from engines.statistics import EngineStatistics
 class SentLogprobs:
     """The log probabilities of one output, as the engine sent them.
 
-    The engine sends three arrays. A common token needs only one number from them, so the arrays are not created.
+    The engine sends three arrays. A common token needs only one value of them, so the arrays are not created.
     """
 
     __slots__ = ("_buffers", "_parts")
@@ -84,7 +84,7 @@ class SentNumbers:
 
 
 def _array(part: Sequence[Any], buffers: Sequence[Any]) -> np.ndarray:
-    """Return an array from a message. Small data are inline, and large data are in a separate frame of the message."""
+    """Decode an array of a message. Small data are inline, and large data are in a separate frame of the message."""
     dtype, shape, data = part
     return np.ndarray(shape, dtype, buffers[data] if isinstance(data, int) else data)
 

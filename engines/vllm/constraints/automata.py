@@ -238,7 +238,7 @@ class Automaton:
         return ways
 
     def _derivative(self, formula: _Formula, before: Neighbour, at: int) -> _Formula:
-        """Return the formula that must match after a character of the class `at`."""
+        """Return the formula that the text after a character of the class `at` must match."""
         return self._any(
             [
                 self._all([self._after(abs(place), before, at, negated=place < 0) for place in places])
