@@ -1,8 +1,8 @@
 """The standard string formats of JSON schemas, as regular expressions.
 
-llguidance itself supports some of the formats. By the standard, names of other formats are annotations, so they are
-ignored. `regex` and the formats of international e-mail addresses and host names are also ignored, because no exact
-expression exists for them.
+llguidance itself supports some of these formats. By the standard, a format that the standard does not define is an
+annotation, so it is ignored. `regex` and the formats of international e-mail addresses and host names are also ignored,
+because no exact expression exists for them.
 
 Source: RFC 3339, 3986, 3987, 4122, 6570, 6901; relative JSON pointers: draft-bhutton-relative-json-pointer.
 """

@@ -1,11 +1,12 @@
 """Rewrites JSON schemas for llguidance.
 
-llguidance refuses a whole schema if it does not know one of its keywords. So a schema is rewritten first: keywords
-without effect are removed, and keywords that other keywords can express are replaced. The remaining unknown keywords
-are not enforced. The caller gets their places, and decides whether it accepts this. `KEYWORDS` says how each keyword is
-treated, and why.
+llguidance refuses a whole schema if it does not support one of the keywords. So a schema is rewritten first: keywords
+without effect are removed, and keywords that other keywords can express are replaced. All other unsupported keywords
+are left out, so they are not enforced. The caller gets their places, and decides whether to refuse the schema.
+`KEYWORDS` says how each keyword is treated, and why.
 
-Except at these places, a rewritten schema never allows more than the original schema.
+A place is the position of a keyword in the client's schema. It is a JSON pointer in a URI fragment: `#/items/contains`.
+Apart from the keywords that are not enforced, a rewritten schema never allows more than the original schema.
 
 Source: JSON Schema, drafts 4 to 2020-12; llguidance, `docs/json_schema.md` and `parser/src/json`.
 """
@@ -48,19 +49,20 @@ from engines.vllm.constraints.schema_values import (
 )
 
 _MAX_CHARACTERS = 1 << 17  # The maximum length of a rewritten schema.
-WHOLE = "#"  # The place of the whole schema. It is returned if only the type of the schema is enforced.
-# Limits on the number of schemas that rewriting adds: in total, and for one keyword. An item of `contains` counts as
-# one schema, plus one schema for each 64 characters.
+# The place of the whole schema. It is returned if only the type of the schema is enforced, or for omitted places.
+WHOLE = "#"
+# Limits on the number of schemas that rewriting adds: in total, and for one keyword. Each position of the item that
+# `contains` requires counts as one schema, plus one for each 64 characters of the item's schema.
 _MOST_ADDED, _MOST_ALTERNATIVES, _CHARACTERS_OF_A_SCHEMA = 2048, 128, 64
 _MOST_BRANCHES = 48  # The maximum number of branches of a `oneOf`. Each pair of branches is compared.
 _MOST_PLACES, _MOST_PLACE_CHARACTERS = 64, 8192  # The limits on the number and the total length of returned places.
 _NO_SCHEMA, _TOO_DEEP = "it must be a JSON schema, which is a JSON object", "it is nested too deeply"
 _SURROGATE = "it must not hold half of a surrogate pair"
 
-# llguidance's options for the white space of JSON. In the schema, they replace the client's options.
+# llguidance's options for the white space of JSON (`x-guidance` in a schema). They replace the client's options.
 _FLEXIBLE = {"whitespace_flexible": True}
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-# An object with one of these keywords is not closed, because the keyword defines further members.
+# A schema with one of these keywords is not closed (`_is_closed`), because the keyword may define further members.
 _COMBINED = ("anyOf", "oneOf", "$ref", "if", "unevaluatedProperties", "additionalProperties", "dependentSchemas")
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef", "not")
 
@@ -74,11 +76,11 @@ def for_guidance(text: str, fault: Callable[[str], str], *, compact: bool) -> tu
         compact: Whether the JSON has no white space.
 
     Returns:
-        The schema for llguidance; the places of the parts that are not enforced, as URI fragments; and llguidance's
-        error. It can be set in two cases: the only place is `WHOLE`, or no text satisfies the whole schema.
+        The schema for llguidance; the places of the keywords that are not enforced; and an error. The error is ""
+        except in two cases: only the type of the schema is enforced, or no text satisfies the whole schema.
 
     Raises:
-        ValueError: The text is not a JSON schema, is nested too deeply, or is too long.
+        ValueError: The text is not a JSON schema, has half of a surrogate pair, or is nested too deeply.
     """
     root = _read(text)
     options = {"x-guidance": _COMPACT if compact else _FLEXIBLE}
@@ -141,10 +143,10 @@ def _shown(places: Iterable[str]) -> tuple[str, ...]:
 class _Way(NamedTuple):
     """A way to rewrite a schema. If llguidance refuses the result, the next way is tried."""
 
-    careful: bool = True  # Whether parts are first tested separately.
+    careful: bool = True  # Whether llguidance first tests fragments of the schema, to leave out only refused fragments.
     loose: bool = False  # If True, the keywords of `_EXPRESSED` are not enforced.
-    closed: bool = True  # Whether objects are closed.
-    sealed: bool = True  # Whether members that the schema does not name have only one spelling.
+    closed: bool = True  # Whether objects are closed (`_is_closed`).
+    sealed: bool = True  # Whether member names that are not in the schema have only one spelling (`_seal`).
 
 
 _WAYS = (
@@ -156,7 +158,7 @@ _WAYS = (
     _Way(loose=True, closed=False, sealed=False),
 )
 # The unit of work is a character that llguidance reads. Beyond `_MOST_WORK`, schemas are no longer compared, and only
-# the loose ways are tried. With a time limit instead, two servers might enforce different parts of the same schema.
+# the loose ways are tried. Work is limited instead of time, so that all servers enforce the same parts of a schema.
 _MOST_WORK, _WORK_OF_A_SCHEMA, _WORK_OF_COMPILING = 1_000_000, 20, 8
 
 
@@ -167,13 +169,14 @@ class _Node:
     given: dict[str, Any]
     place: str
     types: frozenset[str]
-    closed: bool  # If True, an object has only the members that the schema names.
+    closed: bool  # Whether objects may be closed (`_is_closed`).
     exact: bool  # If True, the schema is a condition: it must not exclude any text that the standard allows.
     out: dict[str, Any] = field(default_factory=dict)
     # Further schemas that must also hold, each with the keyword from which it comes.
     also: list[tuple[str, Schema]] = field(default_factory=list)
     keyword: str = ""  # The keyword that is being rewritten.
-    # The number of keywords in `out` when the first schema was added to `also`. It decides the order of members.
+    # The number of keywords in `out` when the first schema was added to `also`. These keywords are written before
+    # `allOf`, and later keywords after it, because the order of the keywords decides the order of an object's members.
     also_at: int = 0
 
     def add(self, *schemas: Schema) -> None:
@@ -223,7 +226,7 @@ class _Rewriter:
         return self._fault(text)
 
     def schema(self, given: Any, place: str, closed: bool, *, exact: bool = False) -> Schema:
-        """Rewrite a schema. If every part is enforced, the result allows no more texts than the schema."""
+        """Rewrite a schema. If every keyword is enforced, the result allows no text that the original forbids."""
         if isinstance(given, bool):
             return given
         if not isinstance(given, dict):
@@ -264,11 +267,11 @@ class _Rewriter:
         return self._joined(node)
 
     def _seal(self, node: _Node) -> None:
-        """Allow only one spelling of a member's name if the schema does not name the member.
+        """Allow only one spelling of each member name that is not in the schema.
 
         llguidance compares the names of members by their bytes, and allows any escapes in the names of further members.
-        So it does not recognize the member `a` in `{"\\u0061": 1}`. If names must match a pattern, llguidance allows no
-        such escapes.
+        So with `{"\\u0061": 1}`, the value of the member `a` would evade the schema of `a`. llguidance allows no such
+        escapes in names that must match a pattern, so the names of further members get a pattern.
         """
         out, further = node.out, node.out.get("additionalProperties", True)
         if further is False or not (node.also or out.keys() & _OF_OBJECTS):
@@ -319,7 +322,7 @@ class _Rewriter:
         if False in parts or not node.types:
             return False
         if self._way.careful and (len(also) > 1 or node.out):
-            # llguidance cannot combine a schema that refers to itself with other schemas.
+            # llguidance cannot combine a schema that refers to itself with other schemas. So only this one is enforced.
             for origin, part in also:
                 if self._leads_back(part):
                     for keyword in [word for word in node.given if word in KEYWORDS and word != origin]:
@@ -331,7 +334,7 @@ class _Rewriter:
         before: dict[str, Any] = {}
         after: dict[str, Any] = {}
         for keyword, value in node.out.items():
-            # llguidance reads the keywords of members together only if no combining keyword is between them.
+            # llguidance relates the keywords of `_MEMBERS` to each other only if no `allOf` or the like separates them.
             if keyword == first_of_members:
                 (before if keyword in first else after).update(members)
             elif keyword not in members:
@@ -379,7 +382,7 @@ class _Rewriter:
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[dict[str, None]]:
-        """Do not record places in the `with` block. Yields the places that the block would have recorded."""
+        """Record the places that the `with` block does not enforce in the yielded dict, and not in `not_held`."""
         kept, self.not_held = self.not_held, {}
         try:
             yield self.not_held
@@ -387,7 +390,7 @@ class _Rewriter:
             self.not_held = kept
 
     def _takes(self, fragment: dict[str, Any]) -> bool:
-        """Return True if llguidance accepts a fragment. It is tested only after the whole schema was refused."""
+        """Return True if llguidance accepts a fragment, or if fragments are not tested (`_Way.careful`)."""
         if not self._way.careful:
             return True
         text = json.dumps(fragment)
@@ -416,7 +419,7 @@ class _Rewriter:
         return True
 
     def _number(self, node: _Node, keyword: str, value: Any) -> bool:
-        if keyword.startswith("exclusive") and isinstance(value, bool):  # In draft 4, it changes the other bound.
+        if keyword.startswith("exclusive") and isinstance(value, bool):  # In draft 4, a flag of `minimum` or `maximum`.
             return True
         if not is_number(value):
             return False
@@ -461,7 +464,7 @@ class _Rewriter:
     def _patterns(self, value: Any, *, single: bool = False) -> tuple[str, ...] | None:
         """Return expressions that together are equivalent to a pattern, or only one expression if `single`.
 
-        Returns None if llguidance supports no such expressions.
+        Returns None if the pattern cannot be rewritten for llguidance.
         """
         if not isinstance(value, str):
             return None
@@ -560,7 +563,7 @@ class _Rewriter:
         if len(held) == len(members) and self._takes({"patternProperties": dict.fromkeys(held, True)}):
             node.out[keyword] = held
             return True
-        # Then members with matching names may have any value.
+        # The patterns are not enforced: members with matching names may have any value.
         if None in names.values():
             node.out["additionalProperties"] = True
         else:
@@ -651,7 +654,7 @@ class _Rewriter:
         """`dependentRequired` and similar keywords: a condition must hold if a member is present."""
         if not isinstance(value, dict):
             return False
-        if not self._spend(1 << min(len(value), 30)):  # The choices multiply.
+        if not self._spend(1 << min(len(value), 30)):  # Each member doubles the number of combinations.
             return False
         place = below(node.place, keyword)
         for name, needed in value.items():
@@ -852,7 +855,7 @@ class _Rewriter:
         return not _is_empty(self._complaint({"allOf": [schema]})) and schema
 
     def _target(self, reference: Any) -> tuple[str, Any] | None:
-        """Return the place of a reference's target, and the target's schema; None if it is in another document."""
+        """Return the place and the schema to which a reference points; None if they are not found in this document."""
         return None if self._foreign or not isinstance(reference, str) else self._references.target(reference)
 
     # Negation.
@@ -1040,7 +1043,7 @@ def _is_empty(complaint: str) -> bool:
 
 
 def _others(node: _Node, kind: str) -> list[Schema]:
-    """Return a schema for each other type that a node may have."""
+    """Return a schema for each type that a node may have, except `kind`."""
     return [{"type": name} for name in type_names(node.types - {kind})]
 
 

@@ -39,7 +39,7 @@ class Property:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A place between characters."""
+    """An assertion about the characters before and after a position."""
 
     kind: str  # `^`, `$`, `b` or `B`
 
@@ -143,7 +143,8 @@ class Parser:
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
-        self.differs = False  # Whether a part needs another text, because llguidance would refuse or misread it.
+        # Whether the pattern must be rewritten, because llguidance would refuse or misread a part of it.
+        self.differs = False
 
     def read(self) -> Node:
         tree = self._either()
@@ -209,7 +210,7 @@ class Parser:
         kind = _GROUP.match(self._text, self._at)
         if kind is not None:
             self._at = kind.end()
-            self.differs |= kind["name"] is not None  # Names can have a meaning for llguidance.
+            self.differs |= kind["name"] is not None  # llguidance may interpret a group's name.
         part = self._either()
         if not self._next_is(")"):
             raise BeyondError
@@ -222,7 +223,7 @@ class Parser:
         begun, differed = self._at - 1, self.differs
         negated = self._next_is("^")
         if self._next_is("]"):
-            if "]" in self._text[self._at :]:  # In other syntaxes, the first bracket is a literal.
+            if "]" in self._text[self._at :]:  # In other syntaxes, this `]` is a literal, and the class ends later.
                 raise BeyondError
             self.differs = True
             return _ANY if negated else NOTHING
@@ -362,10 +363,11 @@ def rust_text(node: Node) -> str:
 
 
 def quotable(characters: Characters) -> Characters:
-    r"""Return a set that keeps its meaning in JSON. A set without the quotation mark or the backslash loses NUL.
+    r"""Return a set that llguidance enforces correctly in JSON. A set without `"` or without `\` loses NUL.
 
-    JSON writes these two characters as `\"` and `\\`. llguidance allows both in every set that has all control
-    characters, even in `[^"]`. A set without NUL does not have all control characters.
+    JSON writes these two characters as `\"` and `\\`. If a set has all control characters, llguidance allows both
+    escapes, even if the set excludes the character: `[^"]` would allow `\"`. Without NUL, the set no longer has all
+    control characters.
     """
     if not _has(characters, 0) or (_has(characters, ord('"')) and _has(characters, ord("\\"))):
         return characters
@@ -414,7 +416,7 @@ def looks_behind(node: Node) -> bool:
 
 
 def reversed_tree(node: Node) -> Node:
-    """Return a tree for texts that are read backwards."""
+    """Return the tree that matches the reversed texts."""
     if isinstance(node, Chain):
         return Chain(tuple(map(reversed_tree, reversed(node.parts))))
     if isinstance(node, Either):

@@ -1,10 +1,10 @@
 """Replaces the patterns of JSON schemas with patterns that llguidance supports.
 
-A pattern is an expression that is found somewhere in a text. llguidance does not support look-around, word boundaries,
-complements, or `^` and `$` inside an expression. All of these are regular: an automaton can express them, and the
-automaton can be written as an expression.
+A text matches a pattern if the pattern is found anywhere in the text. llguidance does not support look-around, word
+boundaries, complements, or `^` and `$` inside an expression. All of these are regular: an automaton can express them,
+and the automaton can be written as an expression.
 
-In this module, "exactly" does not include texts with NUL, because some classes lose this character
+In this module, "exactly" disregards texts with NUL, because some classes lose this character
 (`pattern_trees.quotable`).
 """
 
@@ -60,10 +60,10 @@ def all_but(words: Iterable[str], others: Iterable[str]) -> str | None:
 
 
 def without_look_around(pattern: str, *, single: bool = False) -> tuple[str, ...] | None:
-    """Return patterns that together are equivalent: exactly the same texts match all of them.
+    """Return patterns that llguidance supports. A text matches all of them exactly if it matches the given pattern.
 
-    llguidance supports these patterns, and reads them as ECMA-262 does. If this is true of the given pattern, it is
-    returned unchanged.
+    llguidance reads the returned patterns as ECMA-262 does. If this also holds for the given pattern, it is returned
+    unchanged.
 
     Args:
         pattern: The pattern.

@@ -1,4 +1,4 @@
-"""References within a JSON schema, and the notation for its places."""
+"""References within a JSON schema, and places in the schema, which are JSON pointers in URI fragments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class References:
         return schema is not self._root and isinstance(base, str) and not base.startswith("#")
 
     def target(self, reference: str) -> tuple[str, Any] | None:
-        """Return the place to which a reference points, and its schema. None if it points to another document."""
+        """Return the place and the schema to which a reference points. None if they are not found in this document."""
         base, _, fragment = reference.partition("#")
         if base and base != str(self._root.get("$id") or self._root.get("id") or "").partition("#")[0]:
             return None
@@ -69,7 +69,7 @@ class References:
 
 
 def below(place: str, part: str | int) -> str:
-    """Return the place of a part, as a URI fragment."""
+    """Return the place of a part of the schema at `place`. The part is a key or an index."""
     return f"{place}/{quote(_escaped(str(part)), safe='~$')}"
 
 

@@ -10,7 +10,8 @@ from typing import Any
 Schema = bool | dict[str, Any]
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 EVERY = frozenset(TYPES)
-# llguidance reads each bound as a double. If the bound is for integers, llguidance converts it to a 64-bit integer.
+# llguidance reads each bound as a double. If the bound is for integers, llguidance converts it to a 64-bit integer. So
+# a bound must be below 2**63.
 LARGEST_BOUND = math.nextafter(2.0**63, 0.0)
 _LARGEST_INTEGER = (1 << 63) - 1
 _STEP = 1e-9  # The distance between an exclusive bound and the nearest allowed number.
@@ -125,7 +126,7 @@ def bound_of(value: float, *, least: bool, exclusive: bool, whole: bool) -> dict
         near = math.nextafter(near, inward)
     if exclusive and not whole:
         # If a number is less than `_STEP` away from the bound, llguidance treats the number as the bound itself.
-        # llguidance also wrongly allows an exclusive integer bound if the distance between both bounds is less than 1.
+        # llguidance also wrongly allows the bound itself if it is an integer and less than 1 away from the other bound.
         near, exclusive = sorted((math.nextafter(near, inward), near + math.copysign(_STEP, inward)))[least], False
     keyword = "inimum" if least else "aximum"
     return {f"exclusiveM{keyword}" if exclusive else f"m{keyword}": plain(near)}

@@ -1,12 +1,13 @@
 """Translates a request's constraint to vLLM's structured outputs.
 
 vLLM has several back ends for constraints, but an engine uses only one. With vLLM's setting `auto`, vLLM checks each
-request against the back end that suits the request best. But the back end of the first request enforces all
-constraints. So Slipway chooses the back end when the model is loaded. It chooses `guidance` (llguidance). This back end
-limits the cost of constraints, and refuses the constraints that it cannot enforce.
+request against the back end that suits the request best. But the engine enforces all constraints with the back end that
+suited the first of them. So Slipway chooses the back end when the model is loaded: `guidance` (llguidance) if the model
+has a fast tokenizer, otherwise `xgrammar`. `guidance` limits the cost of constraints, and refuses the constraints that
+it cannot enforce.
 
-A constraint is a program that a client has sent. So a separate process (`trials`) rewrites and compiles it before the
-engine gets it.
+A constraint is a program that a client has sent. So with `guidance`, a separate process (`trials`) rewrites and
+compiles it before the engine gets it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _WHITE_SPACE = "disable_any_whitespace"
 def choose_backend(config: VllmConfig, option: str) -> None:
     """Choose the back end, and make JSON compact. Options that `structured_outputs_config` sets are kept.
 
-    A model that may write any white space sometimes writes nothing else.
+    JSON is compact, because a model that may write any white space sometimes writes nothing else.
 
     Args:
         config: The configuration of an engine that has not started.
@@ -70,7 +71,7 @@ class CheckedConstraint(NamedTuple):
 
     outputs: StructuredOutputsParams
     text: str = ""  # The client's text of the constraint. Empty if the back end is not `guidance`.
-    not_held: tuple[str, ...] = ()  # The client's names of the parts that are not enforced in the JSON schema.
+    not_held: tuple[str, ...] = ()  # The parts of the JSON schema that are not enforced, by the client's names.
 
 
 class ConstraintTranslator:
@@ -96,7 +97,7 @@ class ConstraintTranslator:
         self._compact = config.disable_any_whitespace
         self._trials: GrammarTrials | None = None
         if self._guidance and (fast := fast_tokenizer(tokenizer)) is not None:
-            # vLLM's back end makes its tokenizer with the same size.
+            # vLLM's back end gives its llguidance tokenizer the same vocabulary size.
             size = max(vocabulary_size, len(tokenizer))
             self._trials = GrammarTrials(fast, size, tokenizer.eos_token_id, drafts=drafts)
 
@@ -139,15 +140,14 @@ class ConstraintTranslator:
         parts: Sequence[SchemaPart],
     ) -> CheckedConstraint:
         _check_company(parameter, sampling)
-        # With `guidance`, any text may stand between the tags. It may even be a tag whose content violates the tag's
-        # schema.
+        # `guidance` allows any text between structural tags, even a tag whose content violates the tag's schema.
         if self._guidance and outputs.structural_tag is not None:
             raise InvalidParameter(f"{parameter}.structural_tag", _NO_TAGS)
         compact = self._compact or outputs.disable_any_whitespace
         if self._guidance and outputs.json_object:
-            # Without a schema, the back end uses the white-space option of the engine, not that of the request.
+            # Without a schema, the back end ignores the request's white-space option, and uses the engine's option.
             outputs = dataclasses.replace(outputs, json={"type": "object"}, json_object=None)
-        for kind, most in _MOST_CHARACTERS.items():  # At most one of them is set.
+        for kind, most in _MOST_CHARACTERS.items():  # At most one kind is set.
             if (value := getattr(outputs, kind)) is None:
                 continue
             if not value and kind == "choice":
@@ -206,7 +206,7 @@ def _named(places: Sequence[str], parts: Sequence[SchemaPart]) -> list[tuple[Sch
     """Translate places of a schema to the client's names. Return each name with the part that contains the place.
 
     A place that contains several parts is returned once for each of them. A place outside of all parts keeps its name.
-    Clients choose the number of places and the number of parts. So the time is linear in both, not in their product.
+    The client's schema may have many places and many parts. So the time is linear in both, not in their product.
     """
     at = {part.place: part for part in parts}
     above: dict[str, list[SchemaPart]] = {}
@@ -239,7 +239,7 @@ def _listed(places: Sequence[str]) -> str:
 
 
 def _check_company(parameter: str, sampling: SamplingParameters | SamplingParams) -> None:
-    """Refuse parameters that forbid the end of the text, because the constraint may allow only the end."""
+    """Refuse parameters that forbid the end token, because the constraint may at some point allow only this token."""
     if sampling.min_tokens > 0:
         raise InvalidParameter(parameter, "cannot be used together with a minimum of new tokens")
     if sampling.ignore_eos:

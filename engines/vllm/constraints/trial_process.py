@@ -25,7 +25,8 @@ from engines.vllm.constraints import json_schema
 from engines.vllm.constraints.expressions import ascii_expression, grammar_for_guidance
 
 CPU_SECONDS = 2.0  # The limit for one constraint. Ordinary constraints take a hundredth of it.
-# The limit for one token's mask, which the engine makes between two steps of all requests. Ordinary masks take 0.001 s.
+# The limit for one token's mask. The engine computes masks between two steps, while all requests wait. Ordinary masks
+# take 0.001 s.
 STEP_CPU_SECONDS = 0.1
 STEPS = 64  # The number of tokens in a trial.
 CHECK_CPU_SECONDS = 0.1  # The limit for the check of one answer. A trial may have to wait for one check.
@@ -137,7 +138,7 @@ def verdict(schema: str, answer: str) -> str:
     The patterns of the schema are matched with Python's `re`, which a signal can interrupt.
     """
     from jsonschema.validators import Draft202012Validator, validator_for
-    from jsonschema_specifications import REGISTRY  # Its registry fetches no schemas.
+    from jsonschema_specifications import REGISTRY  # This registry never fetches a schema.
 
     try:
         document = json.loads(answer)
@@ -163,7 +164,7 @@ def verdict(schema: str, answer: str) -> str:
             checking = False
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException:  # The parts that are not enforced may be invalid, and rpds may panic.
+    except BaseException:  # Keywords that are not enforced may have invalid values, and rpds may panic.
         found = "unchecked"
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     signal.signal(signal.SIGPROF, before)

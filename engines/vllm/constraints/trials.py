@@ -40,7 +40,7 @@ _REMEMBERED, _REMEMBERED_CHARACTERS = 1024, 1 << 24
 # longer answers are not checked.
 _WAITING_ANSWERS, _ANSWER_CHARACTERS = 64, 1 << 18
 NO_VERDICT = "the constraint could not be compiled; try again later"
-# The signals that end the process if a constraint exceeds the processor time, the memory or the stack.
+# The exit codes of the process if a constraint exceeds the processor time, the memory or the stack: negative signals.
 _VERDICTS = {-number for number in (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)}
 _STOPPING = "the server is stopping; the request was not completed"
 
@@ -70,7 +70,7 @@ class GrammarTrials:
             "drafts": drafts,
         }
         self._process: Popen[str] | None = None
-        # Starts the process and waits for its answers. The kernel kills the process when this thread ends.
+        # This thread starts the process and waits for its answers. The kernel kills the process when the thread ends.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
         self._known: dict[bytes, Trial] = {}
         self._known_characters = 0
@@ -231,7 +231,7 @@ def _close_pipes(process: Popen[str]) -> None:
 
 @contextlib.contextmanager
 def _ended_after(seconds: float, process: Popen[str]) -> Iterator[None]:
-    """Kill the process if the `with` block takes longer. A suspended process would block the writing thread forever."""
+    """Kill the process if the `with` block takes longer: a suspended process would block the thread forever."""
     timer = threading.Timer(seconds, process.kill)
     timer.daemon = True
     timer.start()
