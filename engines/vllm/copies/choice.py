@@ -55,7 +55,7 @@ class CopyChoice:
         """
         keys, chosen = self._chosen(copies, token_ids, scope, work)
         had = self._had.setdefault(chosen.number, OrderedDict())
-        for key in reversed(keys):  # The first block of a prompt is useful for the longest time.
+        for key in reversed(keys):  # A prompt's first block is dropped last: without it, later blocks are useless.
             had[key] = None
             had.move_to_end(key)
         while len(had) > chosen.cached_tokens // BLOCK:
@@ -106,7 +106,7 @@ def _load(copy: Choosable) -> tuple[int, int]:
 
 
 def _keys(token_ids: Sequence[int], scope: Hashable) -> Iterator[int]:
-    """Yield a hash of all tokens up to the end of each block."""
+    """For each block, yield a hash of all tokens up to its end."""
     key = hash(scope)
     for end in range(BLOCK, min(len(token_ids), BLOCK * _MOST_BLOCKS) + 1, BLOCK):
         key = hash((key, *token_ids[end - BLOCK : end]))

@@ -70,8 +70,8 @@ class _Messages:
 
     def __init__(self, copy: Copy, client: CopiesClient, died: Callable[[Copy], None]) -> None:
         self._copy, self._client, self._died = copy, client, died
-        # The number of the engine in vLLM's metrics. None: the number that vLLM itself gives, such as the number of a
-        # data-parallel rank.
+        # The index of the engine in vLLM's metrics. None for the first copy: its messages keep vLLM's own index, such as
+        # a data-parallel rank.
         self._engine = copy.number - 1 or None
 
     def put_nowait(self, message: Any) -> None:
@@ -81,9 +81,9 @@ class _Messages:
         if self._copy.state is CopyState.DEAD:
             return  # Its requests continue on other copies.
         if message.outputs and message.outputs[0].finish_reason == FinishReason.ABORT:
-            # A process aborts all its sequences if it is told to end, for example after the death of another
-            # data-parallel rank. This message would end the sequences without an error, although the copy has died. The
-            # process sends no such message if the server aborts a sequence.
+            # A process that is told to end, for example because another data-parallel rank has died, aborts all its
+            # sequences with this message. It would end them without an error, although the copy has died. If the server
+            # aborts a sequence, the process sends no such message.
             return
         if self._engine is not None:
             message.engine_index = self._engine
@@ -123,10 +123,10 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         self._running: list[Copy] = []  # The copies whose processes run.
         self.ready: list[Copy] = []  # The copies that accept new requests.
         self._queries: OrderedDict[str, Copy] = OrderedDict()  # For each query: the copy that keeps its vectors.
-        self.placed: dict[str, Placed] = {}  # The copy of each request, by the request's id.
+        self.placed: dict[str, Placed] = {}  # For each request id: the copy of the engine that has the request.
 
     def add(self, copy: Copy, died: Callable[[Copy], None]) -> None:
-        """Add a copy that has been loaded. Until `open` is called, it gets only requests that are sent to this copy.
+        """Add a copy that has been loaded. Until `open` is called, it gets only requests that name it (`send_to`).
 
         Args:
             copy: The copy.
@@ -199,9 +199,10 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
                 reached.set_result(None)
 
     async def handled(self) -> None:
-        """Wait until vLLM's output loop has handled all messages that have arrived, so no token is missing.
+        """Wait until vLLM's output loop has handled all messages that have arrived, so that no token is missing.
 
-        The wait is needed, because the loop lets other tasks run while it handles a message with many sequences.
+        Without the wait, the loop may be in the middle of a message: it lets other tasks run between the sequences of a
+        large message.
         """
         if self._handled < self.came:
             reached = asyncio.get_running_loop().create_future()
@@ -251,12 +252,12 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         return self._choice.choose(ready, request.prompt_token_ids or (), _scope(request), work)
 
     def expected(self, request: EngineCoreRequest) -> tuple[int | None, int | None]:
-        """Return the number of the copy that would get a request now. The request is not recorded.
+        """Return which copy would get a request now, without recording the request.
 
         Returns:
-            The number, and how many prompt tokens the copy's prefix cache may hold. The number is None if no copy
-            accepts requests. The tokens are None if fewer than two copies accept requests. Then the server does not
-            track them: only the copy's process knows them.
+            The number of the copy, and how many prompt tokens its prefix cache may hold. The first is None if no copy
+            accepts requests. The second is None if fewer than two copies accept requests, because the server then does
+            not track the prefix cache.
         """
         if len(self.ready) < 2:
             return next((copy.number for copy in self.ready), None), None

@@ -38,12 +38,13 @@ SENT = "slipway_sent_tokens"
 """A key in vLLM's `reasoning_parser_kwargs`: how many tokens at the end of the prompt belong to the answer.
 
 Clients cannot set it: vLLM's front end puts all that comes from clients under one key, `chat_template_kwargs`. vLLM
-reads these arguments only if the model has a reasoning parser and the constraint begins after the reasoning.
+passes `reasoning_parser_kwargs` to the reasoning parser only if the constraint begins after the reasoning. `continued`
+refuses such requests, so no parser gets the key.
 """
 
 
 class CannotContinue(Exception):
-    """The continued answer might differ from what the copy would have generated if it had not died.
+    """The continued answer might differ from the answer that the dead copy would have generated.
 
     The message gives the reason.
     """
@@ -122,12 +123,12 @@ def advance(grammar: Any, request: Any) -> None:
 class Continuations:
     """The sequences of an engine, which outlive the copies that run them.
 
-    If a copy dies, its sequences go to the copies that serve, or wait for the next copy. A sequence that has survived
-    more deaths than allowed is a suspect, because it may have killed the copies. Suspects wait for the next copy that
-    is started, and are sent to it before all other sequences. They are sent one by one: each suspect waits until the
-    suspect before it has a new token. If this copy dies too, the suspect that was sent last gets the error. It is the
-    likely cause, but not a certain one: an earlier suspect may kill the copy with a later token. A sequence can kill
-    two copies more than allowed: the copy whose death makes it a suspect, and the copy that tries it.
+    If a copy dies, its sequences go to the copies that serve, or wait for the next copy. If more copies than allowed
+    have died while they ran a sequence, the sequence is a suspect, because it may have killed them. Suspects wait for
+    the next copy that is started, and are sent to it before all other sequences. They are sent one by one: each suspect
+    waits until the suspect before it has a new token. If this copy dies too, the suspect that was sent last gets the
+    error. It is the likely cause, but not a certain one: an earlier suspect may kill the copy with a later token. A
+    sequence can kill two copies more than allowed: the copy whose death makes it a suspect, and the copy that tries it.
     """
 
     def __init__(
@@ -141,12 +142,13 @@ class Continuations:
         """Create the continuations.
 
         Args:
-            deaths: The allowed number of deaths. A sequence with more deaths is a suspect.
+            deaths: The number of copies that may die while they run a sequence. After one more death, the sequence is a
+                suspect.
         """
         self._llm, self._client, self._statistics = llm, client, statistics
         self._adapters, self._allowed = adapters, deaths
-        self._deaths: Counter[str] = Counter()  # By sequence id: the number of copies whose death it has survived.
-        self._trials: dict[Copy, RequestState] = {}  # The suspect that a copy is trying.
+        self._deaths: Counter[str] = Counter()  # For each sequence id: the copies that died while they ran it.
+        self._trials: dict[Copy, RequestState] = {}  # For each copy: the suspect that it is trying.
         self._failed: set[str] = set()  # Sequences that have got an error, but are not removed yet.
 
     def copy_died(self, copy: Copy, lost: Collection[str]) -> None:

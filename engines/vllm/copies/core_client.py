@@ -101,7 +101,7 @@ def config_of_copy(config: VllmConfig, gpus: Sequence[int], physical_gpus: Seque
     """
     own = copy.copy(config)
     own.cache_config, own.parallel_config = copy.copy(config.cache_config), copy.copy(config.parallel_config)
-    own.cache_config.num_gpu_blocks = None  # The processes report their blocks, and the client adds them up.
+    own.cache_config.num_gpu_blocks = None  # vLLM's client adds the blocks that the processes report.
     # vLLM uses the ids below in the names of shared memory. The memory of `kv_offloading_size` is an example.
     own.instance_id = uuid.uuid4().hex
     if config.kv_transfer_config is not None:
@@ -131,7 +131,7 @@ def send_at_once(core: Any) -> None:
 
     # This is not a coroutine: the call sends the message, and vLLM may await the result later.
     def send_message(message: Sequence[Any], engine: bytes) -> Awaitable[Any]:
-        # vLLM's method sends large messages. Large arrays follow as frames, which pyzmq sends without a copy.
+        # vLLM's method sends large messages, and messages with further frames (large arrays). pyzmq does not copy them.
         if len(message) != 2 or len(message[1]) >= zmq.COPY_THRESHOLD:
             later: Awaitable[Any] = send_later(message, engine)
             return later

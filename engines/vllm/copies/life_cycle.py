@@ -57,7 +57,7 @@ class Copies:
         self._least = min(config.min_copies or self._most, self._most)
         self._sends_whole_media = self._most > 1
         # This event is set while a copy accepts new requests. It is also set when no copy will ever accept requests
-        # again. Requests that have survived a death are sent before the event is set.
+        # again. The waiting requests of dead copies are sent before the event is set.
         self.up = asyncio.Event()
         self._down_since = 0.0
         self.gave_up = False  # True if no copy runs and no copy will be started.
@@ -119,7 +119,7 @@ class Copies:
 
     @property
     def _faulty(self) -> list[Copy]:
-        """The copies that `restart` restarts: the dead copies. If no copy is dead: the stalled copies."""
+        """The copies that `restart` restarts: the dead copies, or the stalled copies if no copy is dead."""
         copies = self._by_number.values()
         dead = [copy for copy in copies if copy.state is CopyState.DEAD and not copy.given_up]
         return dead or [copy for copy in self.running if copy.stalled and copy.state is not CopyState.DRAINING]
@@ -131,7 +131,7 @@ class Copies:
 
     def health(self) -> EngineHealth:
         """Return the health of all copies together. They are alive if at least one copy runs."""
-        # Whether a copy is stalled, and its quiet seconds: those of the quietest copy. Stalled copies come first.
+        # Whether the quietest copy is stalled, and its quiet seconds. A stalled copy counts as quieter than all others.
         longest = False, -1.0
         stalled: list[str] = []
         dead: list[Copy] = []
@@ -189,7 +189,7 @@ class Copies:
                 del self._by_number[copy.number]
                 self._remove(copy)
             elif copy.state is CopyState.DRAINING and copy.stalled and self._waits() and self.client.ready:
-                self._died(copy)  # Its requests go to other copies. Nothing would restart it.
+                self._died(copy)  # `restart` skips it. Its requests go to other copies.
         if self._continuations is not None and not any(copy.is_expected for copy in self._by_number.values()):
             self._continuations.fail_suspects()
 
@@ -255,7 +255,7 @@ class Copies:
         for copy in self._by_number.values():
             if copy.state is not CopyState.DEAD:
                 self._remove(copy)
-        # The log has the errors. The processes of copies that are being loaded are killed.
+        # Errors are already logged. Loads that were cancelled kill their processes.
         await asyncio.gather(*cancelled, *self._ends.values(), return_exceptions=True)
         await shut_down(self._llm)
 
@@ -334,7 +334,7 @@ class Copies:
                 await self._llm.reset_mm_cache()  # The new process has no media.
             await self._continuations.send_to(copy)
         except (EngineDeadError, EngineDead):
-            return  # `_died` is called for the copy.
+            return  # `_died` handles the death.
         except Exception:
             logger.exception("copy %d cannot be opened: internal error", copy.number)
             self._died(copy)

@@ -34,7 +34,7 @@ class Place:
 
 
 def processor_places(copies: int) -> list[Place]:
-    """Return the places of copies on a CPU. Each has an equal share of the processors, and at least one processor."""
+    """Return the places of copies on a CPU. Each copy has an equal share of the processors, but at least one."""
     if copies == 1 or os.environ.get(_BINDING, "auto") != "auto":  # The user has bound the threads.
         return [Place()] * copies
     # The order keeps the processors of a NUMA node and of a core together.
@@ -50,11 +50,11 @@ def processor_places(copies: int) -> list[Place]:
 def gpu_places(engine_args: AsyncEngineArgs, config: EngineConfig) -> list[Place]:
     """Return a place for each copy that fits on the GPUs.
 
-    This function sets the tensor-parallel size in `engine_args` if the size is not given. It also sets the GPUs of the
-    first copy. They are the first of `devices`.
+    This function sets the tensor-parallel size in `engine_args` if the size is not given. It also sets `device_ids` to
+    the GPUs of the first copy.
 
     Raises:
-        EngineStartError: The model needs more GPUs than there are.
+        EngineStartError: `load_on_devices` allows fewer GPUs than the model needs.
     """
     visible = range(vllm.platforms.current_platform.device_count())
     devices = visible if config.devices is None else config.devices
