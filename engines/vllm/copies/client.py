@@ -70,8 +70,8 @@ class _Messages:
 
     def __init__(self, copy: Copy, client: CopiesClient, died: Callable[[Copy], None]) -> None:
         self._copy, self._client, self._died = copy, client, died
-        # The index of the engine in vLLM's metrics. None for the first copy: its messages keep vLLM's own index, such as
-        # a data-parallel rank.
+        # The index of the engine in vLLM's metrics. None for the first copy: its messages keep vLLM's own index, for
+        # example a data-parallel rank.
         self._engine = copy.number - 1 or None
 
     def put_nowait(self, message: Any) -> None:

@@ -82,7 +82,7 @@ class _Enforcing:
         return adjusted
 
     def parse(self, model_output: str, request: Any, *rest: Any, **options: Any) -> Any:
-        """Split a complete answer into reasoning, text and calls. If `max_tokens` cuts off a call, the call is text."""
+        """Split a complete answer into reasoning, text and calls. A call that `max_tokens` cuts off becomes text."""
         reasoning, content, calls = super().parse(model_output, request, *rest, **options)  # type: ignore[misc]
         if content is None and not calls and _forces(request):
             content = self.extract_reasoning(model_output, request)[1]
@@ -199,7 +199,7 @@ def constrained_text(config: VllmConfig, tokenizer: Any, state: Any, options: Ma
         config: vLLM's configuration.
         tokenizer: The model's tokenizer.
         state: vLLM's state of the sequence.
-        options: Options of the request: whether the prompt ends the reasoning, and the options of the parser.
+        options: The request's `reasoning_ended` (whether the prompt ends the reasoning) and `reasoning_parser_kwargs`.
 
     Returns:
         The text. None if the reasoning parser cannot split the answer.
@@ -276,9 +276,11 @@ def _with_references(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _moved(part: Any, place: str, *, is_map: bool = False) -> Any:
-    """Return a part of a schema. Its references are adjusted to the schema's place in another schema.
+    """Return a part of a schema, for use at `place` in a larger schema. References get `place` as their prefix.
 
     Args:
+        part: The part.
+        place: The JSON pointer to the schema in the larger schema, as a URI fragment.
         is_map: Whether the keys of the part are names, not keywords.
     """
     if isinstance(part, list):

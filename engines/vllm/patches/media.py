@@ -37,7 +37,7 @@ _load_media = AsyncMultiModalItemTracker.resolve_items
 def patch_media_ids(rename: Callable[[str], str]) -> None:
     """Replace the ids that clients give their media.
 
-    vLLM's caches look media up by these ids alone, without a salt.
+    vLLM's caches look media up by these ids alone, without a salt. So a client could get another client's media.
 
     Args:
         rename: Returns the new id for a client's id. It runs in the task of the call.

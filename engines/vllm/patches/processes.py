@@ -1,7 +1,7 @@
 """Patches of the start, the message polling and the end of vLLM's processes.
 
 `engines.vllm.processes` has the replacements. The names at the top of the module are vLLM's own functions. The server
-imports these modules of vLLM as well, so that `check_names` can compare them before a process starts.
+imports the patched modules of vLLM as well, so that `check_names` can check their names before a process starts.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def use_processors(processors: Collection[int]) -> None:
 
     Call this function in the engine process.
 
-    vLLM binds the threads of a worker to processors of the first visible memory node. All other threads may run on any
-    processor. If each copy used only its own processors, none would be left for the front end.
+    vLLM binds the OpenMP threads of each worker to processors of one visible memory node. All other threads may run on
+    any processor. If whole processes were bound, the copies would leave no processor for the front end.
     """
     find = cpu_resource_utils.get_allowed_cpu_list
     allowed = [one for one in find() if one.id in processors]

@@ -23,7 +23,7 @@ from vllm.multimodal.cache.base import MultiModalProcessorCacheItemMetadata
 from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
 from vllm.v1.engine.async_llm import AsyncLLM
 
-_MOST_BYTES = 512 << 20  # The limit on data that the engine does not have. Refused prompts leave their data here.
+_MOST_BYTES = 512 << 20  # The limit on `_unsent`. Refused prompts leave their data in it.
 
 
 class SentMedia:

@@ -17,8 +17,9 @@ tests/live/test_health_live.py kills a server and checks that no process is left
 
 Workers elsewhere: the engine process reports the workers that run in Ray or on other machines (`elsewhere`).
 
-Failures: vLLM only logs the errors of its processes. With this module, the processes report their errors. The engine
-process reports an error of the vLLM function that runs in the process. Each worker reports an error of `WorkerProc()`.
+Failures: vLLM only logs the errors of its processes. With this module, the processes also report their errors to the
+server. The engine process reports an error of the vLLM function that runs in the process. Each worker reports an error
+of `WorkerProc()`.
 tests/live/test_management_live.py makes an engine run out of memory.
 
 Each engine process has its own process group. Ctrl-C in a terminal goes to a whole group, and would otherwise end the
@@ -85,7 +86,7 @@ class _Tied:
         self._environment: Mapping[str, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # `Process.start` pickles this object. vLLM sets variables for a single process just before that.
+        # `Process.start` pickles this object, just after vLLM has set environment variables for this process alone.
         return vars(self) | {"_environment": dict(os.environ)}
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
@@ -277,9 +278,9 @@ def worker_processes(client: EngineCoreClient) -> dict[psutil.Process, str]:
 
 
 def ended_workers(workers: Mapping[psutil.Process, str]) -> str:
-    """Return a text for people that names the workers that have ended.
+    """Name the workers that have ended, in a text for people.
 
-    It has no exit codes, because only the engine process gets them.
+    The text has no exit codes, because only the engine process gets them.
     """
     ended = (f"process {worker.pid} ({title}) has ended" for worker, title in workers.items() if _has_ended(worker))
     return "; ".join(ended)
@@ -353,7 +354,7 @@ def _meeting_place() -> str:
 
 
 def prepare_worker(report: Connection) -> None:
-    """Prepare a worker of the engine process. vLLM itself would only log its failures."""
+    """Prepare a worker of the engine process. vLLM itself would only log the failure of a worker."""
     if fork_server.is_forked():
         _end_with_engine()
     if current_platform.is_cpu():
@@ -371,7 +372,7 @@ def prepare_worker(report: Connection) -> None:
 
 
 def _in_fork_server(function: Callable[[], Any]) -> Any:
-    """Call `function` in a new process. vLLM's functions inspect model classes, and may initialize CUDA."""
+    """Call `function` in a new process. It inspects model classes of vLLM, and may initialize CUDA."""
     context = fork_server.context()
     if context is None:
         return processes.run_in_subprocess(function)

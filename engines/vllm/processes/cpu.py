@@ -23,7 +23,7 @@ class Pause:
 
     The engine process polls its workers for answers, and each worker polls for its next step. After a second without
     messages, they block. Between two polls, vLLM only yields the processor, so each process keeps a processor busy. On
-    a CPU, the model and the front end need these processors. Here, the pause grows with the waiting time.
+    a CPU, the model and the front end need these processors. So this pause grows with the waiting time.
     """
 
     def __init__(self) -> None:
@@ -46,15 +46,15 @@ def token_ranks(logprobs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     The arguments have the shapes [n, vocabulary] and [n, 1]. The result has the shape [n].
 
     On a CPU, it replaces the sampler's function, which vLLM compiles for 15 to 90 seconds at the first log probability.
-    Without compilation, the sampler's function takes eleven times as long as this function. That is a fifth of the time
-    of a step with 128 sequences.
+    Without compilation, the sampler's function takes eleven times as long as this function: a fifth of the time of a
+    step with 128 sequences.
     """
     as_likely = (logprobs >= chosen).numpy()
     return torch.tensor([np.count_nonzero(row) for row in as_likely])
 
 
 def usage_without_page_cache() -> int | None:
-    """Return the memory that a container uses. vLLM needs it to check whether the KV cache fits.
+    """Return the memory that a container uses, in bytes. vLLM uses it to check whether the KV cache fits.
 
     vLLM's own function counts cached pages of files as used. So no KV cache would fit just after the weights were read.
     """

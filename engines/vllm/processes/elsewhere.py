@@ -1,7 +1,7 @@
 """The workers of an engine that are not processes of the server, because they run in Ray or on other machines.
 
-The server cannot ask these workers for their stacks. The engine process tells the server which workers these are, and
-on which machines they run.
+The server cannot ask these workers for their stacks. So the engine process tells the server which workers these are,
+and on which machines they run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 from vllm.v1.executor.abstract import Executor
 
-# The limit on a message. Nobody reads the pipe during the start, and a pipe never mixes messages of this size.
+# The limit on a message. Nobody reads the pipe during the start, so messages must fit into the pipe. The kernel never
+# mixes messages of this size from several processes.
 _MOST_BYTES = 2048
 
 
@@ -34,7 +35,7 @@ def _by_place(places: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _places(executor: Executor) -> Iterator[str]:
-    """Yield the place of each worker, in the order of ranks. It is "" for a child of the engine process."""
+    """Yield the place of each worker, in the order of ranks: "" for a child of the engine process."""
     if executor.uses_ray:
         yield from _places_in_ray(executor)
         return
@@ -46,7 +47,7 @@ def _places(executor: Executor) -> Iterator[str]:
 
 
 def _places_in_ray(executor: Any) -> Iterator[str]:
-    # The older executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0) does not keep the nodes of its workers.
+    # The older executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0) does not record on which nodes its workers run.
     handles = getattr(executor, "ray_worker_handles", None)
     if handles is None:
         yield from ["in Ray"] * executor.parallel_config.world_size

@@ -1,8 +1,8 @@
 """A process that has imported vLLM, and forks vLLM's processes.
 
 Without this fork server, each process takes 8 seconds to import vLLM. It is Python's own fork server
-(`multiprocessing`), which first imports `preload`. It starts and ends with the server's process. So both processes
-import vLLM at the same time.
+(`multiprocessing`), which first imports `preload`. It starts and ends together with the server. So the server and the
+fork server import vLLM at the same time.
 
 `VLLM_WORKER_MULTIPROC_METHOD=spawn` in the environment switches it off. Each process then imports vLLM itself.
 """
@@ -159,9 +159,9 @@ def _environment() -> Iterator[None]:
 def _needs_spawn() -> bool:
     """Return True if processes must be spawned, because a library or a setting does not work in a forked process.
 
-    On WSL, the library of the NVIDIA driver does not work after a fork, and vLLM itself spawns its processes. CUDA's
-    compatibility libraries are found through LD_LIBRARY_PATH, which vLLM sets. Intel's OpenMP binds its threads when it
-    is loaded.
+    On WSL, the library of the NVIDIA driver does not work after a fork, and vLLM itself spawns its processes. Two
+    settings take effect only when a program starts: LD_LIBRARY_PATH, which vLLM sets for CUDA's compatibility
+    libraries, and the binding of threads by Intel's OpenMP.
     """
     compatibility = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "0") not in ("", "0")
     intel = any(name in os.environ.get("LD_PRELOAD", "") for name in ("libiomp", "libomp"))

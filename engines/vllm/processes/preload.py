@@ -31,7 +31,7 @@ _ANY_DEVICE = (
 # If scikit-learn is installed, transformers imports it, and with it pandas and pyarrow. pyarrow's jemalloc starts a
 # thread, but it handles forks (pthread_atfork).
 _SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
-# On a GPU, only the worker imports its modules. Some of these modules access the GPU during their import.
+# The modules of a worker on a CPU. On a GPU, only the worker imports such modules, because some access the GPU.
 _CPU = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.llama")
 
 
@@ -75,7 +75,8 @@ def _import_vllm(openmp: bool) -> str:
                 return "torch has no copy of libgomp, whose threads could be bound to processors"
             for name in _CPU:
                 importlib.import_module(name)
-        # The title is stored next to the environment of the process's start. The space for it is found only once.
+        # setproctitle writes titles over the memory of the initial environment. It looks for this memory only at its
+        # first call, which must come before children replace their environment (`apply_environment`).
         set_process_title("ForkServer")
     except Exception as error:  # The server's own import fails as well, and its client gets the error.
         return f"importing vLLM failed: {error}"
