@@ -21,6 +21,6 @@ openai = OpenAI(base_url=f"{host}/v1", api_key="none")
 found = openai.embeddings.create(model="model", input=["What is Deep Learning?"])
 print(found.usage.prompt_tokens, "tokens")
 
-# Without this argument LangChain sends token ids of OpenAI's own tokenizer, which mean other words here.
+# By default, LangChain sends token ids of OpenAI's own tokenizer. This model's tokenizer gives them another meaning.
 embeddings = OpenAIEmbeddings(model="model", base_url=f"{host}/v1", api_key="none", check_embedding_ctx_length=False)
 print(len(embeddings.embed_documents(["a ship", "a slipway"])), "vectors")

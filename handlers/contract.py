@@ -30,8 +30,8 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 LONG_BODY = 256 * 1024  # Bytes. Longer bodies are decoded in a thread, so that no other request waits for them.
 NOT_HELD = "x-slipway-not-held"
 EXPLAIN, _EXPLAIN_HEADER = b"x-slipway-explain", "X-Slipway-Explain"
-# The maximum number of characters in the header's list of places. SageMaker's custom attributes hold at most 1,024
-# characters. They also need room for the header's name and for the number of omitted places.
+# The maximum number of characters of the places in the header `NOT_HELD`. SageMaker's custom attributes hold at most
+# 1,024 characters. They also need room for the header's name and for the number of omitted places.
 _MOST_PLACES = 990
 
 
@@ -108,8 +108,8 @@ class ExplainAsked:
     way: str = ""  # The kind of the body, if it decides which handler answers.
     once: bool = False  # If True, the call must not be repeated: a customer's code has read it, or it has images.
     failed: bool = False  # If True, the engine has failed, so the result says nothing about the body.
-    # If True, the call repeats an explained call with a changed body. For the first prompt of each call, the engine's
-    # requests are compared.
+    # If True, the call repeats an explained call with a changed body, to compare the engine's requests for the first
+    # prompts of both calls.
     variant: bool = False
 
 
@@ -175,8 +175,8 @@ class Call:
     explanation: ExplainAsked | None = None  # If set, nothing is generated, and the reply is the explanation.
     arrived_at: float = field(default_factory=time.monotonic)  # The arrival time of the head, on the monotonic clock.
     time_limit: float | None = None  # Seconds from `arrived_at` until the call ends with its text so far.
-    # Whether a custom handler makes the call. The deadline of streams then applies, because the handler may stream a
-    # whole answer.
+    # Whether a custom handler makes the call. The deadline of streams then applies even to a whole answer, because the
+    # handler may stream this answer to its own client.
     from_handler: bool = False
 
     def header(self, name: str) -> str | None:
@@ -192,7 +192,7 @@ class Reply:
     status: int
     content_type: str  # If empty, the reply has no `content-type` header.
     body: bytes
-    # Further headers, in Latin-1. They replace the headers that the server sends with every reply.
+    # Further headers, in Latin-1. They replace headers of the same name that the server adds to every reply.
     headers: tuple[tuple[str, str], ...] = ()
 
 
@@ -233,7 +233,7 @@ class Answer(Protocol):
         """
 
     def latest(self) -> bytes:
-        """Return the part of a cumulative answer that contains all deltas so far. Empty if nothing has changed."""
+        """For a cumulative answer: return the next part, which repeats the whole answer so far. Empty if unchanged."""
         return b""
 
     def fail(self, error: RequestError) -> Reply:
@@ -275,15 +275,15 @@ class Contract(Protocol):
 class ReplyWriter(Protocol):
     """Sends one reply.
 
-    No method blocks: the writer buffers and merges the parts for a slow client.
-    If the buffer would grow too large, the writer closes the connection, and the call is cancelled.
+    Only `drain` waits for the client. The other methods return at once: the writer buffers and merges the parts for a
+    slow client. If the buffer would grow too large, the writer closes the connection, and the call is cancelled.
     """
 
     def reply(self, reply: Reply) -> None:
         """Send a whole reply."""
 
     def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        """Begin a reply of unknown length. An empty content type is left out."""
+        """Begin a reply of unknown length. If `content_type` is empty, the reply has no such header."""
 
     def write(self, data: bytes) -> None:
         """Add a part to the body."""

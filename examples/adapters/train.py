@@ -1,7 +1,7 @@
-"""Trains a LoRA adapter with peft, and writes it as Slipway reads it: train.py MODEL DIRECTORY.
+"""Trains a LoRA adapter with peft, and writes it in the format that Slipway reads: train.py MODEL DIRECTORY.
 
-A few steps on one text are enough to see that the adapter works. Replace TEXTS by your own. On a GPU, use more texts,
-larger batches and a smaller learning rate.
+A few steps on one text are enough to see that the adapter works. Replace TEXTS by your own texts. On a GPU, use more
+texts, larger batches and a smaller learning rate.
 """
 
 import sys

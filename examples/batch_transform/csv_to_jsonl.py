@@ -1,4 +1,4 @@
-"""Makes JSON Lines of a CSV with a column `inputs`: csv_to_jsonl.py <FILE.csv >FILE.jsonl"""
+"""Converts a CSV file with a column `inputs` to JSON Lines: csv_to_jsonl.py <FILE.csv >FILE.jsonl"""
 
 import csv
 import json

@@ -4,7 +4,7 @@ It asks /execution-parameters, splits the file into records, sends them, and wri
 
     python local_job.py FILE --content-type application/jsonlines --split-type Line
 
-As on SageMaker, a refused record fails the file.
+As on SageMaker, a refused record fails the whole file.
 """
 
 import argparse
