@@ -28,7 +28,7 @@ stream = client.invoke_endpoint_with_response_stream(
 print("streamed:", end=" ")
 pending = b""
 for event in stream["Body"]:
-    # A part may end anywhere. Each record ends with a line feed.
+    # A part may end in the middle of a record. Each record ends with a line feed.
     *lines, pending = (pending + event["PayloadPart"]["Bytes"]).split(b"\n")
     for line in lines:
         print(json.loads(line)["token"]["text"], end="", flush=True)

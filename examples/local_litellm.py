@@ -1,6 +1,6 @@
 """litellm's SageMaker providers against a local endpoint.
 
-litellm ignores AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME. `sagemaker_base_url` is the whole URL of the call. Start the
+litellm ignores AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME, so each call gets its whole URL as `sagemaker_base_url`. Start the
 endpoint first: slipway serve --model-dir <model> --local-endpoint my-endpoint
 """
 

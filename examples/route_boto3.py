@@ -1,4 +1,4 @@
-"""Calls each contract of a SageMaker endpoint with boto3. The attribute `route` chooses the contract."""
+"""Calls each contract of a SageMaker endpoint with boto3. The custom attribute `route` chooses the contract."""
 
 import json
 

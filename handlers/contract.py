@@ -21,7 +21,7 @@ from engines.request import GenerationRequest, TokenDelta
 from handlers.deadline import REACHED
 
 JSON = "application/json"
-WITHOUT_BODY = frozenset({204, 304})  # Replies with these statuses have no body and no length (RFC 9110, 8.6).
+WITHOUT_BODY = frozenset({204, 304})  # These statuses have no body and no `content-length` (RFC 9110, 8.6).
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 _SALT_HEADER, _PRIORITY_HEADER = "X-Cache-Salt", "X-Vllm-Priority"
 _PRIORITIES = range(-(1 << 31), 1 << 31)
@@ -251,7 +251,7 @@ class Exchange:
     requests: tuple[GenerationRequest, ...]  # One for each prompt. `Answer.feed` gets a request's position.
     answer: Answer
     notes: tuple[str, ...] = ()  # Log lines about ignored parameters.
-    images: tuple[str, ...] = ()  # The URLs of the images, in the order of their marks in the prompt.
+    images: tuple[str, ...] = ()  # The URLs of the images, in the order of their placeholders in the prompt.
     # Maps the engine's parameter names to the client's names, if they differ. The client sees its own names in errors.
     names: Mapping[str, str] = field(default_factory=dict)
     # An idle stream sends this comment. A stream with a comment begins before the first token. A cumulative answer has

@@ -24,7 +24,7 @@ def read(input_item: Input, **kwargs) -> TextInput:
 def write(request_output: TextGenerationOutput) -> str:
     sequence = request_output.best_sequence
     if request_output.input.parameters["stream"]:
-        # In a stream, this function is called for each token. It has to read the token.
+        # In a stream, this function is called for each token, and has to read this token.
         token, _, _, last = sequence.get_next_token()
         return json.dumps({"text": token.text, "last": last}) + "\n"
     if not request_output.finished:

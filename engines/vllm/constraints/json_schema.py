@@ -49,7 +49,8 @@ from engines.vllm.constraints.schema_values import (
 )
 
 _MAX_CHARACTERS = 1 << 17  # The maximum length of a rewritten schema.
-# The place of the whole schema. It is returned if only the type of the schema is enforced, or for omitted places.
+# The place of the whole schema. It is returned if only the type of the schema is enforced, or instead of all further
+# places if there are too many (`_shown`).
 WHOLE = "#"
 # Limits on the number of schemas that rewriting adds: in total, and for one keyword. Each position of the item that
 # `contains` requires counts as one schema, plus one for each 64 characters of the item's schema.
@@ -201,11 +202,10 @@ class _Rewriter:
         self._names: dict[tuple[str, bool, bool], str] = {}
         self._left = _MOST_ADDED
         self._negated: list[str] = []  # References that are being negated.
-        self._sound: dict[str, bool] = {}  # Whether llguidance accepts a fragment.
+        self._sound: dict[str, bool] = {}  # For each tested fragment: whether llguidance accepts it.
         self.not_held: dict[str, None] = {}  # The places that are not enforced, in order.
 
     def document(self) -> dict[str, Any]:
-        """Return the rewritten document."""
         schema = self.schema(self._root, "#", self._closed)
         return self._with_definitions({"enum": []} if schema is False else {} if schema is True else schema)
 
@@ -334,7 +334,7 @@ class _Rewriter:
         before: dict[str, Any] = {}
         after: dict[str, Any] = {}
         for keyword, value in node.out.items():
-            # llguidance relates the keywords of `_MEMBERS` to each other only if no `allOf` or the like separates them.
+            # llguidance relates the keywords of `_MEMBERS` only if no combining keyword (`allOf`) separates them.
             if keyword == first_of_members:
                 (before if keyword in first else after).update(members)
             elif keyword not in members:
@@ -374,7 +374,7 @@ class _Rewriter:
         return self.work > _MOST_WORK
 
     def _spend(self, count: int) -> bool:
-        """Return True if rewriting may add this number of schemas. They then count as added."""
+        """Return True if rewriting may add this number of schemas. If so, count them as added."""
         if count > _MOST_ALTERNATIVES or count > self._left or self._late:
             return False
         self._left -= count
@@ -722,7 +722,7 @@ class _Rewriter:
             given: The branches, as the client wrote them.
             held: The same branches, rewritten.
             types: The possible types of the value.
-            needed: The members that an object always has.
+            needed: The names of the required members.
         """
         if len(given) > _MOST_BRANCHES or self._late:
             return None
@@ -967,7 +967,7 @@ _EVERY_NAME = frozenset({"", "^", ".*", "^.*", ".*$"})  # Patterns for all names
 # Patterns for nearly all names. Some of them do not match the empty name, or names with line breaks.
 _NEARLY_EVERY_NAME = frozenset({"^.*$", ".", ".+", "^.+$", "^.+"})
 _OF_NAMES = frozenset({"type", "pattern", "minLength", "maxLength"})
-_CERTAIN = frozenset({"$ref", "allOf"})  # Applicators whose schemas always hold.
+_CERTAIN = frozenset({"$ref", "allOf"})  # Applicators whose subschemas must always hold.
 
 
 def _other_size(keyword: str, value: Any) -> Sequence[Schema] | None:

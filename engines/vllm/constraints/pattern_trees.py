@@ -4,8 +4,8 @@ A pattern is an ECMA-262 expression. The client may have written it for the flag
 apply without this flag. Some patterns have another meaning in Rust or Python than in the standard. Such a pattern is
 accepted only if the client certainly means the standard's meaning. Otherwise the pattern is refused.
 
-The classes are the same as in llguidance: `\d` and `\w` are ASCII, `\s` is Unicode, and `.` is any character except the
-newline.
+Character classes are the same as in llguidance: `\d` and `\w` are ASCII, `\s` is Unicode, and `.` is any character
+except the newline.
 """
 
 from __future__ import annotations

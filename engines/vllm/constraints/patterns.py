@@ -4,7 +4,7 @@ A text matches a pattern if the pattern is found anywhere in the text. llguidanc
 boundaries, complements, or `^` and `$` inside an expression. All of these are regular: an automaton can express them,
 and the automaton can be written as an expression.
 
-In this module, "exactly" disregards texts with NUL, because some classes lose this character
+Texts with NUL are an exception to all equivalences below, because some classes lose this character
 (`pattern_trees.quotable`).
 """
 
@@ -60,7 +60,7 @@ def all_but(words: Iterable[str], others: Iterable[str]) -> str | None:
 
 
 def without_look_around(pattern: str, *, single: bool = False) -> tuple[str, ...] | None:
-    """Return patterns that llguidance supports. A text matches all of them exactly if it matches the given pattern.
+    """Return patterns that llguidance supports. A text matches all of them if and only if it matches `pattern`.
 
     llguidance reads the returned patterns as ECMA-262 does. If this also holds for the given pattern, it is returned
     unchanged.

@@ -90,7 +90,7 @@ class ConstraintTranslator:
 
         Args:
             drafts: Whether the engine uses speculative decoding, and so may reject tokens of a draft.
-            partial_schemas: Whether a JSON schema may be enforced in part if the request leaves `strict` open.
+            partial_schemas: Whether a JSON schema may be enforced only partly if the request does not set `strict`.
         """
         self._partial = partial_schemas
         self._guidance = config.backend == "guidance"

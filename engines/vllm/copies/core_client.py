@@ -56,7 +56,7 @@ def engines_elsewhere(client: EngineCoreClient) -> tuple[str, ...]:
 
 
 def end_of_processes(client: EngineCoreClient) -> str:
-    """Return a text for people about how the engine's processes have ended. Empty if Ray runs the engine."""
+    """Describe, for people, how the engine's processes have ended. Empty if Ray runs the engine."""
     return "; ".join(
         f"process {process.pid} ({process.name}) {_end(process.exitcode)}"
         for process in getattr(client.resources.engine_manager, "processes", ())
@@ -102,7 +102,7 @@ def config_of_copy(config: VllmConfig, gpus: Sequence[int], physical_gpus: Seque
     own = copy.copy(config)
     own.cache_config, own.parallel_config = copy.copy(config.cache_config), copy.copy(config.parallel_config)
     own.cache_config.num_gpu_blocks = None  # vLLM's client adds the blocks that the processes report.
-    # vLLM uses the ids below in the names of shared memory. The memory of `kv_offloading_size` is an example.
+    # Each copy needs its own ids: vLLM uses them in the names of shared memory, for example for `kv_offloading_size`.
     own.instance_id = uuid.uuid4().hex
     if config.kv_transfer_config is not None:
         own.kv_transfer_config = copy.copy(config.kv_transfer_config)

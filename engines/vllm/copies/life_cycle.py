@@ -260,7 +260,6 @@ class Copies:
         await shut_down(self._llm)
 
     def fail_all(self, error: EngineDead) -> None:
-        """Give an error to all requests."""
         for state in async_llm.request_states(self._llm).values():
             if isinstance(state, OwnState):
                 state.fail(error)

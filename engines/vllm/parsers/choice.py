@@ -289,7 +289,7 @@ class _Files:
 
     @property
     def are_known(self) -> bool:
-        """Whether the files can be read. If the hub does not answer, each further request would time out too."""
+        """Whether the files can be read. Check this first: if the hub does not answer, each request times out."""
         return os.path.isdir(self._model) or self.path("config.json") is not None
 
     def path(self, name: str) -> Path | None:

@@ -133,7 +133,7 @@ def tied_to_this_thread(
 ) -> Iterator[Connection]:
     """Make vLLM start its processes as the module describes, in the `with` block.
 
-    Yields the connection for `first_failure`.
+    Yields the connection for `first_failure` and `told_elsewhere`.
 
     Several threads may start engines at the same time, one for each model or copy. If processes are spawned, the
     calling thread must outlive them.
@@ -222,7 +222,7 @@ def _name_shared_memory() -> None:
 
 
 def _remove_shared_memory(ended: Collection[int]) -> None:
-    """Remove the shared memory of process groups that have ended. A killed process does not remove it.
+    """Remove the shared memory of process groups that have ended. A killed process leaves its shared memory behind.
 
     Args:
         ended: Groups that have ended. The shared memory of any other group is removed if this group no longer exists.
