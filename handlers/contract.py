@@ -75,8 +75,8 @@ def read_steering(headers: Mapping[bytes, bytes], key_salt: str = "") -> tuple[S
         key_salt: The salt of the call's API key. Empty if the server has no keys.
 
     Returns:
-        The fields, and the error if a header is invalid. A salt is invalid if vLLM would refuse it in a body. A
-        priority is invalid if it is not a 32-bit integer.
+        The fields, and the error if a header is invalid. A salt must be visible ASCII, and must be valid for vLLM in a
+        body. A priority must be a 32-bit integer.
     """
     steering: Steering = {}
     fault = None
@@ -215,7 +215,7 @@ class Answer(Protocol):
 
     content_type: str
     cumulative: bool = False  # If True, each part repeats all earlier parts. A slow client needs only the latest part.
-    blocks: bool = False  # Whether a customer's formatter runs in `feed`.
+    blocks: bool = False  # Whether `feed` runs a customer's formatter, which may block.
     headers: tuple[tuple[str, str], ...] = ()  # Further headers of the reply. They are read when the reply begins.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:

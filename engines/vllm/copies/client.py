@@ -210,7 +210,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
             await reached
 
     async def add_request_async(self, request: EngineCoreRequest, copy: Copy | None = None) -> None:
-        """Send a request to a copy, unless a copy has it already.
+        """Send a request to a copy. If a copy already has the request, send it only further parts of its prompt.
 
         Args:
             request: The request.
