@@ -1,8 +1,8 @@
 """Deadlines: a call ends at its deadline, with its text so far.
 
 SageMaker ends a call after 60 seconds and a stream after 8 minutes, and drops the text so far. A deadline should be
-earlier than these limits. At the deadline, each unfinished sequence ends as at a length limit, and the client gets the
-text so far. A call that has not yet produced a token gets `DeadlineExceeded`.
+earlier than these limits. At the deadline, each unfinished sequence ends with `FinishReason.LENGTH`, and the client
+gets the text so far. A call that has not yet produced a token gets `DeadlineExceeded`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _ATTRIBUTE = b"deadline"
 class Deadline:
     """The deadline of one call."""
 
-    seconds: float  # Seconds from the arrival of the call's head.
+    seconds: float  # Seconds from the arrival of the request head.
     at: float  # The time of the deadline, on the monotonic clock.
 
     def call(self, function: Callable[[DeadlineExceeded], object]) -> asyncio.TimerHandle:
         """Call a function at the deadline, or soon if the deadline has passed.
 
-        The function's argument is the error of a call that has no token.
+        The function gets the error that the call ends with if it has no token.
         """
         seconds = max(self.at - time.monotonic(), 0.0)
         return asyncio.get_running_loop().call_later(seconds, function, DeadlineExceeded(self.seconds))
 
     async def limit(self, work: Awaitable[T]) -> T:
-        """Wait for the result of work before the first token, but only until the deadline.
+        """Wait for `work`, at most until the deadline. The call must not have a token yet.
 
         Raises:
             DeadlineExceeded: The work took too long, and was cancelled.
@@ -59,7 +59,7 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlineConfig:
-    """The deadlines of a model's calls, in seconds from the arrival of each call's head. None means no deadline."""
+    """The deadlines of a model's calls, in seconds from the arrival of the request head. None means no deadline."""
 
     answer: float | None = setting(
         "option.answer_deadline", SECONDS, doc="Time limit of a whole answer; the client gets the text so far"
@@ -72,9 +72,10 @@ class DeadlineConfig:
         """Return the deadline of a call, or None.
 
         Args:
-            arrived_at: The arrival time of the call's head, on the monotonic clock.
-            time_limit: The number of seconds that the call asks for. The model's deadline is its upper limit.
-            stream: True if the answer is streamed. None if that is not known. Then the later deadline applies.
+            arrived_at: The arrival time of the request head, on the monotonic clock.
+            time_limit: The time limit in seconds that the call asks for. A shorter limit of the model takes precedence.
+            stream: True if the answer is streamed. None if that is not known yet: the later of the model's two
+                deadlines then applies.
         """
         limit = self.stream if stream else self.answer
         if stream is None and limit is not None:
@@ -96,7 +97,7 @@ def read_time_limit(
         attributes: SageMaker's custom attributes, with names in lower case.
 
     Returns:
-        The seconds, and an error if `option.answer_deadline` would not accept the value.
+        The seconds if the call sets a limit, and an error if the value is not valid for `option.answer_deadline`.
     """
     name, value = "X-Slipway-Deadline", headers.get(HEADER)
     if value is None:

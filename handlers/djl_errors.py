@@ -1,8 +1,8 @@
 """DJL Serving's error bodies, byte for byte. LMI's routes and customers' handlers use them.
 
-The front end's errors (unknown model, full queue) have one format. Errors about unreadable payloads have a second
-format, and errors of failed handlers have a third format. Source: LMI schema v0.31, "Error Responses"; DJL Serving,
-`NettyUtils.java`.
+There are three formats: for errors of DJL Serving's front end (unknown model, full queue), for refused requests
+(unreadable payload, failed formatter), and for failed handlers. Source: LMI schema v0.31, "Error Responses"; DJL
+Serving, `NettyUtils.java`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engines.errors import Overloaded, RequestError, UnknownAdapter
 from handlers.contract import JSON, ContractError, Reply
 
 FAILED_DEPENDENCY = 424  # LMI's status for all inference requests that failed.
-# Headers of every reply of the front end's routes.
+# Headers of every reply of the LMI routes.
 NO_CACHE = (
     ("pragma", "no-cache"),
     ("cache-control", "no-cache; no-store, must-revalidate, private"),
@@ -25,10 +25,10 @@ HTML_SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "=": 
 
 
 def front_end_reply(status: int, kind: str, message: str) -> Reply:
-    """Return a reply of the front end.
+    """Return an error reply in the format of DJL Serving's front end.
 
     Args:
-        kind: The name of a class in DJL Serving.
+        kind: The name of an exception class of DJL Serving, for the field `type`.
     """
     text = f'{{\n  "code": {status},\n  "type": {_html_safe(kind)},\n  "message": {_html_safe(message)}\n}}\n'
     return Reply(status, JSON, text.encode("utf-8", "replace"))
@@ -71,7 +71,7 @@ def refused(status: int, kind: str, message: str) -> ContractError:
     """Return the error of a call that the front end refuses.
 
     Args:
-        kind: The name of a class in DJL Serving.
+        kind: As in `front_end_reply`.
     """
     return ContractError(front_end_reply(status, kind, message), message)
 
@@ -82,7 +82,7 @@ def bad_request(message: str) -> ContractError:
 
 
 def payload_error(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
-    """Return the body that says that a payload cannot be understood."""
+    """Return the error body of a refused request, for example because its payload cannot be read."""
     return f'{{"error":{_html_safe(message)},"code":{code}}}'.encode("utf-8", "replace")
 
 

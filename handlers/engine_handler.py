@@ -37,11 +37,12 @@ class EngineHandler:
 
         Args:
             queue: The engine's queue.
-            contract: Reads the calls.
-            refuse_unread: Makes the reply to a call whose body is not read, because the queue is full. None if the
-                format of a refusal depends on the body.
+            contract: Parses the calls.
+            refuse_unread: Makes the reply to a call that is refused before its body is parsed, because the queue is
+                full. None if the format of a refusal depends on the body.
             images: Loads the images of the calls. None if the model takes text only.
-            thread: The thread for the contract and for answers that block. None if the contract calls no formatters.
+            thread: Runs the contract and the answer, because they call formatters, which may block. None if the
+                contract calls no formatters.
         """
         self._queue, self._contract, self._refuse_unread = queue, contract, refuse_unread
         self._images, self._thread = images, thread
@@ -87,7 +88,7 @@ class EngineHandler:
                 await running.submit()
                 return running
         except RequestError as error:
-            if isinstance(error, Overloaded):  # the queue may have room although the engine is overloaded
+            if isinstance(error, Overloaded):  # an engine that raises it does not know this status
                 error = Overloaded(error.message, queue.overload_status)
             if isinstance(error, DeadlineExceeded):  # the deadline passed while images were loaded
                 queue.count_deadline(call.request_id, begun=False)

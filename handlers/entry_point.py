@@ -43,7 +43,7 @@ from handlers.tei.contracts import RerankContract, SimilarityContract
 
 logger = logging.getLogger(__name__)
 
-_LARGEST_BATCH = 2048  # The number of texts that a call for vectors may always have, as with OpenAI.
+_LARGEST_BATCH = 2048  # A call for vectors may always have this many texts, as with OpenAI.
 
 
 async def load_service(config: ModelConfig, limits: Limits, times: StartupTimes | None = None) -> Service:
@@ -169,7 +169,10 @@ async def _adapters(config: ModelConfig, host: AdapterHost, limits: Limits) -> A
 def generation_handlers(
     config: ModelConfig, queue: EngineQueue, images: ImageLoader | None = None
 ) -> dict[str, Handler]:
-    """Return the handlers of generating routes, keyed by path. A contract that cannot serve the model is left out."""
+    """Return the handlers of the `GenerationRoute`s with a contract, keyed by path.
+
+    A contract that cannot serve the model is left out.
+    """
     handlers: dict[str, Handler] = {}
     for contract in CONTRACTS:
         of_model = [route for route in contract.routes if takes(route, pooling=queue.engine.pooling is not None)]

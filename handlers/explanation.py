@@ -1,8 +1,9 @@
 """Explains a call instead of answering it: which contract reads the body, and which requests the engine would get.
 
 A call with an `ExplainAsked` is handled like every other call until it reaches the engine. There the requests are
-prepared but not sent, and `prepare` raises `Explained`. `explain` turns that exception into the reply. To find the
-fields that set a parameter, `explain` repeats the call with other values of each field, and without the field.
+prepared but not sent, and `prepare` raises `Explained`. `explain` turns that exception into the reply. It also searches
+for the origins of the parameters, that is, the fields that set them: it repeats the call with other values of each
+field, and without the field.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ from handlers.queue import EngineQueue
 
 # The maximum numbers of prompts, token ids and characters that are shown for a call.
 _MOST_PROMPTS, _MOST_IDS, _MOST_CHARACTERS = 8, 10_000, 100_000
-_MOST_FIELDS = 64  # The search for effects tests at most this many fields of a body.
-_MOST_SECONDS = 2.0  # The time limit of that search, including the wait for other searches.
-_SHORT_BODY, _SHORT = 16 * 1024, 1000  # If a body has more bytes, the search cuts its texts and lists to `_SHORT`.
-# The integers that the search tries. Python raises an error when it writes an integer of more than 4300 digits.
+_MOST_FIELDS = 64  # The search tests at most this many fields of a body.
+_MOST_SECONDS = 2.0  # The time limit of the search, including the wait for the searches of other calls.
+# If a body has more than `_SHORT_BODY` bytes, the search cuts its texts and lists to `_SHORT` characters or items.
+_SHORT_BODY, _SHORT = 16 * 1024, 1000
+# The search tries only integers in this range, because Python refuses to write an integer of more than 4300 digits.
 _INTEGERS = range(-(1 << 63), 1 << 64)
 _WITH_PARAMETERS = frozenset({"parameters", "sampling_parameters"})  # Objects whose members are parameters.
 _LIMIT, _PRIORITY, _SALT = "max_tokens", "priority", "cache_salt"
 
 Answer = Callable[[Call, ReplyWriter], Awaitable[Running | None]]
-Place = tuple[str, ...]  # The place of a field in a body: the names from the outermost object inwards.
+Place = tuple[str, ...]  # The path of a field in a body: the names from the outermost object inwards.
 
 
 class ExplainedPrompt(msgspec.Struct, frozen=True):
@@ -83,12 +85,11 @@ class Explained(Exception):
 def explaining(queue: EngineQueue, call: Call) -> EngineQueue:
     """Return a queue for one call that is to be explained.
 
-    The returned queue refuses a call if `queue` would refuse the call now. For a variant, the returned queue ignores
-    the places of other calls, because these places say nothing about the variant's body.
+    The returned queue refuses the call if `queue` would refuse it now. For a variant (`ExplainAsked.variant`), the
+    returned queue begins empty: a refusal because of other calls would say nothing about the variant's body.
 
     Args:
-        queue: The queue of the model's engine. This queue does not change. The engine's statistics do not count the
-            call.
+        queue: The queue of the model's engine. It stays unchanged, and the engine's statistics do not count the call.
         call: The call.
     """
     assert call.explanation is not None
@@ -107,7 +108,7 @@ async def prepare(queue: EngineQueue, exchange: Exchange, call: Call) -> NoRetur
         call: The call.
 
     Raises:
-        Explained: The requests are prepared.
+        Explained: The requests are prepared. The exception has them.
         RequestError: The call is refused.
     """
     assert call.explanation is not None
@@ -140,17 +141,17 @@ async def _prepared(
 
 
 async def explain(call: Call, answer: Answer, writer: ReplyWriter, searches: asyncio.Lock) -> Running | None:
-    """Reply to a call with its explanation, or with the refusal that the call gets.
+    """Reply to a call with its explanation.
 
     Args:
         call: The call.
-        answer: Answers calls. It is also called for variants of the call.
+        answer: Answers the call, and variants of the call with changed bodies.
         writer: Takes the reply.
         searches: A lock that is held during the search for origins. All models share the event loop, so only one call
             searches at a time.
 
     Returns:
-        The running call of a route that generates nothing. Such a route answers as usual.
+        The result of `answer` if the route generates nothing: such a route answers as usual. Otherwise None.
 
     Raises:
         ContractError: The call is refused. The error holds the reply.
@@ -172,12 +173,12 @@ async def explain(call: Call, answer: Answer, writer: ReplyWriter, searches: asy
 class Origins(msgspec.Struct):
     """The fields of a body, grouped by their effect."""
 
-    known: bool = False  # Whether the search for effects is complete.
+    known: bool = False  # Whether the search is complete.
     fields: dict[str, list[str]] = {}  # The fields that set a parameter, keyed by the parameter.
     of_prompt: list[str] = []  # The fields that change the prompt.
-    without_effect: list[str] = []  # The fields that the engine never sees.
-    unknown: list[str] = []  # The fields whose effect is unknown. Other values of these fields are refused.
-    drawn: frozenset[str] = frozenset()  # The parameters that get a different value in each call.
+    without_effect: list[str] = []  # The fields that change nothing in the engine's request.
+    unknown: list[str] = []  # The fields whose effect is unknown, usually because all values tried are refused.
+    drawn: frozenset[str] = frozenset()  # The parameters with a random value, which differs in each call.
 
 
 class _EngineFailed(Exception):
@@ -216,8 +217,8 @@ async def _find(origins: Origins, call: Call, answer: Answer) -> None:
             in_prompt = changed.token_ids != asked.token_ids
             if parameters or in_prompt:
                 break
-            # A body without the field proves nothing, because the default may be the same as the field's value. Null
-            # counts as absent.
+            # A body without the field proves nothing, because the default may be the same as the field's value. But a
+            # field that is null counts as absent, so it has no effect.
             is_without_effect |= other is not None or value is None
         for parameter in sorted(parameters):
             origins.fields.setdefault(parameter, []).append(name)
@@ -251,7 +252,9 @@ def _differing(asked: _Asked, other: _Asked) -> frozenset[str]:
 
 
 async def _asked(call: Call, answer: Answer, document: Any) -> _Asked | None:
-    """Return the engine's request for a changed body. Return None if the body is refused or is of another kind.
+    """Return the engine's request for a changed body.
+
+    Return None if the body is refused, or if another handler answers it (`ExplainAsked.way`).
 
     Raises:
         _EngineFailed: The engine has failed, so the search must end.
@@ -293,10 +296,11 @@ def _with(document: Mapping[str, Any], place: Place, other: Any) -> Mapping[str,
 
 
 def _others(value: Any) -> Sequence[Any]:
-    """Return values of the same kind to try instead of `value`.
+    """Return values to try instead of `value`.
 
-    If `value` is at an end of the parameter's range, some of the results are refused. Some results may mean the same as
-    `value`: -1 and 0 both turn `top_k` off, and the engine raises all very low temperatures to the same value.
+    One value is not enough. If `value` is at an end of the parameter's range, some of the results are refused. Some
+    results may mean the same as `value`: -1 and 0 both turn `top_k` off, and the engine raises all very low
+    temperatures to the same value.
     """
     if isinstance(value, bool):
         return (not value,)
@@ -307,7 +311,7 @@ def _others(value: Any) -> Sequence[Any]:
         return value / 2 or 0.5, 0.5
     if isinstance(value, str):
         return (f"{value}a",)
-    if isinstance(value, list):  # Only the first of several prompts is compared.
+    if isinstance(value, list):  # Only the request of the first prompt is compared.
         return [[first, *value[1:]] for first in _others(value[0])] if value else (["a"], [1])
     return ({"1": 1},) if value == {} else ()
 
@@ -424,7 +428,7 @@ def _priority(call: Call, prompt: ExplainedPrompt, origins: Origins) -> Mapping[
 
 
 def _salt(call: Call, request: ExplainedRequest) -> str | None:
-    """Return the origin of the salt of the prefix cache. The salt itself may be a secret."""
+    """Return the origin of the prefix cache's salt, but not the salt, which may be a secret."""
     if not request.cache_salt:
         return None
     if request.cache_salt != call.steering.get("cache_salt"):

@@ -28,8 +28,8 @@ class FormatterThread:
     """The thread that runs all formatters of one model and of its adapters.
 
     The methods must run on one event loop. A call that takes longer than the time limit fails. Its thread cannot be
-    stopped, so the next call gets a new thread. A call keeps its turn until it returns or is overdue, even if nobody
-    waits for the call any more.
+    stopped, so the next call gets a new thread. A call whose caller was cancelled still blocks the next call, until it
+    returns or is overdue.
     """
 
     def __init__(self, time_limit: float) -> None:
@@ -37,14 +37,15 @@ class FormatterThread:
         self.time_limit = time_limit
         self._turn = asyncio.Lock()
         self._executor: ThreadPoolExecutor | None = None
-        self._running: asyncio.Future[Any] | None = None  # The last call. Its caller may have left.
+        self._running: asyncio.Future[Any] | None = None  # The running call. Its caller may have been cancelled.
         self._overdue_at = 0.0  # The time after which the running call is overdue, on the event loop's clock.
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` after all earlier calls and return its result.
 
         Raises:
-            GenerationFailed: The call took too long, or it raised an exception that would end the server.
+            GenerationFailed: The call took too long, or it raised an exception that would end the server, such as
+                SystemExit.
         """
         async with self._turn:
             if self._running is not None:
@@ -64,17 +65,17 @@ class FormatterThread:
             raise GenerationFailed(f"the formatter did not return within predict_timeout ({self.time_limit:g} s)")
 
     async def read(self, call: Call, work: Callable[[], T], queue: EngineQueue) -> T:
-        """Run `work` as `run` does, but wait only until the call's deadline. `work` runs an input formatter.
+        """Run `work` as `run` does, but wait only until the call's deadline.
 
         Args:
             call: The call that `work` reads.
-            work: Reads the call.
+            work: Reads the call with an input formatter.
             queue: Has the deadlines of the calls, and counts a call that ends at its deadline.
 
         Raises:
-            ContractError: The call is refused, or its deadline has passed. `work` may still wait for the thread.
+            ContractError: The call is refused, or its deadline has passed, perhaps before `work` began.
         """
-        # The formatter's result decides whether the answer is a stream.
+        # It is not known yet whether the answer is a stream: the formatter's result decides that.
         deadline = queue.deadlines.of(call.arrived_at, call.time_limit, stream=True if call.from_handler else None)
         reading = self.run(work)
         try:
@@ -98,7 +99,7 @@ class FormatterThread:
         return ended
 
     def _forget(self, job: asyncio.Future[Any]) -> None:
-        """Drop the result of a call that has ended. It is possible that nobody waits for the result."""
+        """Drop the result of a call that has ended, in case nobody waits for it."""
         if not job.cancelled():
             job.exception()  # asyncio logs exceptions that are never read.
         if self._running is job:

@@ -59,7 +59,7 @@ class Service:
         return behind.engine if behind is not None else self.engine
 
     async def stop(self, why: str = "the server is stopping") -> None:
-        """Free the engine or end the workers. Requests that still run on the engine end with an error that says why."""
+        """Stop the engine or the workers. Requests that still run on the engine end with an error that has `why`."""
         if self.adapters is not None:
             await self.adapters.stop()
         if self.engine is not None:
@@ -79,7 +79,10 @@ class Service:
             self.queue.refuse_if_full()
 
     def abort(self, request_id: str) -> None:
-        """End the calls with this id. Their clients get an aborted answer."""
+        """End OpenAI's calls with this id, and the latest other call with this id.
+
+        The clients get the answer so far, marked as aborted.
+        """
         if self.queue is not None:
             self.queue.abort(request_id)
         if self.openai is not None:
@@ -89,8 +92,8 @@ class Service:
 class EngineBehindHandler:
     """A customer's handler, and the engine that it calls.
 
-    The engine is loaded when the handler first calls it, not earlier. The handler may load a model of its own, and the
-    memory may be too small for both models.
+    The engine is loaded when the handler first calls it. An earlier load could fail: the handler may have loaded its
+    own model, and the memory may be too small for both models.
     """
 
     def __init__(
@@ -101,8 +104,8 @@ class EngineBehindHandler:
         """Create the handler.
 
         Args:
-            make_handler: Creates the handler. Its argument is a function that returns the handler for calls to the
-                engine.
+            make_handler: Creates the handler. Its argument is a function that loads the engine and returns the
+                engine's handler.
             load: Loads the engine.
         """
         self._load = load
@@ -135,16 +138,13 @@ class EngineBehindHandler:
         return loading.result()
 
     async def _invocations(self) -> Handler:
-        """Load the engine if needed, and return the handler that calls it directly. A failed load is not retried."""
+        """Load the engine if needed, and return its handler of `/invocations`. A failed load is not retried."""
         if self._loading is None:
             self._loading = asyncio.ensure_future(self._load())
         return (await asyncio.shield(self._loading)).invocations
 
     def health(self) -> EngineHealth:
-        """Return the health of the handler.
-
-        If the handler is alive and has called the engine, return the engine's health.
-        """
+        """Return the health of the engine if the handler is alive and has called it, otherwise the handler's health."""
         health = self.custom.health()
         if not health.alive:
             return health

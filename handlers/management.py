@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from engines.adapters import AdapterRegistry
 from handlers.contract import Call, Reply
 
-MAX_BODY = 256 * 1024  # The maximum number of bytes of a management call's body. The event loop decodes it.
+MAX_BODY = 256 * 1024  # Bytes. The largest body of a management call. It is small, because the event loop decodes it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """The fields of a model in a list."""
+    """The fields that a list of models shows for each model."""
 
     name: str
     version: str | None
@@ -44,7 +44,7 @@ class DescribedWorker:
 
 @dataclass(frozen=True, slots=True)
 class DescribedGroup:
-    """The fields of a group: the workers of a device."""
+    """The workers of one device."""
 
     gpu: int | None  # None means the CPU.
     min_workers: int
@@ -54,7 +54,7 @@ class DescribedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribedModel(ListedModel):
-    """The fields of a model in a description."""
+    """The fields that the description of one model shows."""
 
     batch_size: int
     max_batch_delay: float  # Seconds.
@@ -87,7 +87,8 @@ class Management(Protocol):
         """Return the adapters of a model, or of the startup model.
 
         Raises:
-            NotServed: The model has no adapters, or it has several versions and a call would change only one of them.
+            NotServed: `option.enable_lora` is off, or the model has several versions and a call would change only one
+                of them.
             NotReady: The model is not loaded.
         """
 
@@ -108,10 +109,10 @@ class Management(Protocol):
         """
 
     def workers(self, name: str, version: str | None) -> tuple[int, int]:
-        """Return the smallest and the largest number of workers of a model."""
+        """Return the minimum and the maximum number of workers of a model."""
 
     def scale(self, name: str, version: str | None, least: int, most: int) -> tuple[int, int]:
-        """Set the smallest and the largest number of workers. Return the numbers that now apply.
+        """Set the minimum and the maximum number of workers. Return the limits that now apply.
 
         Raises:
             InvalidRequest: The model cannot have the requested minimum or maximum number of workers.

@@ -39,11 +39,11 @@ class ModelConfig(EngineConfig):
     # A customer's `handle` that gets every call of `/invocations` first, and may pass it on to the engine.
     handler_before_engine: HandlerConfig | None = None
     formatters: Path | None = None  # A `model.py` that may have input and output formatters for the engine.
-    packages: PackageConfig = field(default_factory=PackageConfig)  # The packages of that `model.py`.
+    packages: PackageConfig = field(default_factory=PackageConfig)  # The packages that `formatters` needs.
 
     @property
     def runs_on_vllm(self) -> bool:
-        """True if vLLM runs the model. False for a customer's handler. Read it when `auto` has been replaced."""
+        """True if vLLM runs the model, False if a customer's handler runs it. Read it after `choose_engine`."""
         return self.handler is None and is_vllm(self)
 
 
