@@ -1,7 +1,7 @@
 """JSON schemas for the API description, made from the code that reads requests.
 
-`parameters` runs a parser. The parser's reader records the name, type, range and default of each parameter. `struct`
-makes a schema of a msgspec struct. `MEANINGS` has a sentence about each field.
+`parameters` runs a parser with a reader that records the name, type, range and default of each parameter. `struct`
+makes a schema of a msgspec struct. `MEANINGS` describes each field.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class EngineQueue:
         """
         self.engine, self.limit, self.overload_status, self.deadlines = engine, limit, overload_status, deadlines
         self.statistics = engine.statistics
-        self.sets_deadlines = deadlines != NO_DEADLINES  # If False, only calls that ask for a deadline have one.
+        self.sets_deadlines = deadlines != NO_DEADLINES  # If False, a call has a deadline only if it asks for one.
         self.open_sequences = 0  # The number of places that are taken.
         self.running: dict[str, Abortable] = {}  # The running calls, keyed by request id.
 

@@ -24,7 +24,9 @@ from handlers.openapi_schemas import Schema
 
 # The error on routes that a model with a custom handler does not serve.
 OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
-# The kind of models that a route serves. "pooling" means models that make vectors or scores instead of text.
+# The kind of models that a route serves. "pooling" means models that make vectors or scores instead of text. Two routes
+# may share a path, one for each kind. While the kind of a model is unknown, for example because the model is still
+# loading, the route for generating models answers.
 KindsOfModels = Literal["all", "generating", "pooling"]
 # Stalled: the engine has requests and makes no progress. It may recover.
 State = Literal["starting", "ready", "stalled", "failed", "restarting", "draining", "stopped"]
@@ -63,7 +65,7 @@ class ModelView:
     engine_version: str
     max_requests: int  # The maximum number of sequences that may run or wait at the same time.
     model_aliases: tuple[str, ...]  # Further names of the model, including the empty name.
-    # Ends the call with this request id, or the latest call if several have the id. The client gets an aborted answer.
+    # Ends the calls with this request id (`Service.abort`).
     abort: Callable[[str], None]
     adapters: tuple[Adapter, ...] = ()  # The registered adapters.
     # The prompt of the call's chat, or the error if the chat cannot become a prompt. None if `InfoRoute.chat` found no
@@ -96,8 +98,7 @@ class ModelView:
         raise NotReady(f"the model {self.config.name!r} is not loaded yet")
 
 
-# The name of the query parameter or header with a model's version. The path parameter that holds the version has the
-# same name.
+# The name of the query parameter, header or path parameter with a model's version.
 MODEL_VERSION = "model_version"
 NO_ADAPTERS = "cannot be used: this server has no adapters"  # The text after the name of a parameter or header.
 
@@ -125,8 +126,8 @@ class Operation:
     summary: str
     request: Schema | None = None  # The schema of the body. None if the request has no body.
     request_type: str = JSON
-    # The meaning of each status, and the schemas of its body, keyed by media type. Errors from `ContractRoutes.refuse`
-    # are left out unless they need a further explanation.
+    # Maps each status to its meaning, and to the schemas of its body, keyed by media type. Errors from
+    # `ContractRoutes.refuse` are left out unless they need a further explanation.
     answers: Mapping[str, tuple[str, Mapping[str, Schema]]] = field(default_factory=dict)
 
 
@@ -138,9 +139,11 @@ class GenerationRoute:
     # Creates the contract for a model. If None, the model's OpenAI handler answers (`handlers.openai.handler`).
     contract: Callable[[ModelConfig, LoadedModel], Contract] | None = None
     methods: tuple[str, ...] = ("POST",)
-    models: KindsOfModels = "all"  # The path's other route takes the calls of other models.
-    with_field: str | None = None  # Takes only bodies with this field. The path's other route takes other bodies.
-    # Whether every call needs a place in the queue. If True, the refusal of a call must not depend on the call's body.
+    models: KindsOfModels = "all"
+    # If set, the route answers only bodies with this field. Another route with the same path answers the other bodies.
+    with_field: str | None = None
+    # Whether every call needs a place in the queue. If True, a call may be refused before its body is read, so the
+    # refusal must not depend on the body.
     queued: bool = True
     own_handler: bool = False  # Whether a custom handler answers the route if the model has one.
     by_attribute: bool = True  # Whether `route` in SageMaker's custom attributes may name this route.
@@ -157,17 +160,15 @@ class InfoRoute:
     # Returns the reply. It may raise ContractError, which holds a reply, and RequestError, which
     # `ContractRoutes.refuse` turns into a reply. It is called in a thread if the body is long.
     answer: Callable[[Call, ModelView], Reply]
-    # Returns a call's chat as a call of `/v1/chat/completions`, or None if the call has no chat. The chat is rendered
-    # before `answer` is called. This function may raise the same errors as `answer`. It is also called in a thread if
-    # the body is long.
+    # Returns a call's chat as a call of `/v1/chat/completions`, or None if the call has no chat. Before `answer` is
+    # called, the chat is rendered to `ModelView.rendered`. This function may raise the same errors as `answer`, and is
+    # also called in a thread if the body is long.
     chat: Callable[[Call, ModelView], Call | None] | None = None
     # Returns the reply if the server does not have exactly one model. A route about one model has no such function.
     answer_all: Callable[[Call, Sequence[ModelView]], Reply] | None = None
     methods: tuple[str, ...] = ("GET",)
-    models: KindsOfModels = (
-        "all"  # The path's other route takes the calls of other models, and of models that are loading.
-    )
-    with_field: str | None = None  # Takes only bodies with this field. The path's other route takes other bodies.
+    models: KindsOfModels = "all"
+    with_field: str | None = None  # As in `GenerationRoute`.
     # Whether `route` in SageMaker's custom attributes may name this route. Only routes that process text allow this.
     by_attribute: bool = False
     about: Operation | None = None
@@ -228,7 +229,7 @@ Route = GenerationRoute | InfoRoute | InvocationRoute | ManagementRoute
 
 
 def takes(route: Route, *, pooling: bool) -> bool:
-    """Return True if a route takes calls of one kind of models.
+    """Return True if a route serves one kind of models.
 
     Args:
         route: The route.
@@ -247,12 +248,12 @@ class ContractRoutes:
     # Returns the error reply for each error of `engines.errors`.
     refuse: Callable[[RequestError], Reply]
     error: Schema  # The schema of an error's JSON object.
-    # Returns the reply if the path has no such method. The server adds the header `allow`.
+    # Returns the reply to a method that the path does not have. The server adds the header `allow`.
     wrong_method: Callable[[Call], Reply]
     body_names_model: bool = False  # Whether bodies may name the model in `model`.
     id_header: str | None = None  # The contract's own header for the request's id, in addition to the server's header.
     prefixes: tuple[str, ...] = ()  # Unknown paths below these prefixes also belong to the contract.
-    not_found: Callable[[Call], Reply] | None = None  # Returns the reply to such a path.
+    not_found: Callable[[Call], Reply] | None = None  # Returns the reply to such an unknown path.
     headers: tuple[tuple[str, str], ...] = ()  # Headers of every reply that the routes make.
     redirects: bool = False  # A path with slashes at its end is redirected to the path without them, as in FastAPI.
 

@@ -50,7 +50,7 @@ class RunningCall:
         if call.time_limit is not None or queue.sets_deadlines:
             self._deadline = queue.deadline_of(exchange, call)
         self._deadline_timer: asyncio.Handle | None = None
-        self._formatting: FormatterQueue[tuple[int, TokenDelta]] | None = None  # Deltas for an answer that blocks.
+        self._formatting: FormatterQueue[tuple[int, TokenDelta]] | None = None  # Deltas that wait for a formatter.
         if thread is not None and exchange.answer.blocks:
             self._formatting = FormatterQueue(thread, lambda item: exchange.answer.feed(*item), self._take)
         self.begun = False  # Whether the reply has begun as a stream.
@@ -81,7 +81,7 @@ class RunningCall:
                 error = error.renamed(self._exchange.names)
             if self.begun:  # an earlier prompt has begun the reply
                 self.on_error(error)
-            if not self.answered:  # No earlier prompt has failed.
+            if not self.answered:  # The client has not got an error yet.
                 self.cancel()
                 raise error from None
         except BaseException:
@@ -160,7 +160,7 @@ class RunningCall:
             generation.abort(at_deadline=True)
         for prompt in range(len(generations), len(requests)):  # The engine has not received these prompts.
             request = requests[prompt]
-            # No contract shows the number of tokens of a prompt that is still a text here.
+            # The count is 0 for a prompt that is still a text, because no contract shows this count.
             prompt_tokens = 0 if isinstance(request.prompt, str) else len(request.prompt)
             for sequence in range(request.sequences):
                 last = sequence == request.sequences - 1
@@ -231,7 +231,7 @@ class RunningCall:
             self._deadline_timer.cancel()
         if self._formatting is not None:
             self._formatting.close()
-            self._formatting = None  # The formatter queue holds the call.
+            self._formatting = None  # Breaks a reference cycle: the formatter queue holds the call.
 
     def _tick(self) -> None:
         """Write a comment if nothing was written since the last tick."""
@@ -243,8 +243,8 @@ class RunningCall:
     def _write_latest_soon(self) -> None:
         """Schedule the write of the latest part of a cumulative answer.
 
-        A short part is written immediately. If the call has several sequences, it is written once for each step of the
-        engine. Long parts are written as often as `_BYTES_PER_SECOND` allows.
+        A short part is written immediately, or once for each step of the engine if the call has several sequences. Long
+        parts are written as often as `_BYTES_PER_SECOND` allows.
         """
         if self._timer is not None:
             return

@@ -1,1 +1,1 @@
-"""Parts of answers that contracts share."""
+"""Answers that several contracts use."""

@@ -1,4 +1,4 @@
-"""The answer to a call of a pooling model. It contains the numbers of all prompts of the call."""
+"""The answer to a call of a pooling model. It contains the vectors or scores of all prompts of the call."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def normalized(vector: Any) -> Any:
 
 
 def shortened(vector: Any, dimensions: int | None, *, normalize: bool) -> Any:
-    """Return the first numbers of a vector, or of each vector of a matrix.
+    """Return the first components of a vector, or of each row of a matrix.
 
     Args:
         vector: The vector.
-        dimensions: How many numbers are kept. None keeps all.
+        dimensions: The number of components to keep. None keeps all.
         normalize: Whether to scale the shortened vector to the length 1.
     """
     kept = vector[..., :dimensions]
-    # The encoder takes only arrays without gaps in memory.
+    # orjson takes only contiguous arrays.
     return np.ascontiguousarray(normalized(kept) if normalize else kept)
 
 
 class PooledAnswer(Answer):
-    """One document, which is sent when the numbers of all prompts have arrived."""
+    """One document, which is sent when the results of all prompts have arrived."""
 
     content_type = JSON
 
@@ -79,7 +79,7 @@ class PooledAnswer(Answer):
         event loop for seconds.
 
         Args:
-            numbers: An array of float32.
+            numbers: The result for the prompt, an array of float32.
         """
         return numbers
 

@@ -35,14 +35,14 @@ class ShownSequence(GeneratedSequence):
 class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of one contract, and the members that a request asks for."""
 
-    token: tuple[str, str, str] = ("", "", "")  # Three texts: before the id, the text and the log probability.
+    token: tuple[str, str, str] = ("", "", "")  # The JSON before the id, before the text, before the logprob.
     ends: tuple[str, str] = ("}", "}")  # The end of a normal token's object, and the end of a special token's object.
     prefill: TokenForm | None = None  # The form of the prompt's tokens, if it differs from this form.
     number: Callable[[float], str] = repr  # Writes a finite log probability. Other values become null.
-    special_texts: Mapping[int, str] = {}  # Maps ids of special tokens to texts. The answer's text omits them.
+    special_texts: Mapping[int, str] = {}  # Texts of special tokens, keyed by id. `generated_text` omits them.
     comma: str = ", "
     colon: str = ": "
-    # Whether every record of a stream has `generated_text` and `details`. They are null before the last record.
+    # Whether every record of a stream has `generated_text` and `details`. They are null in all but the last record.
     nulls: bool = False
     details: tuple[str, ...] = ()  # The members of `details`. If empty, the answer has no details.
     others: tuple[str, ...] = ()  # The members of each object in `best_of_sequences`.
@@ -83,7 +83,7 @@ class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _REASONS = {None: "null"} | {reason: quote(name) for reason, name in FINISH_REASONS.items()}
-# The members of objects. A member without a value is left out.
+# Return the JSON of each member's value. If the JSON is empty, the member is left out.
 _VALUES: Mapping[str, Callable[[TokenForm, ShownSequence], str]] = {
     "generated_text": lambda form, sequence: quote("".join(sequence.text)),
     "finish_reason": lambda form, sequence: _REASONS[sequence.finish_reason],
@@ -110,11 +110,14 @@ class TokenDocument(Answer):
     """
 
     content_type = JSON
-    around = ("{", "", "}")  # Three texts: before, between and after the documents' members.
+    # The text before the first document's members, between the members of two documents, and after the last document's
+    # members.
+    around = ("{", "", "}")
 
     def __init__(self, form: TokenForm, prompts: Sequence[str], seeds: Sequence[int | None] = ()) -> None:
         self._form, self._prompts, self._seeds = form, prompts, seeds
-        self._sequences: list[dict[int, ShownSequence]] = [{} for _ in prompts]  # The prompts' sequences, by rank.
+        # For each prompt: its sequences, keyed by rank.
+        self._sequences: list[dict[int, ShownSequence]] = [{} for _ in prompts]
         self._open = len(prompts)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
@@ -151,7 +154,8 @@ class TokenStream(Answer):
         nulls = f'{form.comma}"generated_text"{form.colon}null{form.comma}"details"{form.colon}null'
         self._tail = f"{nulls if form.nulls else ''}}}{self.after}"
         self._between = self._tail + self.head
-        self._keeps = "prefill" in form.details or "top_tokens" in form.details  # The last record needs all deltas.
+        # If True, all deltas are kept, because the last record shows their data.
+        self._keeps = "prefill" in form.details or "top_tokens" in form.details
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """Return a record for each token of the delta. Hot path: this runs for each token of each stream."""
@@ -171,6 +175,6 @@ class TokenStream(Answer):
     def _end(self) -> str:
         """Return the text after the last token."""
         form = self._form
-        if self._sequence.ended_at_deadline and not form.details:  # Nothing else would show the deadline.
+        if self._sequence.ended_at_deadline and not form.details:  # Otherwise nothing would show the deadline.
             form = msgspec.structs.replace(form, details=("finish_reason", "generated_tokens"))
         return f"{form.comma}{form.texts(self._sequence, nulls=form.nulls)}}}{self.after}{self.done}"
