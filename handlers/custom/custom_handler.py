@@ -106,7 +106,7 @@ class CustomHandler:
         await self.pool.start(WorkerPlan(python, environment, self._load_request, timeout, self._load_engine, metrics))
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Request:
-        # The customer may use the attributes `deadline` and `explain` for something else.
+        # Only the headers count: the customer may use the attributes `deadline` and `explain` for something else.
         if call.steering_fault is not None and call.time_limit is None and DEADLINE in call.headers:
             raise call.steering_fault
         if call.explanation is not None and EXPLAIN in call.headers:

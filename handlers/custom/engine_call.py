@@ -128,7 +128,8 @@ def _call_of(message: Message, origin: Origin) -> Call:
     fields = tuple((key or "data", value.decode("utf-8", "replace")) for key, value in message.contents)
     query = tuple(field for field in fields if field[0] != "data")
     body, content_type = message.data, named.get("content-type", "")
-    if query == fields:  # These are the fields of a form, because an `Input` from a form has no `data`.
+    # An `Input` that was made from a form has no `data`. So without `data`, the contents are the fields of a form.
+    if query == fields:
         body, content_type, query = urlencode(fields).encode(), _FORM, ()
     headers = {
         name.encode("latin-1", "replace"): value.encode("latin-1", "replace")

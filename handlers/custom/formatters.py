@@ -62,14 +62,14 @@ class Formatters:
         sys.modules.pop(self.module, None)
 
 
-# The signatures of LMI's formatters, keyed by the kind of formatter and by option.async_mode.
+# The signatures of formatters in LMI, keyed by the kind of formatter and by option.async_mode.
 _SIGNATURES = {
     ("input", True): "f(decoded_payload: dict, tokenizer=None, **kwargs) -> dict",
     ("output", True): "f(response) -> dict | str | object",
     ("input", False): "f(input_item: Input, **kwargs) -> RequestInput",
     ("output", False): "f(request_output: RequestOutput) -> str",
 }
-# If annotations contain one of these types, the formatter was written for this value of option.async_mode.
+# Types in annotations that show for which value of option.async_mode a formatter was written, keyed by that value.
 _TYPES = {
     True: frozenset({"dict", "Dict", "Mapping", "MutableMapping"}),
     False: frozenset({"Input", "RequestInput", "TextInput", "RequestOutput", "TextGenerationOutput"}),
@@ -169,12 +169,11 @@ def load_formatters(config: ModelConfig, imports: ModelImports) -> Formatters:
 
 
 async def load_adapter_formatters(adapter: Adapter, base: Formatters, *, async_mode: bool) -> Formatters | None:
-    """Run an adapter's `model.py` and return its formatters. Return None if there are no formatters.
+    """Run an adapter's `model.py` and return its formatters, or None if it has none.
 
     Args:
-        adapter: The adapter. Its module has a unique name.
-        base: The model's formatters. If an adapter lacks one of the two formatters, the model's formatter of this kind
-            is used.
+        adapter: The adapter. Its `model.py` becomes a module with a unique name.
+        base: The model's formatters. If the adapter has no input or no output formatter, the model's is used instead.
         async_mode: The value of option.async_mode, which decides the formatters' signatures.
 
     Raises:

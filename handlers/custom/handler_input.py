@@ -114,7 +114,8 @@ def _contents(call: Call) -> tuple[tuple[str | None, bytes], ...]:
         fields = form_fields(call.body, call.content_type)
     except FormError as error:
         raise bad_request(error.message) from None
-    # An input without content would be an initializing call. A client must not make such a call.
+    # The body of an empty form becomes `data`: an input without content would initialize the handler, which a client
+    # must not do.
     return tuple(fields) or whole
 
 

@@ -26,7 +26,7 @@ _LABEL = re.compile(r"(?!__)[a-zA-Z_]\w*", re.ASCII)
 # The bounds of DJL Serving's histograms.
 _BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _RESERVED_PREFIXES = ("slipway_", "nv_inference_", "tgi_")
-# The endings of sample names, for each kind of metric.
+# The suffixes of sample names at /metrics, keyed by the kind of metric.
 _ENDINGS = {"c": ("_total",), "g": ("",), "h": ("_bucket", "_count", "_sum")}
 
 

@@ -30,8 +30,8 @@ class ModelImports:
     def __init__(self) -> None:
         self._places: list[str] = []
         self._own: str | None = None
-        # If a load is abandoned, its entries are removed. The load's thread may still run, and may add the directory
-        # later.
+        # If a load is abandoned, its entries are removed. `_removed` then keeps the load's thread, which may still run,
+        # from adding the directory.
         self._changing, self._removed = threading.Lock(), False
 
     def add_own(self, directory: Path) -> None:
@@ -41,8 +41,8 @@ class ModelImports:
         are removed from `sys.modules`. Code that has already imported such a module keeps the module.
 
         Raises:
-            EngineStartError: The load of the model was abandoned, or the model's code would import the server's package
-                instead of its own.
+            EngineStartError: The load of the model was abandoned, or the directory has a module that the model's code
+                cannot import, because a package of the server has the same name.
         """
         if hidden := _OF_THE_SERVER & _imported(directory):
             name = min(hidden)

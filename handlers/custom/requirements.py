@@ -155,7 +155,7 @@ async def _run(command: list[str], directory: Path, variables: Mapping[str, str]
     try:
         output, _ = await process.communicate()
     except BaseException:
-        # The command may have ended while a process outside its group still holds the output open.
+        # If the command has ended, its group may be gone: a process outside the group still has the output open.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

@@ -40,7 +40,7 @@ logger = logging.getLogger("handlers.custom")
 
 _LAUNCH = str(Path(worker_process.__path__[0]) / "launch.py")
 _SDK = str(Path(djl_python.__path__[0]).absolute())
-_EXIT_PATIENCE = 1.0  # Seconds between the end of a worker's connection and the end of its process.
+_EXIT_PATIENCE = 1.0  # Maximum seconds between the end of a worker's connection and the end of its process.
 _TERMINATION_PATIENCE = 2.0  # Seconds between SIGTERM and SIGKILL.
 _PIPE_PATIENCE = 0.5  # Seconds to read the rest of the output after the process has ended.
 _STACK_SECONDS = 1.5  # The time limit, in seconds, for a hung worker to write its stacks.
@@ -94,7 +94,8 @@ class Worker:
         self._on_end = on_end
         self._receivers: dict[int, AnswerReceiver] = {}
         self._engine_calls: dict[int, EngineCall] = {}
-        # The origins of calls to the engine, keyed by the running call's number. Origins are never sent to the worker.
+        # The origin of each running call, keyed by the call's number. The handler's calls to the engine get this
+        # origin. It is never sent to the worker.
         self._origins: dict[int, Origin] = {}
         self._has_keys = False  # Whether at least one call came with an API key.
         self.calls = 0  # The number of calls that were sent to the worker.
@@ -130,7 +131,8 @@ class Worker:
     async def _spawn(self) -> None:
         server_end, worker_end = socket.socketpair()
         output, pipe = os.pipe()
-        # A thread reads the pipe. asyncio would wait until all processes that the handler started have closed the pipe.
+        # A thread reads the pipe, because asyncio would wait until all processes that the handler started have closed
+        # the pipe.
         log = asyncio.ensure_future(in_daemon_thread(partial(self._log_output, output)))
         try:
             reader, self._writer = await asyncio.open_unix_connection(sock=server_end, limit=CREDIT_BYTES)

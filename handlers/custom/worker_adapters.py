@@ -14,7 +14,7 @@ from handlers.custom.worker_process.socket_protocol import Message, MessageKind
 
 logger = logging.getLogger(__name__)
 
-# Functions of the customer's module.
+# The names of functions in the customer's module.
 REGISTER, UPDATE, UNREGISTER = "register_adapter", "update_adapter", "unregister_adapter"
 _FAILED, _OUT_OF_MEMORY = 300, 507  # The lowest code of a failure, and the code for lack of memory.
 _DEFAULT_MESSAGES = frozenset({"", "OK", "No content"})  # The default messages of an `Output`.
@@ -72,7 +72,7 @@ class WorkerAdapterHost:
                 undo = [(UNREGISTER, adapter)] if function == REGISTER else []
                 if (former := self._known.get(adapter.name)) is not None:
                     undo.append((REGISTER if function == UNREGISTER else function, former))
-                if function == UNREGISTER:  # If a worker has refused, it still has the adapter.
+                if function == UNREGISTER:  # A worker that refused still has the adapter.
                     agreed = zip(workers, answers, strict=True)
                     workers = [worker for worker, answer in agreed if isinstance(answer, str)]
                 for undoing, undone in undo:
@@ -105,7 +105,7 @@ class WorkerAdapterHost:
                 f"{function} of {worker.name} did not answer within {self._patience:g} seconds (predict_timeout)"
             ) from None
         except _WorkerLost:
-            if function == UNREGISTER:  # The adapter ended with the worker.
+            if function == UNREGISTER:  # The adapter is gone with the worker.
                 return ""
             raise
         message = "" if output.message in _DEFAULT_MESSAGES else output.message

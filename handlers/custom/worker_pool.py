@@ -69,7 +69,8 @@ class WorkerPool:
         self.last_failed: FailedWorker | None = None
         self.failures = 0  # The number of crashes, hangs and failed restarts since the start.
         self._recent_failures = 0  # The number of failures since a worker last ran for `_HEALTHY_SECONDS`.
-        # The reason why the model counts as failed. A failure is final, but running workers still serve requests.
+        # The reason why the model counts as failed, or empty. After more than `retry_threshold` failures it stays set,
+        # but running workers still serve requests.
         self.failed = _NOT_LOADED
         self._no_worker_reason = ""  # The reason why the last worker could not be restarted. Empty while a worker runs.
         self._stopping = False
@@ -261,7 +262,7 @@ class WorkerPool:
             timer.cancel()
 
     def _end_surplus(self, worker: Worker, calls: int) -> None:
-        """End a surplus worker if it has stayed idle. An idle worker's number of calls is still `calls`."""
+        """End a surplus worker if it has stayed idle: its number of calls is then still `calls`."""
         self._idle_timers.pop(worker, None)
         if worker.calls != calls or len(self._batchers) <= self.min_workers:
             return
@@ -369,7 +370,7 @@ def on_device(plan: WorkerPlan, group: str, sees_own: bool) -> WorkerPlan:
 
 
 def _of_visible(group: str, visible: str | None) -> str:
-    """Return the names of a group's devices. The group's numbers are indices of CUDA_VISIBLE_DEVICES."""
+    """Return the names of a group's devices. The group's numbers are indices into CUDA_VISIBLE_DEVICES."""
     if visible is None:
         return group
     names = [name.strip() for name in visible.split(",")]

@@ -1,8 +1,9 @@
 """happy_vllm's error bodies.
 
 The original is a FastAPI application. It answers 422 with `{"detail": [...]}` if a field has the wrong type, and 500
-for any other client error. Here all client errors have a 4xx status and the same format. They are found before any text
-is generated. Server errors with the status 500 have the body that happy_vllm sends if EXPLICIT_ERRORS is set.
+for any other client error. Here all client errors have a 4xx status, and their body has `detail`. On the `/v2` routes,
+their body is vLLM's error object. Client errors are found before any text is generated. Server errors with the status
+500 have the body that happy_vllm sends if EXPLICIT_ERRORS is set.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def _info(
     """Return a route that generates nothing.
 
     Args:
-        answer: The names of the answer's fields.
+        answer: The names of the answer's fields, separated by spaces.
         fields: The fields of the body, if the route reads a body.
     """
     return InfoRoute(

@@ -46,7 +46,8 @@ class DynamicBatcher:
             return 0
         return self._limits.batch_size if self.worker.takes_batches else 1
 
-    # The number of requests that `begin` accepts if no step is running. Calls of this batcher have no steps.
+    # The number of requests that `begin` accepts once the running step of a rolling batch has ended. Calls of this
+    # batcher have no steps.
     places = room
 
     def begin(self, requests: list[Request]) -> None:

@@ -17,7 +17,7 @@ def _never() -> bool:
 class IdleTimeout:
     """Calls `expired` when `seconds` have passed since the last restart.
 
-    Pauses do not count.
+    If `paused` returns True at that time, the timeout restarts instead.
 
     `restart` is only an assignment, so it is cheap enough for every part of a stream.
     """

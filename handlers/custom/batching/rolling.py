@@ -49,8 +49,6 @@ class _ActiveRequest:
 class RollingBatcher:
     """Calls the handler of one worker step by step.
 
-    Each step is a call for all active requests.
-
     New requests join the batch between two steps. A request stays in the handler's batch until the handler marks its
     last part, and cannot be removed earlier. So if a client disconnects, its request continues until all clients of the
     batch have disconnected. The batch does not wait for slow clients.

@@ -134,7 +134,7 @@ class _SendWindow(Generic[Credits]):
     def due(self, size: int) -> range:
         """Return a range with one item for each credit to acquire before the next `size` bytes are sent.
 
-        Earlier bytes have used up these credits.
+        Each credit pays for CREDIT_BYTES that were sent earlier.
         """
         used, self._sent = divmod(self._sent, CREDIT_BYTES)
         self._sent += size

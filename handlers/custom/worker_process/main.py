@@ -56,11 +56,11 @@ def _set_python_path(model_dir: str) -> None:
     """Let the handler's child processes import `djl_python` and the model's modules, as in LMI.
 
     This process itself does not import from the model directory yet, because a module there could replace a module that
-    the start needs.
+    this process needs to start.
     """
     places = (os.environ.get("PYTHONPATH"), _IMPORTABLE, model_dir)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
-    sys.path.append(_IMPORTABLE)  # Spawned child processes inherit this list.
+    sys.path.append(_IMPORTABLE)  # Child processes that `multiprocessing` spawns inherit `sys.path`.
 
 
 def _run(serving: Coroutine[None, None, None]) -> None:
@@ -147,8 +147,8 @@ def _import(request: LoadRequest) -> ModuleType:
         sys.path.insert(0, directory)
     if not os.path.isfile(path):
         raise LoadError(f"the handler file {path} does not exist")
-    # Pickles, and other modules in the directory, find the module by the file's name. If that name is in use, the
-    # module gets another name.
+    # Pickled objects, and other modules in the directory, refer to this module by its file name. If that name is in
+    # use, the module gets another name.
     stem = os.path.basename(path)[: -len(".py")]
     if not stem.isidentifier() or stem in sys.modules or os.path.dirname(path) != request.model_dir:
         stem = "model_" + hashlib.sha256(path.encode()).hexdigest()[:8]

@@ -47,8 +47,7 @@ class RemoteEngine:
             raise
         if head.streams:
             stream = self._stream(head, messages)
-            # The handler may drop the generator without reading it. The `finally` block then runs only if the generator
-            # has begun.
+            # Begin the generator. If the handler drops it unread, its `finally` block runs only if it has begun.
             await anext(stream)
             return stream
         del self._messages[number]
