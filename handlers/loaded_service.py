@@ -28,7 +28,7 @@ class Limits:
     model_aliases: tuple[str, ...] = ()  # Further names of the model on OpenAI's routes.
     # Returns the reasons why adapters must not be loaded from a directory. May block. None allows any directory.
     adapter_faults: Callable[[Path], Sequence[str]] | None = None
-    adapter_downloads: AdapterDownloads | None = None  # Downloads adapters from S3. None refuses them.
+    adapter_downloads: AdapterDownloads | None = None  # Downloads adapters. None refuses remote adapters.
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from engines.adapters import AdapterRegistry
 from handlers.contract import Call, Reply
 
-MAX_BODY = 256 * 1024  # Bytes. The largest body of a management call. It is small, because the event loop decodes it.
+MAX_BODY = 256 * 1024  # Bytes. The largest body of a management call. The event loop decodes it, so it is small.
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ Cause = Literal["url", "registered", "settings", "memory", "load"]
 
 
 class Management(Protocol):
-    """The server's models. Methods that take a model's name raise UnknownModel."""
+    """The server's models. Methods that take a model's name raise UnknownModel if no model has this name."""
 
     multi_model: bool  # True if the server is a SageMaker multi-model endpoint.
 

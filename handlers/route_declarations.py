@@ -100,7 +100,7 @@ class ModelView:
 
 # The name of the query parameter, header or path parameter with a model's version.
 MODEL_VERSION = "model_version"
-NO_ADAPTERS = "cannot be used: this server has no adapters"  # The text after the name of a parameter or header.
+NO_ADAPTERS = "cannot be used: this server has no adapters"  # Follows the name of a parameter or header.
 
 
 def adapter_of(call: Call, config: ModelConfig, named: str | None) -> str | None:

@@ -42,7 +42,7 @@ class EngineCall:
     """A call of a customer's handler to the engine.
 
     Implements `ReplyWriter`: the reply goes to the worker. A handler that reads its stream slowly delays no other call:
-    the unread rest of the answer is buffered in memory.
+    the unread rest of the answer is buffered in the worker's memory.
     """
 
     def __init__(

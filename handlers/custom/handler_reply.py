@@ -18,7 +18,7 @@ _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 _ATTRIBUTES = re.compile(r"[\x20-\x7e]{0,1024}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
-# Only the server sets these headers. They are dropped from the output of handlers that echo a request's headers.
+# Only the server sets these headers. They are dropped from a handler's output, which may echo the request's headers.
 _FRAMING = frozenset(
     [
         "connection",

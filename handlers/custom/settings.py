@@ -77,7 +77,7 @@ class HandlerConfig:
     )
     # Environment variables in addition to the variables of this process.
     environment: Mapping[str, str] = field(default_factory=dict, metadata=ENVIRONMENT.metadata)
-    # Whether the model gets its own virtual environment even if there are no packages to install.
+    # Whether the model gets its own virtual environment even if no packages have to be installed.
     enable_venv: bool = setting(
         "option.enable_venv", BOOLEAN, "false", doc="Make a virtual environment even without `requirements.txt`"
     )

@@ -180,7 +180,7 @@ class Worker:
         self._send(Message(kind=MessageKind.CANCEL, call=call))
 
     def end(self, reason: str) -> None:
-        """Kill the process and all processes that it started. The receivers and `on_end` are called soon after."""
+        """Kill the worker's process group. The receivers and `on_end` are called soon after."""
         self._reason = self._reason or reason
         self._signal_group(signal.SIGKILL)
 

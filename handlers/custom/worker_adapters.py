@@ -72,7 +72,7 @@ class WorkerAdapterHost:
                 undo = [(UNREGISTER, adapter)] if function == REGISTER else []
                 if (former := self._known.get(adapter.name)) is not None:
                     undo.append((REGISTER if function == UNREGISTER else function, former))
-                if function == UNREGISTER:  # A worker that refused still has the adapter.
+                if function == UNREGISTER:  # A worker that refused still has the adapter, so it needs no undo.
                     agreed = zip(workers, answers, strict=True)
                     workers = [worker for worker, answer in agreed if isinstance(answer, str)]
                 for undoing, undone in undo:

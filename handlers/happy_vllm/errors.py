@@ -57,7 +57,7 @@ def not_json(reason: str) -> WrongBody:
 
 
 def refuse(error: errors.RequestError) -> Reply:
-    """Return the reply to a call that has failed before its first byte."""
+    """Return the reply to a call that has failed before the first byte of its reply."""
     status = _status_of(error)
     if status == 500:
         return json_reply({"error": type(error).__name__, "messages": [error.message]}, status)

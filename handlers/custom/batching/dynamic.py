@@ -46,8 +46,7 @@ class DynamicBatcher:
             return 0
         return self._limits.batch_size if self.worker.takes_batches else 1
 
-    # The number of requests that `begin` accepts once the running step of a rolling batch has ended. Calls of this
-    # batcher have no steps.
+    # The number of requests that `begin` would accept if no step were running. Only a `RollingBatcher` has steps.
     places = room
 
     def begin(self, requests: list[Request]) -> None:

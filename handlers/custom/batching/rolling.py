@@ -50,8 +50,8 @@ class RollingBatcher:
     """Calls the handler of one worker step by step.
 
     New requests join the batch between two steps. A request stays in the handler's batch until the handler marks its
-    last part, and cannot be removed earlier. So if a client disconnects, its request continues until all clients of the
-    batch have disconnected. The batch does not wait for slow clients.
+    last part, and cannot be removed earlier. So the request of a client that disconnects continues until its last part,
+    or until all clients of the batch have disconnected. The batch does not wait for slow clients.
     """
 
     def __init__(self, worker: Worker, limits: CallLimits, on_free: Callable[[], None]) -> None:

@@ -71,7 +71,7 @@ class Message:
 
     @property
     def data(self) -> bytes:
-        """The content `data`, otherwise the first content. Empty if there is no content."""
+        """The content `data`, otherwise the first content. Empty if the message has no content."""
         first = self.contents[0][1] if self.contents else b""
         return next((value for key, value in self.contents if key == "data"), first)
 
