@@ -1,6 +1,7 @@
-"""happy_vllm's routes on texts and tokens. They generate nothing, and work with every engine.
+"""happy_vllm's routes that tokenize, decode, split and truncate texts.
 
-Source: happy_vllm, "Tokenizer endpoints" and "Data manipulation endpoints".
+They generate nothing, and work with every engine. Source: happy_vllm, "Tokenizer endpoints" and "Data manipulation
+endpoints".
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from handlers.route_declarations import ModelView, check_text, is_address
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
 DEFAULT_CHUNK = 200
 
-# happy_vllm puts this word before a text. The word matters, because it affects how the text's beginning is tokenized.
+# happy_vllm puts this word before a text, to get the tokens that the text has inside a longer text. The word affects
+# how the text's beginning is tokenized.
 _WORD = "thisisareallybigwordisntit"
-_HEAD = 256  # Prefixes of the word are first tried on this many characters. Later characters hardly ever matter.
-# The maximum number of prefixes that are tried on a whole text. The first try fails only if a text is written to make
-# it fail.
+# Prefixes of the word are first tried in front of this many characters of the text. Later characters hardly ever
+# change which prefix fits.
+_HEAD = 256
+# The maximum number of prefixes of the word that are tried in front of the whole text. The first prefix fits, unless
+# the text is written to make it fail.
 _TRIES = 3
 _BLOCK = 32  # The number of tokens decoded together. A decoder may take quadratic time for bytes that are not text.
 _CONTEXT = 16
@@ -141,7 +145,7 @@ def _read(call: Call) -> FieldReader:
 def _with_texts(read: FieldReader) -> bool:
     """Return True if the request wants the texts of tokens.
 
-    The original's schema calls the field `with_token_str`, but its code reads `with_tokens_str`.
+    happy_vllm's schema calls the field `with_token_str`, but its code reads `with_tokens_str`.
     """
     return read.boolean("with_tokens_str", read.boolean("with_token_str", False))
 
@@ -161,10 +165,10 @@ def ids_inside(model: LoadedModel, text: str) -> list[int]:
 
 
 def _behind(model: LoadedModel, word: str, text: str, tries: int) -> tuple[str, list[int]]:
-    """Return a prefix of the word, and the ids of the text behind this prefix.
+    """Return a prefix of the word, and the token ids that the text has behind this prefix.
 
-    The result is the longest prefix whose tokens stay the same if the text follows. After `tries` attempts, the prefix
-    is empty, and the text is tokenized alone.
+    The prefix is the longest one whose tokens stay the same if the text follows. After `tries` failed attempts, the
+    prefix is empty, and the text is tokenized alone.
     """
     while word and tries:
         before, together = _encode(model, word), _encode(model, word + text)
@@ -179,7 +183,7 @@ def _encode(model: LoadedModel, text: str) -> list[int]:
 
 
 def texts_inside(model: LoadedModel, token_ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, as inside a longer text. The joined texts are the text of all tokens.
+    """Return the text that each token has inside a longer text. Joined, these texts are the text of all tokens.
 
     If a character takes several tokens, the whole character is the text of the last of these tokens.
     """

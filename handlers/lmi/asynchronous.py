@@ -241,7 +241,8 @@ class StreamAnswer(TokenStream):
 
 
 def _failure(error: RequestError) -> Reply:
-    # If generation fails, LMI passes on the status of vLLM's server, which answers 400 or 500.
+    # LMI answers an unreadable body with 424. For other errors, it passes on vLLM's status, 400 or 500. Slipway answers
+    # every refused request with 424.
     status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
     if isinstance(error, DeadlineExceeded):
         status = 504

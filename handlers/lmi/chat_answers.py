@@ -102,7 +102,7 @@ class LmiChatForm(AnswerForm):
 
 
 class LmiChatStream(Answer):
-    """A record for each step of a sequence. The first record with text also has the role, after the text."""
+    """A record for each step of a sequence. The first record also has the role, after the text."""
 
     def __init__(self, options: AnswerOptions, form: AnswerForm) -> None:
         self._options, self._form = options, form
@@ -114,7 +114,7 @@ class LmiChatStream(Answer):
         self._heads = [f'{self._head}{{"index": {index}, "delta": {{' for index in range(options.sequences)]
         self._plain_end = f'}}, "logprobs": null, "finish_reason": null}}]}}{form.after}'
         self._begun = [False] * options.sequences
-        # Whether the next records of a sequence, except the last record, have only text. One value for each sequence.
+        # For each sequence: whether its further records have only text. The last record also has the finish reason.
         self._plain = [False] * options.sequences
         self._tokens = 0  # The number of tokens of the sequences that have ended.
 
@@ -124,7 +124,7 @@ class LmiChatStream(Answer):
             text = delta.text
             return f'{self._heads[delta.sequence]}"content": {quote(text)}{self._plain_end}'.encode() if text else b""
         data = ""
-        if delta.text or delta.token_count or delta.stop_reason:  # If there is nothing new, the call was aborted.
+        if delta.text or delta.token_count or delta.stop_reason:  # Otherwise the call was aborted.
             data = self._record(delta)
         if delta.finish_reason is not None:
             self._tokens += delta.token_count

@@ -89,7 +89,7 @@ class ShapedReply:
         self._started = self._ended = False
 
     def reply(self, reply: Reply) -> None:
-        # If a stream comes in one piece, it has only one token or an early error.
+        # A stream that vLLM sends as a single reply has only one token, or an early error.
         if reply.status == 200 and reply.content_type.startswith("text/event-stream"):
             self.start(reply.status, reply.content_type, reply.headers)
             self.end(reply.body)
@@ -182,13 +182,14 @@ def reason_of_stop(stop_reason: int | str | None, stop_token_ids: Collection[int
 
     Args:
         stop_reason: The stop string or the stop token.
-        stop_token_ids: The stop tokens of the request. vLLM may report an end token of the model as a stop token.
+        stop_token_ids: The stop tokens of the request. If vLLM reports another stop token, that is an end token of the
+            model.
     """
     return "stop_sequence" if isinstance(stop_reason, str) or stop_reason in stop_token_ids else "eos_token"
 
 
 class LmiChatShape:
-    """The form of a chat's reply in LMI's rolling batch. Each object converts one reply."""
+    """The form of a chat's reply in LMI's rolling batch. An instance converts one reply."""
 
     def __init__(self, form: AnswerForm, stop_token_ids: Collection[int] = ()) -> None:
         """Create the shape.
@@ -240,7 +241,7 @@ class LmiChatShape:
     def _delta(self, choice: _Choice) -> bytes:
         """Return the record of a chunk.
 
-        vLLM sends the role in a separate chunk. LMI sends it in the first record with text, after the text.
+        vLLM sends the role in a separate chunk. LMI sends it in the first record, after the text.
         """
         delta = choice.delta or _Message()
         if delta.role is not None:

@@ -160,8 +160,8 @@ class RecordListAnswer(Answer):
     """A record for each step, with an entry for each prompt.
 
     A record is sent when every unfinished prompt has an entry. If a prompt gets a second entry before the record is
-    complete, the incomplete record is sent. The missing entries are then empty. A prompt's entry is missing while the
-    prompt runs in another batch, or while the prompt's text is held back.
+    complete, the incomplete record is sent. The missing entries are then empty. A prompt has no entry if the engine's
+    step did not include the prompt, or if its text is held back as the possible beginning of a stop string.
     """
 
     content_type = "application/jsonlines"
@@ -172,7 +172,7 @@ class RecordListAnswer(Answer):
         Args:
             prompts: The number of prompts.
             pad_text: The entry of a finished prompt.
-            first_record: The entries of a record that is sent before anything was generated. Empty sends no record.
+            first_record: The entries of a record in front of all generated text. Empty sends no such record.
         """
         self._entries: list[str | None] = [None] * prompts
         self._finished = [False] * prompts

@@ -21,7 +21,7 @@ def payload_refused(message: str) -> ContractError:
 
 
 def request_error(message: str, code: int, error_type: str | None = None) -> str:
-    """Return the object of a failed request if the answer is not streamed."""
+    """Return the JSON object that reports a failed request in an answer that is not streamed."""
     return (
         '{"generated_text": "", "details": {"finish_reason": "error", "generated_tokens": null, "inputs": null, '
         f'"tokens": null}}, {_reason(message, code, error_type)}}}'

@@ -104,7 +104,8 @@ class InvocationsHandler:
                 raise Explained
             writer.reply(await self._sessions.answer(call))
             return None
-        # A variant has the same session as the explained call. Busy sessions say nothing about the variant's body.
+        # A variant repeats an explained call with another body. The call's session was checked before, and a refusal
+        # for too many waiting calls would say nothing about the variant's body.
         if _SESSION_HEADER in call.headers and (call.explanation is None or not call.explanation.variant):
             await self._sessions.check(call)
         if formatters is not None and formatters.output is not None:

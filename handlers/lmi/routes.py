@@ -30,12 +30,11 @@ _SHOWN = 1024  # The maximum number of characters of an unknown path in the erro
 
 
 def named_model(served: Container[str], head: Head) -> tuple[str | None, str | None]:
-    """Return the model and the version that a request's head names.
+    """Return the model and the version that a request's head names, or None for each that it does not name.
 
-    The result has None for a model or a version that the head does not name.
-
-    The first source that names the model or the version counts. The order of the sources is: the path, the query, the
-    headers `model_name` and `model_version`, SageMaker's custom attributes, SageMaker's Target-Model header.
+    The model and the version are looked up separately, each in these sources in order: the path, the query, the headers
+    `model_name` and `model_version`, SageMaker's custom attributes, and, only for the model, SageMaker's Target-Model
+    header.
     """
     path, headers = head.path_parameters, head.headers
     if not (path or head.query or head.attributes) and _NAMING.isdisjoint(headers):
@@ -45,7 +44,8 @@ def named_model(served: Container[str], head: Head) -> tuple[str | None, str | N
         found.setdefault(attribute.decode("latin-1"), value.decode("latin-1"))
     asked = parse_qs(head.query.decode("latin-1")) if head.query else {}
     name = path.get("model") or next(iter(asked.get(_NAME, ())), None) or found.get(_NAME)
-    # The header's value is a file name, such as `small.tar.gz`. An endpoint for one model may get the header, too.
+    # The Target-Model header has a file name, such as `small.tar.gz`. An endpoint for one model may get it, too. So a
+    # name that is not served is ignored.
     if not name and _TARGET_MODEL in headers:
         artifact = headers[_TARGET_MODEL].decode("latin-1")
         names = (artifact, artifact.rpartition("/")[2].removesuffix(".tar.gz"))
@@ -55,9 +55,9 @@ def named_model(served: Container[str], head: Head) -> tuple[str | None, str | N
 
 
 def _refuse_token(head: Head) -> Reply | None:
-    """Refuse a call that asks for a token instead of the answer.
+    """Refuse DJL Serving's asynchronous inference, whose reply is a token with which the client fetches the answer.
 
-    Answers are not kept, so a client could fetch no answer with the token.
+    Slipway stores no answers that a client could fetch.
     """
     for given in (head.headers, dict(head.attributes)):
         if head.method != "OPTIONS" and (_TOKEN in given or given.get(_SYNCHRONOUS, b"true").lower() != b"true"):

@@ -40,7 +40,7 @@ CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
 NEW_SESSION = "NEW_SESSION"  # The id that SageMaker's client sends before it has a session.
 CLOSE = "CLOSE"
 # The maximum number of open sessions. Each is a directory with a small file, and takes 4 KiB of disk or shared memory.
-# Each creation of a session lists all sessions. A thread lists this many in less than 0.1 s.
+# Creating a session lists all sessions, which takes a thread less than 0.1 s for this many.
 MOST_SESSIONS = 2_000
 _THREADS = 4
 _MOST_WAITING = 256  # The maximum number of calls that may wait for their sessions.
@@ -118,7 +118,7 @@ class Sessions:
         if len(self._created) >= self._most:
             self._created.intersection_update(
                 os.listdir(manager.sessions_path)
-            )  # The other sessions were closed or have expired.
+            )  # Forgets sessions that were closed or have expired.
         session = manager.create_session()
         self._created.add(session.session_id)
         return session
@@ -249,7 +249,7 @@ def action_of(body: bytes) -> str:
 def created(session_id: str, expires: float) -> Reply:
     """Return the reply to NEW_SESSION.
 
-    The id is in two headers. SageMaker reads the first header. Clients that call LMI directly read the second header.
+    The id is in two headers. SageMaker reads `NEW_SESSION_ID`. Clients that call LMI directly read `SESSION_ID`.
 
     Args:
         session_id: The session's id.

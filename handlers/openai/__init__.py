@@ -1,1 +1,1 @@
-"""OpenAI's routes as vLLM serves them, in this process and around our engine."""
+"""OpenAI's routes as vLLM serves them. Slipway's contract answers common calls, and vLLM's front end the others."""

@@ -1,8 +1,8 @@
 """The answers of `/v1/completions` and `/v1/chat/completions`.
 
 The bytes are vLLM's (`serving.py` in `entrypoints/openai/completion/` and `chat_completion/`). vLLM writes a whole
-answer with Python's `json`, and the records of a stream with pydantic. `json` and pydantic write numbers differently: a
-stream has 0.00002 where a whole answer has 2e-05.
+answer with Python's `json`, and the records of a stream with pydantic. They write numbers differently: 0.00002 in a
+stream is 2e-05 in a whole answer.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class DocumentAnswer(Answer):
         self._options, self._form = options, form
         self._sequences = [GeneratedSequence() for _ in range(prompts * options.sequences)]
         self._open = prompts
-        self._prompt_tokens = self._tokens = 0  # The numbers of tokens of ended prompts and sequences.
+        self._prompt_tokens = self._tokens = 0  # The numbers of tokens of finished prompts, and of finished sequences.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         index = prompt * self._options.sequences + delta.sequence
@@ -164,7 +164,7 @@ class ChatStream(StreamAnswer):
         if not self._begun:
             self._begun = True
             data = self._roles(delta.prompt_token_count)
-        if delta.text or delta.token_count or delta.stop_reason:  # If there is nothing new, the call was aborted.
+        if delta.text or delta.token_count or delta.stop_reason:  # Otherwise the call was aborted.
             data += self._record(delta)
         if delta.finish_reason is not None:
             self._tokens += delta.token_count
@@ -235,7 +235,7 @@ class CompletionStream(StreamAnswer):
         if self._plain and delta.finish_reason is None:
             return f"{self._heads[index]}{quote(delta.text)}{self._plain_end}".encode()
         data = ""
-        if delta.text or delta.token_count or delta.stop_reason:  # If there is nothing new, the call was aborted.
+        if delta.text or delta.token_count or delta.stop_reason:  # Otherwise the call was aborted.
             data = self._record(index, delta)
         if delta.finish_reason is not None:
             self._tokens += delta.token_count
@@ -311,7 +311,7 @@ def _logprob(token: Token) -> float:
 
 
 def alternatives(token: Token) -> list[Token]:
-    """Return a token and the most probable tokens at its place, without duplicates."""
+    """Return a token and the most probable tokens at its position, without duplicates."""
     return [token, *(other for other in token.top if other.id != token.id)]
 
 

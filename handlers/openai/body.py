@@ -1,9 +1,9 @@
 """The bodies of OpenAI's API that Slipway's contract reads. They have the fields that most clients send.
 
 A body that does not fit is not an error. It goes to vLLM's serving classes, which answer or refuse it. The meaning of a
-field in this module does not depend on anything else. The type of a field accepts only values that vLLM's type of the
-field also accepts. Source: vLLM, `entrypoints/openai/chat_completion/protocol.py` and
-`entrypoints/openai/completion/protocol.py`.
+field in this module does not depend on the other fields of the body, except that `max_completion_tokens` replaces
+`max_tokens`. The type of a field accepts only values that vLLM's type of the field also accepts. Source: vLLM,
+`entrypoints/openai/chat_completion/protocol.py` and `entrypoints/openai/completion/protocol.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Strict(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StreamOptions(_Strict, kw_only=True):
-    """The options for what a stream has in addition to its text."""
+    """The options for the usage in a stream."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False

@@ -1,7 +1,7 @@
 """Translates the constraints in bodies of OpenAI's routes to the forms that vLLM enforces.
 
-vLLM silently ignores fields that it does not know, and some fields that other fields override. This module
-translates each such field to `structured_outputs`, or refuses it by name.
+vLLM silently ignores constraints in fields that it does not know, and in some fields that other fields override. This
+module translates each such field to `structured_outputs`, or refuses it by name.
 
 Source: vLLM, `vllm/entrypoints/openai` and `vllm/entrypoints/anthropic`.
 """
@@ -42,7 +42,7 @@ _READ = {
     MESSAGES: frozenset({"stop_sequences", "tool_choice"}),
 }
 _ALSO = {CHAT: "", BATCH: "", COMPLETIONS: "", RESPONSES: ", text.format", MESSAGES: ", output_config.format"}
-# Other servers and some clients have fields in these objects. vLLM does not read these objects.
+# Some clients and the APIs of other servers nest fields in these objects. vLLM does not read these objects.
 _NESTS = ("extra_body", "parameters")
 # The fields that `enforceable` reads.
 FIELDS = CONSTRAINING | {"tools", "use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}
@@ -124,7 +124,7 @@ class Tool(NamedTuple):
     """A tool in a body."""
 
     name: str  # The tool's name in vLLM's schema of tool calls.
-    place: str  # Where the body has the schema of the tool's arguments.
+    place: str  # The path of the schema of the tool's arguments in the body.
     strict: bool
 
 
@@ -137,7 +137,7 @@ class Form(NamedTuple):
     is_named: bool = False  # Whether the client has named the tool.
 
     def parts(self, schema: Any) -> list[SchemaPart]:
-        """Return the parts of the JSON schema of the text.
+        """Return the parts of the answer's JSON schema that the client wrote.
 
         Args:
             schema: The schema that vLLM has made from the body.
@@ -187,7 +187,7 @@ def _chosen_tool(choice: Any) -> str | None:
 def _called(schema: Any) -> list[str]:
     """Return the names of the tools in vLLM's schema of tool calls, in order.
 
-    The list is empty if `schema` is another schema.
+    The list is empty if `schema` is not such a schema.
     """
     try:
         return [call["properties"]["name"]["enum"][0] for call in schema["items"]["anyOf"]]
@@ -299,7 +299,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _tool_name(tool: Any) -> str | None:
-    """Return the name of a tool, in the form of chats or of responses."""
+    """Return the name of a tool, in the form of chats or of the Responses API."""
     if not isinstance(tool, dict):
         return None
     function = tool.get("function", tool)

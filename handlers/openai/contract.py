@@ -1,7 +1,8 @@
 """Slipway's contract for completions and chats. The contract also decides which calls Slipway answers itself.
 
 It leaves these calls to vLLM's serving classes: requests with a field that `body` lacks, requests with a value that
-vLLM would convert or refuse, and requests to models whose answers are parsed. A request gets the same bytes either way.
+vLLM would convert or refuse, and chats with models whose answers are parsed for tool calls or reasoning. A request gets
+the same bytes either way.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class OpenAIContract:
 
     def __init__(self, front_end: FrontEnd) -> None:
         self._front_end = front_end
-        # Requests without the id, the prompt and the adapter.
+        # Caches of parsed requests, keyed by their parameters. Each call adds its id, prompt and adapter.
         self._completions, self._chats = ParameterMemo[GenerationRequest](), ParameterMemo[GenerationRequest]()
 
     def parse(
@@ -177,7 +178,7 @@ class OpenAIContract:
             raise LeftToVllm("n")
         return GenerationRequest(
             sampling=sampling,
-            # Streamed sequences keep their order. Without a stream, the engine sorts them by probability.
+            # If the engine does not stream several sequences, it sorts them by probability. vLLM keeps their order.
             stream=bool(body.stream) or sequences > 1,
             sequences=sequences,
             candidates=sequences,

@@ -1,8 +1,8 @@
 """The resources of one HTTP call in vLLM's serving classes: places in the queue, and adapters.
 
 These classes start and drop generators and tasks freely. The resources therefore belong to the call, and are freed when
-the call ends, even if such tasks still run. Only a background response continues after its call. It
-keeps the resources.
+the call ends, even if such tasks still run. Only a background response, which continues after its call, keeps the
+resources.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class OpenAICall:
         self.on_begin: Callable[[], None] | None = None  # Called when `begun` is set.
         self.submitted = False  # Whether the body has been read and a prompt goes to the engine.
         self.explains_one = False  # Whether only the first prompt is explained.
-        # A future for the prompts. It is set when the prompts would go to the engine. None if the call is not
-        # explained.
+        # For a call to be explained: a future for its prompts, set when they would go to the engine. None for other
+        # calls.
         self.explained: asyncio.Future[Sequence[ExplainedPrompt]] | None = None
         self.asked: list[tuple[Any, Any, Any]] = []  # The prompts to explain, with vLLM's parameters and options.
         self.failed = ""  # Why one of the call's requests failed. Empty if none has failed.
@@ -151,7 +151,10 @@ class OpenAICall:
         self._set_deadline(self._queue.deadlines)
 
     def begin_stream(self) -> None:
-        """Record that the answer is a stream, and apply the stream deadline. For a form, this is known only now."""
+        """Record that the answer is a stream, and apply the stream deadline.
+
+        For a body with an audio file, this is known only when the reply begins.
+        """
         self.streams = True
         self._set_deadline(self._queue.deadlines)
 
@@ -224,7 +227,7 @@ class OpenAICall:
             self.explained.set_result(prompts)
 
     def close(self) -> None:
-        """Release all resources when nothing runs in the background."""
+        """Release all resources, but not before a background response has ended."""
         self.on_begin = None
         task, self._background = self._background, None
         if task is not None and not task.done():

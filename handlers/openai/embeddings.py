@@ -1,6 +1,6 @@
 """Slipway's contract for `/v1/embeddings`. It turns texts or token ids into vectors.
 
-The contract leaves requests with other fields, and all refusals, to vLLM's serving classes. Source: vLLM,
+The contract leaves requests with fields that `_Body` lacks, and all refusals, to vLLM's serving classes. Source: vLLM,
 `entrypoints/pooling/embed/protocol.py` and `serving.py`.
 """
 
@@ -118,5 +118,5 @@ class _Embeddings(PooledAnswer):
 
 
 def _base64(vector: Any) -> str:
-    """Return the numbers as OpenAI's clients read them: float32 in little-endian order."""
+    """Return the vector in base64 as OpenAI's clients read it: float32 in little-endian order."""
     return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()

@@ -37,7 +37,7 @@ class MessagesErrors(ErrorForm):
 
 
 class ResponsesErrors(ErrorForm):
-    """The form of OpenAI's responses. A failed stream ends with the events `error` and `response.failed`.
+    """The form of OpenAI's Responses API. A failed stream ends with the events `error` and `response.failed`.
 
     Some clients know only one of the two events.
     """

@@ -60,7 +60,7 @@ from handlers.running_call import RunningCall
 
 _PROMPTS_PER_TURN = 2  # After this number of tokenized prompts, other work gets a turn on the event loop.
 _LONG_CHAT = 16 * 1024  # Bytes. Longer chats are parsed in a thread, since their templates may be slow.
-# vLLM's front end answers with these statuses if the engine fails. The cause of a 501 is the body.
+# vLLM's front end answers with these statuses if the engine fails. 501 is left out, because the body causes it.
 _FAILED = (500, 503)
 # An answer's id consists of a prefix and the HTTP request's id. If a call has several prompts, a number follows.
 _PREFIXES = ("chatcmpl-", "cmpl-", "transcribe-", "translate-")
@@ -193,7 +193,7 @@ class OpenAIHandler:
         return await self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
 
     async def render(self, call: Call) -> RenderedChat:
-        """Return the prompt of a chat. Other contracts have routes that count the prompt's tokens.
+        """Return the prompt of a chat. Other contracts call this for their routes that tokenize a chat.
 
         Args:
             call: A call with the body of a chat.
@@ -275,7 +275,7 @@ class OpenAIHandler:
                 await running.submit()
                 return running
             except (Overloaded, GenerationFailed, EngineDead, AdapterUnusable, DeadlineExceeded) as failure:
-                # vLLM's front end would wait just as long. Only a call that is explained raises DeadlineExceeded.
+                # vLLM's front end would wait as long, and fail too. Only `prepare` raises DeadlineExceeded here.
                 queue.statistics.calls.count(time.monotonic() - began, failed=True)
                 reply = form.refusal(refuse(failure))
                 writer.reply(ended_at_deadline(reply) if isinstance(failure, DeadlineExceeded) else reply)
@@ -324,8 +324,8 @@ class OpenAIHandler:
         """Replace the prompts with their token ids if the queue has room for them now.
 
         Returns:
-            None if the call needs more places than the queue has, or if a prompt is refused. In both cases, no prompt
-            has begun.
+            None if the call needs more places than the queue has, or if a prompt is refused. No prompt has been
+            submitted then, so vLLM's front end can refuse the call.
         """
         tokenize = self._queue.engine.prompt_token_ids
         places = sum([request.sequences_in_engine for request in exchange.requests])

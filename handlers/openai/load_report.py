@@ -1,6 +1,6 @@
 """The load report (ORCA) for load balancers. It is in a header of the replies to completions and chats that ask for it.
 
-Source: vLLM, `vllm/entrypoints/serve/utils/orca_metrics.py`. vLLM does not send the report with streams.
+Source: vLLM, `vllm/entrypoints/serve/utils/orca_metrics.py`. Unlike vLLM, Slipway also sends the report with streams.
 """
 
 from __future__ import annotations

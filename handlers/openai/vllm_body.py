@@ -62,16 +62,16 @@ def for_vllm(
     A body that is not JSON is returned unchanged, because vLLM refuses it.
 
     Constraints get the form in which vLLM enforces them. Null fields of a chat's messages are removed: TGI's Python
-    client sends every field, and null counts as absent for TGI and Slipway's contracts. Null fields of a response's
-    body are removed, because vLLM copies some of them into its answer, which cannot hold null. Some fields ask for
-    nothing, but vLLM refuses them. These fields are also removed. If no header has a request id, the body's
+    client sends every field, and null counts as absent for TGI and Slipway's contracts. Null fields in a body of the
+    Responses API are removed, because vLLM copies some of them into its answer, which cannot hold null. Some fields ask
+    for nothing, but vLLM refuses them. These fields are also removed. If no header has a request id, the body's
     `request_id` is used.
 
     Args:
         call: The call.
         path: The path of OpenAI's API that the call is for.
-        openai_call: The state of the call. This function sets the name of the body's constraint, for the engine's
-            refusals, and records whether the body has tools and whether the answer is a stream.
+        openai_call: The state of the call. This function records in it the form that the body demands for the text,
+            whether the model may call tools, and whether the answer is a stream.
         model: Replaces the `model` of the body.
         parses_tools: True if the model has a tool-call parser.
 
@@ -153,7 +153,7 @@ def _without_idle(document: Mapping[str, msgspec.Raw], path: str) -> dict[str, N
 
 
 def _with_read_messages(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
-    """Return `input` with the assistant's messages as vLLM reads them.
+    """Return `input` with the assistant's messages in a form that vLLM reads completely.
 
     OpenAI's API does not require the `type` of messages, but vLLM does. vLLM reads only the first part of a message,
     and does not read refusals.

@@ -31,10 +31,10 @@ from handlers.parsing.json_limits import off_the_loop
 logger = logging.getLogger(__name__)
 
 _EVENTS = "text/event-stream"
-_COMMENT = b":"  # Begins a comment, which keeps a connection open while an answer waits for the engine.
-# Routes whose streams begin with the first token. Until then, the engine may refuse a request.
+_COMMENT = b":"  # Begins a comment of a stream. It keeps the connection open while the answer waits for the engine.
+# Routes whose streams are held back until the first token, because the engine may refuse the request until then.
 _GENERATED = frozenset({CHAT, COMPLETIONS, MESSAGES, RESPONSES, *SPEECH})
-# Request headers that are replaced for the application, or answered here.
+# Request headers that the application does not get: `scope` replaces them, and Slipway itself sends the load report.
 _OURS = frozenset(
     {b"content-length", b"content-type", b"transfer-encoding", b"x-request-id", b"endpoint-load-metrics-format"}
 )
@@ -48,7 +48,7 @@ class VllmApp:
     app: Any  # The FastAPI application.
     llm: Any  # vLLM's engine, which identifies requests by the ids of their answers.
     parses_tools: bool = False  # Whether the model has a tool-call parser.
-    media: MediaMemory | None = None  # The images, audio and videos of its requests.
+    media: MediaMemory | None = None  # The memory for the images, audio and videos of all requests.
     images: ImageLoader | None = None
     most_sound_mib: int = 25  # The size limit of a file to be transcribed.
     # Returns the reply to an exception of the application, or None if the client did not cause it.
@@ -122,7 +122,7 @@ class VllmCall:
             if not self._gone.is_set():
                 reason = self._openai_call.failed or "Internal server error"
                 self._finish(error_reply(reason, "InternalServerError", 500))
-            # The server cancels every call, even if its reply is complete.
+            # `_gone` does not tell whether the reply is complete, because the server cancels every call in the end.
             if self._complete and self._openai_call.generates:
                 failed = bool(self._openai_call.failed)
                 self._openai_call.statistics.calls.count(time.monotonic() - began, failed=failed)
@@ -152,7 +152,7 @@ class VllmCall:
     async def _send(self, message: Any) -> None:
         """Pass on the application's messages.
 
-        A reply begins with its first bytes. The first bytes show whether the reply is a stream.
+        The reply begins only with its first bytes, because these show whether it is a stream.
         """
         if self._gone.is_set():
             raise asyncio.CancelledError  # Only this error ends the application's work on the call.
@@ -232,9 +232,8 @@ def scope(call: Call, path: str) -> dict[str, Any]:
     ]
     return {
         "type": "http",
-        # From version 2.4 on, an application does not listen for a disconnect while it streams. So `VllmCall` cancels
-        # the application. Starlette's listener would leave a reference cycle with the request when the client
-        # disconnects.
+        # With an older version, Starlette listens for a disconnect while it streams. If the client disconnects, this
+        # listener leaves a reference cycle with the request. So `VllmCall` cancels the application instead.
         "asgi": {"version": "3.0", "spec_version": "2.4"},
         "http_version": "1.1",
         "method": call.method,

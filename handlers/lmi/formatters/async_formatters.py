@@ -86,7 +86,7 @@ class FormattedReply(ShapedReply):
         self._running: Running | None = None
 
     def follow(self, running: Running | None) -> None:
-        """Set the call that makes the reply. It is cancelled if the reply ends early."""
+        """Set the call that makes the reply. The call is cancelled if the reply ends early."""
         self._running = running
         if self._ended:
             self.cancel()
@@ -181,7 +181,7 @@ class FormattedReply(ShapedReply):
     def _close(self) -> Running | None:
         """Close the writer, and return the call.
 
-        The writer drops the queue and the call, because both refer to the writer.
+        The queue and the call refer to the writer. So the writer drops them, which leaves no reference cycle.
         """
         self._ended = True
         if self._formatting is not None:

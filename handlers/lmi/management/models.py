@@ -81,7 +81,8 @@ def read_registration(call: Call) -> Registration:
 def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
     """Return `min_worker` and `max_worker` of a PUT.
 
-    If a value is absent, the current value remains. The current value changes only if the given value contradicts it.
+    If a value is absent, the current value remains, with two exceptions: a smaller `max_worker` lowers the minimum, and
+    a larger `min_worker` raises the maximum.
 
     Args:
         call: The PUT.

@@ -380,8 +380,8 @@ def _pipeline_options(parameters: Mapping[str, Any]) -> tuple[bool, int | None, 
     """Return the options of a call.
 
     Returns:
-        Whether the answer is a list of classes, the maximum number of classes, and the function that makes
-        probabilities.
+        Whether each text gets a list of classes instead of one class, the maximum number of classes (None: all), and
+        the function that turns scores into probabilities (None: the model decides).
     """
     top = parameters.get("top_k", 1)
     if top is not None and (type(top) is not int or top < 1):
@@ -413,10 +413,7 @@ class _PipelineClasses(LmiPooledAnswer):
 
 
 def _function_of(problem_type: str, classes: int) -> str:
-    """Return the function that makes probabilities if the call names no function.
-
-    The choice is that of transformers' pipeline.
-    """
+    """Return the function that turns scores into probabilities if the call names none, as in transformers' pipeline."""
     if problem_type == "regression":
         return "none"
     return "sigmoid" if problem_type == "multi_label_classification" or classes == 1 else "softmax"

@@ -1,13 +1,13 @@
 """Loads the images, audio and videos of chats for vLLM, within limits. Only this file changes how vLLM loads media.
 
-`engines.vllm.internals` has the names of vLLM on which this file relies. They mean:
+`engines.vllm.internals` has the names of vLLM on which this file relies. The file relies on these facts about them:
 - `MEDIA_CONNECTOR_REGISTRY` makes the connector called "http" for each message with media, in the task of the call;
 - `MediaConnector.load_from_url_async(url, media_io, fetch_timeout=)` loads each image, audio clip and video, fetches
   http URLs with `connection.async_get_bytes`, and passes on the errors of this module;
 - `VideoMediaIO.video_loader` decodes videos: its `compute_frames_index_to_sample` gets the metadata of a file, and its
   `read_frames` gets OpenCV's capture and the indices of the frames to decode;
 - `VideoMediaIO.image_io` decodes the frames of a video that comes as JPEG images;
-- in the task of the call, vLLM looks for the media of a prompt. It uses the ids that clients give to the media.
+- in the task of the call, vLLM collects the ids that clients give to media. Its caches look media up by these ids.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from handlers.openai.media.limits import MOST_FRAMES, MediaMemory, RequestMedia
 # Formats whose header states the dimensions of the decoded image. Icons are left out, because an icon may hold a larger
 # image than its header states.
 FORMATS = frozenset({"PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF"})  # MPO: a JPEG with further images.
-_SHOWN = 500  # The maximum length of vLLM's message about a URL. The message may repeat the URL.
+_SHOWN = 500  # The maximum number of characters of vLLM's message about a URL. The message may repeat the URL.
 _SHOWN_FORMATS = "PNG, JPEG, WebP, GIF, BMP, TIFF"
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # Tags of TIFF.
 _FIELDS: dict[type[Any], str] = {ImageMediaIO: "image_url", VideoMediaIO: "video_url", AudioMediaIO: "audio_url"}
@@ -132,7 +132,7 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
                 raise
 
     def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
-        # vLLM calls this for the media of scores, on the event loop.
+        # vLLM calls this for the media of scores. It would block the event loop.
         field = _FIELDS[type(media_io)]
         raise VLLMValidationError(f"`{field}` is not taken on this route", parameter=field)
 
@@ -192,7 +192,7 @@ class VllmImages:
                     load.cancel()
             yield images
         finally:
-            images.clear()  # the running call keeps the request until its answer is complete
+            images.clear()  # the running call refers to this list until its answer is complete
             media.close()
 
 
@@ -382,8 +382,8 @@ class _Connection(HTTPConnection):  # type: ignore[misc]
         super().__init__()
         self._media = media
         networks = [ipaddress.ip_network(network) for network in media.config.media.allowed_media_networks]
-        # vLLM follows redirects if this variable is not set, but Slipway does not. If the variable is set, vLLM and
-        # Slipway follow redirects, except with the value 0.
+        # vLLM follows redirects unless this variable is 0. Slipway follows them only if the variable is set and not 0,
+        # and if all hosts are allowed (see `Downloader`).
         redirects = os.environ.get(_REDIRECTS, "0") != "0"
         self._downloader = Downloader(
             networks, domains, redirects=redirects, attempts=max(envs.VLLM_MEDIA_FETCH_MAX_RETRIES, 1)

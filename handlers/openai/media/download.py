@@ -115,7 +115,7 @@ class Downloader:
         """Args:
         networks: Networks from which media are allowed, in addition to public addresses.
         domains: Hosts from which media are allowed. If empty, all hosts are allowed.
-        redirects: True follows redirects.
+        redirects: True follows redirects, unless `domains` names the allowed hosts.
         attempts: The maximum number of requests for one URL. A request is repeated if the host is busy or too slow.
         """
         self._networks, self._domains = networks, domains
@@ -127,7 +127,7 @@ class Downloader:
         Args:
             url: The URL.
             seconds: The timeout of the first attempt.
-            count: Called with the size of each part. It may raise an error.
+            count: Called with the size of each chunk. It may raise an error.
             most: The largest size in bytes. None means no limit.
 
         Raises:
@@ -193,7 +193,10 @@ class Downloader:
     def _check_for_proxy(self, host: str) -> None:
         """Refuse a URL that has an internal address or names the proxy's own machine.
 
-        The proxy resolves other names. Raises OSError.
+        Other names are not checked, because the proxy resolves them.
+
+        Raises:
+            OSError: The URL is refused.
         """
         host = host.rstrip(".")
         if host in ("localhost", "ip6-localhost") or host.endswith(".localhost"):

@@ -58,7 +58,7 @@ class RequestMedia:
 
     @contextlib.asynccontextmanager
     async def download(self) -> AsyncIterator[None]:
-        """Hold a place for a download, and wait if no place is free."""
+        """Limit the number of simultaneous downloads: wait for a free place, and hold it in the `with` block."""
         async with self._own_downloads, self._downloads:
             yield
 

@@ -8,7 +8,7 @@ from handlers.parsing.forms import MAX_FIELDS, MULTIPART
 
 SPEECH = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _MIB = 1 << 20
-# A form with these separators cannot have a file. Each separator takes time on the event loop.
+# The separators of a URL-encoded form, which cannot have a file. vLLM splits the form on the event loop.
 _SEPARATORS = (b"&", b";")
 _FIELDS_MIB = 1  # The size that the form may have in addition to the file.
 

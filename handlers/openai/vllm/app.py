@@ -5,7 +5,7 @@ health, metrics and management. This module uses only the parts that answer Open
 handlers, and the state that `init_app_state` makes around an engine client. The other modules of this package change
 these parts.
 
-`engines.vllm.internals` has the names of vLLM on which the module relies. They mean:
+`engines.vllm.internals` has the names of vLLM on which the module relies. The module relies on these facts about them:
 
 - Each router module that is named below has an APIRouter `router`. Its routes find their serving objects in
   `app.state`.
@@ -14,8 +14,8 @@ these parts.
   served, too.
 - The serving objects run beam searches with their method `beam_search(prompt, request_id, params, ...)`. The serving
   objects of transcriptions and translations decode a file with `_decode_and_chunk_speech_async(data)`.
-- `PoolingIOProcessor` renders prompts in threads. Its module's `make_async` turns the method `render` into the
-  function that does this.
+- `PoolingIOProcessor` renders prompts in threads. Its module's `make_async` turns the method `render` into a function
+  that runs `render` in a thread.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ async def build(
         answer_stumbling_readers(app)
         name_faults(app)
         app.state.args = args
-        # vLLM stops its server when its engine has died. In Slipway, `fail_fast` decides whether the server stops.
+        # A stand-in for vLLM's server. vLLM stops that server when its engine has died. In Slipway, `fail_fast` decides
+        # whether the server stops.
         app.state.server = SimpleNamespace(should_exit=False)
         with parsers_for(client.vllm_config.structured_outputs_config.backend):
             plain = without_calls(args, client) if parses_only_tools and "generate" in tasks else None

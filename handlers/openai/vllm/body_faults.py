@@ -54,7 +54,7 @@ def body_fault(errors: Sequence[Any], body: Any) -> BodyFault:
     faults = [_fault(error, body) for error in errors]
     excluded = {fault.branch for fault in faults if fault.expected}
     meant = [fault for fault in faults if not fault.expected and not _is_below(fault.branch, excluded)]
-    # These errors are about the `type` of an object. The enclosing object has the type that the client meant.
+    # Errors about the `type` of an object. Errors inside types that the client did not mean are left out.
     wrong = [fault for fault in faults if fault.expected and not _is_below(fault.branch[:-1], excluded)]
     deepest = max([*meant, *wrong], key=lambda fault: len(fault.path), default=faults[0])
     if not isinstance(body, dict):

@@ -107,8 +107,8 @@ def _direct_renderer(renderer: HfRenderer, params: Any) -> Callable[[list[dict[s
 async def of_copies(render: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
     """Make the prompts of a batch from copies of its messages.
 
-    For the template, vLLM replaces the arguments of tool calls with decoded arguments. It cannot read such messages a
-    second time.
+    For the template, vLLM replaces the arguments of tool calls with decoded arguments. It could not read the messages a
+    second time after that.
     """
     request.messages = _without_iterators(request.messages)
     return await render(request.model_copy(update={"messages": deepcopy(request.messages)}))

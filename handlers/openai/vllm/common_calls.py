@@ -1,7 +1,4 @@
-"""Reads the settings of vLLM's front end that Slipway's own contract needs to answer common calls.
-
-`front_end` relies on the attributes of vLLM's serving objects.
-"""
+"""Reads the settings of vLLM's front end that Slipway's own contract needs to answer common calls."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ def front_end(
         adapters: The names of the adapters.
 
     Returns:
-        The settings. None if the model does not generate, or if vLLM's answers have more content than the answers of
-        Slipway's contract.
+        The settings. None if the model does not generate, or if Slipway's contract cannot give vLLM's answers.
     """
     if not hasattr(app.state, "openai_serving_chat"):
         return None
@@ -57,7 +53,7 @@ def front_end(
 
 
 def _shows_more(serving: Any, config: Any) -> bool:
-    """Return True if options change the answers or the generation."""
+    """Return True if an option changes answers or generation, and Slipway's contract does not support it."""
     model = config.model_config
     return any(
         (
@@ -83,6 +79,6 @@ def _shows_more(serving: Any, config: Any) -> bool:
 
 
 def chunks_long_prompts(config: Any) -> bool:
-    """Return True if vLLM's front end makes the vector of a long text from the vectors of its parts."""
+    """Return True if vLLM's front end joins the vectors of a long text's parts, or has its own limit on long texts."""
     pooler = config.model_config.pooler_config
     return bool(pooler.enable_chunked_processing or pooler.max_embed_len)

@@ -4,8 +4,8 @@ Requests of the serving classes are ordinary requests of `AsyncLLM`. They run al
 `engines.vllm.engine`, take places in the same queue, count in the same statistics, and fail after the same wait for a
 token.
 
-`AsyncLLM.add_request` returns a request's queue. From then on, vLLM has a state with this queue for each unfinished
-sequence.
+`AsyncLLM.add_request` returns a request's queue. From then on, vLLM keeps one state for each unfinished sequence of the
+request. Each of these states refers to the request's queue.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class EngineClient:
         This is not a coroutine, so that a call is refused before its reply has begun.
 
         Raises:
-            VLLMValidationError: The parameters would harm the engine, or there are too many sequences.
+            VLLMValidationError: The parameters would harm the engine, the prompt is too long, or there are too many
+                sequences.
             GracefulHTTPError: The queue has no room. The status is 503.
         """
         check_id(request_id, options)
@@ -115,7 +116,7 @@ class EngineClient:
     def _read_args(self, args: dict[str, Any] | None) -> dict[str, Any] | None:
         """Remove the arguments for connectors that the engine does not have.
 
-        vLLM would report numbers from such arguments in usage and metrics.
+        Otherwise, vLLM's usage and metrics would show token counts that a client can invent in these arguments.
         """
         config = self._llm.vllm_config
         connectors = (config.kv_transfer_config, config.ec_transfer_config)
@@ -123,9 +124,9 @@ class EngineClient:
         return {name: value for name, value in (args or {}).items() if name not in absent} or None
 
     def searching(self, beam_search: Callable[..., AsyncGenerator[Any, None]]) -> Any:
-        """Wrap vLLM's `beam_search`, so that a search counts as one request.
+        """Wrap vLLM's `beam_search`, so that a search counts as one prompt, and takes a place for each of its beams.
 
-        The steps of a search take no places, and do not count as prompts.
+        The steps of the search take no further places, and do not count as prompts.
         """
 
         def search(prompt: Any, request_id: str, params: Any, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
@@ -226,9 +227,11 @@ class EngineClient:
     def _explained(
         self, call: OpenAICall, prompt: Any, params: Any, options: Mapping[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """Return a generator that explains the prompts of the call, and yields nothing.
+        """Return a generator for the front end to iterate instead of an answer. It yields nothing, and ends with
+        CancelledError.
 
-        The front end passes all prompts of a call before it waits for the answer to the first prompt.
+        The front end calls this for all prompts of a call before it reads the first generator. So the first generator
+        that runs explains all prompts, and the others wait for it.
         """
         call.asked.append((_submitted(call, prompt), params, options))
         return self._explain(call)
@@ -241,7 +244,7 @@ class EngineClient:
                 await give_turn(place)
                 prompts.append(await self._explained_prompt(call, *one))
             call.explain(prompts)
-        else:  # The generator of another prompt explains all prompts, and must not be cancelled before that.
+        else:  # If this generator ended first, the front end would cancel the generator that explains.
             assert call.explained is not None
             await asyncio.wait({call.explained})
         raise asyncio.CancelledError  # Only this error ends the application's work on the call.
@@ -383,7 +386,8 @@ class EngineClient:
 def _submitted(call: OpenAICall, prompt: Any) -> Any:
     """Add the call's salt to a prompt, and release the memory of the prompt's source media."""
     call.submitted = True
-    if "encoder_prompt" in prompt:  # An audio clip. Further clips may follow. vLLM does not cache clips.
+    if "encoder_prompt" in prompt:  # An audio clip.
+        # Further clips of the file may follow, so the memory is not released. vLLM caches no clips: no salt is needed.
         return prompt
     if call.media is not None:
         call.media.release()
@@ -510,9 +514,9 @@ def _cut(call: OpenAICall, output: Any) -> None:
 
 
 class _NoText(str):
-    """The text of a sequence that has ended without a token.
+    """The empty text of a sequence that has ended without a token.
 
-    The text counts as true. vLLM's streams leave out a part with a false text, and would lose the end of the sequence.
+    The text is truthy, because vLLM's streams leave out a chunk whose text is falsy, and would lose the finish reason.
     """
 
     __slots__ = ()
