@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import subprocess
 import sys
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import pytest
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 
-from engines.vllm.constraints.trial_process import TOO_MUCH, Trial, trial, verdict
+from engines.vllm.constraints.trial_process import CHECK_CPU_SECONDS, TOO_MUCH, Trial, trial, verdict
 from tests.unit.engines.vllm.constraints.byte_tokens import END, byte_tokenizer, byte_tokens
 
 TOKENS = byte_tokens()
@@ -81,6 +83,14 @@ def test_a_finished_answer_is_checked_against_its_schema(schema: Any, answer: st
     assert verdict(json.dumps(schema), answer) == expected
 
 
+@pytest.fixture(autouse=True)
+def no_garbage_collection() -> Iterator[None]:
+    """The time of a check must not include a collection of the objects of all tests."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.parametrize(
     ("schema", "answer"),
     [
@@ -91,6 +101,31 @@ def test_a_finished_answer_is_checked_against_its_schema(schema: Any, answer: st
 def test_a_check_that_takes_too_long_is_given_up(schema: Any, answer: str) -> None:
     assert verdict(json.dumps(schema), answer) == "unchecked"
     assert verdict(json.dumps(UNIQUE), "[1]") == "valid"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_check_whose_first_signal_comes_in_a_finalizer_is_given_up() -> None:
+    class Slow:
+        def __del__(self) -> None:
+            end = time.process_time() + 1.5 * CHECK_CPU_SECONDS
+            while time.process_time() < end:
+                pass
+
+    def free(*_: Any) -> None:
+        if signal.getitimer(signal.ITIMER_PROF)[0]:
+            garbage.clear()
+
+    garbage = [Slow()]
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(free)
+    try:
+        gc.set_threshold(1)
+        gc.enable()
+        assert verdict(json.dumps({"pattern": "^(a+)+$"}), json.dumps("a" * 60 + "b")) == "unchecked"
+    finally:
+        gc.callbacks.remove(free)
+        gc.set_threshold(*thresholds)
+    assert not garbage
 
 
 def endless(levels: int) -> dict[str, Any]:
