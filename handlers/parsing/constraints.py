@@ -1,4 +1,4 @@
-"""Reads constraints on the text, under every name that clients use for them.
+"""Reads constraints on the generated text, under every name that clients use for them.
 
 Source: vLLM, `StructuredOutputsParams`, and `guided_json` and similar fields of earlier releases; OpenAI, "Structured
 model outputs"; TGI's router, `GrammarType` in `src/lib.rs`.
@@ -17,7 +17,7 @@ from handlers.parsing.json_fields import JsonError, Kind, ParameterReader, decod
 
 MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000  # Limits on choices, because the engine makes one grammar of all choices.
 
-# The names under which a request can set the form of the whole text, with the JSON types of their values.
+# The fields of a request that constrain the whole generated text, with the JSON types of their values.
 FORMS: Mapping[str, Kind] = {
     "structured_outputs": "object",
     "guided_decoding": "object",
@@ -30,7 +30,7 @@ FORMS: Mapping[str, Kind] = {
 }
 # vLLM's older names for `structured_outputs`.
 OLDER = frozenset({"guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar"})
-# The names that constrain the text in at least one contract. No contract ignores these names.
+# The fields that constrain the text in at least one contract. A contract that does not support a field refuses it.
 CONSTRAINING = frozenset(
     {
         *FORMS,
@@ -51,7 +51,7 @@ _TYPES = {
     "response_format": ("text", "json_object", "json_schema", "json", "regex"),
     "grammar": ("json_object", "json_schema", "json", "regex"),
 }
-# The names of the member that holds the schema or the expression: in TGI, in OpenAI's API, and in similar servers.
+# The names of the member with the schema or the regular expression: in TGI, in OpenAI's API, and in similar servers.
 _MEMBERS = ("value", "json_schema", "schema")
 _CHOICES = ("tool_choice", "function_call")
 
@@ -69,9 +69,10 @@ def read_constraint(read: ParameterReader) -> Constraint | None:
 
 
 def agreed(found: Sequence[tuple[str, Constraint]]) -> Constraint | None:
-    """Return the only constraint of a request. It may be given under several names.
+    """Return the only constraint of a request. The request may have it under several names.
 
-    Clients that support several releases of vLLM also send the older names. vLLM follows only `structured_outputs`.
+    Clients that support several releases of vLLM send `structured_outputs` and the older names. As in vLLM, the older
+    names are then ignored.
 
     Args:
         found: The constraints with their names, in the order of `FORMS`.
@@ -93,8 +94,8 @@ def agreed(found: Sequence[tuple[str, Constraint]]) -> Constraint | None:
 def strict_of(form: Any) -> bool | None:
     """Return the value of `strict` in a form. Its default is False for OpenAI's form, and None for other forms.
 
-    Clients put `strict` next to `type`, next to the schema, or into forms that have no such field. It counts
-    everywhere.
+    Clients put `strict` next to `type`, next to the schema, or into forms that have no such field. All of these are
+    read.
     """
     if not isinstance(form, dict):
         return None
@@ -245,6 +246,6 @@ def _typed(name: str, form: dict[str, Any]) -> Constraint | None:
     return Constraint(
         parameter=place,
         json_schema=_schema(place, value),
-        any_whitespace=member != "value",  # TGI's documents have only single spaces as white space.
+        any_whitespace=member != "value",  # In TGI, the generated JSON has only single spaces as white space.
         strict=strict_of(form) if name == "response_format" else strict_of(form) or None,
     )

@@ -17,11 +17,11 @@ _PIECE = 64 * 1024  # The number of bytes that are decoded at once. Other thread
 
 
 class FormError(InvalidRequest):
-    """The body is not a form of its content type."""
+    """The body is not a valid form of its content type."""
 
 
 def is_form(content_type: str) -> bool:
-    """Return True if a body of this type has fields."""
+    """Return True if this is the content type of a form."""
     return media_type(content_type) in (_URLENCODED, MULTIPART)
 
 

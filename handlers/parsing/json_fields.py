@@ -47,9 +47,9 @@ def decode_json(text: bytes | str) -> Any:
 
 
 def json_fault(text: bytes | str, error: Exception) -> str:
-    """Return the reason that msgspec's `error` gives for refusing `text`, corrected if it misleads.
+    """Return the reason that msgspec's `error` gives for refusing `text`.
 
-    If half a surrogate pair is near the end of a text, msgspec reports that the text was cut off.
+    The reason is corrected if half a surrogate pair is near the end: msgspec then reports that the text was cut off.
     """
     reason = str(error)
     if reason != _TRUNCATED:
@@ -155,7 +155,7 @@ class ParameterReader:
         """Return the value unchanged, or None if absent.
 
         Args:
-            kind: The expected kind. An array holds strings.
+            kind: The expected JSON type. The items of an array are strings.
         """
         return self._take(name, kind, None, items={"type": "string"} if kind == "array" else None)
 
@@ -220,7 +220,7 @@ class ParameterReader:
         return value
 
     def _meant(self, kind: Kind, value: Any) -> Any:
-        """Convert a value to the expected kind. This class returns the value unchanged."""
+        """Return the value unchanged. Subclasses may convert it to the expected type."""
         return value
 
 

@@ -1,9 +1,9 @@
 """Limits the cost and the depth of a JSON text before it is decoded.
 
-A decoder holds the interpreter's lock, so no other thread runs until it returns. With these limits, most texts of 64
-MiB are decoded in 0.3 s, and the slowest in 0.5 s. Without them, 64 MiB of empty arrays take 6 s, different keys 2 s,
-fractions 1.6 s, numbers with 4,000 digits 2.5 s, and numbers with large exponents two minutes (msgspec 0.22 on a 2.5
-GHz core).
+A decoder holds the interpreter's lock (GIL), so no other thread runs until it returns. With these limits, most texts of
+64 MiB are decoded in 0.3 s, and the slowest in 0.5 s. Without them, 64 MiB of empty arrays take 6 s, different keys 2
+s, fractions 1.6 s, numbers with 4,000 digits 2.5 s, and numbers with large exponents two minutes (msgspec 0.22 on a
+2.5 GHz core).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from handlers.contract import LONG_BODY
 
 CHECKED = 16 * 1024  # Bytes. Shorter texts are decoded in at most 40 ms, so only their depth is limited.
 # The maximum depth of objects and arrays. In deeper documents, recursive code would reach the interpreter's limit, and
-# the pickled parameters of a request would end the engine's process.
+# the pickled parameters of a request would crash the engine process.
 MOST_DEPTH = 128
-# The maximum number of parts. Each comma is a part. Decoding this number of parts takes 0.2 s, or 0.5 s for long
-# integers.
+# The maximum cost of a text. The unit is the part: each comma costs one part. Decoding a text of this cost takes 0.2 s,
+# or 0.5 s if its items are long integers.
 MOST_PARTS = 2_500_000
-OF_STRUCTURE = 10  # An object, an array or a key, which takes 0.3 µs, counts as this many parts.
-OF_FRACTION = 5  # A decimal point counts as this many parts. Most fractions take 0.07 µs, the slowest 0.5 µs.
-OF_EXPONENT = 500  # An exponent counts as this many parts. 1e300 takes 14 µs.
+OF_STRUCTURE = 10  # The cost of an object, an array or a key, which takes 0.3 µs.
+OF_FRACTION = 5  # The cost of a decimal point. Most fractions take 0.07 µs, the slowest 0.5 µs.
+OF_EXPONENT = 500  # The cost of an exponent. 1e300 takes 14 µs.
 MOST_DIGITS = 100  # The maximum number of consecutive digits, because long numbers take quadratic time.
 
 _PIECE = 64 * 1024
@@ -48,13 +48,13 @@ P = ParamSpec("P")
 
 
 class JsonTooCostly(msgspec.DecodeError):
-    """A JSON text has too many parts, or is nested too deeply. The message names the limit."""
+    """A JSON text would take too long to decode, or is nested too deeply. The message names the limit."""
 
 
 class JsonSize(NamedTuple):
     """The size of a JSON text."""
 
-    values: int  # The number of items of arrays and members of objects.
+    values: int  # The number of commas, which separate the items of arrays and the members of objects.
     structures: int  # The number of objects and arrays.
 
 
@@ -136,11 +136,11 @@ def check_limits(text: bytes) -> JsonSize | None:
     """Check piece by piece that a text is within the limits. Other threads run between the pieces.
 
     Returns:
-        The size of the text. None for short texts, which are not counted.
+        The size of the text. None for short texts, whose cost is not checked.
 
     Raises:
-        JsonTooCostly: The text has more than `MOST_PARTS` parts, a number has too many digits, or the document is
-            nested too deeply.
+        JsonTooCostly: The text costs more than `MOST_PARTS`, a number has too many digits, or the document is nested
+            too deeply.
     """
     if len(text) < CHECKED and text.count(b"{") + text.count(b"[") <= MOST_DEPTH:
         return None

@@ -10,13 +10,10 @@ T = TypeVar("T")
 
 
 class ParameterMemo(dict[bytes, T]):
-    """Maps encoded parameters to the results of parsing them. A memo belongs to one contract of one loaded model.
-
-    A look-up costs less than parsing.
-    """
+    """Maps encoded parameters to the results of parsing them. A memo belongs to one contract of one loaded model."""
 
     def keep(self, key: bytes, parsed: T) -> T:
-        """Keep the result of parsing, unless the parameters are long. Return the result."""
+        """Cache the result of parsing, unless the parameters are long. Return the result."""
         if len(key) <= _LONGEST:
             if len(self) >= _MOST:
                 self.clear()

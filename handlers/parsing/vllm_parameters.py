@@ -60,8 +60,8 @@ TEXT_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 class VllmParameters:
     """One request's sampling parameters, validated and translated."""
 
-    # The request without its id and prompt. A beam search makes `beam_search.width` sequences, and shows the best of
-    # them.
+    # The request without its id and prompt. A beam search generates `beam_search.width` sequences, of which the answer
+    # has the best `sequences`.
     request: GenerationRequest
     # The number of alternatives for each token. 0 means only the token's own log probability. None means no log
     # probabilities.
@@ -75,7 +75,7 @@ class VllmParameters:
 
 
 def vllm_names(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return vLLM's names, keyed by the engine's names if they differ. One name depends on the body's values."""
+    """Return vLLM's names of the parameters that have another name in the engine, keyed by the engine's name."""
     return {"top_n_tokens": "logprobs", "num_beams": "best_of" if values.get("best_of") is not None else "n"}
 
 
@@ -86,7 +86,7 @@ class TextReader(ParameterReader):
     """
 
     booleans: ClassVar[Mapping[str, bool]] = TEXT_BOOLEANS
-    # Besides booleans, values of these kinds may be text.
+    # The types, in addition to booleans, whose values may be given as text.
     kinds: ClassVar[tuple[Kind, ...]] = ("integer", "number", "array", "object")
 
     def _meant(self, kind: Kind, value: Any) -> Any:
@@ -111,11 +111,13 @@ def number_of_text(text: str) -> int | float | str:
 def read_vllm_parameters(values: Mapping[str, Any], reader: Reader = ParameterReader) -> VllmParameters:
     """Validate and translate vLLM's keywords. Null counts as absent.
 
-    The API description passes another `reader`.
+    Args:
+        values: The parameters, by name.
+        reader: Creates the reader. The API description passes a reader that collects the schemas of all parameters.
 
     Raises:
-        InvalidParameter: A parameter is wrong or unknown. The message has the parameter, its value and the allowed
-            values.
+        InvalidParameter: A parameter is wrong or unknown. The error names the parameter. The message of a wrong
+            parameter also has its value and the allowed values.
     """
     read = reader(values)
     sampling = _sampling(read)
@@ -182,7 +184,7 @@ def _sampling(read: ParameterReader) -> SamplingParameters:
 
 
 def _sequences(read: ParameterReader) -> tuple[int, int]:
-    """Return the number of shown sequences, and the number of generated sequences."""
+    """Return the number of sequences in the answer, and the number of generated sequences."""
     n = read.integer("n", 1, minimum=1, maximum=MAX_SEQUENCES)
     best_of = read.integer("best_of", n, minimum=1, maximum=MAX_SEQUENCES)
     if best_of < n:

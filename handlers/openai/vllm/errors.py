@@ -1,4 +1,4 @@
-"""Answers the exceptions of vLLM's front end. The messages have no paths and no addresses.
+"""Answers the exceptions of vLLM's front end. The messages contain no file paths and no memory addresses.
 
 This module relies on these internals of vLLM, which tests/live/test_openai_internals.py checks:
 
@@ -62,12 +62,12 @@ def bound_errors() -> None:
 
 
 def sanitized(message: str) -> str:
-    """Return the text of an error without addresses, stack frames and paths, as vLLM's `sanitize_message` does.
+    """Return an error's message without memory addresses, stack frames and paths, as vLLM's `sanitize_message` does.
 
     Arguments of `vllm serve` are replaced with Slipway's names.
 
-    A message may repeat 20,000 characters from a client, such as an unknown model's name. vLLM's function takes minutes
-    for such a message, and blocks the event loop.
+    A message may quote 20,000 characters from a client, such as an unknown model's name. For such a message, vLLM's
+    function takes minutes, and blocks the event loop.
     """
     message = _FRAME.sub("", _ADDRESS.sub(">", message))
     message = _SYSTEM_PATH.sub("<path>", message)
@@ -87,8 +87,8 @@ def answer_stumbling_readers(app: FastAPI) -> None:
     Until then, FastAPI and vLLM read the body. Some of vLLM's checks run before Pydantic's checks and expect an object,
     but a client may send something else. Some conversions read the first item of a list that may be empty.
 
-    A RecursionError is also a client error. The arguments of tools are JSON in a string, so the limit on a body's depth
-    does not apply to them. A template may call itself for each level of a message.
+    A RecursionError is also a client error. It may come from the arguments of a tool call: they are JSON in a string,
+    so the limit on a body's depth does not apply to them. Or a chat template calls itself for each level of a message.
     """
 
     async def refuse(_: Request, error: Exception) -> Response:
@@ -126,7 +126,7 @@ def name_faults(app: FastAPI) -> None:
 
 
 def is_clients(error: BaseException) -> bool:
-    """Return True if vLLM answers the exception as a client error, or as a missing feature."""
+    """Return True if vLLM answers the exception as a client error, a missing feature, or a full queue."""
     if not isinstance(error, Exception):
         return False
     return isinstance(error, GracefulHTTPError | NotImplementedError) or create_error_response(error).error.code < 500
@@ -135,7 +135,7 @@ def is_clients(error: BaseException) -> bool:
 def refusal(error: BaseException) -> Reply | None:
     """Return the answer to an exception that the application raised after the reply had begun.
 
-    vLLM begins the stream of a response before it generates, and cannot answer with a refusal after that.
+    vLLM begins the stream of a response before it generates, so it can no longer send a refusal itself.
 
     Returns:
         The answer, or None if the exception is a server error.

@@ -37,7 +37,7 @@ def change_messages(messages: Any) -> None:
 def with_whole_calls(answer: ChatCompletionResponse) -> ChatCompletionResponse:
     """Return an answer in which tool calls with unreadable arguments have become text.
 
-    vLLM decodes the arguments of each remaining call. A call may be cut off, or its arguments may be nested too deeply.
+    vLLM's converter decodes the arguments of each tool call, and fails if a call is cut off or nested too deeply.
     """
     message = answer.choices[0].message
     for call in [*message.tool_calls]:
@@ -52,8 +52,7 @@ def with_whole_calls(answer: ChatCompletionResponse) -> ChatCompletionResponse:
 def _continuing(convert: Callable[..., ChatCompletionRequest], request: Any, **options: Any) -> ChatCompletionRequest:
     """Convert a request of Anthropic's API to a chat. If the last message is the assistant's, the answer continues it.
 
-    Anthropic's API also continues such a message. Clients use this to begin an answer in a certain form. vLLM alone
-    would begin a new turn.
+    Anthropic's API does the same, and clients use this to set how an answer begins. vLLM alone would begin a new turn.
     """
     chat = convert(request, **options)
     last = chat.messages[-1] if chat.messages else {}

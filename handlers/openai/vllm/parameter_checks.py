@@ -90,7 +90,7 @@ def check_id(request_id: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_typical_p(value: Any, refusal: str) -> None:
-    """Check `typical_p`. It is one of `vllm_xargs`. vLLM passes these arguments on without any check."""
+    """Check `typical_p`, which is a member of `vllm_xargs`. vLLM does not check these members."""
     if refusal:
         raise InvalidParameter(TYPICAL_P, refusal)
     number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,7 +1,7 @@
 """Changes vLLM's Pydantic models of requests and answers.
 
-If a router takes JSON bodies, the module `protocol` next to it has the models of its requests
-(tests/live/test_openai_internals.py).
+This module relies on vLLM's layout: next to each `api_router` module whose routes take JSON bodies, a module `protocol`
+has the models of these bodies. tests/live/test_openai_internals.py checks it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from handlers.openai.vllm.responses import ResponseFailed, ResponseIncomplete
 
 @cache
 def stop_at_first_faults(routers: tuple[str, ...]) -> None:
-    """Call `stop_at_first_fault` once for each model of these routers' requests.
+    """Call `stop_at_first_fault` once for each Pydantic model of these routers' requests.
 
-    This takes a tenth of a second. It is not repeated for further models: their front ends are built on the event loop
-    while other models serve.
+    This takes a tenth of a second. The result is cached, because the front end of a further language model is built on
+    the event loop while other models serve.
     """
     for name in routers:
         protocol = importlib.import_module(name.replace(".api_router", ".protocol"))
@@ -45,10 +45,10 @@ def stop_at_first_faults(routers: tuple[str, ...]) -> None:
 def stop_at_first_fault(kind: type[BaseModel]) -> None:
     """Make a Pydantic model refuse a list or an object at its first wrong item.
 
-    Call this before FastAPI uses the model. Otherwise Pydantic reports the errors of every item. Then each item of a
-    response's `input` blocks the event loop for 5 ms, and each number in a message's `content` blocks it for 0.06 ms. A
-    body of 256 KiB holds 130,000 such numbers. Pydantic's `FailFast` applies only to the list of a field, and not to
-    lists in it.
+    Call this before FastAPI uses the model. By default, Pydantic reports the errors of every item. This blocks the
+    event loop for 5 ms for each item of a response's `input`, and for 0.06 ms for each number in a message's `content`.
+    A body of 256 KiB can contain 130,000 such numbers. Pydantic's `FailFast` applies only to the list of a field, and
+    not to lists within that list.
     """
     waiting: list[Any] = [kind.__pydantic_core_schema__]
     while waiting:
@@ -66,9 +66,9 @@ def stop_at_first_fault(kind: type[BaseModel]) -> None:
 
 @cache
 def leave_out_turns() -> None:
-    """Remove the lists of counts per turn from the `usage` of responses. Repeated calls do nothing.
+    """Remove the lists of token counts per turn from the `usage` of responses. Repeated calls do nothing.
 
-    OpenAI's contract has only numbers there, and OpenAI's agents in JavaScript refuse anything else.
+    In OpenAI's contract, these details are only numbers. OpenAI's Agents SDK for JavaScript refuses lists.
     """
     for details in (InputTokensDetails, OutputTokensDetails):
         for name, field in details.model_fields.items():

@@ -110,12 +110,12 @@ async def with_own_id(
 ) -> Any:
     """Create a response. Refuse it if a background response with the same id is running.
 
-    The new response would replace the record of the running response.
+    Otherwise the new response would replace the running response in `response_store`.
 
     Args:
         create: Creates the response. When it returns, the id of a background response is in `running`.
         running: The ids of the running background responses.
-        beginning: The ids of background responses that are not in `running` yet.
+        beginning: The ids of background responses whose `create` has not returned yet.
         request: The request that the response answers.
         rest: Further arguments of `create`.
 
@@ -135,7 +135,7 @@ async def with_own_id(
 
 
 async def _stored(create: Callable[..., Awaitable[Any]], request: ResponsesRequest, *rest: Any) -> Any:
-    """Create a response. A response that is only explained is not stored, and does not run in the background."""
+    """Create a response. If the call asks for an explanation, store nothing, and run nothing in the background."""
     call = current_call.get()
     if request.background:
         call.leave_client()
@@ -145,7 +145,7 @@ async def _stored(create: Callable[..., Awaitable[Any]], request: ResponsesReque
 
 
 def _reraise(error: Exception) -> str:
-    """Raise the error of a stream. vLLM's event for the error is not OpenAI's, and fails vLLM's own validation."""
+    """Raise the error of a stream. vLLM would make an event that OpenAI lacks, and that fails vLLM's own validation."""
     raise error
 
 

@@ -1,4 +1,4 @@
-"""Counts the prompts of chats and completions for `/tokenize`, and makes the prompts of chats for other contracts.
+"""Tokenizes the prompts of chats and completions for `/tokenize`, and makes the prompts of chats for other contracts.
 
 `OnlineRenderer.render_chat` checks `tool_choice`, and makes the prompt of a chat. `ServingTokenization` answers
 `/tokenize` for a body that has a `prompt`. Its `_check_model` checks a body's `model`. tests/live/test_tgi_live.py
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class CountedChat(ChatCompletionRequest, TokenizeChatRequest):  # type: ignore[misc]
-    """A chat whose prompt is counted. The prompt may be longer than the model's context."""
+    """A chat whose prompt is only tokenized. The prompt may be longer than the model's context."""
 
     build_tok_params = TokenizeChatRequest.build_tok_params
 
@@ -54,7 +54,7 @@ async def tokenize(request: TokenizeCompletionRequest | CountedChat, raw_request
 
 @with_cancellation  # type: ignore[untyped-decorator]
 async def render(request: CountedChat, raw_request: Request) -> Response:
-    """Answer `RENDER`."""
+    """Answer `RENDER`, the internal path through which other contracts get the prompt of a chat."""
     answer = await _rendered(request, raw_request.app.state)
     if isinstance(answer, RenderedChat):
         return Response(msgspec.json.encode(answer), media_type=JSON)
@@ -70,7 +70,8 @@ async def _rendered(request: CountedChat, state: Any) -> RenderedChat | ErrorRes
     if (refused := await state.serving_tokenization._check_model(request)) is not None:
         return refused
     if request.tool_choice != "none" and getattr(online.parser, "tool_parser_cls", None) is None:
-        request.tool_choice = None  # Counting a prompt with tools needs no tool-call parser.
+        # vLLM would refuse `tool_choice` without a tool-call parser, but making a prompt needs no parser.
+        request.tool_choice = None
     found = await online.render_chat(request, skip_mm_cache=True)
     if isinstance(found, ErrorResponse):
         return found

@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def without_calls(args: argparse.Namespace, client: Any) -> Any:
-    """Return the class of the model's parser without the tool-call parser, or None if no parser remains.
+    """Return the class of the model's parser without the tool-call parser, or None if the model has no other parser.
 
-    The tool-call parser is removed from the arguments if it needs a token or a package that is missing.
+    If the tool-call parser needs a token or a package that is missing, it is also removed from `args`.
     """
     config, tokenizer = client.model_config, client.renderer.tokenizer
     get = partial(
@@ -45,7 +45,7 @@ def without_calls(args: argparse.Namespace, client: Any) -> Any:
 def parse_only_tools(state: Any, plain: Any) -> None:
     """Answer calls without tools as if the model had no tool-call parser.
 
-    With a tool-call parser, vLLM leaves empty parts out of streams, and some parsers show special tokens.
+    With a tool-call parser, vLLM sends no chunk for a token without text, and some parsers show special tokens.
 
     Args:
         state: The application's state.
@@ -69,9 +69,10 @@ def _choose_by_call(owner: Any, name: str, plain: Any) -> None:
 
 
 def hiding_constraints(parser: Any) -> Any:
-    """Return a parser class that constrains tool calls, and leaves the request's `text` unchanged.
+    """Return a parser class that constrains tool calls, and leaves the request's field `text` unchanged.
 
-    vLLM's class puts the schema of a forced tool call into `text`, and the answer repeats this field of the request.
+    vLLM's class puts the schema of a forced tool call into `text`, and the answer would show it: an answer repeats the
+    request's `text`.
     """
 
     class Parser(parser):  # type: ignore[misc]
