@@ -35,7 +35,7 @@ class TeiAnswer(PooledAnswer):
     def counts_and_times(self) -> tuple[tuple[str, str], ...]:
         """Return headers with counts and with times in milliseconds.
 
-        The times of tokenizing and waiting are means over the prompts, as in TEI.
+        The tokenization time and the queue time are means over the prompts, as in TEI.
         """
         total = time.monotonic() - self._begun_at
         prompts = len(self._parts)
@@ -89,7 +89,7 @@ class Vectors(TeiAnswer):
 
 
 class SparseVectors(TeiAnswer):
-    """The entries of each vector that are not 0."""
+    """The nonzero entries of each vector."""
 
     def part(self, numbers: Any) -> Any:
         return json_fragment([{"index": int(index), "value": numbers[index]} for index in np.flatnonzero(numbers)])
@@ -112,7 +112,7 @@ class Ranks(TeiAnswer):
         Args:
             texts: The texts.
             characters: See `TeiAnswer`.
-            raw: True returns the model's raw numbers.
+            raw: True returns the model's raw scores (logits) instead of probabilities.
             with_text: True repeats the texts.
         """
         super().__init__(len(texts), characters)
@@ -135,8 +135,8 @@ class Predictions(TeiAnswer):
         Args:
             prompts: See `TeiAnswer`.
             characters: See `TeiAnswer`.
-            labels: The names of the classes.
-            raw: True returns the model's raw numbers.
+            labels: The names of the classes, keyed by the class's index.
+            raw: True returns the model's raw scores (logits) instead of probabilities.
             in_batch: True if the texts came as a batch. The answer is then a list of lists.
         """
         super().__init__(prompts, characters)
@@ -158,11 +158,11 @@ def _milliseconds(seconds: float) -> str:
 
 
 def probabilities(raw: Any, *, keep: bool) -> Any:
-    """Return the sigmoid of a single number, or the softmax of several numbers.
+    """Return the sigmoid of a single score, or the softmax of several scores.
 
     Args:
-        raw: The model's raw numbers.
-        keep: True returns the raw numbers.
+        raw: The model's raw scores (logits) for one prompt.
+        keep: True returns `raw` unchanged.
     """
     if keep:
         return raw

@@ -19,12 +19,12 @@ from handlers.model_config import ModelConfig
 from handlers.parsing.axum import wrong_shape
 from handlers.tei.errors import TeiRefusal, empty
 
-CHARACTERS_PER_TOKEN = 250  # The maximum number of characters of a text for each token of the context.
+CHARACTERS_PER_TOKEN = 250  # A text may have this many characters for each token that fits into the model's context.
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Direction = Literal["left", "Left", "right", "Right"]
 Prompt = str | tuple[int, ...]  # A text, or token ids.
-Pair = tuple[str, str | None]  # A text, and the second text of a pair.
+Pair = tuple[str, str | None]  # A text and None, or a pair of texts.
 
 
 class _Cut(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +116,7 @@ def pairs_of(inputs: Any) -> tuple[Sequence[Pair], bool]:
     """Return the texts and pairs in the `inputs` of /predict, and whether they are a batch.
 
     Raises:
-        ContractError: The lists are not lists of texts and pairs.
+        ContractError: `inputs` is not a text, a pair of texts, or a list of texts and pairs.
     """
     if isinstance(inputs, str):
         return [(inputs, None)], False
@@ -141,7 +141,7 @@ def _wrong_pair() -> Exception:
 
 
 def cut_of(body: _Cut, config: ModelConfig) -> Side | None:
-    """Return the side at which texts are cut. None means that texts that are too long are refused."""
+    """Return the side from which long texts are truncated. None means that long texts are refused."""
     if not (config.tei.auto_truncate if body.truncate is None else body.truncate):
         return None
     return "left" if body.truncation_direction.lower() == "left" else "right"
@@ -160,10 +160,10 @@ def check_batch(size: int, config: ModelConfig) -> None:
 
 
 def check_length(characters: int, model: LoadedModel) -> None:
-    """Check the length of a text that is not to be cut.
+    """Check the length of a text that must not be truncated.
 
     Raises:
-        InvalidRequest: The text is too long for any tokenization.
+        InvalidRequest: The text is too long for the model's context, even before it is tokenized.
     """
     limit = model.max_model_len * CHARACTERS_PER_TOKEN
     if characters > limit:
@@ -171,7 +171,7 @@ def check_length(characters: int, model: LoadedModel) -> None:
 
 
 def text_in_front(prompt_name: str | None, model: PoolingModel | None) -> str | None:
-    """Return the prefix of a prompt. None if neither the request nor the model names one.
+    """Return the text to put before a prompt. None if neither the request nor the model names such a prefix.
 
     Raises:
         InvalidRequest: The model has no prefix with this name.

@@ -65,8 +65,7 @@ class TeiContract:
             requests, answer = self.requests_and_answer(body)
             adapter = adapter_of(call, self._config, None)
         except RequestError as error:
-            # Some calls come from routes of other contracts. These routes would put a RequestError into their own
-            # words.
+            # `/invocations` also uses this class. Its route would answer a RequestError in LMI's form.
             raise ContractError(refuse(error), error.message) from None
         named = [
             msgspec.structs.replace(request, request_id=f"{call.request_id}-{place}", adapter=adapter, **call.steering)
@@ -87,7 +86,7 @@ class TeiContract:
         """Return the requests without their ids, and the answer.
 
         Raises:
-            ContractError: The body has another shape.
+            ContractError: The body has the wrong shape.
             RequestError: The body is invalid, or the route does not support this kind of model.
         """
 
@@ -150,7 +149,7 @@ class EmbedAllContract(TeiContract):
 
 
 class EmbedSparseContract(TeiContract):
-    """/embed_sparse: the numbers of each vector that are not 0."""
+    """/embed_sparse: the nonzero entries of each vector."""
 
     shape = EmbedAllBody
 
@@ -218,14 +217,14 @@ def _scores(cut: Side | None) -> Pooling:
 
 
 class RootContract:
-    """`POST /`: the route of the model's kind."""
+    """`POST /`: the answers of the route for the model's kind, such as /rerank for a reranker."""
 
     def __init__(self, config: ModelConfig, loaded: LoadedModel) -> None:
         self._route = _contract_of_kind(config, loaded)
         self._similarity = SimilarityContract(config, loaded)
 
     def parse(self, call: Call) -> Exchange:
-        # TEI answers bodies with a source sentence if its environment variable TASK is `sentence-similarity`.
+        # TEI accepts bodies of /similarity here only if its environment variable TASK is `sentence-similarity`.
         return (self._similarity if _has_source(call.body) else self._route).parse(call)
 
 
@@ -240,7 +239,7 @@ def _has_source(body: bytes) -> bool:
 
 
 def _contract_of_kind(config: ModelConfig, loaded: LoadedModel) -> TeiContract:
-    """Return the contract of the route that answers most calls of the model."""
+    """Return the contract of the route for the model's kind."""
     model = loaded.pooling
     if model is not None and model.kind == "reranker":
         return RerankContract(config, loaded)

@@ -14,7 +14,7 @@ from handlers.route_declarations import ModelView
 from handlers.tei.errors import error_reply
 
 TEI_VERSION = "1.9.3"  # The release whose contract this package implements.
-# TEI's defaults, which have no effect here, because vLLM has its own limits.
+# TEI's defaults. They are only reported: vLLM has its own limits.
 _MAX_BATCH_TOKENS, _TOKENIZATION_WORKERS = 16384, 1
 # TEI's names of poolings, keyed by vLLM's names. For other poolings, TEI has vLLM's name in lower case.
 _POOLING = {"LAST": "last_token"}

@@ -47,7 +47,7 @@ _PREDICTIONS = either([_LABELS, an_array(_LABELS)])
 _TOKENS = an_array(
     an_array(an_answer("TeiToken", "A token, and the bytes of the text from which it is.", "id", "text", "special"))
 )
-# Fields that mean something else in other contracts.
+# The descriptions of fields that mean something else in other contracts.
 _MEANINGS = {
     "add_special_tokens": "Put the model's special tokens around each text.",
     "inputs": "A text, or several.",
@@ -68,7 +68,8 @@ _EMBED, _EMBED_ALL = _body(EmbedBody, "TeiEmbedRequest"), _body(EmbedAllBody, "T
 _RERANK, _PREDICT = _body(RerankBody, "TeiRerankRequest"), _body(PredictBody, "TeiPredictRequest")
 _SIMILARITY = _body(SimilarityBody, "TeiSimilarityRequest")
 _ERROR = an_answer("TeiError", "What is wrong, and its kind.", "error", "error_type")
-# The replies to bodies that cannot be read, in addition to the replies of `refuse`. A 422 has either form.
+# The replies to bodies that cannot be read, in addition to the replies of `refuse`. 422 may be plain text (declared
+# here) or JSON (from `refuse`).
 _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
     "400": ("The body is no JSON, or a text is empty", {"text/plain": STRING, JSON: _ERROR}),
     "415": ("The content type is not application/json", {"text/plain": STRING}),

@@ -19,7 +19,7 @@ from handlers.answers.token_answer import ShownSequence, TokenDocument, TokenFor
 from handlers.contract import Reply
 from handlers.tgi.errors import EVENTS, INCOMPLETE_STREAM, IncompleteGeneration, error_event, refuse, refuse_stream
 
-# The members of three objects: `details`, a further sequence, and `details` at the end of a stream.
+# The members of `details` (DETAILS), of an item of `best_of_sequences` (OTHER), and of a stream's `details` (LAST).
 _COUNTS = ("finish_reason", "generated_tokens", "seed")
 DETAILS = (*_COUNTS, "prefill", "tokens", "best_of_sequences", "top_tokens")
 OTHER = ("generated_text", *_COUNTS, "prefill", "tokens", "top_tokens")
@@ -38,7 +38,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 class WholeAnswer(TokenDocument):
-    """One document. Its text is the sequence with the highest mean log probability. `details` has the others."""
+    """One document: the sequence with the highest mean log probability. `details` has the other sequences."""
 
     def __init__(
         self, form: TokenForm, inputs: str, seeds: Sequence[int | None], *, in_array: bool, compute_type: str
@@ -89,7 +89,7 @@ class WholeAnswer(TokenDocument):
         sequences = [ranked[0] for ranked in self._sequences]
         if any(sequence.finish_reason in _INCOMPLETE for sequence in sequences):
             raise IncompleteGeneration
-        # A sequence without a token has ended at its deadline. It is shown only if no sequence has a token.
+        # A sequence without a token was ended by its deadline. It is the best only if no sequence has a token.
         best = max(sequences, key=lambda one: one.logprob / one.count if one.count else -math.inf)
         self.headers = self._counts_and_times(best)
         return [self._document(best, *[other for other in sequences if other is not best])]
@@ -142,7 +142,7 @@ class StreamAnswer(TokenStream):
 
 
 def _float32(value: float) -> str:
-    """Return the JSON of a number as serde_json writes a 32-bit float, or "null" if the number exceeds 32 bits."""
+    """Return a number as serde_json writes a 32-bit float, or "null" if the number is too large for a 32-bit float."""
     try:
         packed = _pack(value)
     except OverflowError:

@@ -12,11 +12,11 @@ _SCHEMES = ("http://", "https://", "data:")
 
 
 def with_marks(inputs: str, mark: Callable[[int], str]) -> tuple[str, tuple[str, ...]]:
-    """Replace each image in a prompt with the model's mark. Return the prompt and the URLs of the images.
+    """Replace each image in a prompt with the model's image placeholder. Return the prompt and the images' URLs.
 
     Args:
         inputs: The prompt with Markdown.
-        mark: Returns the mark for an image. Its argument is the image's number, starting at 1.
+        mark: Returns the placeholder of an image. Its argument is the image's number, starting at 1.
 
     Raises:
         UnusableImage: An image's URL is not http, https or data.
@@ -30,5 +30,5 @@ def with_marks(inputs: str, mark: Callable[[int], str]) -> tuple[str, tuple[str,
         urls.append(url)
         return mark(len(urls))
 
-    end = inputs.rfind(")") + 1  # Without this end, each unclosed `![](` would be searched to the end of the text.
+    end = inputs.rfind(")") + 1  # After the last `)`, each `![](` would cost a search up to the end of the text.
     return _IMAGE.sub(marked, inputs[:end]) + inputs[end:], tuple(urls)

@@ -12,7 +12,7 @@ from handlers.route_declarations import ModelView
 from handlers.tgi.errors import error_document
 from handlers.tgi.request import max_input_tokens
 
-TGI_VERSION = "3.3.6"  # The release whose contract this package implements. Clients derive limits from it.
+TGI_VERSION = "3.3.6"  # The release whose contract this package implements. Clients derive limits from the version.
 # TGI's defaults, which clients read from /info. Slipway has no separate limit on the size of a batch.
 _MAX_CLIENT_BATCH_SIZE, _VALIDATION_WORKERS = 4, 2
 _UNHEALTHY = Reply(503, JSON, error_document("unhealthy", "healthcheck").encode())

@@ -26,7 +26,8 @@ Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Unsigned64 = Annotated[int, msgspec.Meta(ge=0)]
 
 MAX_TOP_N_TOKENS = 5  # TGI's default.
-# The maximum number of new tokens that must fit into the context. Further tokens are generated if they fit.
+# At most this many tokens must be free in the context after the prompt. If `max_new_tokens` is larger, the answer gets
+# more tokens if they fit.
 _MOST_RESERVED = 1024
 
 _NOT_READ = "is not read here; in `parameters`, `grammar` and `stop` constrain the text"
@@ -65,7 +66,7 @@ class TgiRequest(msgspec.Struct, frozen=True):
 
     inputs: str
     parameters: RequestParameters | None = None  # None means sampling, as in TGI.
-    stream: bool | None = None  # Only / reads it.
+    stream: bool | None = None  # Only the route / reads this field.
 
 
 def max_input_tokens(model: LoadedModel, config: ModelConfig) -> int:

@@ -35,7 +35,9 @@ from handlers.tgi.request import TgiParameters, TgiRequest, unread_names, valida
 from handlers.tgi.tokenize import ChatRequest, chat, chat_tokenize, tokenize
 
 _NO_IMAGES: tuple[str, ...] = ()
-_NAMES = {"adapter": "adapter_id", "stop_token_ids": "stop"}  # A stop text may be a special token.
+# TGI's names for the engine's parameters, for error messages. A stop text that is a special token becomes an item of
+# `stop_token_ids`.
+_NAMES = {"adapter": "adapter_id", "stop_token_ids": "stop"}
 
 
 class TgiContract:
@@ -136,8 +138,8 @@ _TOKENS = an_array(
     an_answer("TgiToken", "A token and the bytes of the text from which it is.", "id", "text", "start", "stop")
 )
 _ERROR = an_answer("TgiError", "What is wrong, and its kind.", "error", "error_type")
-# The replies to bodies that cannot be read, in addition to the replies of `refuse`. Both kinds include replies with
-# the status 422.
+# The replies to bodies that cannot be read, in addition to the replies of `refuse`. 422 may be plain text (declared
+# here) or JSON (from `refuse`).
 _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
     "400": ("The body is no JSON", {"text/plain": STRING}),
     "415": ("The content type is not application/json", {"text/plain": STRING}),
@@ -187,7 +189,7 @@ TGI = ContractRoutes(
             partial(TgiContract, streams=None),
             "Generate text; events with `stream`",
             {JSON: an_array(_ANSWER), EVENTS: _EVENT},
-            queued=False,  # A call that asks for a stream is refused with an event.
+            queued=False,  # The body decides whether a refusal is a JSON object or an event.
             models="generating",
         ),
         _generation_route("/generate", partial(TgiContract, streams=False), "Generate text", {JSON: _ANSWER}),
@@ -196,7 +198,7 @@ TGI = ContractRoutes(
             partial(TgiContract, streams=True),
             "Stream text, an event for each token; errors are events as well",
             {EVENTS: _EVENT},
-            queued=False,  # A call that asks for a stream is refused with an event.
+            queued=False,  # A refusal is an event, and its headers contain the length of the body's `inputs`.
         ),
         InfoRoute.of_all("/", health, methods=("GET", "HEAD"), about=_HEALTH, models="generating"),
         InfoRoute.of_all("/health", health, methods=("GET", "HEAD"), about=_HEALTH, models="generating"),

@@ -38,7 +38,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
 
 
 def chat(call: Call, view: ModelView) -> Call:
-    """Return the chat of a call, which has the fields of `/v1/chat/completions`."""
+    """Check the body, and return the call as a call of `/v1/chat/completions`, which has the same fields."""
     view.text()
     read_request(call, ChatRequest)
     return replace(call, content_type=JSON)
@@ -59,7 +59,7 @@ def chat_tokenize(call: Call, view: ModelView) -> Reply:
 
 
 def _positions(text: str, texts: ModelTexts, *, special: bool) -> tuple[list[int], list[tuple[int, int]] | None]:
-    """Return token ids, and the range of characters of each token, or None if the tokenizer does not know ranges.
+    """Return the token ids, and the character range of each token (None if the tokenizer does not supply ranges).
 
     Raises:
         InvalidRequest: The tokenizer failed.
@@ -71,7 +71,7 @@ def _positions(text: str, texts: ModelTexts, *, special: bool) -> tuple[list[int
 
 
 def _tokens(text: str, ids: Sequence[int], positions: Sequence[tuple[int, int]] | None) -> bytes:
-    """Return tokens as JSON objects. TGI shows no positions if the tokenizer does not know them."""
+    """Return tokens as JSON objects. As in TGI, their texts are empty if the tokenizer does not supply positions."""
     if positions is None:
         return b",".join(b'{"id":%d,"text":"","start":0,"stop":0}' % token_id for token_id in ids)
     byte = byte_positions(text)

@@ -30,7 +30,7 @@ _FLOAT32 = struct.Struct("f")
 class _Answer(Answer):
     def __init__(self, model: str, request: TritonRequest) -> None:
         self._request = request
-        # The part of each sequence in this response.
+        # For each sequence: the text and the tokens of this response.
         self._pieces = [GeneratedSequence() for _ in range(request.vllm.request.sequences)]
         self._counts_before = [0] * len(self._pieces)
         self._lead = request.prompt if request.repeat_prompt else ""
@@ -69,7 +69,7 @@ class _Answer(Answer):
                 return _tensor(_float32(piece.logprob) for piece in pieces)
 
     def _logprobs(self, piece: GeneratedSequence) -> str:
-        """Return the log probabilities as JSON text, or "null". Triton's backend also uses Python's `json`."""
+        """Return the log probabilities as JSON text, or "null". As in Triton's backend, Python's `json` writes them."""
         return json.dumps([_candidates(token) for token in piece.tokens]) if self._request.shows_logprobs else "null"
 
 
@@ -94,7 +94,7 @@ class CollectedAnswer(_Answer):
         if self._steps and self._fed:
             raise SeveralResponses
         self._fed = True
-        if delta.sequence < len(self._pieces):  # A beam search may return more sequences than are shown.
+        if delta.sequence < len(self._pieces):  # A beam search may return more sequences than the request asks for.
             self._pieces[delta.sequence].add(delta)
         if not delta.last:
             return b""
@@ -111,7 +111,7 @@ class EventAnswer(_Answer):
         super().__init__(model, request)
         head = "".join(f'"{name}":{value},' for name, value in self._members.items())
         shows_text_alone = not request.outputs and request.vllm.request.sequences == 1 and request.vllm.detokenize
-        # The part of an event before its text. None if more members follow the text.
+        # The beginning of each event, up to its text. None if more members follow the text.
         self._plain = f'data: {{{head}"text_output":' if shows_text_alone else None
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:

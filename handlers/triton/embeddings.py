@@ -27,11 +27,11 @@ from handlers.triton.answer import EVENTS
 from handlers.triton.errors import VERSION, TritonRefusal, refusal
 from handlers.triton.request import read_inputs, switch
 
-TEXTS = "input_text"  # LiteLLM's name for the input. LiteLLM reads all outputs.
-_VECTORS = "embedding"
+TEXTS = "input_text"  # LiteLLM's name for the input.
+_VECTORS = "embedding"  # LiteLLM reads outputs of any name.
 _POOLING = Pooling(task="embed")
 _BINARY = "Inference-Header-Content-Length"
-_UNIT = 1e-2  # If the model scales vectors to the length 1 in float16, lengths may differ from 1 by this much.
+_UNIT = 1e-2  # If the model scales vectors to the norm 1 in float16, their norms may differ from 1 by this much.
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 
@@ -100,8 +100,8 @@ class _TextAnswer(Answer):
         Args:
             model: The name of the model.
             request_id: The client's id. It may be empty.
-            dimensions: How many numbers of the vector are kept. None keeps all.
-            counts: The token counts that are shown: "input", "output".
+            dimensions: The vector is cut to this number of entries. None keeps all entries.
+            counts: The token counts in the answer: "input", "output".
             events: True if the answer is a server-sent event.
         """
         self.content_type = EVENTS if events else JSON
@@ -116,7 +116,7 @@ class _TextAnswer(Answer):
                 "model_name": self._model,
                 "model_version": VERSION,
                 **{f"num_{name}_tokens": tokens[name] for name in self._counts},
-                # The backend also uses Python's `json`.
+                # As in Triton's backend, Python's `json` writes the vector.
                 "text_output": json.dumps(_cut(delta.numbers, self._dimensions).tolist()),
             }
         )
@@ -127,7 +127,7 @@ class _TextAnswer(Answer):
 
 
 def _cut(vector: Any, dimensions: int | None) -> Any:
-    """Return the first numbers of a vector. If the vector has the length 1, the result is scaled to the length 1."""
+    """Return the first `dimensions` entries of a vector, scaled to the norm 1 if the vector has the norm 1."""
     if dimensions is None:
         return vector
     kept = vector[:dimensions]
@@ -149,7 +149,7 @@ class _Infer(msgspec.Struct, frozen=True):
 
 
 class InferContract:
-    """`/infer` of an embedding model. A tensor of texts becomes a tensor with a row for each text."""
+    """`/infer` of an embedding model. The input is a tensor of texts, and the output has a row for each text."""
 
     def __init__(self, config: ModelConfig, loaded: LoadedModel) -> None:
         self._config, self._loaded = config, loaded

@@ -1,8 +1,8 @@
 """Triton's error bodies and statuses: `{"error": "<message>"}`.
 
 Source: Triton 2.68, "Generate Extension", "Generate Response JSON Error Object". Messages are Triton's own, because
-clients look for them. An invalid request always gets the status 400, as this document says, even if Triton itself
-answers 500.
+clients search them for known texts. An invalid request always gets the status 400, as this document says, even if
+Triton itself answers 500.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_NAMES = 100  # The maximum number of adapter names in a message.
 
 
 class TritonRefusal(errors.InvalidRequest):
-    """Before generation, Triton or its backend refuses the call with this message."""
+    """A call that Triton or its backend refuses before generation. The message is Triton's own."""
 
 
 class SeveralResponses(TritonRefusal):
@@ -53,7 +53,7 @@ def error_object(message: str) -> str:
 
 
 def message_of(error: errors.RequestError) -> str:
-    """Return the message for the client. Errors that Triton's vLLM backend reports begin with its words."""
+    """Return the message for the client. Errors that Triton's vLLM backend reports get the backend's prefix."""
     if isinstance(error, errors.UnknownModel):
         return unknown_model(error.name)
     if isinstance(error, errors.UnknownAdapter):

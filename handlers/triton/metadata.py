@@ -49,7 +49,7 @@ def of_served_model(tell: Tell) -> Tell:
 
 
 def live(call: Call, views: Sequence[ModelView]) -> Reply:
-    """Return 200 as long as no engine has failed, even while models load and drain."""
+    """Return 200 unless an engine has failed or stopped. Models that load or drain count as live."""
     return _NO if any(view.state in ("failed", "stopped") for view in views) else _YES
 
 
@@ -152,8 +152,8 @@ def statistics(call: Call, views: Sequence[ModelView]) -> Reply:
 def _statistics(view: ModelView) -> dict[str, Any]:
     statistics = view.loaded.statistics if view.loaded is not None else EngineStatistics()
     calls = statistics.calls
-    # The engine adds up the waiting times of all sequences, and a call may have several sequences. So the sum is
-    # limited to the time of the calls.
+    # The engine adds up the queue times of all sequences, and a call may have several sequences. So the sum is limited
+    # to the time of the calls.
     waited = min(statistics.queue_time.total, calls.succeeded_seconds)
     return {
         "name": view.config.name,

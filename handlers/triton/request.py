@@ -1,4 +1,4 @@
-"""Reads requests of the generate extension, with the names of vLLM or of TensorRT-LLM.
+"""Reads requests of the generate extension, with the inputs of Triton's vLLM or TensorRT-LLM backend.
 
 Source: Triton 2.68, "Generate Extension", "Generate Request JSON Object"; the models of the vLLM backend and of the
 TensorRT-LLM backend of Triton. A request is treated as a request to the TensorRT-LLM backend if it has an input that
@@ -110,7 +110,7 @@ class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str = ""  # Empty if the request has no id. The responses then have no id either.
     prompt: str = ""
-    images: tuple[str, ...] = ()  # The URLs of images. The prompt has the model's mark for each image.
+    images: tuple[str, ...] = ()  # The URLs of images. The prompt has the model's placeholder for each image.
     vllm: VllmParameters
     stream: bool  # Whether each step of the engine gets a response, instead of a single response at the end.
     # Whether the tokenizer adds the special tokens of its template, such as the token that begins a sequence.
@@ -137,7 +137,7 @@ class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
             want_tokens=want_logprobs,
             want_logprobs=want_logprobs,
             want_ranks=self.shows_logprobs,
-            tokens_apart=True,  # Each step is an event, even if its text is held back.
+            tokens_apart=True,  # Each step is an event, even if the step has no text yet.
             top_tokens=(self.vllm.logprobs or 0) if self.shows_logprobs else 0,
             adapter=adapter,
             **call.steering,
@@ -153,7 +153,7 @@ def read_request(
         body: The body.
         config: The settings of the model.
         loaded: The model.
-        memo: A cache of requests without their ids, prompts and images.
+        memo: A cache of parsed requests, keyed by their parameters. Id, prompt and images are filled in for each call.
 
     Raises:
         TritonRefusal: The body is not JSON, or a member has a wrong type or shape.
@@ -194,7 +194,7 @@ def _read_parameters(
     loaded: LoadedModel,
     names: dict[str, str],
 ) -> TritonRequest:
-    """Return the request for these inputs and other members, without its id, prompt and images."""
+    """Return the request for these inputs and parameters, without its id, prompt and images."""
     sampling_parameters = inputs.pop("sampling_parameters", None)
     if sampling_parameters is not None:
         _refuse_beside({name.removeprefix(SAMPLING_PREFIX): value for name, value in parameters.items()})
@@ -203,7 +203,8 @@ def _read_parameters(
     values = {name: value for name, value in {**parameters, **inputs}.items() if name not in _FOR_THE_SERVER}
     given = set(values)
     if sampling_parameters is not None and "bad_words" not in inputs:
-        given.discard("bad_words")  # Here, this is vLLM's own parameter. TensorRT-LLM's `bad_words` is an input.
+        # Within `sampling_parameters`, this is vLLM's parameter. TensorRT-LLM's `bad_words` is an input.
+        given.discard("bad_words")
     tensorrt_llm = config.rolling_batch == "trtllm" or any(
         name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in given
     )
@@ -212,7 +213,7 @@ def _read_parameters(
     names.update(vllm_names(values))
     if "streaming" in values:
         names["stream"] = "streaming"
-    stream = any([switch(values, "stream"), switch(values, "streaming")])  # The list makes sure that both are removed.
+    stream = any([switch(values, "stream"), switch(values, "streaming")])  # A list, so that both names are removed.
     leaves_out_prompt = switch(values, "exclude_input_in_output")
     if stream and leaves_out_prompt is False:
         raise InvalidRequest("When streaming, `exclude_input_in_output` = False is not allowed.")
@@ -240,7 +241,7 @@ def _read_parameters(
 
 
 def read_inputs(body: bytes, model: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return the request's id, the inputs of the model, and all other members of a body.
+    """Return the id, the model's inputs, and the parameters (all other members) of a body.
 
     Raises:
         TritonRefusal: The body is not JSON, or a member has a wrong type or shape.
@@ -289,7 +290,7 @@ def _repeats(body: bytes, document: Any) -> bool:
 def _inputs_and_parameters(
     members: list[tuple[str, Any]], whose: str, model: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the inputs of the model, and all other members.
+    """Return the model's inputs, and the parameters (all other members).
 
     Args:
         whose: The text that identifies the request in messages.
@@ -315,7 +316,7 @@ def _inputs_and_parameters(
 
 
 def _flattened(members: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, str]]:
-    """Yield every name with its value, and the beginning of Triton's messages about the name."""
+    """Yield the members of the body and of its `parameters`: name, value, and the prefix of Triton's error messages."""
     for name, value in members:
         if name == "parameters":
             if not isinstance(value, dict | _Object):
@@ -369,7 +370,7 @@ def _refuse_beside(parameters: Mapping[str, Any]) -> None:
 
 
 def _document(text: str) -> dict[str, Any]:
-    """Return the parameters in `sampling_parameters`. Other parameters of the request are not read."""
+    """Return the parameters in `sampling_parameters`. The request's other parameters are then not read."""
     try:
         document = decode_json(text)
     except JsonError as error:
@@ -499,7 +500,7 @@ def _translate_beams(values: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _translate_end(values: dict[str, Any], eos_token_ids: frozenset[int], names: dict[str, str]) -> None:
-    """Replace the model's own end tokens with `end_id`. -1 means that no token ends the text."""
+    """Replace the model's EOS tokens with `end_id`. -1 means that no token ends the text."""
     end_id = values.pop("end_id", None)
     if end_id is None:
         return

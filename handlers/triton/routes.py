@@ -32,8 +32,8 @@ class TritonContract:
         """Create the contract.
 
         Args:
-            events: If True, the answer consists of server-sent events. There is one event for each part if the request
-                sets `stream`, otherwise one event with the whole answer.
+            events: If True, the answer consists of server-sent events: one event for each step of the engine if the
+                request sets `stream`, otherwise one event with the whole answer.
         """
         self._config, self._loaded, self._events = config, loaded, events
         self._memo = ParameterMemo[TritonRequest]()
