@@ -25,7 +25,7 @@ from replay.sources import MalformedLine, Sample, Source, SourceError, open_sour
 from replay.targets import HttpTarget, SageMakerTarget, Target, Unreachable
 
 DIFFERENT, WRONG_USE, INTERRUPTED = 1, 2, 130
-_FILE_COLUMNS = 160  # The width of the report if it is written to a file.
+_FILE_COLUMNS = 160  # The width of the printed report if standard output is not a terminal.
 _NAME = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"  # The name of a header.
 _HEADER = re.compile(rf"({_NAME}):\s*([\x20-\x7e]*)")
 _TARGETS = "expected http://host:port or the name of a SageMaker endpoint"
@@ -265,7 +265,7 @@ def _prepare(directory: Path, resume: bool) -> None:
 
 
 def _on_signals(stop: Callable[[], None]) -> list[str]:
-    """Stop the replay at the first signal, and the process at the second. The first is added to the returned list."""
+    """Stop the replay at the first signal, and the process at the second. The list gets the first signal's name."""
     loop, seen = asyncio.get_running_loop(), []
 
     def on_signal(number: signal.Signals) -> None:
@@ -287,7 +287,7 @@ def _write(report: Mapping[str, Any], directory: Path) -> None:
         "report.html": page(report, written),
     }
     for name, text in texts.items():
-        # The examples may contain texts of users.
+        # Only the owner can read the files, because the examples may contain texts of users.
         descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)

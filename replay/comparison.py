@@ -1,8 +1,8 @@
 """Compares two answers to one request, and lists the differences that a client could notice.
 
 Ids, times and random numbers are masked. The text of a sampled answer, its number of tokens and its log probabilities
-differ from call to call, so only their form is compared. Of a stream, three parts are compared: the first record, the
-last record, and all other records together. Servers may split the same text into different numbers of records.
+differ from call to call, so only their form is compared. Servers may split the same text into different numbers of
+records. So of a stream, the first record, the last record, and all other records together are compared.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _SHOWN = 200
 _NEAR = 0.99  # The lowest cosine at which vectors count as equal.
 _TOLERANCE = 0.02  # The relative tolerance for scores.
 _LEAST = 0.01  # Smaller differences between scores are ignored.
-# The finish reasons of each contract. If the texts differ, the reasons may also differ. Two reasons of one contract
-# then do not count as a difference.
+# The finish reasons of each contract. If two texts differ, their finish reasons may differ as well. This does not count
+# as a difference if one contract has both reasons.
 _REASONS = (
     frozenset(("length", "eos_token", "stop_sequence")),
     frozenset(("length", "stop", "tool_calls", "content_filter", "function_call")),
@@ -58,8 +58,8 @@ _IRRELEVANT = re.compile(
     r"frame|xss|slipway-container|accel)"
 )
 _RELEVANT = ("retry-after", "www-authenticate", "location", "access-control-allow-origin", "allow")
-FROM_THE_START = " from the start"  # The mark of texts that differ already in their first characters.
-_ALIKE = 3  # The shortest common beginning, in characters.
+FROM_THE_START = " from the start"  # Added to `Difference.where` if texts differ already in their first characters.
+_ALIKE = 3  # Texts with a shorter common beginning, in characters, differ from the start.
 _CUMULATIVE = "responses"  # Each record of happy_vllm's stream contains the whole text so far.
 
 
@@ -104,7 +104,7 @@ class Comparison:
     """The differences between two answers, and how similar their texts are."""
 
     differences: tuple[Difference, ...]
-    similarity: float | None = None  # From 0 to 1. None: at least one answer has no text.
+    similarity: float | None = None  # From 0 to 1. None: no text, an error, or servers with different models.
 
 
 def compare(old: Answer, new: Answer, *, greedy: bool, other_model: bool = False) -> Comparison:
@@ -135,7 +135,7 @@ class _Comparing:
             self._add(Kind.STATUS, "", str(old.status), str(new.status))
         both_failed = old.error is not None and new.error is not None
         if (old.error is None) != (new.error is None):
-            # One body is an error and the other is not. A comparison of their fields would only report this again.
+            # Only one body is an error. A comparison of the bodies' fields would report the same again.
             if old.status == new.status:
                 self._add(Kind.ERROR_BODY, "", _said(old.error), _said(new.error), is_text=True)
             return Comparison(tuple(self._found.values()))
@@ -152,7 +152,7 @@ class _Comparing:
             self._events()
             self._streams()
         elif old.is_stream or new.is_stream:
-            pass  # `framing` reports this difference.
+            pass  # `_framing` reports this difference.
         elif old.records and new.records:
             self._json("", _unwrapped(old, new), _unwrapped(new, old))
         return Comparison(tuple(self._found.values()), similarity)
@@ -220,7 +220,7 @@ class _Comparing:
     def _texts(self) -> float | None:
         """Compare the texts of both answers, and return how similar they are."""
         old, new = texts(self._old.records), texts(self._new.records)
-        # If the formats differ, the texts are in different places.
+        # If the answers have their texts in different fields, the longest text of each answer is compared.
         pairs = [(name, old[name], new[name]) for name in old if name in new] or [("", _longest(old), _longest(new))]
         apart = [(name, one, other) for name, one, other in pairs if one != other]
         self._texts_equal = not apart
@@ -409,7 +409,7 @@ class _Comparing:
         elif has_any(where, PROBABILITIES) or _is_token(where):
             return
         elif where == "last.index" and not self._texts_equal:
-            return  # TGI numbers its records.
+            return  # In TGI's streams, `index` is the number of the record, which depends on the text.
         elif self._is_message(where):
             self._add(Kind.ERROR_MESSAGE, where, str(old), str(new), is_text=True)
         elif name == "embedding" and (vectors := _decoded(old, new)) is not None:
@@ -444,7 +444,7 @@ _OF_ERRORS = frozenset((Kind.MISSING, Kind.EXTRA, Kind.TYPE, Kind.NULL, Kind.VAL
 
 
 def texts(records: Sequence[Any]) -> dict[str, str]:
-    """Return the generated texts of an answer, by their place in a record. The parts of a stream are joined."""
+    """Return the generated texts of an answer, keyed by JSON path. The texts of a stream's records are joined."""
     found: dict[str, list[str]] = {}
     for record in records:
         for where, text in _texts_of(record, ""):

@@ -48,7 +48,7 @@ def explain(
     except OSError as error:
         raise typer.BadParameter(f"cannot be read: {error.strerror}", param_hint="FILE") from None
     given = headers_of("--header", header) + ([("authorization", f"Bearer {api_key}")] if api_key else [])
-    # SageMaker passes on this attribute, but no other header.
+    # SageMaker passes on this header, but not `x-slipway-explain`.
     attributes = "; ".join([*(value for name, value in given if name.lower() == CUSTOM_ATTRIBUTES), "explain=1"])
     given = [pair for pair in given if pair[0].lower() != CUSTOM_ATTRIBUTES] + [(CUSTOM_ATTRIBUTES, attributes)]
     target = Connection(region, profile, timeout, 1).target("--to", to, given, {}, component)
@@ -136,7 +136,7 @@ def _origin(found: Mapping[str, Any]) -> str:
 
 
 def _others(document: Mapping[str, Any]) -> Iterable[tuple[str, list[str]]]:
-    """Yield the other parts that contain something, with their titles."""
+    """Yield the explanation's other fields that are not empty: the title and the values of each."""
     if adapter := document.get("adapter"):
         yield "Adapter", [f"{adapter['value']} ({_origin(adapter)})"]
     if salt := document.get("cache_salt"):

@@ -1,9 +1,9 @@
 """The differences that the documentation explains, with sentences of the documentation.
 
-A test looks up each sentence in the pages.
+A test checks that the pages contain each sentence.
 
-The first explanation in the table that matches a difference counts. If an explanation has a setting, the setting
-restores the old behaviour. Otherwise the difference is permanent.
+The first explanation in `EXPLANATIONS` that matches a difference counts. If it has a setting, the setting restores the
+old behaviour. Otherwise the difference is permanent.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ _TWO_SCHEMAS = (
     "`option.async_mode=true`"
 )
 
-# Fields in the answers of vLLM. Each is null or absent unless the request or a setting asks for it.
+# Fields in vLLM's answers. Another server may omit them. Optional fields are null or absent unless the request or a
+# setting asks for them.
 _VLLM_FIELDS = (
     *("model", "object", "created", "service_tier", "system_fingerprint", "metrics", "prompt_logprobs", "prompt_text"),
     *("prompt_token_ids", "kv_transfer_params", "ec_transfer_params", "logprobs", "bytes", "stop_reason", "token_ids"),
     *("routed_experts", "refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning"),
     *("reasoning_content", "usage", "prompt_tokens_details", "completion_tokens_details"),
 )
-# Objects in vLLM's answers whose fields are in vLLM's order: a whole answer or record, and parts of it.
+# Objects in vLLM's answers whose fields are in vLLM's order: an answer, a stream's records, and objects within them.
 _VLLM_OBJECTS = ("", "first", "middle", "last", "choices", "message", "delta", "logprobs", "content", "usage", "data")
 _VLLM_FORM = (
     "Answers in vLLM's form have vLLM's fields, in vLLM's order. A field that the request does not ask for is null."
@@ -65,15 +66,16 @@ class Explanation:
     statement: str  # A part of the text under the anchor's heading.
     kinds: tuple[Kind, ...]
     routes: str = _ANY  # Matches the whole path.
-    where: str = ""  # A pattern that is searched for in the place of the difference.
-    fields: tuple[str, ...] = ()  # The names of the fields, which the page mentions. Empty: `where` is enough.
+    where: str = ""  # A pattern that is searched for in `Difference.where`.
+    # The field that `Difference.where` ends with must be one of these. The page mentions them. Empty: any field.
+    fields: tuple[str, ...] = ()
     old: str = ""
     new: str = ""
     asked: tuple[str, ...] = ()  # One of these fields in the request must ask for something.
     not_asked: tuple[str, ...] = ()  # The request must leave these fields at their defaults.
     asked_zero: str = ""  # The name of a field that must be 0 in the request.
     has_null: bool = False  # If True, the request must have a null field.
-    framings: tuple[Framing, ...] = ()  # The formats of the old answer.
+    framings: tuple[Framing, ...] = ()  # The old answer must have one of these formats. Empty: any format.
     old_has: tuple[str, ...] = ()  # Fields that the old answer must have.
     old_lacks: tuple[str, ...] = ()  # Fields that the old answer must not have.
     new_has: tuple[str, ...] = ()  # The new answer must have one of these fields.

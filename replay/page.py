@@ -52,7 +52,7 @@ def _seconds(points: Mapping[str, float] | None, at: str) -> str:
 
 
 def _statement(markdown: str) -> Markup:
-    """Return a page's statement as HTML."""
+    """Return the statement of an explanation as HTML."""
     return Markup(_MARKDOWN.renderInline(markdown))
 
 
@@ -75,7 +75,7 @@ def _section(link: str) -> Markup | None:
 
 
 def _lines(answers: Mapping[str, str]) -> Iterator[tuple[str, str, bool]]:
-    """Yield the lines of both answers side by side, and whether they differ. Long answers end with a note."""
+    """Yield the lines of both answers side by side, and whether they differ. Long answers are cut, with a note."""
     old, new = (_pretty(answers[name]).splitlines() for name in ("old", "new"))
     # Frequent lines are not used to align the answers. Otherwise the time would grow with the cube of their number.
     matcher = difflib.SequenceMatcher(None, old[:MOST_LINES], new[:MOST_LINES], autojunk=True)

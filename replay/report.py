@@ -1,4 +1,4 @@
-"""The report of a replay: groups of equal differences, and the latencies of both sides."""
+"""The report of a replay: groups of equal differences, and the latencies of the old and the new answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_GROUPS = 500  # The maximum number of groups with an example. Further diffe
 KEPT_ANSWER = 8000  # The maximum length of each answer in an example, in characters.
 _SHOWN_LINES = 20  # The maximum number of malformed lines in the report.
 _SHOWN_HEADERS = 20
-_SHOWN_PLACES = 3  # The maximum number of places in a row on the terminal.
+_SHOWN_PLACES = 3  # The maximum number of JSON paths in a row of the table on the terminal.
 _PERCENTILES = (50, 90, 99)
 
 
@@ -66,7 +66,7 @@ class Group:
 
 @dataclass(slots=True)
 class Times:
-    """The latencies of one side, in seconds."""
+    """The latencies of the old or the new answers, in seconds."""
 
     answers: int = 0
     failures: int = 0
@@ -93,13 +93,13 @@ class Times:
 
 
 class Report:
-    """The figures of a replay. For each request, it keeps only the latencies and the similarity."""
+    """The figures of a replay. Of each request, only the latencies and the similarity stay in memory."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Begin a report. `options` are the options of the replay."""
         self._options = dict(options)
         self._groups: dict[tuple[str, str, str, str | None], Group] = {}
-        # The numbers of differences without a group, because there are too many groups. True: those that are explained.
+        # The numbers of differences beyond `MOST_GROUPS`. The key tells whether the differences are explained.
         self._beyond: Counter[bool] = Counter()
         self._requests = self._compared = self._equal = self._explained = self._unexplained = 0
         self._without_answer = self._sampled = 0
@@ -172,7 +172,7 @@ class Report:
 
     @property
     def groups(self) -> list[Group]:
-        """The groups. Those without an explanation come first, then those with the most differences."""
+        """The groups without an explanation, then the groups with one. In each of the two, large groups come first."""
         found = self._groups.values()
         return sorted(found, key=lambda group: (group.explanation is not None, -group.count, group.kind, group.where))
 
@@ -265,7 +265,10 @@ def _count(number: int, noun: str) -> str:
 
 
 def rows(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows for people. Groups with the same explanation, kind and route share a row, which lists all places."""
+    """Return the rows of the report's table.
+
+    Explained groups with the same explanation, kind and route share a row, which lists the JSON paths of these groups.
+    """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in groups:
         explanation = group["explanation"]

@@ -22,21 +22,22 @@ _TGI = re.compile(r"/(generate|generate_stream)?")
 # TGI's parameters that enable sampling. If a body has `parameters` without any of these, TGI takes the most probable
 # tokens.
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p")
-_PROMPTS = ("inputs", "messages", "prompt", "model")  # These fields identify the schema, even if they are empty.
+_PROMPTS = ("inputs", "messages", "prompt", "model")  # Even if they are empty, these fields tell the body's schema.
 _STREAMING_PATH = re.compile(r"/(generate_stream|invocations-response-stream)$")
-# Headers of one connection. The client sets its own headers. `accept-encoding` could lead to compressed replies.
+# Headers of the recorded connection. They are not sent: the replay's HTTP client sets its own headers, and with
+# `accept-encoding`, replies could be compressed.
 _OF_CONNECTION = frozenset(
     (
         *("host", "connection", "keep-alive", "transfer-encoding", "content-length", "expect", "te", "upgrade"),
         *("accept-encoding", "proxy-connection"),
     )
 )
-# Headers that identify one call. They are not sent: the server may already know the id, and the call would appear
-# twice in traces.
+# Headers that identify the recorded call. They are not sent: the server may already know the id, and the call would
+# appear twice in traces.
 _OF_CALL = frozenset(
     ("x-request-id", "x-amzn-sagemaker-inference-id", "x-amzn-trace-id", "traceparent", "tracestate", "baggage")
 )
-# POST requests that load, unload, stop or pause something, in LMI, vLLM or Triton.
+# Paths of POST requests that load, unload, stop or pause something, in LMI, vLLM or Triton.
 _MANAGEMENT = re.compile(
     r"/(models|workflows|(models/[^/]+/)?adapters(/.+)?"
     r"|(v1/)?(un)?load_lora_adapter|(v1/)?abort_requests?|sleep|wake_up|pause|resume|collective_rpc|scale_elastic_ep"
@@ -117,7 +118,7 @@ class RecordedRequest:
 
     @cached_property
     def greedy(self) -> bool:
-        """True if the most probable token is certain to be chosen. The same model then generates the same text."""
+        """True if the request certainly asks for greedy decoding, so that the same model generates the same text."""
         parameters = [self.fields, *(self.fields.get(name) for name in ("parameters", "sampling_parameters"))]
         given = [fields for fields in parameters if isinstance(fields, dict)]
         temperatures = [fields["temperature"] for fields in given if fields.get("temperature") is not None]
@@ -131,8 +132,8 @@ class RecordedRequest:
     def asks(self, field: str) -> bool:
         """Return True if the body contains this field at any depth with a value that asks for something.
 
-        Null, false, zero, an empty value and the format `text` ask for nothing. A server behaves the same without the
-        field.
+        Null, false, zero, an empty value and the format `text` ask for nothing: without the field, a server behaves the
+        same.
         """
         values = (found.get(field) for found in objects_in(self.fields))
         if field in _PROMPTS:
@@ -164,7 +165,10 @@ class RecordedRequest:
         return replace(self, headers=tuple(pair for pair in self.headers if pair[0] not in unknown)), sorted(unknown)
 
     def to(self, path: str, headers: Iterable[tuple[str, str]]) -> RecordedRequest:
-        """Return the request with the path and the headers for a target. They replace headers of the same name."""
+        """Return the request with a target's path and headers. These headers replace headers of the same name.
+
+        Headers of the recorded connection and call are removed, and so is the recorded reply.
+        """
         more = tuple((name.lower(), value) for name, value in headers)
         names = {name for name, _ in more}
         dropped = names | _OF_CONNECTION | _OF_CALL

@@ -20,7 +20,7 @@ _KEPT_BODY = 65536  # The maximum number of bytes of a body to keep.
 
 
 class CannotResume(Exception):
-    """The results of the earlier run cannot be continued. The message states the reason."""
+    """The output directory cannot be used, or its run cannot be continued. The message states the reason."""
 
 
 class Found(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -34,7 +34,7 @@ class Found(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Side(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The reply of one side."""
+    """The figures of the old or the new reply."""
 
     status: int = 0
     bytes: int = 0
@@ -56,7 +56,8 @@ class Result(msgspec.Struct, frozen=True, omit_defaults=True):
     similarity: float | None = None
     greedy: bool = False
     compared: bool = False  # Whether there were two answers to compare.
-    bodies: dict[str, Any] | None = None  # The bodies of the request and of both answers, if the answers differ.
+    # The bodies of the request and of both answers, if the answers differ and the run does not redact texts.
+    bodies: dict[str, Any] | None = None
 
     @property
     def failed(self) -> bool:

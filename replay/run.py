@@ -1,4 +1,4 @@
-"""Runs a replay: reads requests, sends them to both sides within the limits, compares the answers, reports results."""
+"""Runs a replay: reads requests, sends them to one or two servers within the limits, and compares the answers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from replay.sources import MalformedLine, Sample, Source
 from replay.targets import NoAnswer, Target, Unreachable
 
 _AHEAD = 2  # How many requests are read ahead for each running request.
-# The replay stops after this many consecutive requests without an answer. Running requests are not counted.
+# The replay stops after this many consecutive requests without an answer, plus the number of concurrent requests.
 MOST_FAILURES = 20
-_READER_SECONDS = 3.0  # The time that the run waits for the end of the thread that reads the source.
+_READER_SECONDS = 3.0  # At its end, the run waits this long for the thread that reads the source.
 _LONG = 1 << 18  # Bytes. Longer answers are compared in a thread, so that they do not delay other requests.
-# The longest pause between two requests with recorded times. A wrong time must not make the replay wait forever.
+# The longest pause between two requests with recorded times. A wrong time must not make the replay wait for years.
 _MOST_DAYS = 7
 _DAY = 86400.0
 
@@ -94,8 +94,8 @@ class Replay:
             Unreachable: A target that has never answered cannot be reached.
         """
         queue: asyncio.Queue[RecordedRequest | None] = asyncio.Queue(self._plan.concurrency * _AHEAD)
-        # This runs in a thread, because a file or S3 may be slow. A waiting thread must not keep the process from
-        # exiting.
+        # `_put_all` runs in a thread, because a file or S3 may be slow. It is a daemon thread, so that a blocked read
+        # does not keep the process from exiting.
         read = in_daemon_thread(partial(self._put_all, asyncio.get_running_loop(), queue))
         reading = asyncio.ensure_future(read)
         workers = [asyncio.create_task(self._work(queue)) for _ in range(self._plan.concurrency)]
@@ -111,7 +111,7 @@ class Replay:
                 worker.cancel()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_READER_SECONDS):
-                    while not reading.done():  # The thread that reads may wait for room in the queue.
+                    while not reading.done():  # The thread may wait until the queue has room.
                         with contextlib.suppress(asyncio.QueueEmpty):
                             queue.get_nowait()
                         await asyncio.sleep(0.01)
@@ -121,7 +121,7 @@ class Replay:
                 reading.result()
 
     def _put_all(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[RecordedRequest | None]) -> None:
-        """Put the requests into the queue."""
+        """Put the requests to send into the queue. Runs in a thread."""
 
         def put(item: RecordedRequest | None) -> None:
             asyncio.run_coroutine_threadsafe(queue.put(item), loop).result()

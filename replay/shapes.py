@@ -1,4 +1,4 @@
-"""The fields of JSON answers: masked fields, fields with text, and the combined shape of a stream's records."""
+"""The fields of JSON answers: masked fields, fields with text, and the combined fields of a stream's records."""
 
 from __future__ import annotations
 
@@ -126,21 +126,21 @@ def cosine(one: Iterable[float], other: Iterable[float]) -> float:
 
 @dataclass(slots=True)
 class Field:
-    """A field in the records of one part of a stream."""
+    """The values of a field, combined over records."""
 
     count: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     example: Any = None
-    values: set[Any] = field(default_factory=set)  # The first few values. It is empty for fields with texts or numbers.
+    values: set[Any] = field(default_factory=set)  # The first eight different strings and booleans.
 
 
 @dataclass(slots=True)
 class Shape:
-    """The combined fields of many records, in the order in which they first occur."""
+    """The fields of many records, keyed by JSON path, in the order in which they first occur."""
 
     records: int = 0
     fields: dict[str, Field] = field(default_factory=dict)
-    parents: dict[str, int] = field(default_factory=dict)  # How often the object of a field occurs.
+    parents: dict[str, int] = field(default_factory=dict)  # The number of objects at each path.
     orders: dict[str, tuple[str, ...]] = field(default_factory=dict)  # The keys of the first object of each path.
 
     def add(self, record: Any) -> None:
@@ -161,7 +161,7 @@ class Shape:
 
 
 def walk(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each part of a JSON value with its path. All elements of an array share one path."""
+    """Yield a JSON value and all values in it, each with its path. All elements of an array share one path."""
     yield where, value
     if isinstance(value, Mapping):
         for key, part in value.items():

@@ -110,8 +110,8 @@ def _read(line: bytes, place: str, path: str) -> RecordedRequest | MalformedLine
 class _Counted(io.RawIOBase):
     """The beginning of a file, with a count of the bytes that were read.
 
-    A capture may grow, because the server may record the requests that are sent. So only the bytes that the file had at
-    the start are read.
+    The replay may read a capture to which the server is writing, because the server may record the replayed requests.
+    So only the bytes that the file had at the start are read.
     """
 
     def __init__(self, file: IO[bytes], size: int) -> None:
@@ -158,7 +158,7 @@ def _paths(place: Path) -> list[_File]:
 
 
 def _local(path: Path, name: str) -> _File:
-    # The name of a file may not be valid UTF-8, but the files of results must be.
+    # The name of a file may not be valid UTF-8, but the file of results and the report must be.
     return _File(encodable(name), path.stat().st_size, lambda: path.open("rb"))
 
 

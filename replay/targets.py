@@ -1,4 +1,4 @@
-"""The servers that requests are sent to: an address, or a SageMaker endpoint."""
+"""The servers that requests are sent to: a server at a URL, or a SageMaker endpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _PARAMETERS = {
     "x-amzn-sagemaker-session-id": "SessionId",
     "x-amzn-sagemaker-target-model": "TargetModel",
 }
-_MODEL = ("model_version", "model_name")  # They may be in a query or in headers. SageMaker passes on neither.
+# These names may be in a query or in headers. SageMaker passes on neither, so they are sent as custom attributes.
+_MODEL = ("model_version", "model_name")
 _ADAPTER = "x-amzn-sagemaker-adapter-identifier"
 
 
@@ -65,7 +66,7 @@ class HttpTarget:
             headers: Headers that replace the requests' headers of the same name.
             timeout: The time limit for a whole reply, in seconds.
             concurrency: The number of concurrent requests.
-            paths: Paths that differ on this target.
+            paths: Maps recorded paths to this target's paths, if they differ.
         """
         import httpx  # Importing httpx takes a while, and other commands do not need it.
 
@@ -77,7 +78,7 @@ class HttpTarget:
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency, keepalive_expiry=4),
             verify=ssl.create_default_context() if url.startswith("https") else False,
             trust_env=False,
-            # No cookies are kept, because the requests have different clients.
+            # Cookies are not stored, because the recorded requests come from different clients.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
         )
         del self._http.headers["accept-encoding"]
@@ -132,7 +133,7 @@ class SageMakerTarget:
             client: boto3's client for the SageMaker runtime.
             name: The name of the endpoint.
             timeout: The time limit for a whole reply, in seconds.
-            paths: Paths that differ on this target.
+            paths: Maps recorded paths to this target's paths, if they differ.
             component: The inference component.
         """
         self._client, self._name, self._timeout, self._paths = client, name, timeout, paths
@@ -141,7 +142,8 @@ class SageMakerTarget:
     async def ask(self, request: RecordedRequest) -> Reply:
         try:
             async with asyncio.timeout(self._timeout):
-                # Each call has its own thread: a late call must not delay the next call or the end of the command.
+                # Each call has its own daemon thread: a call that misses the timeout must not delay the next call or
+                # the end of the command.
                 return await in_daemon_thread(partial(self._ask, request))
         except TimeoutError:
             raise NoAnswer(f"no whole answer within {self._timeout:g} s (--timeout)") from None
@@ -210,7 +212,7 @@ class SageMakerTarget:
         return Reply(200, _headers(answer), body, headers_known=False, seconds=seconds, first_byte=first)
 
     async def close(self) -> None:
-        """Do nothing. Threads of late calls end with the process."""
+        """Do nothing. A call that missed the timeout may still run in a daemon thread, which ends with the process."""
 
 
 def mapped(path: str, paths: Mapping[str, str]) -> str:

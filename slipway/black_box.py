@@ -19,7 +19,7 @@ from container.observability.black_box import SIGNAL, ask_by_signal, box_directo
 from container.observability.process_report import process_reports
 from container.settings.server import DIRECTORY_OR_NONE
 
-_SECONDS, _FILE_SECONDS = 15.0, 20.0  # The time limits for an answer and for a file.
+_SECONDS, _FILE_SECONDS = 15.0, 20.0  # The time limits for the HTTP reply, and for the file after the signal.
 _PORTS = {"http": 80, "https": 443}
 _POLL_SECONDS = 0.1
 
@@ -95,7 +95,10 @@ def _listener(port: int) -> psutil.Process:
 
 
 def _written_by(process: psutil.Process) -> bytes:
-    """Make a server write a box, and return it. If no thread of the server runs, return only the stacks."""
+    """Make a server write a box, and return the box. If none appears in time, return only the stacks.
+
+    No box appears if no thread of the server can run, or if boxes have no directory.
+    """
     try:
         name, environment, place = process.name(), process.environ(), Path(process.cwd())
     except psutil.Error as error:

@@ -104,7 +104,8 @@ def run(startup: Startup, mounts: Sequence[Mount] = (), greeting: str = "") -> N
             if codes:
                 os._exit(codes[0])
 
-    atexit.register(end)  # Exit functions run in reverse order. So this one ends the process after all others.
+    # Exit functions run in reverse order, so `end` runs after all functions that are registered later.
+    atexit.register(end)
     logging_as = startup.server_config.log_format, startup.server_config.log_level
     quiet = not startup.server_config.verbose and startup.server_config.log_level != "debug"
     logs.configure(*logging_as, redirect=True, quiet=quiet)
