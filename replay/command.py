@@ -158,7 +158,7 @@ class Connection:
         """Return the target that an option names.
 
         Raises:
-            typer.BadParameter: The value is neither a URL nor the name of an endpoint.
+            typer.BadParameter: The value is neither a URL nor the name of an endpoint, or an endpoint has headers.
         """
         if "://" in name:
             if not is_server_url(name):

@@ -52,7 +52,7 @@ _REASONS = (
     frozenset(("length", "stop", "tool_calls", "content_filter", "function_call")),
     frozenset(("max_tokens", "end_turn", "stop_sequence", "tool_use")),
 )
-# Headers of a network or of an HTTP server. No client of a contract reads them.
+# Headers that proxies or HTTP servers add. No client of a contract reads them.
 _IRRELEVANT = re.compile(
     r"x-(envoy|b3|cloud|cache|powered|served|forwarded|real-ip|trace|runtime|amz-cf|amzn-trace|amz-id|content-type|"
     r"frame|xss|slipway-container|accel)"
@@ -515,7 +515,7 @@ def _is_below(where: str, above: str) -> bool:
 
 
 def _is_token(where: str) -> bool:
-    """Return True for the field of a token's id or text."""
+    """Return True for a field of a token, such as its id or text, and for arrays with an entry for each token."""
     parts = [part.rstrip("[]*") for part in where.split(".")]
     return parts[-1] in ("token", "token_id", "special", "special_token") or is_per_token(where)
 

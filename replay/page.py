@@ -57,7 +57,7 @@ def _statement(markdown: str) -> Markup:
 
 
 def section(page: str, anchor: str) -> str | None:
-    """Return the Markdown under a page's heading, up to the next heading of the same level. None if it is missing."""
+    """Return the Markdown under a page's heading and its subheadings. None if the page or the heading is missing."""
     path = _DOCS / page
     text = path.read_text() if path.is_file() else ""
     headings = list(_HEADING.finditer(text))

@@ -1,4 +1,4 @@
-"""The results of a replay: one JSON line for each request. A later run can resume them."""
+"""The results of a replay: a file with one JSON line for each request. A later run can continue the file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Result(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def failed(self) -> bool:
-        """True if either side gave no answer."""
+        """True if one of the servers gave no answer."""
         return bool(self.new.failure or (self.old is not None and self.old.failure))
 
 

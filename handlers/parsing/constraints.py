@@ -57,7 +57,7 @@ _CHOICES = ("tool_choice", "function_call")
 
 
 def read_constraint(read: ParameterReader) -> Constraint | None:
-    """Return the constraint of a request. The field may have any name in `FORMS`.
+    """Return the constraint of a request. It may be in any of the fields in `FORMS`.
 
     Raises:
         InvalidParameter: The constraint is invalid, or there are several different constraints.

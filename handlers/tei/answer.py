@@ -79,7 +79,7 @@ class Vectors(TeiAnswer):
             prompts: See `TeiAnswer`.
             characters: See `TeiAnswer`.
             dimensions: Each vector is cut to this number of entries. None keeps all entries.
-            normalize: True scales each vector to the length 1 after the cut. The engine does not scale these vectors.
+            normalize: True scales each vector to the norm 1 after the cut, because the engine has not scaled it.
         """
         super().__init__(prompts, characters)
         self._dimensions, self._normalize = dimensions, normalize

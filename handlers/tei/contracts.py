@@ -118,7 +118,7 @@ class EmbedContract(TeiContract):
 
     def requests_and_answer(self, body: EmbedBody) -> Parsed:
         cut, dimensions = cut_of(body, self._config), body.dimensions
-        # The engine scales vectors to the length 1, unless they must first be cut.
+        # The engine scales vectors to the norm 1, unless they must first be cut.
         pooling = Pooling(task="embed", activation=body.normalize and dimensions is None, cut=cut)
         requests, characters = self._for_texts(body, "embed", NOT_EMBEDDING, pooling)
         self._check_form(body)

@@ -29,7 +29,7 @@ _MOST_NAMES = 100  # The maximum number of adapter names in a message.
 
 
 class TritonRefusal(errors.InvalidRequest):
-    """A call that Triton or its backend refuses before generation. The message is Triton's own."""
+    """A refusal whose message gets no prefix. See `message_of`."""
 
 
 class SeveralResponses(TritonRefusal):

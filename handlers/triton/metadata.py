@@ -236,7 +236,7 @@ def unload(call: Call, view: ModelView) -> Reply:
 
 @of_served_model
 def infer(call: Call, view: ModelView) -> Reply:
-    """Refuse KServe's inference with tensors, as Triton does for a streaming model."""
+    """Refuse KServe's inference with tensors, as Triton does for a streaming (decoupled) model."""
     if view.config.handler is not None:
         return error_reply(501, f"/infer is not served: {OWN_HANDLER}")
     path = call.path.removesuffix("/infer")

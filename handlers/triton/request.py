@@ -1,4 +1,4 @@
-"""Reads requests of the generate extension, with the inputs of Triton's vLLM or TensorRT-LLM backend.
+"""Reads requests of the generate extension, with the inputs that Triton's vLLM or TensorRT-LLM backend has.
 
 Source: Triton 2.68, "Generate Extension", "Generate Request JSON Object"; the models of the vLLM backend and of the
 TensorRT-LLM backend of Triton. A request is treated as a request to the TensorRT-LLM backend if it has an input that
@@ -65,7 +65,7 @@ TENSORRT_LLM_INPUTS: dict[str, Kind] = {
     "guided_decoding_guide": "text",
 }
 
-SAMPLING_PREFIX = "sampling_param_"  # The prefix of sampling fields in the LLM-API model.
+SAMPLING_PREFIX = "sampling_param_"  # The prefix of sampling fields in TensorRT-LLM's LLM-API model.
 # All inputs, including the sampling fields of the LLM-API model that may be arrays. Other members are parameters.
 _INPUTS = VLLM_INPUTS | TENSORRT_LLM_INPUTS | {f"{SAMPLING_PREFIX}stop": "texts", f"{SAMPLING_PREFIX}bad": "texts"}
 _NO_STRING = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
@@ -316,7 +316,7 @@ def _inputs_and_parameters(
 
 
 def _flattened(members: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, str]]:
-    """Yield the members of the body and of its `parameters`: name, value, and the prefix of Triton's error messages."""
+    """Yield the members of the body and of its `parameters`: name, value, and the prefix for error messages."""
     for name, value in members:
         if name == "parameters":
             if not isinstance(value, dict | _Object):
@@ -414,7 +414,7 @@ def _vllm(values: Mapping[str, Any], constraint: Constraint | None, stream: bool
 
 
 def plain_names(values: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return the values under vLLM's names, without the prefix. In `names`, map vLLM's names to the client's.
+    """Return the values under vLLM's names, without `SAMPLING_PREFIX`. Record the client's names in `names`.
 
     Raises:
         InvalidParameter: Two values have the same name.
@@ -436,7 +436,7 @@ def plain_names(values: Mapping[str, Any], names: dict[str, str]) -> dict[str, A
 def to_vllm(
     plain: Mapping[str, Any], eos_token_ids: frozenset[int], names: dict[str, str]
 ) -> tuple[dict[str, Any], Constraint | None]:
-    """Return the values under vLLM's names, and the constraint. In `names`, map vLLM's names to the client's.
+    """Return vLLM's parameters for TensorRT-LLM's, and the constraint. Record the client's names in `names`.
 
     Raises:
         InvalidParameter: A parameter is wrong. The error names the parameter and the allowed values.

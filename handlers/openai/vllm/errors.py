@@ -52,7 +52,8 @@ _PATH = regex.compile(r"((?:/[\w\-]++){2,}+)(\.\w+)?")
 # An argument of `vllm serve`, as it appears in messages.
 _ARGUMENT = regex.compile(r"(?<![\w-])--([a-z][a-z-]*+)(?!\w)")
 _ARGUMENTS = FRONT_END | {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-_WITHOUT_PARSER = "option.tool_call_parser to be set"  # vLLM's refusal of a chat with tools ends with this text.
+# How vLLM's refusal of a chat with tools ends, after `sanitized` has renamed the option.
+_WITHOUT_PARSER = "option.tool_call_parser to be set"
 
 
 def bound_errors() -> None:

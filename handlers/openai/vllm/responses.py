@@ -150,7 +150,7 @@ def _reraise(error: Exception) -> str:
 
 
 def _telling_incomplete(stream: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
-    """Return a generator of events that ends an incomplete response as OpenAI does. vLLM would call it completed."""
+    """Wrap vLLM's event generator, so that an incomplete response ends as in OpenAI's API. vLLM calls it completed."""
 
     async def events(*args: Any, **options: Any) -> AsyncGenerator[Any, None]:
         async for event in stream(*args, **options):
