@@ -89,7 +89,6 @@ def parse(reply: Reply, *, streams: bool) -> Answer:
     """Parse a reply.
 
     Args:
-        reply: The reply.
         streams: Whether the request asks for a stream. If True, a one-line body without a content type is a stream.
 
     Raises:

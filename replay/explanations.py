@@ -93,14 +93,7 @@ class Explanation:
         return tuple(re.compile(pattern) for pattern in (self.routes, self.where, self.old, self.new))
 
     def matches(self, request: RecordedRequest, old: Answer, new: Answer, difference: Difference) -> bool:
-        """Return True if this explanation matches a difference.
-
-        Args:
-            request: The request.
-            old: The answer of the old server.
-            new: The answer of the new server.
-            difference: The difference.
-        """
+        """Return True if this explanation matches a difference between the old server's answer and the new server's."""
         if difference.kind not in self.kinds or (self.framings and old.framing not in self.framings):
             return False
         if not all(old.has(name) for name in self.old_has) or any(new.has(name) for name in self.new_lacks):
@@ -735,14 +728,7 @@ BY_NAME: Mapping[str, Explanation] = {explanation.name: explanation for explanat
 
 
 def explanation_of(request: RecordedRequest, old: Answer, new: Answer, difference: Difference) -> str | None:
-    """Return the name of the explanation for a difference. None if nothing explains it.
-
-    Args:
-        request: The request.
-        old: The answer of the old server.
-        new: The answer of the new server.
-        difference: The difference.
-    """
+    """Return the name of the explanation for a difference. None if nothing explains it."""
     if difference.kind is Kind.STATUS and difference.new in _OVERLOADED:
         return None
     return next((one.name for one in EXPLANATIONS if one.matches(request, old, new, difference)), None)

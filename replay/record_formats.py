@@ -31,7 +31,6 @@ def read_line(line: bytes, place: str, path: str) -> RecordedRequest:
     """Parse a line of a source.
 
     Args:
-        line: The line.
         place: The file and the line's number.
         path: The path for requests whose format has no path.
 

@@ -96,7 +96,6 @@ class Report:
     """The figures of a replay. Of each request, only the latencies and the similarity stay in memory."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Begin a report. `options` are the options of the replay."""
         self._options = dict(options)
         self._groups: dict[tuple[str, str, str, str | None], Group] = {}
         # The numbers of differences beyond `MOST_GROUPS`. The key tells whether the differences are explained.
@@ -112,7 +111,6 @@ class Report:
         self.ended = ""  # The reason why the replay ended early.
 
     def add(self, result: Result) -> None:
-        """Add the result of a request."""
         self._requests += 1
         self._compared += result.compared
         self._sampled += result.compared and result.similarity is not None and not result.greedy
@@ -177,7 +175,6 @@ class Report:
         return sorted(found, key=lambda group: (group.explanation is not None, -group.count, group.kind, group.where))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON value."""
         groups = [group.as_json() for group in self.groups]
         similarity = None
         if self._similarities:

@@ -86,8 +86,7 @@ def shown(difference: Difference, explanation: str | None, *, redact: bool) -> F
     """Return a difference in the form in which it is stored.
 
     Args:
-        difference: The difference.
-        explanation: The name of its explanation.
+        explanation: The name of the difference's explanation.
         redact: Whether to leave out texts.
     """
     old, new = difference.old, difference.new
@@ -123,7 +122,6 @@ class ResultFile:
     _file: IO[bytes] = field(init=False)
 
     def create(self, options: Mapping[str, Any]) -> None:
-        """Create the file."""
         self._file = _open(self.path)
         self._write(_Header(dict(options)))
 
@@ -171,7 +169,6 @@ class ResultFile:
                 raise CannotResume(f"{both}; --resume continues a run with the same options")
 
     def add(self, result: Result) -> None:
-        """Write a result."""
         self._write(result)
 
     def _write(self, line: Any) -> None:
@@ -179,7 +176,6 @@ class ResultFile:
         self._file.flush()  # If the run is killed, it can be resumed.
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -144,7 +144,6 @@ class Shape:
     orders: dict[str, tuple[str, ...]] = field(default_factory=dict)  # The keys of the first object of each path.
 
     def add(self, record: Any) -> None:
-        """Add a record."""
         self.records += 1
         for where, value in walk(record):
             found = self.fields.setdefault(where, Field())

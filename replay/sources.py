@@ -39,7 +39,6 @@ class Sample:
     seed: int = 0
 
     def has(self, request: RecordedRequest) -> bool:
-        """Return True if the request is in the sample."""
         if self.fraction >= 1:
             return True
         digest = hashlib.blake2b(f"{self.seed} {request.id}".encode(errors="replace"), digest_size=8).digest()
@@ -48,8 +47,6 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file of a source."""
-
     name: str
     size: int
     open: Callable[[], IO[bytes]]

@@ -110,7 +110,6 @@ class Ranks(TeiAnswer):
         """Create the answer.
 
         Args:
-            texts: The texts.
             characters: See `TeiAnswer`.
             raw: True returns the model's raw scores (logits) instead of probabilities.
             with_text: True repeats the texts.

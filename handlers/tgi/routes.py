@@ -154,7 +154,6 @@ def _operation(summary: str, answer: Mapping[str, Schema], request: Schema | Non
     """Return the description of a route.
 
     Args:
-        summary: The summary.
         answer: The schema of the answer, keyed by media type.
         request: The schema of the body.
     """

@@ -150,7 +150,6 @@ def read_request(
     """Read a request's body.
 
     Args:
-        body: The body.
         config: The settings of the model.
         loaded: The model.
         memo: A cache of parsed requests, keyed by their parameters. Id, prompt and images are filled in for each call.
@@ -170,7 +169,7 @@ def read_request(
 def _read(
     body: bytes, config: ModelConfig, loaded: LoadedModel, memo: ParameterMemo[TritonRequest], names: dict[str, str]
 ) -> TritonRequest:
-    """Read a request's body.
+    """Read a request's body as `read_request` does.
 
     `names` gets the client's name of each parameter that has another name in vLLM or in the engine.
     """
