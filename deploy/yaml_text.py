@@ -1,4 +1,4 @@
-"""Writes YAML: CloudFormation templates, KubeRay manifests, and configurations for Serve."""
+"""Writes YAML: CloudFormation templates, KubeRay manifests, and configurations for Ray Serve."""
 
 from __future__ import annotations
 

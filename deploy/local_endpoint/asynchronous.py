@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 MAX_INLINE = 128_000  # The largest body inside a call, in bytes.
 MAX_PAYLOAD = 1 << 30  # The largest input from S3, and the largest answer, in bytes.
 MAX_CALLS = 1000  # The maximum number of calls that wait or run.
-_LARGE = 64 << 20  # Inputs larger than this number of bytes are kept in memory one at a time.
+_LARGE = 64 << 20  # Only one input of more than this number of bytes is in memory at a time.
 _MAX_HEADERS = 4096  # The largest size of the headers of the container's answer, in bytes.
-_TTL, _TIMEOUT = "21600", "900"  # SageMaker's defaults, in seconds.
+_TTL, _TIMEOUT = "21600", "900"  # SageMaker's defaults of RequestTTLSeconds and InvocationTimeoutSeconds.
 _PING_SECONDS = 1.0  # The time between two checks for whether the container is ready.
 _LAST_SECONDS = 2.0  # The time for writing the failure files of abandoned calls.
 _STORAGE_THREADS = 8
@@ -84,7 +84,8 @@ class AsyncCall:
         output, failures = settings.async_output, settings.async_failures or settings.async_output
         folder = output.key_prefix + _extension(given.get("S3OutputPathExtension", ""))
         return cls(
-            scope={**scope, "extensions": {}},  # The client's connection may be closed while the call runs.
+            # The extensions act on the client's connection, which may be closed while the call runs.
+            scope={**scope, "extensions": {}},
             request=ContainerRequest(endpoint=name, headers=headers, body=body),
             source=None if source is None else _source(source),
             output=S3Url(output.bucket, folder + given.get("Filename", f"{stem}.out")),
@@ -129,7 +130,7 @@ class AsyncCalls:
         self._places, self._room_for_large = asyncio.Semaphore(concurrency), asyncio.Lock()
         self._threads = ThreadPoolExecutor(_STORAGE_THREADS, "s3")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._waiting: set[asyncio.Task[None]] = set()  # Tasks of calls that were not sent to the container yet.
+        self._waiting: set[asyncio.Task[None]] = set()  # Tasks of calls that the container is not processing.
         self._pings: asyncio.Task[None] | None = None  # Polls until the container is ready, for all waiting calls.
         self._stopping = False
 
@@ -159,12 +160,13 @@ class AsyncCalls:
     async def drain(self, seconds: float) -> None:
         """Refuse further calls and drop waiting calls. Wait at most `seconds` for running calls.
 
-        A call that is abandoned gets a failure file.
+        A call that is dropped, or that is still running after this time, gets a failure file.
         """
         self._stopping = True
         if tasks := set(self._tasks):  # The set is copied, because calls that end are removed from it.
             logger.info("stopping: %d asynchronous calls wait, %d in all", len(self._waiting), len(tasks))
-            await asyncio.sleep(0)  # A task that is cancelled before its first step writes no failure file.
+            # New tasks must start first: a task that is cancelled before its first step writes no failure file.
+            await asyncio.sleep(0)
             for task in self._waiting:
                 task.cancel()
             _, late = await asyncio.wait(tasks, timeout=seconds)
@@ -229,7 +231,10 @@ class AsyncCalls:
             raise validation_error(f"{location(source)} cannot be read: {error}") from error
 
     async def _ask(self, call: AsyncCall, request: ContainerRequest, deadline: float) -> Invocation:
-        """Call the container. Wait until it is ready. On SageMaker, a call waits like this for the first instance."""
+        """Call the container. While its model is loading, wait and retry.
+
+        On SageMaker, a call waits in the same way for the first instance.
+        """
         task = asyncio.current_task()
         assert task is not None
         while True:
@@ -286,7 +291,7 @@ def _check_headers(endpoint: str, invocation: Invocation) -> None:
     """Refuse an answer that SageMaker would refuse.
 
     Raises:
-        RuntimeApiError: The answer was sent in chunks, or has too many headers.
+        RuntimeApiError: The answer has no Content-Length (it was sent in chunks), or its headers are too large.
     """
     headers: Headers = invocation.headers
     if not any(name.lower() == b"content-length" for name, _ in headers):

@@ -71,7 +71,7 @@ class LocalOptions:
         Args:
             option: The option that lists the names of the endpoints.
             endpoints: The names of the endpoints.
-            limits: Further settings.
+            limits: Further fields of `LocalSettings`.
 
         Raises:
             typer.BadParameter: An option's value is not allowed.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 ACCOUNT, REGION = "000000000000", "us-east-1"  # Placeholders in messages and ARNs. The local endpoint has no account.
 
-_MAX_ORIGINAL_MESSAGE = 2048  # The maximum number of characters of a container's error to show.
+_MAX_ORIGINAL_MESSAGE = 2048  # The maximum length of `OriginalMessage`, in characters.
 
 
 class RuntimeApiError(Exception):
@@ -25,7 +25,7 @@ class RuntimeApiError(Exception):
         super().__init__(message)
         self.name, self.status, self.message = name, status, message
         self.more = dict(more or {})
-        self.closes = False  # The connection must be closed, because the rest of the body was not read.
+        self.closes = False  # True: the connection must be closed, because the request's body was not read to its end.
 
     def body(self) -> bytes:
         return json.dumps({**self.more, "Message": self.message}).encode()

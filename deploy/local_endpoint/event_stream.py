@@ -19,7 +19,7 @@ CONTENT_TYPE = "application/vnd.amazon.eventstream"
 
 _EVENT = {":event-type": "PayloadPart", ":content-type": "application/octet-stream", ":message-type": "event"}
 _ERROR = {":exception-type": "ModelStreamError", ":content-type": "application/json", ":message-type": "exception"}
-_STRING = 7  # The type of a header's value.
+_STRING = 7  # The code for a header's value that is a string.
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from container.observability.traffic_capture import RECORDED
 from deploy.local_endpoint.errors import NO_RESPONSE, TIMED_OUT, model_error, no_answer, no_capacity, not_ready
 from deploy.local_endpoint.parameters import Headers
 
-# `slipway local` adds these headers to replies of its own. It replies with 503 if it cannot reach the container, and
-# with 502 if the container closes the connection without a reply.
+# `slipway local` adds one of these headers if it replies instead of the container: UNREACHABLE to a 503, if it cannot
+# connect to the container, and NO_REPLY to a 502, if the connection fails before the container's reply begins.
 UNREACHABLE = (b"x-slipway-container", b"unreachable")
 NO_REPLY = (b"x-slipway-container", b"no reply")
 
@@ -187,7 +187,7 @@ class Invocation:
             await self._scope["app"](self._scope, self._next, self._send)
         finally:
             self._ended.set()
-            self._on_piece = None  # This breaks the reference cycle between this object and the function.
+            self._on_piece = None  # This breaks the reference cycle between this object and the callback.
         if self._left:
             raise ClientGone
 

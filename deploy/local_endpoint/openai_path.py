@@ -54,7 +54,8 @@ class OpenAIPath:
             settings: Lists the inference components.
 
         Raises:
-            RuntimeApiError: The call does not name its inference component in the required way.
+            RuntimeApiError: The call names its inference component in a header, names an unknown component, or lacks a
+                required component.
         """
         headers = [(name, value) for name, value in client if name not in _DROPPED]
         if any(name == _COMPONENT for name, _ in headers):

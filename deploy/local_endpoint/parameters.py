@@ -1,7 +1,7 @@
-"""The parameters of a call: the runtime API's headers, checked against its service model, and the headers of replies.
+"""Reads the parameters of a call from its headers, and creates the headers of replies.
 
-The service model is botocore's copy. As on SageMaker, the container receives some of the parameters, and no other
-header of the client.
+The parameters are checked against botocore's copy of the runtime API's service model. As on SageMaker, the container
+receives some of the parameters, and no other header of the client.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ _RETURNED = {
 def reply_headers(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Return the headers to send to the client with a reply of the container.
 
-    LMI announces a new session in `X-Amzn-SageMaker-Session-Id`. SageMaker has another header for new sessions, which
-    the client receives.
+    LMI announces a new session in `X-Amzn-SageMaker-Session-Id`. The client receives it in SageMaker's header for new
+    sessions, `X-Amzn-SageMaker-New-Session-Id`.
     """
     reply: Headers = [(b"x-amzn-invoked-production-variant", VARIANT.encode())]
     lmi_session: bytes | None = None

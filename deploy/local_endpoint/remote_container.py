@@ -16,7 +16,7 @@ from deploy.local_endpoint.invocation import NO_REPLY, UNREACHABLE
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS, _WRITE_SECONDS = 30.0, 60.0
-# Servers commonly keep an idle connection for longer (uvicorn: 5 s), so this side closes it.
+# Servers commonly close an idle connection later (uvicorn: after 5 s), so this side closes it first.
 _IDLE_SECONDS = 4.0
 _MAX_CONNECTIONS = 512
 _CONNECTION_HEADERS = (b"connection", b"keep-alive", b"transfer-encoding")  # Headers that concern one connection.
@@ -27,10 +27,10 @@ class RemoteContainer:
     """Passes each request to the container, and passes the parts of the reply back as they arrive."""
 
     def __init__(self, url: str, hosts: KnownHosts) -> None:
-        """Connect to a container.
+        """Prepare the HTTP client for a container.
 
-        This application checks the name under which a browser reaches it. The container cannot check that: it receives
-        the name in `url` instead, and none of the headers that only browsers send.
+        This application checks the `Host` header of browsers' requests. The container cannot check it: it receives the
+        `Host` of `url` instead, and none of the headers that only browsers send.
 
         Args:
             url: The container's URL.
@@ -43,7 +43,7 @@ class RemoteContainer:
             limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, keepalive_expiry=_IDLE_SECONDS),
             trust_env=False,
         )
-        # The container receives the client's headers, as on SageMaker, and none of httpx's headers.
+        # Without httpx's defaults, the container receives only the client's values of these headers, as on SageMaker.
         for name in ("accept", "accept-encoding", "user-agent"):
             del self._http.headers[name]
 
@@ -79,7 +79,7 @@ class RemoteContainer:
         ]
         begun = False
         try:
-            # Without this, httpx would resolve dots in the path, and request another path.
+            # Without `target`, httpx would resolve dots in the path, and request another path.
             exact = {"target": target}
             async with self._http.stream(scope["method"], "", headers=sent, content=body, extensions=exact) as reply:
                 own = [(name.lower(), value) for name, value in reply.headers.raw if name.lower() not in _OWN_HEADERS]

@@ -53,7 +53,7 @@ class RuntimeApi:
         self._async_calls: AsyncCalls | None = None  # Created when needed.
 
     async def drain(self, seconds: float) -> None:
-        """Refuse further asynchronous calls. Wait at most `seconds` for running calls and for records."""
+        """Refuse further asynchronous calls. Wait at most `seconds` for running calls and unwritten records."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         if self._async_calls is not None:

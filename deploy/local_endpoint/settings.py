@@ -59,7 +59,8 @@ class LocalSettings:
         """Return the headers to send to the container for a call of an endpoint.
 
         Raises:
-            RuntimeApiError: The call names a variant, a container or an inference component that does not exist.
+            RuntimeApiError: The call names a variant, a container or an inference component that does not exist, or
+                names no inference component although the endpoint has some.
         """
         variant = parameters.values.get("TargetVariant")
         if variant not in (None, VARIANT):

@@ -59,7 +59,7 @@ def location(url: S3Url) -> str:
 
 
 class Storage(Protocol):
-    """Objects by their `s3://` URLs. Each method blocks, and raises StorageError."""
+    """Reads and writes objects by their `s3://` URLs. Each method blocks, and may raise StorageError."""
 
     def size(self, url: S3Url) -> int:
         """Return the size of an object in bytes."""
@@ -89,7 +89,7 @@ class FolderStorage:
     def read(self, url: S3Url) -> bytes:
         try:
             path = self._path(url)
-            _size_of_file(path.stat())  # Opening a device may have an effect.
+            _size_of_file(path.stat())  # Checked before opening, because opening a device may have an effect.
             # Without O_NONBLOCK, a pipe that has replaced the file would block the thread.
             with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
                 return file.read(_size_of_file(os.fstat(file.fileno())))
@@ -109,7 +109,7 @@ class FolderStorage:
 
     def _path(self, url: S3Url) -> Path:
         root = self._root.resolve()
-        # Before Python 3.13, Path.resolve raises an error for a loop of links.
+        # Before Python 3.13, Path.resolve raises RuntimeError for a loop of links.
         path = Path(os.path.realpath(root / url.bucket / url.prefix))
         with contextlib.suppress(FileNotFoundError):
             path.stat()  # Raises OSError if there is a loop of links.

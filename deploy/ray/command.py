@@ -18,9 +18,10 @@ from deploy.yaml_text import as_yaml
 _PACKAGE = "ray[serve]==2.60.0"  # The extra `ray` of pyproject.toml.
 _OBJECT_STORE = 100 << 20  # The size of a local cluster's object store in bytes. Requests and replies do not use it.
 _LOCAL = {
-    # On one machine, the proxies notice the end of a replica within a fraction of a second.
+    # A stopping replica accepts requests for this time, until the proxies know that it stops. On one machine, they know
+    # it within a fraction of a second.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-    # A busy machine needs more than Serve's default of 5 s to start a process.
+    # A busy machine needs more than Serve's default of 5 s to start a proxy.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # Ray would drop log lines that differ only in the id of a request.
     "RAY_DEDUP_LOGS": "0",

@@ -15,8 +15,8 @@ from container.settings.settings import Startup
 from deploy.ray.replica import Replica, command_line
 
 NAME = "slipway"  # The name of the application and of its deployment.
-# The maximum number of calls that Serve sends to a replica. It is larger than the replica's queue. So it is the queue
-# that refuses calls, with the contract's own error.
+# The maximum number of concurrent calls that Serve sends to a replica. The replica's own queue is smaller, so it is the
+# queue that refuses excess calls, with the contract's own error.
 _MOST_CALLS = 10_000
 _STOP_SECONDS = 15.0  # How long a drained replica may take to free its engine.
 _DRAINING = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"
@@ -93,7 +93,7 @@ def _replicas(options: Options) -> dict[str, Any]:
 def _resources(options: Options, startup: Startup) -> dict[str, Any]:
     """Return the resources of each replica.
 
-    The resources are GPUs of one machine, or a placement group if Ray starts vLLM's workers.
+    All GPUs are on one machine, unless vLLM uses its Ray executor. The GPUs are then in a placement group.
     """
     gpus = _gpus(startup) if options.gpus is None else options.gpus
     arguments = [model.settings.config.engine_arguments for model in startup.models]

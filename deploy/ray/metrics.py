@@ -8,7 +8,7 @@ from collections.abc import Mapping
 def merged_metrics(texts: Mapping[str, str]) -> bytes:
     """Merge the metrics of replicas. Each series gets the label `replica`.
 
-    The texts are not parsed, because the library's parser renames counters without `_total`, such as Triton's.
+    The texts are not parsed, because prometheus_client's parser renames counters without `_total`, such as Triton's.
 
     Args:
         texts: The text of each replica's /metrics, by the name of the replica.

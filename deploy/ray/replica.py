@@ -1,7 +1,7 @@
 """One replica: a model server whose application Ray Serve calls.
 
-Serve runs the class below in a thread that lives as long as the process. vLLM's fork server needs this, because it ends
-with the thread that started it.
+Serve runs `Replica` in a thread that lives as long as the process. The fork server for vLLM's processes needs this,
+because the kernel kills it when the thread that started it ends.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def command_line(model_name: str | None) -> dict[str, str]:
 
 
 def without_local_sessions(startup: Startup) -> Startup:
-    """Return the settings, with sessions turned off if other replicas could not see them.
+    """Return the settings, with sessions turned off if they are stored only in the default directory.
 
-    Such sessions are stored on one machine only.
+    That directory is on one machine, so replicas on other machines do not see it.
     """
     models = []
     for model in startup.models:

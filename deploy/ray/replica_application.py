@@ -61,10 +61,10 @@ class ReplicaApplication:
             await self._serve(scope, receive, send)
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
-        """Let the server answer.
+        """Call the server's own application.
 
-        ASGI requires that the end of a reply is reported as a disconnect. Serve does not report it, so this method
-        does.
+        ASGI requires that `receive` returns a disconnect after the end of the reply. Serve's `receive` does not, so
+        this method replaces it.
         """
         complete = asyncio.Event()
         whole = False
@@ -94,9 +94,9 @@ class ReplicaApplication:
 
 
 def _normalized(path: bytes) -> bytes:
-    """Decode the escapes of unreserved characters. Such escapes do not change the meaning (RFC 3986, 6.2.2.2).
+    """Decode escaped unreserved characters, which mean the same as unescaped ones (RFC 3986, 6.2.2.2).
 
-    `%2F` is kept. Trailing slashes of LMI's paths are removed, as in the server.
+    `%2F` is not decoded. Trailing slashes of LMI's paths are removed, as in the server.
     """
     decoded = _ESCAPE.sub(lambda escape: _UNRESERVED.get(escape[1].lower(), escape[0]), path)
     return without_slashes(decoded.decode("latin-1")).encode("latin-1")
