@@ -16,7 +16,9 @@ _CSV_HEADERS = ("question", "context", "inputs")
 
 
 def decode(inputs: Input, content_type: str | None, key: str | None = None, require_csv_headers: bool = True) -> Any:
-    """Return the request's document. JSON is returned unchanged, and other content as `{"inputs": ...}`.
+    """Return a request's decoded content.
+
+    JSON is returned as the parsed value, CSV as by `decode_csv`, and other content as `{"inputs": ...}`.
 
     Raises:
         KeyError: The request has no content with this key.
@@ -62,13 +64,13 @@ def encode(outputs: Output, prediction: Any, content_type: str | None, key: str 
 
 
 def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = None) -> Any:
-    """Return CSV as `{"inputs": [...]}`. CSV without a header is returned as a two-dimensional array of numbers.
+    """Return CSV as `{"inputs": [...]}`, or, without `require_headers`, as a two-dimensional array of numbers.
 
-    The column `inputs` holds the inputs. If the header has no such column, each row as a whole is an input.
+    The inputs are the values in the column `inputs`. If the header has no such column, each whole row is an input.
 
     Raises:
-        ValueError: The header has none of the columns `question`, `context` and `inputs`, or a cell of CSV without a
-            header is not a number.
+        ValueError: The header has none of the columns `question`, `context` and `inputs`. Without `require_headers`: a
+            cell is not a number, or the rows differ in length.
     """
     text = (inputs.get_as_string(key=key) if key else inputs.get_as_string()).removeprefix("\ufeff")
     if not require_headers:

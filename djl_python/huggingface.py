@@ -51,7 +51,7 @@ def get_rolling_batch_class_from_str(rolling_batch_type: str) -> Callable[..., R
 
 
 class HuggingFaceService:
-    """A handler that runs a transformers pipeline, for dynamic batches and for streams of one request."""
+    """A handler that runs a transformers model: a pipeline for dynamic batches, or a stream for one request."""
 
     def __init__(self) -> None:
         self.initialized = False
@@ -89,7 +89,7 @@ class HuggingFaceService:
         self.initialized = True
 
     def get_input_format_args(self) -> dict[str, Any]:
-        """Return the value of `input_format_args` once the model is loaded. A subclass may add arguments."""
+        """Return the arguments for input formatters. A subclass may add arguments."""
         return {"configs": self.hf_configs, "tokenizer": self.tokenizer, "rolling_batch": self.rolling_batch}
 
     def get_pipeline(self, task: str, model_id_or_path: str, kwargs: Mapping[str, Any]) -> Any:
@@ -101,7 +101,7 @@ class HuggingFaceService:
     def inference(self, inputs: Input) -> Output:
         """Answer a request or the requests of a batch.
 
-        A request that cannot be parsed gets LMI's error body. If the request is not in a batch, the status is 424.
+        A request that cannot be parsed gets LMI's error body. If it is the only request, the output's status is 424.
 
         Raises:
             ValueError: The requests in a batch have different parameters, or the model refuses them.

@@ -44,12 +44,12 @@ def input_formatter(function: _Function) -> _Function:
 
 
 def prediction_handler(function: _Function) -> _Function:
-    """Mark the function that runs the model."""
+    """Mark the function that runs the model. Unlike LMI, the server does not call it."""
     return _marked(function, "is_prediction_handler")
 
 
 def init_handler(function: _Function) -> _Function:
-    """Mark the function that loads the model."""
+    """Mark the function that loads the model. Unlike LMI, the server does not call it."""
     return _marked(function, "is_init_handler")
 
 
@@ -64,7 +64,7 @@ class ParsedInput:
 
     errors: dict[int, str] = field(default_factory=dict)  # The parse errors, by the request's index in the batch.
     requests: list[Request] = field(default_factory=list)  # The parsed new requests.
-    # All requests of the call. In a rolling batch, the known requests come first and have no data.
+    # All requests of the call. In a rolling batch, the requests of earlier calls come first and have no data.
     batch: list[Input] = field(default_factory=list)
 
 
@@ -74,8 +74,8 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
     Args:
         inputs: The call.
         kwargs: All arguments are passed to the formatter. `configs` has the model's settings, and can be a
-            `Properties`. `rolling_batch` is required unless `configs.rolling_batch` is `disable`. Other arguments can
-            be, for example, `tokenizer` and `adapter_registry`.
+            `Properties`. `rolling_batch` is required if `configs.rolling_batch` is set to a value other than `disable`.
+            Other arguments can be, for example, `tokenizer` and `adapter_registry`.
     """
     configs = kwargs.get("configs")
     rolling_batch: Any = kwargs.get("rolling_batch")
@@ -84,7 +84,7 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
         rolling_batch.reset()
     parsed = ParsedInput(batch=inputs.get_batches())
     known = 0
-    if rolling:  # Known requests have no data. A new request may also have no data.
+    if rolling:  # Requests of earlier calls have no data. A new request may also have no data.
         known = min(sum(not item.get_as_bytes() for item in parsed.batch), len(rolling_batch.active_requests))
     for index, item in enumerate(parsed.batch[known:], known):
         try:

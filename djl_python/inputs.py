@@ -27,8 +27,8 @@ Body = bytes | bytearray
 _MISSING_CELLS = 1_000_000
 
 
-# For each kind of content, the name of the method that reads it. All these methods exist in LMI's class, but a request
-# may have another class.
+# For each kind of content, the name of the method that reads it. `decode` is also called with objects of other classes,
+# so only methods that LMI's `Input` has are used.
 READERS = {
     "application/json": "get_as_json",
     "text/csv": "get_as_string",
@@ -90,11 +90,11 @@ class Input:
     def get_batches(self) -> list[Input]:
         """Return the requests of a batch, or `[self]` if this is not a batch.
 
-        A key in a batch is `batch_NNN.name`. The dot can be any other character. Properties without this prefix belong
-        to the whole batch, and are left out.
+        A key in a batch is `batch_NNN.name`, with any character in place of the dot. Properties without this prefix
+        belong to the whole batch, and are left out.
 
         Raises:
-            ValueError: A content key does not have the prefix, or the number in its prefix is not below the batch size.
+            ValueError: A content key does not have the prefix, or a number in a prefix is not below the batch size.
         """
         if not self.is_batch():
             return [self]

@@ -60,7 +60,7 @@ def get_generated_text(sequence: Sequence, request_output: TextGenerationOutput)
 
 
 def takes_request_output(function: Callable[..., Any]) -> bool:
-    """Return True if an output formatter is called with the output. A legacy formatter is called with single tokens.
+    """Return True if an output formatter takes a `RequestOutput`. A legacy formatter takes single tokens instead.
 
     The annotation of the first parameter decides; the annotation may be a string. A function with fewer than two
     parameters is not a legacy formatter.
@@ -81,9 +81,9 @@ def takes_request_output(function: Callable[..., Any]) -> bool:
 def legacy_call_arguments(request_output: TextGenerationOutput, next_token: NextToken) -> LegacyArguments:
     """Return the arguments of a legacy formatter for a token that `Sequence.advance` returned.
 
-    If the request does not set `details`, the details are empty, or only tell that the request has failed. For the last
-    token, the text is the text of all tokens. For earlier tokens, the text is empty. If the request sets
-    `return_full_text`, the text starts with the prompt in both cases.
+    If the request does not set `details`, the details are empty, or contain only the finish reason `error`. The text is
+    the text of all tokens for the last token, and empty for earlier tokens. In both cases, the prompt precedes it if
+    the request sets `return_full_text`.
     """
     token, _, is_first, is_last = next_token
     sequence = request_output.best_sequence

@@ -142,7 +142,7 @@ class TextInput(RequestInput):
     input_text: Any = None
     adapters: Any = None
     tokenizer: Any = None
-    # If the prompt's tokens are unknown, the number of these ids counts as their number. The ids have no other use.
+    # If the prompt's tokens are unknown, the prompt's token count is the number of these ids. They have no other use.
     input_ids: list[int] = field(default_factory=list)
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from djl_python.inputs import Input
 
 MODEL_FILE = "model.py"
-# For each decorator's mark: the name that the marked function has in SageMaker's script mode, and the parameter lists
-# that a function of this name may have.
+# For each decorator's mark: the name of the function with this purpose in SageMaker's script mode, and the parameter
+# lists that SageMaker allows for it.
 _SAGEMAKER_FUNCTIONS = {
     "is_init_handler": ("model_fn", [["model_dir"]]),
     "is_input_formatter": (

@@ -63,7 +63,7 @@ class Session:
     def get_as_numpy(
         self, key: str, shape: int | Sequence[int], dtype: Any = "float32", create: bool = False
     ) -> np.memmap[Any, Any]:
-        """Return an array that is mapped to the key's file in memory. Changes to the array are stored in the file.
+        """Return the key's array, memory-mapped from its file. Changes to the array are stored in the file.
 
         Raises:
             FileNotFoundError: The session does not have this array, and `create` is False.

@@ -15,8 +15,8 @@ from container.settings.settings import Startup
 from deploy.ray.replica import Replica, command_line
 
 NAME = "slipway"  # The name of the application and of its deployment.
-# The maximum number of concurrent calls that Serve sends to a replica. The replica's own queue is smaller, so it is the
-# queue that refuses excess calls, with the contract's own error.
+# The maximum number of concurrent calls that Serve sends to a replica. By default, the replica's own queue is smaller.
+# So the queue refuses excess calls, with the contract's own error.
 _MOST_CALLS = 10_000
 _STOP_SECONDS = 15.0  # How long a drained replica may take to free its engine.
 _DRAINING = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"

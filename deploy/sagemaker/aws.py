@@ -1,6 +1,6 @@
 """Creates boto3's clients.
 
-boto3 is imported on first use, because the import takes a while and `slipway serve` does not need it here.
+boto3 is imported on first use: the import takes a while, and `slipway serve` loads this module without using it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Aws:
         Args:
             region: The region. Default: AWS_REGION, AWS_DEFAULT_REGION, or the region of the profile.
             profile: The profile of the credentials.
-            otherwise: The region to use if none of these is set.
+            otherwise: The region if none of the above is set.
 
         Raises:
             ConfigurationError: No region is set.

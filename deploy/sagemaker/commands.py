@@ -354,7 +354,7 @@ def _show(deployment: _Deployment, *, changes: bool) -> None:
     except StackConflict as error:
         if changes or not there:
             raise
-        # `deploy` waits until a running operation has finished, and deletes the remains of a failed creation.
+        # `deploy` is not refused: it waits until a running operation has finished, and deletes a failed creation.
         typer.echo(f"slipway: note: no change set: {error}", err=True)
         return
     if change is None:
@@ -384,7 +384,7 @@ def _tell_of_old_image(configuration: Configuration, change: ChangeSet | None) -
 
 
 def _carry_out(deployment: _Deployment, change: ChangeSet | None) -> None:
-    """Push, upload, and then change the stack. If a container does not start, show the end of its log."""
+    """Push the image, upload the model, and then change the stack. If a container fails, show the end of its log."""
     aws, configuration, stack = deployment.aws, deployment.configuration, deployment.stack
     report, begun = _progress(), time.time()
     try:
@@ -421,8 +421,9 @@ def _show_log(aws: Aws, configuration: Configuration, since: float) -> None:
 
 
 def _progress() -> Callable[[str], None]:
-    """Return a function that writes lines to standard error, prefixed with the seconds since the start. On a terminal,
-    failures are red.
+    """Return a function that writes lines to standard error, prefixed with the seconds since this call.
+
+    On a terminal, failures are red.
     """
     start = time.monotonic()
 

@@ -1,7 +1,7 @@
 """The configuration of a deployment: the fields of a configuration file and of the command line.
 
-AWS checks most values when the stack is created. This module checks the values that AWS would check late or not at
-all.
+AWS checks most values when the stack is created. This module checks the values whose faults AWS reports only after
+minutes, or not at all.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Seconds = Annotated[int, Meta(ge=60, le=3600)]
 Deadline = Annotated[float, Meta(ge=0, le=1e9)]  # In seconds. The container accepts no larger value.
-_INSTANCES = frozenset({"InstanceType", "InstancePools", "ServerlessConfig"})  # Properties of a variant.
-_RESOLVED = "{{resolve:"  # CloudFormation inserts a parameter or a secret when it creates the stack.
+# A variant needs one of these properties, or the field `instance_type`.
+_INSTANCES = frozenset({"InstanceType", "InstancePools", "ServerlessConfig"})
+_RESOLVED = "{{resolve:"  # CloudFormation replaces such a reference with a parameter or a secret.
 _INTERVALS = (10, 30, 60, 120, 180, 240, 300)  # The intervals between metrics that SageMaker allows, in seconds.
 
 
@@ -98,7 +99,7 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Capacity(_Table, frozen=True):
-    """The number of instances that SageMaker may hold for inference components (managed instance scaling)."""
+    """The number of instances that SageMaker may run for inference components (managed instance scaling)."""
 
     min: Count
     max: Annotated[int, Meta(ge=1)]
@@ -323,7 +324,7 @@ def _toml(path: str, text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         if re.fullmatch(r"[\w.:/@+,-]+", text):
-            return text  # A bare word needs no quotes inside the shell's quotes.
+            return text  # A bare word is text. In TOML, it would need quotes inside the shell's quotes.
     raise ConfigurationError(f'--set {path}: expected a TOML value, such as 4, true, "text" or ["a", "b"]')
 
 
@@ -376,7 +377,7 @@ def setting_faults_of(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return the problems and warnings of the settings in `env` and in a local model directory."""
     env, model, upload = values.get("env", {}), values.get("model"), values.get("upload")
     if not isinstance(env, dict) or not all(isinstance(value, Text) for value in env.values()):
-        return [], []  # These fields are invalid.
+        return [], []  # `env` is invalid, which `read_configuration` reports.
     directory = Path(upload) if isinstance(upload, str) and os.path.isdir(upload) else None
     is_elsewhere = directory is None and isinstance(model, str) and model.startswith("s3://")
     has_code = is_elsewhere or (directory is not None and any(directory.rglob("*.py")))

@@ -35,7 +35,7 @@ def execution_policy(configuration: Configuration) -> dict[str, Any]:
             _allow("Image", "ecr", "BatchCheckLayerAvailability BatchGetImage GetDownloadUrlForLayer", repository),
         ]
     if any(configuration.properties.get(name, {}).get("VpcConfig") for name in ("Model", "EndpointConfiguration")):
-        # SageMaker connects a container to the VPC as this role.
+        # SageMaker uses this role to connect a container to the VPC.
         statements.append(_allow("Network", "ec2", _OF_INTERFACES, "*"))
     read = [configuration.model] if configuration.from_s3 else []
     read += [adapter.source for adapter in configuration.adapters]

@@ -92,7 +92,7 @@ def _gpus(configuration: Configuration) -> tuple[int, ...] | None:
 
 
 def _startup(configuration: Configuration, gpus: int) -> Startup:
-    """Read the settings with the container's environment and without a local model directory."""
+    """Read the settings as the container would, with the model in the directory to upload, on S3 or on the hub."""
     environ = {name: os.environ[name] for name in ("HOME", "SLIPWAY_CACHE_DIR") if name in os.environ}
     environ |= {} if configuration.from_s3 else {"HF_MODEL_ID": configuration.model}
     environ |= configuration.environment

@@ -16,9 +16,9 @@ ENDPOINT_TAG = "slipway:endpoint"
 POLL = 5  # The seconds between two checks of a running operation.
 
 _ONLY_PROPOSED = "REVIEW_IN_PROGRESS"  # A change set was created but not executed.
-# Such a stack can only be deleted.
+# A stack with one of these statuses can only be deleted.
 _DEAD = frozenset({"CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"})
-# Resources that run containers. The log of the containers may show why they did not start.
+# Resources that run containers. If such a resource fails, the containers' log may show the reason.
 _STARTING = frozenset({"AWS::SageMaker::Endpoint", "AWS::SageMaker::InferenceComponent"})
 
 

@@ -1,7 +1,7 @@
 """The CloudFormation template for a configuration: one stack with all resources of a deployment.
 
-Only the endpoint and its components have fixed names, from which the names for the scaling are derived. CloudFormation
-chooses all other names, so it can create a new model and a new endpoint configuration before it deletes the old ones.
+The endpoint, its components, its scaling policies and its alarm have fixed names. CloudFormation chooses all other
+names, so it can create a new model and a new endpoint configuration before it deletes the old ones.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from deploy.sagemaker.configuration import (
 from deploy.sagemaker.execution_role import execution_policy, trust_policy
 
 VARIANT = "AllTraffic"
-# The `InferenceAmiVersion` with the newest driver (CUDA 13.x), which also runs images for any older CUDA. The template
-# always names it. With an older driver, the image may need a newer CUDA than the driver supports. The endpoint then
-# stays in `Creating`, and logs nothing.
+# The `InferenceAmiVersion` with the newest driver (CUDA 13.x), which also runs images for any older CUDA. GPU instances
+# get it by default. With an older driver, the image may need a newer CUDA than the driver supports. The endpoint would
+# then stay in `Creating`, and log nothing.
 MACHINE_IMAGE = "al2023-ami-sagemaker-inference-gpu-4-1"
 _GPU_INSTANCE = re.compile(r"ml\.[gp]\d")
 _MODEL_NAME = {"Fn::GetAtt": ["Model", "ModelName"]}
-# Variables that set the model's names or choose another model. Other images, such as AWS's vLLM image, have aliases for
-# these variables.
+# Variables that set the model's names or choose another model. `read_environment` replaces the aliases of other images,
+# such as AWS's vLLM image, by these variables.
 _NAMING = frozenset(
     {"OPTION_SERVED_MODEL_NAME", "SERVING_MODEL_NAME", "SERVING_LOAD_MODELS"}
     | {"HF_MODEL_ID", "OPTION_MODEL_ID", "OPTION_MODEL"}
