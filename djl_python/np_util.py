@@ -1,7 +1,8 @@
 """Converts arrays to bytes and back, in the formats NDList, npz and npy.
 
-Bodies are not trusted. Arrays of Python objects are refused, because reading them would unpickle data. The size that a
-body declares is checked before memory is allocated.
+Bodies are not trusted. Arrays of Python objects are refused, because reading them would unpickle data. The declared
+sizes of NDList arrays and of npz members are checked before memory is allocated. The size in an npy header is not
+checked: numpy allocates this size, but writes only the bytes that the body contains.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def from_npz(data: bytes | bytearray) -> list[NDArray[Any]]:
 
 
 def _check_sizes(members: list[zipfile.ZipInfo]) -> None:
-    # With these two methods, zipfile decompresses only the bytes that are read. With other methods, it decompresses
-    # whole blocks.
+    # Of stored and deflated members, zipfile decompresses only the bytes that are read. With other compression methods,
+    # it decompresses whole blocks.
     if any(member.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED} for member in members):
         raise ValueError("it is compressed in a way that numpy does not use")
     # zipfile reads at most the declared size of a member, so this limits the bytes that are read.

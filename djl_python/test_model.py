@@ -168,7 +168,7 @@ class TestHandler:
 
 
 async def _completed(answer: Any) -> Any:
-    """Return the answer of an async handler. Its chunks become one Output with all texts and the first headers."""
+    """Return the answer of an async handler. Its chunks become one Output: all texts, and each header's first value."""
     if inspect.isawaitable(answer):
         answer = await answer
     if not isinstance(answer, AsyncIterator):

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class SampleModelError(Exception):
-    """The sample model cannot be created. The message names the missing package."""
+    """The sample model cannot be created. The message names the missing package or file."""
 
 
 def prepare(directory: Path | None = None) -> Path:

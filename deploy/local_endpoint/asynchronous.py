@@ -61,7 +61,7 @@ class AsyncCall:
     request_id: str  # The endpoint's request id, `x-amzn-RequestId`.
     inference_id: str
     ttl: float  # The time for which the call may wait.
-    timeout: float  # The time limit for the container.
+    timeout: float  # The time limit for the container's answer.
 
     @classmethod
     def of(

@@ -45,7 +45,7 @@ class _Record:
             metadata["inferenceId"] = inference_id
         if attributes := value_of(given, CUSTOM_ATTRIBUTES):
             metadata["customAttributes"] = [attributes]
-        if self.request.path != _DEFAULT_PATH:  # SageMaker captures only /invocations, so it has no field `path`.
+        if self.request.path != _DEFAULT_PATH:  # SageMaker captures only /invocations, so its records have no `path`.
             metadata["path"] = self.request.path
         metadata["inferenceTime"] = f"{self.at:%Y-%m-%dT%H:%M:%SZ}"
         record = {

@@ -14,8 +14,8 @@ from container.observability.traffic_capture import RECORDED
 from deploy.local_endpoint.errors import NO_RESPONSE, TIMED_OUT, model_error, no_answer, no_capacity, not_ready
 from deploy.local_endpoint.parameters import Headers
 
-# `slipway local` adds one of these headers if it replies instead of the container: UNREACHABLE to a 503, if it cannot
-# connect to the container, and NO_REPLY to a 502, if the connection fails before the container's reply begins.
+# If `slipway local` replies instead of the container, it sends one of these headers: UNREACHABLE with status 503 if it
+# cannot connect to the container, and NO_REPLY with 502 if the connection fails before the container's reply begins.
 UNREACHABLE = (b"x-slipway-container", b"unreachable")
 NO_REPLY = (b"x-slipway-container", b"no reply")
 

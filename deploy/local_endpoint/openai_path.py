@@ -43,7 +43,7 @@ class OpenAIPath:
             return None
         if not {".", ".."}.isdisjoint(found[3].split("/")):  # The container may resolve the dots to another path.
             return None
-        # An endpoint never answers with a redirect. But the container redirects if a path ends in slashes.
+        # Without trailing slashes: the container would redirect such a path, but an endpoint never sends a redirect.
         return cls(found[1], found[2], found[3].rstrip("/"), raw[3].rstrip("/").encode("latin-1"))
 
     def headers(self, client: Headers, settings: LocalSettings) -> Headers:

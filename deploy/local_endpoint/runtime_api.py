@@ -28,7 +28,7 @@ from deploy.local_endpoint.storage import StorageError, location, object_url, st
 logger = logging.getLogger(__name__)
 
 PREFIX = "/endpoints/"
-# How long a client may send nothing in the middle of a body. This is the default of the container's setting.
+# The limit for a client that sends nothing in the middle of a body, in seconds. The container has the same default.
 READ_SECONDS = ServerConfig().request_read_timeout
 
 _PATH = re.compile(r"/endpoints/([^/]+)/(.+)")

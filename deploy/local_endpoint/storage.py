@@ -28,7 +28,7 @@ class StorageError(Exception):
 
 
 def object_url(text: str) -> S3Url:
-    """Return the object that `s3://bucket/key` names.
+    """Parse the URL of an object, `s3://bucket/key`.
 
     Raises:
         SourceError: The text is not such a URL, or a part of the path is `.`, `..` or empty.
@@ -40,7 +40,7 @@ def object_url(text: str) -> S3Url:
 
 
 def folder_url(text: str) -> S3Url:
-    """Return the folder that `s3://bucket/prefix` names.
+    """Parse the URL of a folder, `s3://bucket/prefix`.
 
     Raises:
         SourceError: The text is not such a URL, or a part of the path is `.`, `..` or empty.

@@ -93,7 +93,7 @@ def _replicas(options: Options) -> dict[str, Any]:
 def _resources(options: Options, startup: Startup) -> dict[str, Any]:
     """Return the resources of each replica.
 
-    All GPUs are on one machine, unless vLLM uses its Ray executor. The GPUs are then in a placement group.
+    All GPUs are on one machine. If vLLM uses its Ray executor, they are in a placement group, which may span machines.
     """
     gpus = _gpus(startup) if options.gpus is None else options.gpus
     arguments = [model.settings.config.engine_arguments for model in startup.models]

@@ -31,8 +31,8 @@ BALANCE = "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"
 def balance_by_prefix(length: int) -> str:
     """Return HAProxy's balance directive that sends bodies with the same first bytes to the same replica.
 
-    No replica gets more than one and a half times the average number of requests. The next replica gets the rest. Ray
-    copies this text unchanged into HAProxy's defaults.
+    No replica gets more than one and a half times the average number of requests. The next replica gets further
+    requests. Ray copies this text unchanged into HAProxy's defaults.
 
     Args:
         length: The number of bytes that are compared.

@@ -220,7 +220,7 @@ class Configuration(_Table, frozen=True, kw_only=True):
     download_timeout: Seconds = 1800  # The time limit for SageMaker's download of the model from S3, in seconds.
     # The time limit until the container is healthy, in seconds. It includes the download of a hub model.
     startup_timeout: Seconds = 1800
-    # After this many seconds, the container ends an answer or a stream with the text so far. 0: there is no deadline.
+    # After this many seconds, the container ends an answer or a stream with the text so far. 0: no deadline.
     # SageMaker itself ends an answer after 60 s and drops it. It ends a stream after 8 minutes. Asynchronous endpoints
     # have no deadlines.
     answer_deadline: Deadline = 55
