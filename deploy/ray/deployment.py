@@ -93,7 +93,8 @@ def _replicas(options: Options) -> dict[str, Any]:
 def _resources(options: Options, startup: Startup) -> dict[str, Any]:
     """Return the resources of each replica.
 
-    All GPUs are on one machine. If vLLM uses its Ray executor, they are in a placement group, which may span machines.
+    If vLLM uses its Ray executor, the GPUs are in a placement group, which may span machines. Otherwise they are on one
+    machine.
     """
     gpus = _gpus(startup) if options.gpus is None else options.gpus
     arguments = [model.settings.config.engine_arguments for model in startup.models]
