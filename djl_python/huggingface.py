@@ -261,7 +261,6 @@ class GenerationPipeline:
         """Return `{"generated_text": ...}` for each prompt.
 
         Args:
-            prompts: The prompts.
             parameters: Arguments for transformers' `generate`.
 
         Raises:

@@ -14,7 +14,6 @@ def require(module: str, purpose: str, package: str | None = None) -> Any:
     """Import a module and return it.
 
     Args:
-        module: The module's name.
         purpose: The feature that needs the module. The error message names it.
         package: The package's name, if it differs from the module's.
 

@@ -161,7 +161,6 @@ class Output:
         """Stream the items of an iterable.
 
         Args:
-            stream_content: The items.
             output_formatter: The function that is called with each item. Without it, strings and bytes are sent
                 unchanged, and other items as JSON.
         """

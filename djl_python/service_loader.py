@@ -90,7 +90,6 @@ def find_decorated_function(module: Any, decorator_attribute: str) -> Callable[.
     If there are several, return the first in the order of names.
 
     Args:
-        module: The imported module.
         decorator_attribute: The decorator's mark, such as `is_output_formatter`.
     """
     found = (getattr(module, name) for name in dir(module))

@@ -48,9 +48,6 @@ def stream_tokens(
     The text of a finished prompt is the padding token's text, until all prompts have finished.
 
     Args:
-        model: The transformers model.
-        tokenizer: The model's tokenizer.
-        inputs: The prompt or the prompts.
         device: The device for the encoded prompts. The default is the model's device.
         parameters: `max_new_tokens` (default 50), `do_sample`, `temperature`, `top_k`, `top_p`, `typical_p`,
             `repetition_penalty` and `manual_seed`.

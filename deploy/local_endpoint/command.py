@@ -70,7 +70,6 @@ class LocalOptions:
 
         Args:
             option: The option that lists the names of the endpoints.
-            endpoints: The names of the endpoints.
             limits: Further fields of `LocalSettings`.
 
         Raises:

@@ -18,8 +18,6 @@ class RuntimeApiError(Exception):
 
         Args:
             name: The name of the exception in the service model.
-            status: The HTTP status.
-            message: The text of the error.
             more: Further keys of the body.
         """
         super().__init__(message)

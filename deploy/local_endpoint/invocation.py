@@ -80,7 +80,6 @@ class Invocation:
         Args:
             scope: The ASGI scope of the client's request. `scope["app"]` is the container's application.
             receive: Reports when the client has left.
-            request: The request to the container.
             max_answer: The largest reply that is buffered, in bytes.
             keep: Buffer the reply even if it is streamed, because the endpoint records the call.
         """
@@ -133,8 +132,6 @@ class Invocation:
         connection is closed.
 
         Args:
-            form: The format of the stream.
-            send: ASGI's `send`.
             first: The time limit for the first bytes, in seconds.
             seconds: The time limit for the complete reply, in seconds.
 

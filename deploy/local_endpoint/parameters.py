@@ -115,7 +115,6 @@ def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Paramet
     """Read the parameters from the headers of a request.
 
     Args:
-        api: The operation.
         headers: The headers, with names in lower case.
 
     Raises:

@@ -45,7 +45,6 @@ class RuntimeApi:
         """Create the application.
 
         Args:
-            settings: The settings of the endpoint.
             hosts: The names under which browsers may reach the server.
         """
         self._settings, self._hosts = settings, hosts

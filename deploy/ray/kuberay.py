@@ -23,7 +23,6 @@ def ray_service(
     """Return KubeRay's manifest.
 
     Args:
-        configuration: Serve's configuration.
         image: The image of all pods.
         machines: The smallest and the largest number of worker machines.
         gpus: The number of GPUs in each worker machine.

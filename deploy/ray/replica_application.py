@@ -41,13 +41,11 @@ class ReplicaApplication:
         Args:
             metrics: Returns the metrics of all replicas.
             application: The server's own application.
-            server_config: The server's settings.
         """
         self._metrics, self._application = metrics, application
         self._hosts = KnownHosts(server_config.allowed_hosts)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one ASGI connection."""
         if scope["type"] != "http":
             return
         method, path = scope["method"], _normalized(scope["raw_path"])

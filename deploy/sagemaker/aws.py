@@ -47,7 +47,7 @@ class Aws:
         """Return a client.
 
         Args:
-            service: The service.
+            service: boto3's name of the service, such as `sagemaker-runtime`.
             attempts: The maximum number of times that a call is sent.
             connections: The number of concurrent calls.
             url: The URL of the server. None: chosen by the environment and boto3.

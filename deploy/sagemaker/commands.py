@@ -321,7 +321,6 @@ def _show(deployment: _Deployment, *, changes: bool) -> None:
     """Print the template, the planned uploads, the GPUs and, if there are AWS credentials, CloudFormation's changes.
 
     Args:
-        deployment: The deployment.
         changes: Whether the command changes an existing stack, instead of creating one.
 
     Raises:

@@ -393,8 +393,6 @@ def _without_fault(values: dict[str, Any], message: str, path: list[tuple[str, s
     """Return the message for one of msgspec's validation errors, and amend `values` so that the next error is found.
 
     Args:
-        values: The configuration.
-        message: msgspec's message.
         path: The path of the value: names of fields, and indices in lists.
 
     Returns:

@@ -39,7 +39,6 @@ def push(ecr: Any, local: str, image: str, report: Callable[[str], None]) -> Non
 
     Args:
         ecr: boto3's client for ECR. If the repository does not exist, it is created.
-        local: The local image.
         image: The reference of the image in ECR.
         report: Called with a line for each step.
 

@@ -60,10 +60,7 @@ def invoke(
     """Send a request, and return the answer.
 
     Args:
-        runtime: boto3's client.
         endpoint: The name of the endpoint.
-        request: The body.
-        component: The inference component.
         route: The container's route that answers, such as `/generate`. None: `/invocations`.
     """
     answer = runtime.invoke_endpoint(**_parameters(endpoint, request, component, route))
@@ -99,7 +96,6 @@ def invoke_asynchronously(
     """Send a request to an asynchronous endpoint. Return the locations of the answer.
 
     Args:
-        runtime: boto3's client for the SageMaker runtime.
         endpoint: The name of the endpoint.
         request: The request, of at most `INLINE_BYTES`. None: the request is at `location`.
         location: The S3 object that contains the request.
@@ -151,7 +147,6 @@ def status(aws: Aws, name: str, stack: str | None) -> dict[str, Any]:
     """Return the state of the endpoint, of its components and of its scaling.
 
     Args:
-        aws: The AWS session.
         name: The name of the endpoint.
         stack: The status of the endpoint's stack.
     """
@@ -205,8 +200,6 @@ def log_lines(logs: Any, group: str, since: int) -> Iterator[tuple[int, str]]:
     """Yield the time and the text of each log record.
 
     Args:
-        logs: boto3's client for CloudWatch Logs.
-        group: The log group.
         since: The time of the first record, in milliseconds since 1970.
 
     Raises:

@@ -51,7 +51,6 @@ def plan_lines(configuration: Configuration, *, reads_s3: bool) -> Iterator[str]
     The settings are read as the container would read them. The sizes of a hub's model are read from the hub.
 
     Args:
-        configuration: The deployment.
         reads_s3: Whether a model on S3 may be read.
     """
     gpus = _gpus(configuration)

@@ -25,8 +25,6 @@ def upload_model(s3: Any, directory: Path, location: str, report: Callable[[str]
 
     Args:
         s3: boto3's client for S3.
-        directory: The directory.
-        location: The s3:// prefix.
         report: Called with a line for each uploaded file.
 
     Raises:
