@@ -170,8 +170,8 @@ def _awake(peer: Peer) -> Iterator[None]:
 
 
 def in_turn(entrants: Sequence[T], number: int) -> list[T]:
-    """Return the order of a round. Each round starts with a different entrant, and every second round is reversed."""
-    start = number % len(entrants)
+    """Return the order of a round. Every second round reverses the round before it; the next pair starts one later."""
+    start = number // 2 % len(entrants)
     turned = [*entrants[start:], *entrants[:start]]
     return turned[::-1] if number % 2 else turned
 
