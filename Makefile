@@ -19,6 +19,7 @@ OTHER_PYTHONS ?= 3.12 3.13
 ROOMS := djl_python engines handlers container deploy replay slipway benchmarks tests
 UNIT_ONLY := -m "not live and not image and not gpu and not slow"
 UNIT := tests --ignore tests/live $(UNIT_ONLY)
+UNIT_AND_SLOW := tests --ignore tests/live -m "not live and not image and not gpu and not long"
 # Tests of `make unit` that `make pythons` leaves out. Together they take minutes. Most of them start programs, load models or
 # imitate AWS, so they show little about another Python.
 LEFT_OUT := container/image container/models container/sources container/test_model_management.py \
@@ -84,8 +85,8 @@ lint: install-dev ## Check style, types and imports
 unit: install-dev ## Run tests that start no engine
 	$(BIN)/python -m pytest $(UNIT) -n $(UNIT_WORKERS)
 
-coverage: install-dev ## Run the tests of `make unit`, and show the share of the branches that they run in each room
-	$(BIN)/python -m pytest $(UNIT) -n $(UNIT_WORKERS) --cov --cov-report=
+coverage: install-dev ## Run all tests that start no engine, and show the share of the branches that they run in each room
+	$(BIN)/python -m pytest $(UNIT_AND_SLOW) -n $(UNIT_WORKERS) --cov --cov-report=
 	@for room in $(ROOMS); do \
 		printf '%-12s %s %%\n' $$room $$($(BIN)/coverage report --include="$$room/*" --format=total --precision=1); done
 
@@ -119,8 +120,7 @@ slow: install-dev ## Run the tests that `make test` leaves to CI: deaths of engi
 	$(BIN)/python -m pytest tests/unit -n $(SLOW_WORKERS) -m slow
 	$(BIN)/python -m pytest tests/chaos tests/live -n $(SLOW_WORKERS) -m "slow and not long"
 
-live-and-slow: install-dev ## Run `make live` and `make slow` in one run, as CI does: a server that both need starts once
-	$(BIN)/python -m pytest tests/unit -n $(SLOW_WORKERS) -m slow
+live-and-slow: install-dev ## Run all tests with an engine in one run, as CI does: a server that several need starts once
 	$(BIN)/python -m pytest tests/chaos tests/live -n $(SLOW_WORKERS) -m "live and not long"
 
 long: install-dev ## Run the tests that CI leaves out: replicas on Ray, and the programs below
