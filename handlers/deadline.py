@@ -62,10 +62,12 @@ class DeadlineConfig:
     """The deadlines of a model's calls, in seconds from the arrival of the request head. None means no deadline."""
 
     answer: float | None = setting(
-        "option.answer_deadline", SECONDS, doc="Time limit of a whole answer; the client gets the text so far"
+        "option.answer_deadline",
+        SECONDS,
+        doc="Time limit of a whole answer; at the limit, the client gets the text so far",
     )
     stream: float | None = setting(
-        "option.stream_deadline", SECONDS, doc="Time limit of a stream; the client gets the text so far"
+        "option.stream_deadline", SECONDS, doc="Time limit of a stream; at the limit, the client gets the text so far"
     )
 
     def of(self, arrived_at: float, time_limit: float | None, *, stream: bool | None) -> Deadline | None:

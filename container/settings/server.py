@@ -70,9 +70,9 @@ DIRECTORY_OR_NONE = Parser(lambda text: "" if text.strip().lower() == "none" els
 API_KEYS = Setting(
     "api_keys",
     checked(keys_in, "keys of visible ASCII characters, with commas between, or a JSON array"),
-    doc="[Keys](security.md#keys) of callers; default: callers need no key",
+    doc="[API keys](security.md#keys), of which each caller needs one; default: callers need no key",
 )
-API_KEYS_FILE = Setting("api_keys_file", TEXT, doc="File with further keys")
+API_KEYS_FILE = Setting("api_keys_file", TEXT, doc="File with further API keys")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,69 +92,77 @@ class ServerConfig:
         "job_queue_size",
         integer(1),
         "1000",
-        doc="Sequences that may wait; a model's `job_queue_size` takes precedence. Custom handler: calls "
-        "that wait or run",
+        doc="Sequences that may wait. Custom handler: one more than the calls that may wait while all workers are "
+        "busy. A model's `job_queue_size` takes precedence",
     )
     max_request_size: int = setting(
         "max_request_size",
         integer(1),
         "67108864",
         variables=("SAGEMAKER_MAX_REQUEST_SIZE", "SAGEMAKER_MAX_PAYLOAD_IN_MB"),
-        doc="Bytes of a body (`SAGEMAKER_MAX_PAYLOAD_IN_MB`: MiB); more is 413",
+        doc="Maximum size of a body in bytes (`SAGEMAKER_MAX_PAYLOAD_IN_MB`: in MiB). A larger body gets 413",
     )
     max_request_memory: int | None = setting(
         "max_request_memory",
         integer(1),
-        doc="Bytes of all bodies over 64 KiB ([overload](operations.md#overload)); default: a quarter of the memory",
+        doc="Memory for all bodies over 64 KiB together, in bytes ([overload](operations.md#overload)); default: a "
+        "quarter of the memory",
     )
     request_read_timeout: float = setting(
         "request_read_timeout", SECONDS, "60", doc="Time after which a body without new data is refused with 408"
     )
-    drain_timeout: float = setting("drain_timeout", SECONDS, "20", doc="Time for running requests after SIGTERM")
-    fail_fast: bool = setting("fail_fast", BOOLEAN, "false", doc="Exit when the engine dies")
+    drain_timeout: float = setting(
+        "drain_timeout", SECONDS, "20", doc="Time that running requests have to finish after SIGTERM"
+    )
+    fail_fast: bool = setting("fail_fast", BOOLEAN, "false", doc="Exit if the engine dies and cannot be restarted")
     # If None, the limit is 60 s, or 300 s while the engine has worked for less than ten minutes.
     stall_timeout: float | None = setting(
         "stall_timeout",
         SECONDS_OR_NEVER,
-        doc="Time without progress until `/ping` is 500; 0: never; "
+        doc="Time without progress after which `/ping` is 500; 0: never; "
         "default: [60, or 300](operations.md#stalled-engines)",
     )
     fail_fast_when_stalled: bool = setting(
-        "fail_fast_when_stalled", BOOLEAN, "false", doc="Exit when the engine is stalled, too, if `fail_fast` is set"
+        "fail_fast_when_stalled", BOOLEAN, "false", doc="With `fail_fast`: also exit if the engine is stalled"
     )
     engine_restart: int = setting(
         "engine_restart",
         integer(0),
         "3",
-        doc="[Restarts](operations.md#health) of each copy in ten minutes; after more failures, `fail_fast` applies",
+        doc="Maximum number of [restarts](operations.md#health) of each copy in ten minutes. After one more failure, "
+        "`fail_fast` applies",
     )
     continue_calls: int = setting(
         "continue",
         integer(0),
         "1",
-        doc="Deaths after which [calls continue](operations.md#calls-that-outlive-the-engine); 0: they get an error",
+        doc="Number of the engine's deaths after which [calls continue](operations.md#calls-that-outlive-the-engine) "
+        "together. After one more death, they continue one by one. 0: they get an error",
     )
     engine_restart_when_stalled: bool = setting(
-        "engine_restart_when_stalled", BOOLEAN, "false", doc="With `engine_restart`: a stalled engine, too"
+        "engine_restart_when_stalled",
+        BOOLEAN,
+        "false",
+        doc="Also restart a stalled engine, within the limit of `engine_restart`",
     )
     log_format: LogFormat = setting(
-        "log_format", choice({word: word for word in get_args(LogFormat)}), "plain", doc="Format of logs"
+        "log_format", choice({word: word for word in get_args(LogFormat)}), "plain", doc="Format of the log"
     )
     log_level: str = setting(
         "log_level",
         choice({level: level for level in _LOG_LEVELS} | {"warn": "warning"}),
         "info",
-        doc="Lowest level that is logged",
+        doc="Lowest level of the lines that are logged",
     )
     verbose: bool = setting(
         "verbose", BOOLEAN, "false", doc="Log [all lines](operations.md#logs) of vLLM and other libraries"
     )
-    explain: bool = setting("explain", BOOLEAN, "true", doc="[Explain](explain.md) calls whose header asks for it")
-    log_prompts: bool = setting("log_prompts", BOOLEAN, "false", doc="Log bodies, including prompts")
+    explain: bool = setting("explain", BOOLEAN, "true", doc="[Explain](explain.md) the calls that ask for it")
+    log_prompts: bool = setting("log_prompts", BOOLEAN, "false", doc="Log the bodies of requests, including prompts")
     capture: str | None = setting(
         "capture",
         TEXT,
-        doc="Directory for a [record of each inference request](security.md#recorded-requests), also `--capture`",
+        doc="Directory in which [each inference request is recorded](security.md#recorded-requests); also `--capture`",
     )
     # If None, black boxes are in the cache directory. If empty, no files are written.
     blackbox_dir: str | None = setting(
@@ -164,7 +172,7 @@ class ServerConfig:
         "`SLIPWAY_CACHE_DIR`",
     )
     blackbox_log: bool = setting(
-        "blackbox_log", BOOLEAN, "false", doc="Log a short form of them; on SageMaker the default is true"
+        "blackbox_log", BOOLEAN, "false", doc="Log a short form of each black box; on SageMaker the default is true"
     )
     request_id_header: str = setting(
         "request_id_header_key",
@@ -176,7 +184,7 @@ class ServerConfig:
         "allow_multi_status", BOOLEAN, "false", doc="`/ping` is 207 while the model loads"
     )
     health_check_override: bool = setting(
-        "health_check_override", BOOLEAN, "false", doc="Crashes of workers do not make a custom handler unhealthy"
+        "health_check_override", BOOLEAN, "false", doc="Failures of workers do not make a custom handler unhealthy"
     )
     workers_health_check: bool = setting(
         "workers_health_check",
@@ -204,31 +212,49 @@ class ServerConfig:
         "model_aliases",
         NAMES_OR_NONE,
         '"",dummy,tgi,tei,text-embeddings-inference',
-        doc="Further values of OpenAI's `model`",
+        doc="Further names that the field `model` may have on OpenAI's routes",
     )
     error_rate_wlm: str | None = setting(
-        "error_rate_wlm", _ERROR_RATE, doc="[Error rate](operations.md#error-rates): refusals"
+        "error_rate_wlm",
+        _ERROR_RATE,
+        doc="Maximum [error rate](operations.md#error-rates) of refusals, because the queue is full or the model is "
+        "not ready",
     )
-    error_rate_server: str | None = setting("error_rate_server", _ERROR_RATE, doc="Error rate: 424 and 5xx")
-    error_rate_model: str | None = setting("error_rate_model", _ERROR_RATE, doc="Error rate without refusals")
-    error_rate_any: str | None = setting("error_rate_any", _ERROR_RATE, doc="Error rate: 4xx and 5xx")
+    error_rate_server: str | None = setting(
+        "error_rate_server", _ERROR_RATE, doc="Maximum error rate of the statuses 424 and 5xx"
+    )
+    error_rate_model: str | None = setting(
+        "error_rate_model", _ERROR_RATE, doc="Maximum error rate of the statuses 424 and 5xx, except refusals"
+    )
+    error_rate_any: str | None = setting(
+        "error_rate_any", _ERROR_RATE, doc="Maximum error rate of the statuses 4xx and 5xx"
+    )
     # The API keys. Each caller needs one of them. If None, callers need no key.
     api_keys: ApiKeys | None = field(default=None, metadata=API_KEYS.metadata)
     # Further host names under which browsers may reach the server's own routes (`container.http.cross_site`).
     allowed_hosts: tuple[str, ...] = setting(
-        "allowed_hosts", NAMES_OR_NONE, "", doc="Further names for [browsers](security.md#browsers)"
+        "allowed_hosts",
+        NAMES_OR_NONE,
+        "",
+        doc="Further host names under which [browsers](security.md#browsers) may reach the server",
     )
-    cors_allowed_origin: str | None = setting("cors_allowed_origin", _HEADER_VALUE, doc="CORS origin")
-    cors_allowed_methods: str | None = setting("cors_allowed_methods", _HEADER_VALUE, doc="CORS methods")
-    cors_allowed_headers: str | None = setting("cors_allowed_headers", _HEADER_VALUE, doc="CORS headers")
+    cors_allowed_origin: str | None = setting(
+        "cors_allowed_origin", _HEADER_VALUE, doc="Value of `Access-Control-Allow-Origin`; default: no CORS"
+    )
+    cors_allowed_methods: str | None = setting(
+        "cors_allowed_methods", _HEADER_VALUE, doc="Value of `Access-Control-Allow-Methods`"
+    )
+    cors_allowed_headers: str | None = setting(
+        "cors_allowed_headers", _HEADER_VALUE, doc="Value of `Access-Control-Allow-Headers`"
+    )
     throttle_error_http_code: int = setting(
-        "throttle_error_http_code", _HTTP_ERROR, "503", doc="Status if the queue is full"
+        "throttle_error_http_code", _HTTP_ERROR, "503", doc="Status on LMI's routes if the queue is full"
     )
     wlm_error_http_code: int = setting(
-        "wlm_error_http_code", _HTTP_ERROR, "503", doc="Status if the model is not ready"
+        "wlm_error_http_code", _HTTP_ERROR, "503", doc="Status on LMI's routes if the model is not ready"
     )
     server_error_http_code: int = setting(
-        "server_error_http_code", _HTTP_ERROR, "500", doc="Status of an unexpected error"
+        "server_error_http_code", _HTTP_ERROR, "500", doc="Status of an unexpected error on LMI's routes"
     )
 
 
@@ -250,7 +276,7 @@ _ALLOW_UNKNOWN = Setting(
     BOOLEAN,
     "false",
     shows_default=False,
-    doc="Warn of [unknown names](#errors)",
+    doc="[Unknown names](#errors) cause a warning instead of an error",
 )
 # The settings that name models, locate them, or change how the models' settings are read.
 FOR_MODELS: tuple[Setting[Any], ...] = (

@@ -54,7 +54,10 @@ MODEL_ID = Setting(
     doc="Hub id, `s3://bucket/prefix/`, or directory",
 )
 LORA_MODULES = Setting(
-    "option.lora_modules", ADAPTERS, shows_default=False, doc="[Adapters](adapters.md) at the start, as in vLLM"
+    "option.lora_modules",
+    ADAPTERS,
+    shows_default=False,
+    doc="[Adapters](adapters.md) to register at the start, in the form of vLLM's `--lora-modules`",
 )
 TENSOR_PARALLEL_DEGREE = Setting(
     "option.tensor_parallel_degree",
@@ -101,11 +104,14 @@ class EngineConfig:
         "1",
         aliases=("max_dynamic_batch_size", "option.batch_size"),
         first_counts=True,
-        doc="Prompts in a dynamic batch, which a value above 1 selects. For a custom handler: "
-        "the number of calls in a batch",
+        doc="Maximum number of prompts in a dynamic batch. A value above 1 switches dynamic batching on. Custom "
+        "handler: maximum number of calls in a batch",
     )
     max_batch_delay: float = setting(
-        "max_batch_delay", MILLISECONDS, "100", doc="How long the first request of a dynamic batch waits for others"
+        "max_batch_delay",
+        MILLISECONDS,
+        "100",
+        doc="How long the first request of a dynamic batch waits for other requests",
     )
     enable_streaming: Streaming = setting(
         "option.enable_streaming",
@@ -118,11 +124,15 @@ class EngineConfig:
         "option.max_rolling_batch_size",
         integer(1, 1_000_000),
         aliases=("option.max_num_seqs",),
-        doc="Sequences that run together; default: [vLLM's default](operations.md#overload)",
+        doc="Maximum number of sequences that run at the same time in each copy; default: "
+        "[vLLM's default](operations.md#overload)",
     )
     # The model's names for OpenAI's clients, in addition to `name`. Answers carry the first name.
     served_model_names: tuple[str, ...] = setting(
-        "option.served_model_name", NAMES, unset=(), doc="Names for OpenAI's clients; default: the model's name"
+        "option.served_model_name",
+        NAMES,
+        unset=(),
+        doc="Names of the model for OpenAI's clients; default: the model's name",
     )
     # Whether the engine may enforce only a part of a JSON schema if it cannot enforce the whole schema. A `strict`
     # request never allows that. False: only OpenAI's forms without `strict` allow it.
@@ -130,11 +140,12 @@ class EngineConfig:
         "option.partial_schemas",
         BOOLEAN,
         "false",
-        doc="Follow [JSON schemas](constraints.md#schemas-that-cannot-be-held-whole) in part",
+        doc="Enforce a JSON schema [in part](constraints.md#schemas-that-cannot-be-held-whole) if the whole schema "
+        "cannot be enforced",
     )
     # Longer prompts are refused. None: only the model's context limits prompts.
     max_prompt_tokens: int | None = setting(
-        "option.max_prompt_tokens", integer(1), doc="Tokens of the longest prompt; default: the context"
+        "option.max_prompt_tokens", integer(1), doc="Maximum number of tokens of a prompt; default: the model's context"
     )
     # Whether LoRA adapters can be registered and named in requests.
     enable_lora: bool = setting("option.enable_lora", BOOLEAN, "false", doc="Serve [LoRA adapters](adapters.md)")
@@ -145,7 +156,7 @@ class EngineConfig:
         DTYPE,
         "auto",
         aliases=("option.data_type",),
-        doc="Type of weights; for int8 use `option.quantize`",
+        doc="Data type of the weights; for int8 use `option.quantize`",
     )
     # The number of GPUs that share each layer. None: the smallest number that holds the model, or the largest possible
     # number if `tensor_parallel_max` is set.
@@ -160,7 +171,7 @@ class EngineConfig:
         "1",
         aliases=("option.pipeline_parallel_size",),
         variables=("PIPELINE_PARALLEL_DEGREE",),
-        doc="Groups of GPUs, each with some layers",
+        doc="Number of pipeline stages: groups of GPUs, each with a part of the layers",
     )
     # The number of copies of the model on vLLM. Each has its own GPUs, or its share of the processors. None: as many as
     # fit on `devices`.
@@ -168,7 +179,7 @@ class EngineConfig:
     min_copies: int | None = None  # The number of copies that must serve before the model is ready. None: all.
     # Whether all copies after the first are loaded at the same time. Otherwise they are loaded one by one.
     parallel_loading: bool = setting(
-        "option.parallel_loading", BOOLEAN, "false", doc="Load [copies](#how-many-copies-run) together"
+        "option.parallel_loading", BOOLEAN, "false", doc="Load [copies](#how-many-copies-run) at the same time"
     )
     # A request fails after this many seconds without a new token.
     predict_timeout: float = setting(
@@ -176,10 +187,14 @@ class EngineConfig:
         SECONDS,
         "240",
         variables=("PREDICT_TIMEOUT",),
-        doc="Time without a new token until a request fails",
+        doc="Time without a new token after which a request fails",
     )
     model_loading_timeout: float = setting(
-        "option.model_loading_timeout", SECONDS, "1800", variables=("MODEL_LOADING_TIMEOUT",), doc="Time for loading"
+        "option.model_loading_timeout",
+        SECONDS,
+        "1800",
+        variables=("MODEL_LOADING_TIMEOUT",),
+        doc="Maximum time for loading the model",
     )
     # The task for which the model is loaded. "auto": the model's files decide.
     task: Task = setting(
@@ -191,7 +206,8 @@ class EngineConfig:
         serves=frozenset(_TASKS.values()),
         advice="A model.py that says `from djl_python.huggingface import handle` serves the other tasks of "
         "transformers' pipelines",
-        doc="`auto`: by the model's files. Also names of LMI and transformers (`text-embedding`, ...)",
+        doc="Kind of model; `auto`: the model's files decide. Names of LMI and transformers (`text-embedding`, ...) "
+        "are accepted, too",
     )
     # The method that makes one vector from the tokens' vectors, by vLLM's name. None: the model's files decide.
     pooling: str | None = setting(
@@ -199,17 +215,21 @@ class EngineConfig:
         choice({"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST", "last-token": "LAST"}),
         aliases=("pooling",),
         shows_default=False,
-        doc="How the tokens' vectors become one vector; default: as the model's files say",
+        doc="How the tokens' vectors become one vector; default: the model's files decide",
     )
     # The prefix for the texts of requests that name no prefix (`PoolingModel.default_prompt`).
     default_prompt: str | None = setting(
         "option.default_prompt",
         PROMPT,
         shows_default=False,
-        doc="In front of texts without `prompt_name`, on TEI's routes and `/invocations`; TEI's pairs are refused",
+        doc="Text that is put in front of the texts of requests without `prompt_name`, on TEI's routes and "
+        "`/invocations`. TEI's routes then refuse pairs",
     )
     default_prompt_name: str | None = setting(
-        "option.default_prompt_name", TEXT, shows_default=False, doc="Name of this prompt in the model's files"
+        "option.default_prompt_name",
+        TEXT,
+        shows_default=False,
+        doc="Name of a prompt in the model's files, in place of `option.default_prompt`",
     )
     djl_engine: bool = False  # Whether the setting `engine` is Rust, OnnxRuntime or PyTorch.
     # How many times a request may be continued after the engine process that ran it has died. After one more death, the
@@ -247,13 +267,14 @@ DRAFT_MODEL = Setting(
     "option.speculative_draft_model",
     TEXT,
     aliases=("option.speculative_model",),
-    doc="Draft model: directory, hub id or `s3://`; other methods: `option.speculative_config`",
+    doc="Draft model for speculative decoding: directory, hub id or `s3://`. For other methods, use "
+    "`option.speculative_config`",
 )
 DRAFT_LENGTH = Setting(
     "option.speculative_length",
     integer(1),
     aliases=("option.num_speculative_tokens",),
-    doc="Tokens that the draft model proposes; default: 5",
+    doc="Number of tokens that the draft model proposes at a time; default: 5",
 )
 # LMI's settings that are engine arguments with a different name.
 ENGINE_ARGUMENTS: Mapping[str, Setting[Any]] = {
@@ -261,7 +282,7 @@ ENGINE_ARGUMENTS: Mapping[str, Setting[Any]] = {
         "option.quantize",
         TEXT,
         aliases=("option.quantization",),
-        doc="Quantization by the engine's name: `awq`, `gptq`, `fp8`, ...; `bitsandbytes` needs "
+        doc="Quantization, by the engine's name for it: `awq`, `gptq`, `fp8`, ...; `bitsandbytes` needs "
         "`option.rolling_batch=disable`",
     ),
     "max_num_batched_tokens": Setting(
@@ -274,7 +295,7 @@ ENGINE_ARGUMENTS: Mapping[str, Setting[Any]] = {
         "option.cpu_offload_gb_per_gpu",
         TEXT,
         aliases=("option.cpu_offload_gb",),
-        doc="GiB of weights in main memory for each GPU",
+        doc="GiB of the weights that are kept in main memory, for each GPU",
     ),
     DRAFT_MODEL.name: DRAFT_MODEL,
     DRAFT_LENGTH.name: DRAFT_LENGTH,
@@ -289,6 +310,6 @@ ENGINE = Setting(
     shows_default=False,
     serves=frozenset(_ALL_ENGINES),
     advice="give Python or leave it out: vLLM runs the model",
-    doc="`Rust`, `OnnxRuntime` and `PyTorch` choose [the answers of DJL's engines](retrieval.md#lmi); vLLM runs the "
-    "model",
+    doc="With `Rust`, `OnnxRuntime` and `PyTorch`, answers have the form of [DJL's engines](retrieval.md#lmi); vLLM "
+    "runs the model",
 )

@@ -15,13 +15,14 @@ ENTRY_POINT = Setting(
     TEXT,
     variables=("DJL_ENTRY_POINT",),
     shows_default=False,
-    doc="`.py` file of the model directory, module, or LMI's name; default: `model.py`",
+    doc="`.py` file in the model directory, a module, or a name from LMI; default: `model.py`",
 )
 ASYNC_MODE = Setting(
     "option.async_mode",
     BOOLEAN,
     "false",
-    doc="The function is `async`, and calls run together; without a handler: [LMI's asynchronous schema](lmi_async.md)",
+    doc="The function is `async`, and its calls run concurrently. Without a handler: [LMI's asynchronous "
+    "schema](lmi_async.md)",
 )
 
 
@@ -50,22 +51,29 @@ class HandlerConfig:
         _WORKERS,
         "1",
         aliases=("min_workers",),
-        doc="Workers that always run; engine: copies that `/ping` waits for (all)",
+        doc="Workers for each device that always run; engine: copies that must serve before the model is ready "
+        "(default: all)",
     )
     max_workers: int = setting(
         "maxWorkers",
         _WORKERS,
         "1",
         aliases=("max_workers",),
-        doc="Workers under load; engine: [copies](#how-many-copies-run)",
+        doc="Maximum number of workers for each device; engine: number of [copies](#how-many-copies-run)",
     )
     # Seconds after which an idle worker beyond `min_workers` ends.
     max_idle_time: float = setting(
-        "max_idle_time", SECONDS_OR_NEVER, "60", doc="Time until an idle worker beyond `minWorkers` ends"
+        "max_idle_time",
+        SECONDS_OR_NEVER,
+        "60",
+        doc="Time after which an idle worker ends, if more than `minWorkers` run",
     )
     # The number of crashes, hangs and failed restarts of workers that a healthy model may have.
     retry_threshold: int = setting(
-        "retry_threshold", integer(0), "0", doc="Maximum number of crashes and hangs of a healthy model"
+        "retry_threshold",
+        integer(0),
+        "0",
+        doc="Maximum number of crashes, hangs and failed restarts of workers. After one more, `/ping` is 500",
     )
     # None means the interpreter that runs this process.
     python_executable: str | None = setting(

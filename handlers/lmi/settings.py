@@ -57,13 +57,15 @@ class LmiConfig:
         "option.enable_stateful_sessions", BOOLEAN, "true", doc="Serve [sessions](sessions.md) on `/invocations`"
     )
     sessions_expiration: int = setting(
-        "option.sessions_expiration", integer(1, 10**9), "1200", doc="Seconds that a session lives"
+        "option.sessions_expiration", integer(1, 10**9), "1200", doc="Lifetime of a session, in seconds"
     )
     sessions_path: str | None = setting(
         "option.sessions_path", TEXT, doc="Directory of sessions; default: `/dev/shm/djl_sessions`"
     )
     sessions_s3url: str | None = setting(
-        "option.sessions_s3url", TEXT, doc="S3 prefix that keeps sessions for other containers"
+        "option.sessions_s3url",
+        TEXT,
+        doc="S3 prefix to which sessions are saved, so that other containers can continue them",
     )
     normalize: bool = setting(
         "option.normalize",
@@ -71,7 +73,7 @@ class LmiConfig:
         "true",
         aliases=("normalize",),
         shows_default=False,
-        doc="Vectors on `/invocations` have the length 1",
+        doc="Scale the vectors on `/invocations` to the length 1",
     )
     sigmoid: bool = setting(
         "option.sigmoid",
@@ -79,7 +81,7 @@ class LmiConfig:
         "true",
         aliases=("sigmoid",),
         shows_default=False,
-        doc="The score of a pair on `/invocations` passes a sigmoid",
+        doc="The score of a pair on `/invocations` passes through a sigmoid",
     )
     # Whether vectors have the form of DJL's engines or the form of LMI's vLLM handler.
     vector_format: VectorFormat = "djl"

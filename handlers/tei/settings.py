@@ -17,12 +17,12 @@ class TeiConfig:
         BOOLEAN,
         "true",
         shows_default=False,
-        doc="TEI's routes cut long texts, unless a request says otherwise",
+        doc="TEI's routes cut texts that are too long. `truncate` of a request takes precedence",
     )
     max_client_batch_size: int = setting(
         "option.max_client_batch_size",
         integer(1),
         "32",
         shows_default=False,
-        doc="Maximum number of texts in a call of a TEI route",
+        doc="Maximum number of texts in a request to TEI's routes",
     )

@@ -16,21 +16,31 @@ class MediaConfig:
         "option.max_image_pixels",
         integer(1, 178_956_970),
         "64000000",
-        doc="Pixels of the largest [image or video frame](media.md#limits)",
+        doc="Maximum number of pixels of an [image or video frame](media.md#limits)",
     )
     max_request_pixels: int = setting(
-        "option.max_request_pixels", integer(1), "256000000", doc="Pixels of all images and frames in a request"
+        "option.max_request_pixels",
+        integer(1),
+        "256000000",
+        doc="Maximum number of pixels of all images and video frames in a request",
     )
     max_media_download_mb: int = setting(
-        "option.max_media_download_mb", integer(1), "64", doc="MiB from the URLs in a request"
+        "option.max_media_download_mb",
+        integer(1),
+        "64",
+        doc="Maximum size of the files that the URLs of a request name, in MiB together",
     )
     max_media_memory_mb: int = setting(
         "option.max_media_memory_mb",
         integer(1),
         "4096",
-        doc="MiB of media of all requests that the engine does not have yet; more is 503",
+        doc="Memory for the media of all requests, in MiB. A request's media count until the engine has its prompt. If "
+        "the memory is full, a request gets 503",
     )
     # Networks such as "10.0.0.0/8" from which media are allowed, in addition to public addresses.
     allowed_media_networks: tuple[str, ...] = setting(
-        "option.allowed_media_networks", NETWORKS, unset=(), doc="Networks for media, in addition to public addresses"
+        "option.allowed_media_networks",
+        NETWORKS,
+        unset=(),
+        doc="Networks from which media may be fetched, in addition to public addresses",
     )
