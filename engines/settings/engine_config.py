@@ -57,7 +57,7 @@ LORA_MODULES = Setting(
     "option.lora_modules",
     ADAPTERS,
     shows_default=False,
-    doc="[Adapters](adapters.md) to register at the start, in the form of vLLM's `--lora-modules`",
+    doc="[Adapters](adapters.md) to register at the start, as in vLLM's `--lora-modules`",
 )
 TENSOR_PARALLEL_DEGREE = Setting(
     "option.tensor_parallel_degree",

@@ -28,7 +28,7 @@ class MediaConfig:
         "option.max_media_download_mb",
         integer(1),
         "64",
-        doc="Maximum size of the files that the URLs of a request name, in MiB together",
+        doc="Maximum size in MiB of all media that are downloaded for a request",
     )
     max_media_memory_mb: int = setting(
         "option.max_media_memory_mb",
