@@ -40,7 +40,7 @@ _REFERENCE = re.compile(rf'"{_SCHEMAS}([\w.-]+)"')
 # The groups of routes in the order of the page. The groups of contracts come first.
 TAGS: Mapping[str, str] = {
     "lmi": "LMI and DJL-Serving: `/invocations`, which SageMaker calls. It also takes OpenAI's chats and completions.",
-    "openai": "OpenAI's API as `vllm serve` has it. `/openai/v1/...` is the same with any `model`.",
+    "openai": "OpenAI's API as `vllm serve` has it. `/openai/v1/...` has the same routes, and accepts any `model`.",
     "anthropic": "Anthropic's messages, as `vllm serve` has them.",
     "tgi": "Hugging Face's Text Generation Inference.",
     "tei": "Hugging Face's Text Embeddings Inference, for models that make vectors, scores or classes.",
@@ -66,7 +66,7 @@ Meanings = tuple[tuple[RequestError, str], ...]
 
 _INVALID: Meanings = ((errors.InvalidRequest(""), "The request is wrong"),)
 _UNREAD: Meanings = (
-    (errors.BodyTimeout(""), "The body's rest does not come"),
+    (errors.BodyTimeout(""), "The rest of the body does not arrive in time"),
     (errors.BodyTooLarge(""), "The body is too large"),
 )
 _UNSERVED: Meanings = (
@@ -83,20 +83,31 @@ _OF_ADAPTERS: Meanings = (
     *_UNREAD,
     *_UNSERVED,
     (errors.UnknownAdapter(""), "There is no such adapter"),
-    (errors.AdapterConflict(""), "The adapter is registered, or the order contradicts itself"),
+    (
+        errors.AdapterConflict(""),
+        "The adapter's name is invalid or taken, or another change of the adapter is in progress",
+    ),
     (errors.AdapterFailed(""), "The adapter cannot be loaded"),
-    (errors.NoRoomForAdapter(""), "All adapters that the engine holds are in use"),
+    (errors.NoRoomForAdapter(""), "All adapters in the engine's memory are in use"),
 )
 
 _PAGES = {
     path: Operation(summary=summary, answers={"200": (summary, {kind: {}})})
     for path, summary, kind in (
         ("/ping", "Health: 200 if the model generates, else 500 or 503", JSON),
-        ("/execution-parameters", "SageMaker's batch transform: calls at a time and the size of a record", JSON),
+        (
+            "/execution-parameters",
+            "Limits for SageMaker's batch transform: simultaneous calls, and the size of a record",
+            JSON,
+        ),
         ("/metrics", "Prometheus metrics", "text/plain"),
-        ("/server/blackbox", "Stacks of all threads, calls in flight, steps of the engine, memory, settings", JSON),
+        (
+            "/server/blackbox",
+            "Black box: stacks of all threads, calls in flight, steps of the engine, memory, settings",
+            JSON,
+        ),
         ("/openapi.json", "This document", JSON),
-        ("/docs", "This document as a page to try things on", "text/html"),
+        ("/docs", "This document as a page on which routes can be tried", "text/html"),
     )
 }
 _VLLM_ADAPTERS = {
@@ -155,8 +166,9 @@ A first request (put your server's address in place of `localhost:8080`):
 {command}
 ```
 
-With the header `X-Slipway-Explain: 1`, a route that generates answers with what the engine would get, and generates
-nothing. A contract refuses a request with its own status and body. [Metrics](metrics) are Prometheus'."""
+With the header `X-Slipway-Explain: 1`, a generating route returns the prompt and the parameters that the engine would
+get, and generates nothing. Each contract has its own statuses and bodies for errors. [Metrics](metrics) are in
+Prometheus' format."""
 
 
 def _tags(paths: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -218,7 +230,7 @@ def _errors(contract: ContractRoutes, route: Route) -> Answers:
     if contract.not_found is None or not any(kind and kind != "path" for _, kind in _PARAMETER.findall(route.path)):
         return answers
     # No route serves a path in which a parameter has the wrong type, such as a version that is not a number.
-    meaning, bodies = answers.get("404", ("There is nothing", {}))
+    meaning, bodies = answers.get("404", ("No route has this path", {}))
     unserved = contract.not_found(Call(body=b"", request_id="", path=route.path))
     return {**answers, "404": (meaning, {**bodies, **_body(unserved, contract.error)})}
 
@@ -313,7 +325,8 @@ def _joined(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         "summary": f"{ours['summary']}; {theirs['summary']}",
         "tags": ours["tags"] + theirs["tags"],
         "requestBody": {"required": True, "content": {JSON: {"schema": request}}},
-        "responses": responses | {"200": {"description": "The answer to either", "content": content}},
+        "responses": responses
+        | {"200": {"description": "The answer of the contract that the body belongs to", "content": content}},
     }
 
 

@@ -118,10 +118,13 @@ _REQUEST = an_object(
 )
 _ANSWER = an_answer(
     "HappyVllmAnswer",
-    "The texts, why each ended (None: it has not), the token counts of each, and the prompt with prompt_in_response.",
+    "For each sequence, the text, the finish reason (None while unfinished) and the token counts. `prompt` is present "
+    "only with prompt_in_response.",
     *("responses", "finish_reasons", "usages", "prompt"),
 )
-_INVALID = an_answer("HappyVllmError", "A text, or an array of entries with type, loc and msg.", "detail")
+_INVALID = an_answer(
+    "HappyVllmError", "`detail` is a message, or an array of objects with type, loc and msg.", "detail"
+)
 _WRONG: Mapping[str, tuple[str, Mapping[str, Schema]]] = {"422": ("The request is wrong", {JSON: _INVALID})}
 _REQUIRED = ("text", "token_ids", "tokens", "request_id")
 
@@ -152,14 +155,14 @@ def _operation(summary: str, answer: str, **fields: Schema) -> Operation:
     shown = {"type": "object", "properties": {name: {} for name in answer.split()}} if answer else ANYTHING
     answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": ("The answer", {JSON: shown})}
     if fields:
-        answers["400"] = ("Below /v2: the request is wrong", {JSON: OBJECT})
-        answers["404"] = ("Below /v2: the model is not served here", {JSON: OBJECT})
+        answers["400"] = ("On routes below /v2: the request is wrong", {JSON: OBJECT})
+        answers["404"] = ("On routes below /v2: the server does not have the model", {JSON: OBJECT})
         answers |= _WRONG
     request = an_object(fields, *(name for name in fields if name in _REQUIRED)) if fields else None
     return Operation(summary=f"{summary} (happy_vllm)", request=request, answers=answers)
 
 
-_STREAMS = "Generate text, a line for each step with all of the text so far"
+_STREAMS = "Stream text: a line for each step, which has the whole text so far"
 _TOKENIZED, _DECODED = "tokens_ids tokens_nb tokens_str", "decoded_string tokens_str"
 _METRICS = "requests_running requests_swapped requests_pending gpu_cache_usage cpu_cache_usage"
 _INFO = "application version vllm_version model_name truncation_side max_length extra_information"
@@ -176,7 +179,7 @@ HAPPY_VLLM = ContractRoutes(
         GenerationRoute(
             path="/v1/generate_stream",
             contract=lambda config, _: HappyVllmContract(config, stream=True),
-            about=_generating(_STREAMS, ("Lines of JSON, each a HappyVllmAnswer; it has no Content-Type", {})),
+            about=_generating(_STREAMS, ("Lines of JSON, each a HappyVllmAnswer. The reply has no Content-Type", {})),
         ),
         _info("/v1/tokenizer", tokens.tokenizer, "Token ids of a text", _TOKENIZED, text=STRING, **_SHOWN),
         _info("/v1/decode", tokens.decode, "Text of token ids", _DECODED, token_ids=_IDS, **_SHOWN),
@@ -234,7 +237,7 @@ HAPPY_VLLM = ContractRoutes(
         ),
         _info("/v1/info", info, "The application and its model", _INFO),
         _info("/v1/launch_arguments", lambda call, view: json_reply({}), "The launch arguments; always empty", ""),
-        _info("/live_metrics", live_metrics, "The scheduler's figures", _METRICS),
+        _info("/live_metrics", live_metrics, "Running and waiting requests, and the use of the KV cache", _METRICS),
     ),
     refuse=refuse,
     error=OBJECT,

@@ -22,7 +22,7 @@ _FALSE: Schema = {"type": "boolean", "default": False}
 _ONE_OR_MORE: Schema = {"type": ["string", "array"], "items": STRING}
 
 _FRONT_END_ERROR = an_answer(
-    "LmiFrontEndError", "The status, LMI's name for it, what is wrong.", *("code", "type", "message")
+    "LmiFrontEndError", "The status, LMI's name for the error, and a message.", *("code", "type", "message")
 )
 
 
@@ -68,7 +68,7 @@ def _adapters(config: ModelConfig) -> dict[str, Schema]:
 
 def _request(name: str, parameters: Mapping[str, Schema], **more: Schema) -> Schema:
     fields = {"inputs": _ONE_OR_MORE, "parameters": an_object(parameters), **more}
-    return an_object(fields, "inputs", name=name, description="A body of type text/plain is the prompt alone.")
+    return an_object(fields, "inputs", name=name, description="A body of type text/plain is only the prompt.")
 
 
 def _dynamic_batch(config: ModelConfig) -> Operation:
@@ -90,7 +90,7 @@ def _custom_handler(handler_config: HandlerConfig) -> Operation:
         request=ANYTHING,
         request_type="*/*",
         answers={
-            **_answers("The handler's answer; its status may be another", "*/*"),
+            **_answers("The handler's answer. The handler may also set another status", "*/*"),
             "204": ("The handler returned nothing", {}),
             "507": ("The handler ran out of memory", {}),
         },
@@ -106,9 +106,9 @@ def _answers(meaning: str, *kinds: str) -> dict[str, tuple[str, Mapping[str, Sch
     """
     return {
         "200": (meaning, dict.fromkeys(kinds, ANYTHING)),
-        "400": ("vLLM refuses the `prompt`: its own error", {JSON: OBJECT}),
+        "400": ("vLLM refuses a body with `prompt`. The body is vLLM's error", {JSON: OBJECT}),
         "404": ("Unknown model", {JSON: _FRONT_END_ERROR}),
-        "408": ("The body's rest does not come", {JSON: _FRONT_END_ERROR}),
+        "408": ("The rest of the body does not arrive in time", {JSON: _FRONT_END_ERROR}),
         "413": ("The body is too large", {}),
         "424": ("The payload or a parameter is wrong, or generation failed (option.async_mode: 500)", {JSON: OBJECT}),
         "500": ("The engine has died", {JSON: OBJECT}),
@@ -140,18 +140,18 @@ def _model_operation(summary: str, failures: str, *, creates: bool = False) -> O
 _FAILURES = {
     "400": "A parameter is missing or wrong",
     "404": "There is no such model",
-    "408": "The body's rest does not come",
-    "409": "A model of this name and version is registered",
+    "408": "The rest of the body does not arrive in time",
+    "409": "A model with this name and version is already registered",
     "413": "The body is too large",
     "500": "The model cannot be loaded",
     "503": "The server is stopping",
-    "507": "There is no memory for the model",
+    "507": "There is not enough memory for the model",
 }
 # The operations, by method and path. `/workflows` has the same operations as `/models`.
 MANAGEMENT: Mapping[tuple[str, str], Operation] = {
     ("GET", "/models"): _model_operation("List models", "400"),
     ("POST", "/models"): _model_operation("Load a model", "400 404 408 409 413 500 503 507", creates=True),
-    ("GET", "/models/{model}"): _model_operation("Describe a model, each version of it", "404"),
+    ("GET", "/models/{model}"): _model_operation("Describe all versions of a model", "404"),
     ("PUT", "/models/{model}"): _model_operation("Scale a model", "400 404"),
     ("DELETE", "/models/{model}"): _model_operation("Unload a model", "400 404"),
 }

@@ -285,10 +285,10 @@ def refuse_adapter(error: errors.RequestError) -> Reply:
             return refuse(error)
 
 
-_MODELS = Operation(summary="Names of the model", answers={"200": ("OpenAI's list of models", {JSON: {}})})
+_MODELS = Operation(summary="List the names of the models", answers={"200": ("OpenAI's list of models", {JSON: {}})})
 _MODEL = Operation(
-    summary="One name of the model",
-    answers={"200": ("OpenAI's object of a model", {JSON: {}}), "404": ("There is no such name", {JSON: {}})},
+    summary="Describe one of the names",
+    answers={"200": ("OpenAI's object for a model", {JSON: {}}), "404": ("No model has this name", {JSON: {}})},
 )
 
 

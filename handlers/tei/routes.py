@@ -38,21 +38,31 @@ from handlers.tei.tokens import decode, tokenize
 
 _NUMBER: Schema = {"type": "number"}
 _VECTORS = an_array(an_array(_NUMBER))
-_SPARSE = an_array(an_array(an_answer("TeiSparseValue", "A number that is not 0, and its place.", "index", "value")))
-_RANKS = an_array(
-    an_answer("TeiRank", "A text's score and its place in `texts`. The best is first.", "index", "text", "score")
+_SPARSE = an_array(
+    an_array(an_answer("TeiSparseValue", "A non-zero component of a vector, and its index.", "index", "value"))
 )
-_LABELS = an_array(an_answer("TeiPrediction", "A label and its score. The best is first.", "score", "label"))
+_RANKS = an_array(
+    an_answer(
+        "TeiRank", "The score of a text, and its index in `texts`. The best text is first.", "index", "text", "score"
+    )
+)
+_LABELS = an_array(an_answer("TeiPrediction", "A label and its score. The best label is first.", "score", "label"))
 _PREDICTIONS = either([_LABELS, an_array(_LABELS)])
 _TOKENS = an_array(
-    an_array(an_answer("TeiToken", "A token, and the bytes of the text from which it is.", "id", "text", "special"))
+    an_array(
+        an_answer(
+            "TeiToken",
+            "A token, and its position in the bytes of the text.",
+            *("id", "text", "special", "start", "stop"),
+        )
+    )
 )
 # The descriptions of fields that mean something else in other contracts.
 _MEANINGS = {
-    "add_special_tokens": "Put the model's special tokens around each text.",
-    "inputs": "A text, or several.",
-    "parameters": "How to read the texts.",
-    "truncate": "Cut a text that is too long; false: refuse it.",
+    "add_special_tokens": "Add the model's special tokens to each text.",
+    "inputs": "The text, or several texts.",
+    "parameters": "How texts are cut, and which prompt is put in front of them.",
+    "truncate": "Cut texts that are too long; false: refuse them.",
 }
 
 
@@ -67,14 +77,14 @@ def _body(shape: type[msgspec.Struct], name: str) -> Schema:
 _EMBED, _EMBED_ALL = _body(EmbedBody, "TeiEmbedRequest"), _body(EmbedAllBody, "TeiEmbedAllRequest")
 _RERANK, _PREDICT = _body(RerankBody, "TeiRerankRequest"), _body(PredictBody, "TeiPredictRequest")
 _SIMILARITY = _body(SimilarityBody, "TeiSimilarityRequest")
-_ERROR = an_answer("TeiError", "What is wrong, and its kind.", "error", "error_type")
+_ERROR = an_answer("TeiError", "A message, and the kind of the error.", "error", "error_type")
 # The replies to bodies that cannot be read, in addition to the replies of `refuse`. 422 may be plain text (declared
 # here) or JSON (from `refuse`).
 _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
-    "400": ("The body is no JSON, or a text is empty", {"text/plain": STRING, JSON: _ERROR}),
+    "400": ("The body is not JSON, or a text is empty", {"text/plain": STRING, JSON: _ERROR}),
     "415": ("The content type is not application/json", {"text/plain": STRING}),
     "422": ("A field is wrong, or a text is too long", {"text/plain": STRING}),
-    "424": ("The model is of another kind, or has failed", {JSON: _ERROR}),
+    "424": ("The route does not support this kind of model, or the model has failed", {JSON: _ERROR}),
 }
 
 
@@ -105,15 +115,19 @@ TEI = ContractRoutes(
         _route("/embed", EmbedContract, _about("Vectors of texts", _VECTORS, _EMBED)),
         _route("/embed_all", EmbedAllContract, _about("Vectors of all tokens", an_array(_VECTORS), _EMBED_ALL)),
         _route("/embed_sparse", EmbedSparseContract, _about("Sparse vectors of texts", _SPARSE, _EMBED_ALL)),
-        _route("/rerank", RerankContract, _about("Texts by their scores", _RANKS, _RERANK), with_field="texts"),
+        _route(
+            "/rerank", RerankContract, _about("Texts in the order of their scores", _RANKS, _RERANK), with_field="texts"
+        ),
         _route("/predict", PredictContract, _about("Labels of texts", _PREDICTIONS, _PREDICT)),
-        _route("/similarity", SimilarityContract, _about("Cosines of texts", an_array(_NUMBER), _SIMILARITY)),
+        _route(
+            "/similarity", SimilarityContract, _about("Cosine similarities of texts", an_array(_NUMBER), _SIMILARITY)
+        ),
         GenerationRoute(
             path="/",
             contract=RootContract,
             models="pooling",
             about=_about(
-                "The route for the kind of the model: /embed, /rerank or /predict",
+                "The same as /embed, /embed_sparse, /rerank, /predict or /similarity, by model and body",
                 either([_VECTORS, _RANKS, _PREDICTIONS]),
                 either([_EMBED, _RERANK, _PREDICT, _SIMILARITY]),
             ),

@@ -126,25 +126,26 @@ class TgiContract:
 _BODY = struct(TgiRequest, "TgiRequest")
 _ANSWER = an_answer(
     "TgiAnswer",
-    "details, where asked for: finish_reason, generated_tokens, seed, prefill, tokens, top_tokens, best_of_sequences.",
+    "`details`, if the request asks for them: finish_reason, generated_tokens, seed, prefill, tokens, top_tokens, "
+    "best_of_sequences.",
     *("generated_text", "details"),
 )
 _EVENT = an_answer(
     "TgiEvent",
-    "One for each token, which has id, text, logprob and special. The last one has generated_text and details.",
+    "An event for each token, with its id, text, logprob and special. The last event has generated_text and details.",
     *("index", "token", "top_tokens", "generated_text", "details"),
 )
 _TOKENS = an_array(
-    an_answer("TgiToken", "A token and the bytes of the text from which it is.", "id", "text", "start", "stop")
+    an_answer("TgiToken", "A token, and its position in the bytes of the text.", "id", "text", "start", "stop")
 )
-_ERROR = an_answer("TgiError", "What is wrong, and its kind.", "error", "error_type")
+_ERROR = an_answer("TgiError", "A message, and the kind of the error.", "error", "error_type")
 # The replies to bodies that cannot be read, in addition to the replies of `refuse`. 422 may be plain text (declared
 # here) or JSON (from `refuse`).
 _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
-    "400": ("The body is no JSON", {"text/plain": STRING}),
+    "400": ("The body is not JSON", {"text/plain": STRING}),
     "415": ("The content type is not application/json", {"text/plain": STRING}),
     "422": (
-        "A parameter is wrong, the prompt is too long, or the template does not take the messages",
+        "A parameter is wrong, the prompt is too long, or the chat template refuses the messages",
         {"text/plain": STRING},
     ),
 }
@@ -186,7 +187,7 @@ TGI = ContractRoutes(
         _generation_route(
             "/",
             partial(TgiContract, streams=None),
-            "Generate text; events with `stream`",
+            "Generate text; with `stream`, as events",
             {JSON: an_array(_ANSWER), EVENTS: _EVENT},
             queued=False,  # The body decides whether a refusal is a JSON object or an event.
             models="generating",

@@ -92,7 +92,7 @@ _BODY = an_object(
         "parameters": an_object(
             _SAMPLING,
             additionalProperties={"type": _SCALARS},
-            description="Sampling parameters by vLLM's names. They may also be beside `parameters`, in the body.",
+            description="Sampling parameters with vLLM's names. The body may also have them next to `parameters`.",
         ),
     },
     "text_input",
@@ -100,11 +100,12 @@ _BODY = an_object(
 )
 _RESPONSE = an_answer(
     "TritonResponse",
-    "The text; in a stream, the new part of the text. Arrays if n is above 1. The return_ inputs add the other fields.",
+    "`text_output` is the text, or in a stream the new part of the text. With n above 1, outputs are arrays. The "
+    "inputs whose names begin with return_ add the other fields.",
     *("id", "model_name", "model_version", "text_output", "finish_reason", "cumulative_logprob", "logprobs"),
     *("num_input_tokens", "num_output_tokens", "cum_log_probs", "output_log_probs"),
 )
-_ERROR = an_answer("TritonError", "What is wrong.", "error")
+_ERROR = an_answer("TritonError", "A message.", "error")
 _INDEX = an_object({"ready": {"type": "boolean", "default": False, "description": "List only models that are ready."}})
 
 
@@ -121,7 +122,7 @@ def _probe(question: str) -> Operation:
     return Operation(summary=question, answers={"200": ("Yes", {}), "400": ("No", {JSON: {}})})
 
 
-_INFER = Operation(summary="Tensors (KServe): vectors of texts, for embedding models")
+_INFER = Operation(summary="Vectors of texts, as tensors; only for embedding models (KServe)")
 _MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:int}")
 
 
@@ -148,7 +149,7 @@ _ROUTES: tuple[Route, ...] = (
     *_generates("/generate", "Generate text (Triton)", JSON),
     *_generates("/generate_stream", "Generate text as server-sent events, one for each response (Triton)", EVENTS),
     InfoRoute.of_all("/v2", model.server_metadata, about=_about("Server metadata (KServe)")),
-    InfoRoute.of_all("/v2/health/live", model.live, about=_probe("Does the server live? (KServe)")),
+    InfoRoute.of_all("/v2/health/live", model.live, about=_probe("Does the server run? (KServe)")),
     InfoRoute.of_all("/v2/health/ready", model.ready, about=_probe("Is the server ready? (KServe)")),
     InfoRoute.of_all("/v2/models/stats", model.statistics, about=_about("Statistics of all models (Triton)")),
     *_of_model("", model.metadata, _about("Model metadata (KServe)")),
@@ -188,13 +189,13 @@ _ROUTES: tuple[Route, ...] = (
         path="/v2/repository/models/{model}/load",
         answer=model.load,
         methods=("POST",),
-        about=_about("Load a model; succeeds for the model that is served already (Triton)", None),
+        about=_about("Load a model; succeeds only for a model that is already served (Triton)", None),
     ),
     InfoRoute(
         path="/v2/repository/models/{model}/unload",
         answer=model.unload,
         methods=("POST",),
-        about=_about("Unload a model; refused for the served one (Triton)", None),
+        about=_about("Unload a model; refused for a model that is served (Triton)", None),
     ),
 )
 
