@@ -1060,8 +1060,14 @@ _NUMBER = frozenset({"number", "integer"})
 _HELD = "held"
 _VALUES = "held, except for integers that a double cannot represent"
 _BOUND = "rounded inward to a double within 64 bits; for `number`, an exclusive bound moves inward by at least 1e-9"
-_COUNTED = "all choices of named members, up to 128; not if two or more other members are required"
-_DEPENDS = "`anyOf` of two cases: the member is missing, or the rest holds; up to 7 members, because the cases multiply"
+_LEAST = (
+    "all choices of the optional members, up to 128; if unnamed members are allowed, only a minimum of up "
+    "to one above the number of required members"
+)
+_MOST = "all choices of the optional members, up to 128; not if both optional and unnamed members are allowed"
+_DEPENDS = (
+    "`anyOf` of two cases: the member is missing, or its condition holds; up to 7 members, because the cases multiply"
+)
 # All other keywords are annotations, or belong to a keyword here (`then`, `else`, `minContains`, `$defs`, `$anchor`).
 KEYWORDS: Mapping[str, Keyword] = {
     "type": Keyword(_Rewriter._type, _HELD),
@@ -1074,7 +1080,9 @@ KEYWORDS: Mapping[str, Keyword] = {
     "multipleOf": Keyword(_Rewriter._multiple, _HELD, _NUMBER),
     "minLength": Keyword(_Rewriter._size, _HELD, _STRING),
     "maxLength": Keyword(_Rewriter._size, _HELD, _STRING),
-    "pattern": Keyword(_Rewriter._pattern, "look-arounds and `\\b` become plain patterns; no back references", _STRING),
+    "pattern": Keyword(
+        _Rewriter._pattern, "look-arounds and `\\b` become plain patterns, if possible; no back references", _STRING
+    ),
     "format": Keyword(
         _Rewriter._format, "the standard's formats, except `regex` and `idn-*`; others have no effect", _STRING
     ),
@@ -1084,37 +1092,47 @@ KEYWORDS: Mapping[str, Keyword] = {
     "minItems": Keyword(_Rewriter._size, _HELD, _ARRAY),
     "maxItems": Keyword(_Rewriter._size, _HELD, _ARRAY),
     "uniqueItems": Keyword(
-        _Rewriter._unique, "all orders of up to 4 values, because a grammar cannot remember more", _ARRAY
+        _Rewriter._unique,
+        "all orders of up to 4 possible values, because a grammar cannot remember which values occurred",
+        _ARRAY,
     ),
-    "contains": Keyword(_Rewriter._contains, "all places of the required item among up to 7 items", _ARRAY),
+    "contains": Keyword(
+        _Rewriter._contains,
+        "all positions of one required item, if `maxItems` is at most 7; not with `maxContains` or a `minContains` "
+        "above 1",
+        _ARRAY,
+    ),
     "properties": Keyword(_Rewriter._properties, _HELD, _OBJECT),
     "required": Keyword(_Rewriter._required, _HELD, _OBJECT),
     "patternProperties": Keyword(_Rewriter._pattern_properties, "held if no name can match two patterns", _OBJECT),
     "additionalProperties": Keyword(_Rewriter._additional, _HELD, _OBJECT),
-    "propertyNames": Keyword(
-        _Rewriter._names_of_members, "`patternProperties`, or `properties` for an `enum`", _OBJECT
-    ),
-    "minProperties": Keyword(_Rewriter._member_count, _COUNTED, _OBJECT),
-    "maxProperties": Keyword(_Rewriter._member_count, _COUNTED, _OBJECT),
+    "propertyNames": Keyword(_Rewriter._names_of_members, "as `patternProperties`; an `enum` as `properties`", _OBJECT),
+    "minProperties": Keyword(_Rewriter._member_count, _LEAST, _OBJECT),
+    "maxProperties": Keyword(_Rewriter._member_count, _MOST, _OBJECT),
     "dependentRequired": Keyword(_Rewriter._dependent, _DEPENDS, _OBJECT),
     "dependentSchemas": Keyword(_Rewriter._dependent, _DEPENDS, _OBJECT),
     "dependencies": Keyword(_Rewriter._dependent, _DEPENDS, _OBJECT),
-    "if": Keyword(_Rewriter._if, "`anyOf` of two cases: `if` and `then`, or the opposite of `if` and `else`"),
+    "if": Keyword(_Rewriter._if, "`anyOf` of two cases: `if` with `then`, or the negation of `if` with `else`"),
     "not": Keyword(
-        _Rewriter._not, "the opposite, if it can be expressed; `items`, `format`, `oneOf` and others have none"
+        _Rewriter._not, "the negation, if it can be expressed; `items`, `format`, `oneOf` and others have no negation"
     ),
     "allOf": Keyword(_Rewriter._all_of, _HELD),
     "anyOf": Keyword(_Rewriter._any_of, _HELD),
-    "oneOf": Keyword(_Rewriter._any_of, "`anyOf`, each branch with the negation of the branches that it overlaps"),
+    "oneOf": Keyword(
+        _Rewriter._any_of,
+        "`anyOf`, in which each branch is combined with the negations of the branches that it overlaps",
+    ),
     "unevaluatedProperties": Keyword(
         _Rewriter._evaluated,
-        "`additionalProperties` beside `allOf` and `$ref`, not beside choices",
+        "as `additionalProperties`, also with `allOf` and `$ref`; not with `anyOf`, `oneOf`, `if` and the like",
         _OBJECT,
     ),
-    "unevaluatedItems": Keyword(_Rewriter._evaluated, "`items`; not beside other schemas", _ARRAY),
-    "$ref": Keyword(_Rewriter._reference, "within the schema"),
-    "$dynamicRef": Keyword(_Rewriter._reference, "`$ref`, if the anchor is there once"),
-    "$recursiveRef": Keyword(_Rewriter._reference, "`$ref`, if the anchor is there once"),
+    "unevaluatedItems": Keyword(
+        _Rewriter._evaluated, "as `items`; not with `contains`, `allOf`, `anyOf`, `$ref` and the like", _ARRAY
+    ),
+    "$ref": Keyword(_Rewriter._reference, "references within the schema"),
+    "$dynamicRef": Keyword(_Rewriter._reference, "as `$ref`, if the anchor occurs once"),
+    "$recursiveRef": Keyword(_Rewriter._reference, "as `$ref`, if the anchor occurs once"),
 }
 # Keywords that llguidance enforces only sometimes or never. Other keywords can express them.
 _EXPRESSED = frozenset(
