@@ -10,7 +10,7 @@
 # GPU_PROOF_RESULTS: the directory to which results are written as they arrive: PART.xml (JUnit), samples.json,
 # benchmarks.md, and summary.md with rows for docs/status.md. Default: build/gpu-proof.
 # GPU_PROOF_KERNELS: the directory that keeps compiled kernels between parts and runs. Default: build/gpu-kernels.
-# GPU_PROOF_ON_CPU=1 runs everything on the CPU with small numbers, to check that the script works.
+# GPU_PROOF_ON_CPU=1 runs everything on the CPU, with fewer and shorter requests, to check that the script works.
 #
 # Exit status: 1 if something failed or this machine lacks something; otherwise 3 if a limit left something out, or 0.
 set -eu
