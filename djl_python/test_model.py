@@ -357,8 +357,13 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model-dir", default=".", help="the model directory")
     parser.add_argument("--entry-point", default="model.py", help="the handler's file in the model directory")
     parser.add_argument("--handler", default="handle", help="the function to call")
-    parser.add_argument("--input", nargs="+", default=["input.txt"], help="[key=]file or text, one or more")
-    parser.add_argument("--parameters", nargs="+", help="properties of the request, k=v")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        default=["input.txt"],
+        help="contents of the request: [key=]FILE or [key=]TEXT, one or more",
+    )
+    parser.add_argument("--parameters", nargs="+", help="properties of the request, each KEY=VALUE")
     options = parser.parse_args(arguments)
     inputs = create_request(options.input, options.parameters)
     inputs.function_name = options.handler

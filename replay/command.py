@@ -33,49 +33,66 @@ _TARGETS = "expected http://host:port or the name of a SageMaker endpoint"
 
 def replay(
     source: Annotated[str, typer.Argument(help="A file or folder of recorded requests, or s3://bucket/folder.")],
-    to: Annotated[str, typer.Option("--to", help="URL, or SageMaker endpoint, of the server that is judged.")],
-    against: Annotated[str | None, typer.Option(help="URL, or SageMaker endpoint, of the old server.")] = None,
-    recorded: Annotated[bool, typer.Option("--recorded", help="Compare with the answers in the source.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Directory of the results and the report.")
+    to: Annotated[str, typer.Option("--to", help="URL of the server to test, or the name of its SageMaker endpoint.")],
+    against: Annotated[
+        str | None,
+        typer.Option(help="URL of the old server, or the name of its SageMaker endpoint. Its answers are compared."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the directory of --output.")] = False,
-    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests that run together.")] = 4,
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Requests a second, at most.")] = None,
-    as_recorded: Annotated[bool, typer.Option("--as-recorded", help="Send at the recorded intervals.")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Send only so many requests.")] = None,
-    sample: Annotated[float, typer.Option(min=0.0, max=1.0, help="Part of the requests, chosen by their ids.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Another number chooses another sample.")] = 0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a whole answer.")] = 300.0,
-    header: Annotated[list[str] | None, typer.Option(help="'Name: value' for both servers; repeatable.")] = None,
-    to_header: Annotated[list[str] | None, typer.Option(help="'Name: value' for --to; repeatable.")] = None,
-    against_header: Annotated[list[str] | None, typer.Option(help="'Name: value' for --against; repeatable.")] = None,
+    recorded: Annotated[bool, typer.Option("--recorded", help="Compare with the recorded answers in SOURCE.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Directory for the results and the report.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run whose results are in --output.")] = False,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=1024, help="Maximum number of requests that run at the same time.")
+    ] = 4,
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Maximum number of requests per second.")] = None,
+    as_recorded: Annotated[
+        bool, typer.Option("--as-recorded", help="Send the requests at the recorded intervals.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests to send.")] = None,
+    sample: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Fraction of the requests to send. Their ids decide which requests.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of --sample: another number chooses other requests.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Maximum seconds for a whole answer.")] = 300.0,
+    header: Annotated[
+        list[str] | None, typer.Option(help="'Name: value': a header for both servers; repeatable.")
+    ] = None,
+    to_header: Annotated[list[str] | None, typer.Option(help="'Name: value': a header for --to; repeatable.")] = None,
+    against_header: Annotated[
+        list[str] | None, typer.Option(help="'Name: value': a header for --against; repeatable.")
+    ] = None,
     pass_header: Annotated[
-        list[str] | None, typer.Option(help="Name of a recorded header that no contract knows, to send it; repeatable.")
+        list[str] | None,
+        typer.Option(help="Name of a recorded header to send although no contract knows it; repeatable."),
     ] = None,
     management: Annotated[
-        bool, typer.Option("--management", help="Send requests that change the server, too, such as its adapters.")
+        bool, typer.Option("--management", help="Also send requests that change the server, for example its adapters.")
     ] = False,
-    path: Annotated[str, typer.Option(help="Path of requests whose record has none.")] = "/invocations",
+    path: Annotated[str, typer.Option(help="Path of the requests whose records have no path.")] = "/invocations",
     path_map: Annotated[
-        list[str] | None, typer.Option("--map", help="OLD=NEW: the path OLD is NEW on --to; repeatable.")
+        list[str] | None,
+        typer.Option("--map", help="OLD=NEW: send requests for the path OLD to the path NEW of --to; repeatable."),
     ] = None,
     component: Annotated[
-        str | None, typer.Option(help="Inference component of the SageMaker endpoint of --to.")
+        str | None, typer.Option(help="Inference component to call on the SageMaker endpoint --to.")
     ] = None,
     against_component: Annotated[
-        str | None, typer.Option(help="Inference component of the SageMaker endpoint of --against.")
+        str | None, typer.Option(help="Inference component to call on the SageMaker endpoint --against.")
     ] = None,
-    region: Annotated[str | None, typer.Option(help="AWS's region.")] = None,
-    profile: Annotated[str | None, typer.Option(help="AWS's profile.")] = None,
+    region: Annotated[str | None, typer.Option(help="AWS region.")] = None,
+    profile: Annotated[str | None, typer.Option(help="Profile of the AWS credentials.")] = None,
     other_model: Annotated[
         bool, typer.Option("--other-model", help="The models differ: compare no texts and no numbers of tokens.")
     ] = False,
-    redact: Annotated[bool, typer.Option("--redact", help="Keep texts out of the results and the report.")] = False,
+    redact: Annotated[
+        bool, typer.Option("--redact", help="Leave texts of prompts and answers out of the results and the report.")
+    ] = False,
 ) -> None:
-    """Send recorded requests to a server, and compare its answers with another server's or with the recorded ones.
+    """Send recorded requests to a server, and compare its answers with recorded answers or another server's answers.
 
-    Ends with 0 if the documentation explains every difference, else with 1, and with 2 for wrong options.
+    Exit codes: 0 if the documentation explains every difference, 2 for wrong options, 130 if interrupted, else 1.
     """
     if (against is None) == (not recorded):
         raise typer.BadParameter("give one of --against and --recorded", param_hint="--against")

@@ -22,24 +22,26 @@ _WIDEST = 32  # The widest column, in characters.
 
 
 def explain(
-    file: Annotated[str, typer.Argument(help="File with the body of a request; - is standard input.")],
+    file: Annotated[str, typer.Argument(help="File with the body of a request, or - for standard input.")],
     path: Annotated[str, typer.Option(help="Path of the request.")] = "/invocations",
     to: Annotated[
-        str, typer.Option("--to", help="URL, or SageMaker endpoint, of the server.")
+        str, typer.Option("--to", help="URL of the server, or the name of its SageMaker endpoint.")
     ] = "http://localhost:8080",
-    header: Annotated[list[str] | None, typer.Option(help="'Name: value' to send; repeatable.")] = None,
+    header: Annotated[list[str] | None, typer.Option(help="'Name: value': a header to send; repeatable.")] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="SLIPWAY_API_KEY", help="Key of the server, if it asks for one.")
+        str | None, typer.Option(envvar="SLIPWAY_API_KEY", help="API key, if the server requires one.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the explanation as JSON.")] = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for the whole answer.")] = 60.0,
-    component: Annotated[str | None, typer.Option(help="Inference component of the SageMaker endpoint.")] = None,
-    region: Annotated[str | None, typer.Option(help="AWS's region.")] = None,
-    profile: Annotated[str | None, typer.Option(help="AWS's profile.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Maximum seconds for the whole answer.")] = 60.0,
+    component: Annotated[
+        str | None, typer.Option(help="Inference component to call on the SageMaker endpoint.")
+    ] = None,
+    region: Annotated[str | None, typer.Option(help="AWS region.")] = None,
+    profile: Annotated[str | None, typer.Option(help="Profile of the AWS credentials.")] = None,
 ) -> None:
     """Show how a server reads a request. Nothing is generated.
 
-    Ends with 0, with 1 if the server refuses the request or gives no answer, and with 2 for wrong options.
+    Exit codes: 1 if the server refuses the request or gives no explanation, 2 for wrong options, else 0.
     """
     if not path.startswith("/"):
         raise typer.BadParameter(f"is {path!r}; expected a path that begins with /", param_hint="--path")

@@ -26,10 +26,13 @@ _POLL_SECONDS = 0.1
 
 def blackbox(
     url: Annotated[
-        str, typer.Option("--url", help="The server, or its listener for the management API.")
+        str, typer.Option("--url", help="URL of the server, or of its listener for the management API.")
     ] = "http://127.0.0.1:8080",
-    api_key: Annotated[str | None, typer.Option("--api-key", help="A key, if the server has keys.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", help="API key, if the server requires one.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to which the black box is written. Default: standard output."),
+    ] = None,
 ) -> None:
     """Print the black box of a running server: stacks, calls in flight, steps of the engine, memory, settings."""
     address = _parsed(url)

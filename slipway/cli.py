@@ -42,7 +42,7 @@ app.command()(blackbox)
 
 @app.command()
 def sample_model() -> None:
-    """Prepare the sample model, if need be, and print its directory."""
+    """Create the sample model if it does not exist, and print its directory."""
     from container.sources.sample_model import SampleModelError, prepare
 
     logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)

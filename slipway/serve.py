@@ -42,7 +42,10 @@ Port = Annotated[int | None, typer.Option("--port", "-p", help="Port to listen o
 Host = Annotated[str | None, typer.Option("--host", help="Address to listen on.", show_default="0.0.0.0")]
 ApiKeys = Annotated[
     list[str] | None,
-    typer.Option("--api-key", help="A key that callers need, beside SERVING_API_KEYS_FILE; repeatable."),
+    typer.Option(
+        "--api-key",
+        help="API key, in addition to those in SERVING_API_KEYS_FILE. Each caller needs one of the keys. Repeatable.",
+    ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Log all lines of vLLM and other libraries.")]
 
@@ -64,7 +67,7 @@ def serve(
     capture: Capture = None,
     verbose: Verbose = False,
 ) -> None:
-    """Serve a model until told to stop."""
+    """Serve a model until SIGTERM or Ctrl-C."""
     startup = read_startup(
         model_dir,
         port,
@@ -134,9 +137,9 @@ def config(
     port: Port = None,
     host: Host = None,
     model_name: ModelName = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     gpus: Annotated[
-        str | None, typer.Option("--gpus", help="Plan for another machine: its GPUs, such as 4x24GiB.", metavar="GPUS")
+        str | None, typer.Option("--gpus", help="GPUs of another machine to plan for, such as 4x24GiB.", metavar="GPUS")
     ] = None,
 ) -> None:
     """Show the effective settings and their sources, the parsers of the models, and the GPUs that the models take."""

@@ -31,21 +31,33 @@ LocalEndpoints = Annotated[
     list[str] | None,
     typer.Option(help="Serve SageMaker's runtime API as well, for an endpoint of this name; repeatable."),
 ]
-Adapters = Annotated[list[str] | None, typer.Option(help="An inference component that is an adapter; repeatable.")]
+Adapters = Annotated[
+    list[str] | None, typer.Option(help="Name of an inference component that stands for a LoRA adapter; repeatable.")
+]
 Components = Annotated[
-    list[str] | None, typer.Option(help="An inference component that is the base model; repeatable.")
+    list[str] | None, typer.Option(help="Name of an inference component that stands for the base model; repeatable.")
 ]
 
 AsyncOutput = Annotated[
-    str | None, typer.Option(help="s3:// folder for the answers of asynchronous calls; implies S3, unless --s3-folder.")
+    str | None,
+    typer.Option(
+        help="s3:// folder for the answers of asynchronous calls. Without --s3-folder, it is a folder in the real S3."
+    ),
 ]
-AsyncFailures = Annotated[str | None, typer.Option(help="s3:// folder for their failures; default: that of answers.")]
+AsyncFailures = Annotated[
+    str | None,
+    typer.Option(help="s3:// folder for the failures of asynchronous calls. Default: the folder of the answers."),
+]
 S3Folder = Annotated[
-    Path | None, typer.Option(help="Directory that stands for S3: s3://bucket/key is its file bucket/key.")
+    Path | None,
+    typer.Option(help="Directory that takes the place of S3: s3://bucket/key is the file bucket/key in it."),
 ]
 Capture = Annotated[
     Path | None,
-    typer.Option(help="Directory for the requests and answers. Of a local endpoint they are in SageMaker's form."),
+    typer.Option(
+        help="Directory in which requests and answers are recorded. Calls of a local endpoint have the form of "
+        "SageMaker's data capture."
+    ),
 ]
 
 
@@ -106,7 +118,7 @@ def local(
     port: Annotated[int, typer.Option("--port", "-p", min=1, max=65535, help="Port to listen on.")] = 8080,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     endpoint_name: Annotated[
-        list[str], typer.Option("--endpoint-name", "-e", help="An endpoint's name; repeatable.")
+        list[str], typer.Option("--endpoint-name", "-e", help="Name of an endpoint; repeatable.")
     ] = ["my-endpoint"],  # noqa: B006
     component: Components = None,
     adapter: Adapters = None,
@@ -115,18 +127,21 @@ def local(
     s3_folder: S3Folder = None,
     capture: Capture = None,
     max_payload_mb: Annotated[
-        int, typer.Option(min=1, max=1024, help="MiB of a request's body and of an answer.")
+        int, typer.Option(min=1, max=1024, help="Maximum size of a request's body, and of a whole answer, in MiB.")
     ] = 25,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until the container has to answer.")] = 60.0,
-    stream_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a stream has to be complete.")] = 480.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Maximum seconds until an answer is complete, or a stream begins.")
+    ] = 60.0,
+    stream_timeout: Annotated[float, typer.Option(min=0.1, help="Maximum seconds until a stream is complete.")] = 480.0,
     allowed_hosts: Annotated[
         str,
         typer.Option(
-            envvar="SERVING_ALLOWED_HOSTS", help="Further names under which browsers may reach it, with commas between."
+            envvar="SERVING_ALLOWED_HOSTS",
+            help="Further host names under which browsers may reach this server, separated by commas.",
         ),
     ] = "",
 ) -> None:
-    """Serve SageMaker's runtime API on this machine, in front of a container that runs already."""
+    """Serve SageMaker's runtime API on this machine, in front of a running container."""
     import uvloop
 
     if not is_server_url(container):

@@ -44,13 +44,13 @@ def ray(
     max_replicas: Annotated[int | None, typer.Option(min=1, help="Largest number of replicas.")] = None,
     target: Annotated[
         float | None,
-        typer.Option(min=0.01, help="Average number of requests of a replica that scaling aims at. Default: 16."),
+        typer.Option(min=0.01, help="Average number of requests per replica at which autoscaling aims. Default: 16."),
     ] = None,
     upscale_delay: Annotated[
-        float | None, typer.Option(min=0, help="Seconds before replicas are added. Default: 10.")
+        float | None, typer.Option(min=0, help="Seconds of higher load before replicas are added. Default: 10.")
     ] = None,
     downscale_delay: Annotated[
-        float | None, typer.Option(min=0, help="Seconds before replicas are removed. Default: 300.")
+        float | None, typer.Option(min=0, help="Seconds of lower load before replicas are removed. Default: 300.")
     ] = None,
     gpus: Annotated[
         int | None,
@@ -67,8 +67,9 @@ def ray(
         typer.Option(
             min=16,
             max=8192,
-            help="Send requests whose bodies begin with the same bytes, this many, to the same replica. "
-            "Default: to the replica with the fewest requests.",
+            help="Send requests to the same replica if the first bytes of their bodies are equal. The value is the "
+            "number of bytes. Default: send each request to the replica with the fewest connections. Not with "
+            "--address or --print-config.",
         ),
     ] = None,
     env: Annotated[

@@ -48,12 +48,15 @@ Region = Annotated[str | None, typer.Option(help="AWS region. Default: AWS_REGIO
 Profile = Annotated[str | None, typer.Option(help="Profile of the AWS credentials.")]
 ComponentName = Annotated[
     str | None,
-    typer.Option("--component", help="Inference component. The model's component has the name of the endpoint."),
+    typer.Option(
+        "--component", help="Name of an inference component. The model's component has the name of the endpoint."
+    ),
 ]
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Print the template, the plan of the GPUs and, if there are AWS credentials, the changes."
+        "--dry-run",
+        help="Change nothing. Print the template, the plan of the GPUs and, if there are AWS credentials, the changes.",
     ),
 ]
 
@@ -62,16 +65,23 @@ File = Annotated[Path | None, typer.Argument(help="TOML file with the configurat
 EndpointName = Annotated[str | None, typer.Option(help="Name of the endpoint.")]
 Model = Annotated[str | None, typer.Option(help="Hub id, s3:// prefix, or s3:// archive.")]
 Upload = Annotated[
-    str | None, typer.Option(help="Local directory. It is uploaded first, to the s3:// prefix that is the model.")
+    str | None,
+    typer.Option(help="Local directory with the model. It is first uploaded to the s3:// prefix that --model names."),
 ]
 Image = Annotated[str | None, typer.Option(help="Image in ECR.")]
-Push = Annotated[str | None, typer.Option(help="Local image. docker pushes it first, as the image in ECR.")]
+Push = Annotated[
+    str | None, typer.Option(help="Local image. docker first pushes it to ECR, under the name that --image has.")
+]
 Role = Annotated[str | None, typer.Option(help="ARN of the execution role. Default: the stack creates a role.")]
 InstanceType = Annotated[str | None, typer.Option(help="Instance type, such as ml.g6e.xlarge.")]
-Env = Annotated[list[str] | None, typer.Option(help="NAME=VALUE: an environment variable. Repeatable.")]
+Env = Annotated[
+    list[str] | None, typer.Option(help="NAME=VALUE: an environment variable of the container. Repeatable.")
+]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="FIELD=VALUE: any other field, as in TOML, such as autoscaling.max=4. Repeatable."),
+    typer.Option(
+        "--set", help="FIELD=VALUE: any other field of the configuration, such as autoscaling.max=4. Repeatable."
+    ),
 ]
 
 
@@ -237,25 +247,25 @@ def invoke(
     prompt: Annotated[str, typer.Option(help="Prompt.")] = "",
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens of the answer.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in the answer.")] = 256,
     component: ComponentName = None,
-    body: Annotated[str | None, typer.Option(help="JSON of the request, in place of a prompt.")] = None,
+    body: Annotated[str | None, typer.Option(help="Body of the request as JSON, in place of a prompt.")] = None,
     route: Annotated[
         str | None, typer.Option(help="Route of the container that answers, such as /generate. Default: /invocations.")
     ] = None,
     asynchronous: Annotated[
         bool, typer.Option("--async", help="Call an asynchronous endpoint, and wait until S3 has the answer.")
     ] = False,
-    wait: Annotated[int, typer.Option(min=0, help="Seconds to wait for the answer of --async.")] = 900,
+    wait: Annotated[int, typer.Option(min=0, help="Maximum seconds to wait for the answer with --async.")] = 900,
     input_location: Annotated[
         str | None,
         typer.Option(
-            help="s3:// object with the request, for an asynchronous endpoint. Without --async, prints the answer's "
-            "location."
+            help="s3:// object with the request, for an asynchronous endpoint. Without --async, only the location of "
+            "the answer is printed."
         ),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="Key of a server other than AWS that was started with API keys.")
+        str | None, typer.Option(help="API key, for a server other than AWS that requires API keys.")
     ] = None,
     region: Region = None,
     profile: Profile = None,
@@ -301,7 +311,9 @@ def _check_asynchronous(request: bytes, location: str | None, stream: bool, comp
 
 def logs(
     name: Name,
-    since: Annotated[int, typer.Option(min=1, help="Show records of the last so many minutes.")] = 60,
+    since: Annotated[
+        int, typer.Option(min=1, help="Number of minutes up to now from which log records are shown.")
+    ] = 60,
     component: ComponentName = None,
     region: Region = None,
     profile: Profile = None,
