@@ -19,7 +19,7 @@ from handlers.custom.settings import HANDLER_SETTINGS, MAX_WORKERS, MIN_WORKERS
 from handlers.lmi.settings import RERANKING
 from handlers.model_config import GROUPS, ModelConfig
 
-_OFFLOADING = "`option.kv_offloading_size=<GiB of a copy's GPUs>` keeps KV cache in main memory"
+_OFFLOADING = "`option.kv_offloading_size=<GiB for all GPUs of a copy>` keeps KV cache in main memory"
 # For an engine, each worker is a copy of the model. The default numbers depend on the engine's GPUs.
 COPIES = (replace(MIN_WORKERS, default=None), replace(MAX_WORKERS, default=None))
 # The settings for the workers of a custom handler. An engine has no such workers.

@@ -285,10 +285,10 @@ NAMES_OR_NONE = Parser(lambda text: _names(text) if text else (), NAMES.allowed)
 NETWORKS = Parser(_networks, "networks such as 10.0.0.0/8, with commas between")
 ADAPTERS = Parser(
     _adapters,
-    "name=path, further ones after a blank or a comma, or JSON objects with name and path",
+    "name=path (blanks or commas separate several of them), or JSON objects with name and path",
     writes_json=True,
 )
-ASSIGNMENTS = Parser(_assignments, "NAME=value, further ones after a comma")
+ASSIGNMENTS = Parser(_assignments, "NAME=value (commas separate several of them)")
 MILLISECONDS = Parser(
     lambda text: int(integer(0, _LONGEST * 1000).convert(text)) / 1000,
     f"milliseconds, an integer from 0 to {_LONGEST * 1000}",
