@@ -134,8 +134,10 @@ def main(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     concurrency: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "",
-    seconds: Annotated[float, typer.Option(help="Each run starts requests for so many seconds.")] = 4.0,
-    timeout: Annotated[float, typer.Option(help="Seconds until a run ends. Unfinished requests are errors.")] = 90.0,
+    seconds: Annotated[float, typer.Option(help="Seconds in which a run starts requests.")] = 4.0,
+    timeout: Annotated[
+        float, typer.Option(help="Maximum seconds of a run. Requests that are unfinished then count as errors.")
+    ] = 90.0,
     peers: Annotated[
         str,
         typer.Option(
@@ -146,7 +148,7 @@ def main(
         str, typer.Option(help=f"Contracts of the requests to Slipway, separated by commas: {', '.join(CONTRACTS)}.")
     ] = "",
     time_limit: Annotated[
-        float, typer.Option(help="Seconds after which no load starts. Limits the number of rounds.")
+        float, typer.Option(help="Seconds after which no further load starts. This limits the number of rounds.")
     ] = math.inf,
     quick: Annotated[
         bool, typer.Option("--quick", help="Make one short round with 8 and 32 clients, as a trial.")

@@ -658,8 +658,8 @@ def cell(result: str) -> str:
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help="Arguments of vLLM; all without one.")] = None,
-    page: Annotated[Path, typer.Option(help="The page whose table gets the results.")] = PAGE,
+    names: Annotated[list[str] | None, typer.Argument(help="Arguments of vLLM to try. Default: all.")] = None,
+    page: Annotated[Path, typer.Option(help="Page whose table gets the results.")] = PAGE,
 ) -> None:
     """Try arguments of vLLM, and write down what came of them."""
     new = {name: cell(f"not tried: it {trial}") for name, trial in TRIALS.items() if isinstance(trial, str)}

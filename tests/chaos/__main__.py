@@ -192,14 +192,19 @@ def report_of(stage: Stage, seed: int, actions: list[str], seconds: float) -> Re
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=float, help="at most; 1, or no limit with --answers")
-    parser.add_argument("--answers", type=float, default=math.inf, help="go on until there are so many whole answers")
-    parser.add_argument("--pause", type=float, default=1.0, help="seconds between two actions, at most")
+    parser.add_argument("--minutes", type=float, help="time limit; default: 1, or no limit with --answers")
+    parser.add_argument("--answers", type=float, default=math.inf, help="stop after this number of whole answers")
+    parser.add_argument("--pause", type=float, default=1.0, help="maximum seconds between two actions")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--stall-timeout", type=float, default=STALL_TIMEOUT, help="longer where others are busy")
+    parser.add_argument(
+        "--stall-timeout",
+        type=float,
+        default=STALL_TIMEOUT,
+        help="SERVING_STALL_TIMEOUT of the server; use more on a busy machine",
+    )
     parser.add_argument("--engine-restarts", type=int, default=0, help="SERVING_ENGINE_RESTART of each server")
-    parser.add_argument("--actions", help="these, such as 'fill:100 kill_engine:0', in the place of random ones")
+    parser.add_argument("--actions", help="actions such as 'fill:100 kill_engine:0', in place of random actions")
     given = parser.parse_args()
     actions = [Action.read(text) for text in given.actions.split()] if given.actions else endless(given.seed)
     minutes = given.minutes or (1.0 if given.answers == math.inf else math.inf)

@@ -74,8 +74,10 @@ CALLS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--answers", type=int, default=1000, help="calls that have to run at a death, in all")
-    parser.add_argument("--clients", type=int, default=512, help="calls at a time")
+    parser.add_argument(
+        "--answers", type=int, default=1000, help="total number of calls that must be running when an engine dies"
+    )
+    parser.add_argument("--clients", type=int, default=512, help="calls at the same time")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     attack = Attack(given.answers, min(given.clients, max(given.answers, 64)), Random(given.seed))

@@ -226,10 +226,17 @@ def _stage(tested: Subject, seed: int) -> Stage:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--requests", type=float, default=math.inf, help="bodies, after which routes have their time")
+    parser.add_argument(
+        "--requests", type=float, default=math.inf, help="maximum number of invalid bodies; then the routes are tried"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--stall-timeout", type=float, default=STALL_TIMEOUT, help="longer where others are busy")
-    parser.add_argument("--no-routes", action="store_true", help="bodies of the contracts alone, without schemathesis")
+    parser.add_argument(
+        "--stall-timeout",
+        type=float,
+        default=STALL_TIMEOUT,
+        help="SERVING_STALL_TIMEOUT of the server; use more on a busy machine",
+    )
+    parser.add_argument("--no-routes", action="store_true", help="send only invalid bodies, and run no schemathesis")
     given = parser.parse_args()
     seconds = 60 * given.minutes
     with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:

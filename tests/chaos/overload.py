@@ -107,7 +107,7 @@ def measure(tested: Subject, contract: Contract, seconds: float, cores: Sequence
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=7.0, help="for all contracts together")
+    parser.add_argument("--minutes", type=float, default=7.0, help="total minutes of all contracts")
     parser.add_argument("--contracts", default=",".join(_MEASURED))
     given = parser.parse_args()
     measured = [contract for contract in CONTRACTS if contract.name in given.contracts.split(",")]

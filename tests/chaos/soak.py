@@ -162,9 +162,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--changes", type=int, default=0, help="deaths of the engine, and loads of other models")
+    parser.add_argument(
+        "--changes", type=int, default=0, help="number of engine deaths, and of loads of another model and an adapter"
+    )
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two samples")
-    parser.add_argument("--out", type=Path, default=Path("build/soak.json"), help="the file")
+    parser.add_argument("--out", type=Path, default=Path("build/soak.json"), help="JSON file for the results")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
         tested = subject(Path(directory), stall_timeout=60.0, engine_restarts=given.changes)
