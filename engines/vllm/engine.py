@@ -382,10 +382,10 @@ class VllmEngine:
                 await self.wait_until_ready()
 
     async def _with_images(self, request: GenerationRequest, token_ids: list[int]) -> Any:
-        """Return vLLM's prompt for text with images. The tokens of an image replace its mark in the text.
+        """Return vLLM's prompt for text with images. The tokens of an image replace its placeholder in the text.
 
         Raises:
-            InvalidRequest: The marks and the images do not match, or the prompt is too long.
+            InvalidRequest: The placeholders and the images do not match, or the prompt is too long.
         """
         marked = TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": list(request.images)})
         try:

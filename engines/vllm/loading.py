@@ -240,7 +240,7 @@ def own_tokenizer(config: ModelConfig) -> Any:
 
 
 def image_mark(llm: AsyncLLM) -> Callable[[int], str] | None:
-    """Return a function that takes the number of an image, and returns its mark (placeholder) in a prompt.
+    """Return a function that takes the number of an image, and returns its placeholder in a prompt.
 
     None if prompts cannot have images.
     """
@@ -249,7 +249,7 @@ def image_mark(llm: AsyncLLM) -> Callable[[int], str] | None:
         return None
     if "image" not in llm.renderer.get_mm_processor().info.supported_mm_limits:
         return None
-    # If a model has no such marks, vLLM itself finds the positions of the images.
+    # If a model has no such placeholders, vLLM itself finds the positions of the images.
     return lambda number: get_model_cls(config).get_placeholder_str("image", number) or ""
 
 

@@ -22,7 +22,7 @@ from tests.live.preloaded import answer_order, result_of
 
 @dataclass(frozen=True)
 class MediaPrompt:
-    """A prompt with the marks of its media, and the media as files in base64."""
+    """A prompt with the placeholders of its media, and the media as files in base64."""
 
     prompt: str
     images: tuple[str, ...] = ()
