@@ -115,7 +115,7 @@ def _shared(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute:
 
 
 class _GenerationHttpRoute(HttpRoute):
-    """A route that generates text, vectors or scores. The path names the model or, in some contracts, the body."""
+    """A route that generates text, vectors or scores. The path or, in some contracts, the body names the model."""
 
     def __init__(self, state: AppState, contract: ContractRoutes, declared: GenerationRoute) -> None:
         super().__init__(state, contract, declared.path)

@@ -242,7 +242,7 @@ class ModelServer:
     async def watch(self) -> None:
         """Watch the engines until the process should exit because of `fail_fast`.
 
-        If watching fails with an internal error, all models are marked as failed.
+        If watching fails with an internal error, all ready models are marked as failed.
         """
         try:
             await self._watch_engines()
@@ -518,8 +518,8 @@ def _exit(code: int) -> None:
 def _kill_children() -> None:
     """Kill all child processes. A cancelled or failed load may have left some, and an immediate exit would leave all.
 
-    multiprocessing's resource trackers are not killed. A tracker exits after the processes that it tracks, and frees
-    their shared memory.
+    multiprocessing's resource trackers are not killed. When all processes that use a tracker have exited, the tracker
+    frees their shared memory, and exits without a signal.
     """
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -16,7 +16,7 @@ from handlers.deadline import HEADER as DEADLINE
 CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
 _MOST_CHARACTERS = 1024  # SageMaker's limit.
 # Maps each reply header that is copied into an attribute to the attribute's name and a short value. The short value is
-# used if the header's value is too long. `#` stands for the whole schema.
+# used if the header's value is too long. `#` stands for the list that has no room.
 _ATTRIBUTES = {
     DEADLINE: (b"X-Slipway-Deadline", b"reached"),
     NOT_HELD.encode(): (b"X-Slipway-Not-Held", b"#"),

@@ -97,7 +97,8 @@ class HttpRoute:
     A subclass finds the model of a request (`find`, `find_by_body`), and answers the request (`answer`).
     """
 
-    by_attribute = False  # Whether the custom attribute `route` may name this route, which then infers or tokenizes.
+    # Whether the custom attribute `route` may name this route. Only routes that infer or process text allow this.
+    by_attribute = False
     # Whether every call needs a place in the model's queue. If True and the queue is full, a long body is not read.
     queued = False
 
@@ -277,8 +278,8 @@ class HttpRoute:
         # If the client left before the end, the call is counted with 499, the status that nginx uses.
         status = reply.status if reply.finished else CLIENT_GONE
         state.counts.count(self.path, status, seconds)
-        # Clients set deadlines, so a reply that ended at its deadline is no error. Refusals while no model is
-        # loaded are no errors, either.
+        # The client or the model's options set the deadline, so a reply that ended at it is no error. Refusals while
+        # no model is loaded are no errors, either.
         if state.error_rates.limited and state.models.loaded and not reply.ended_at_deadline:
             state.error_rates.count(status)
         # The access log has no queries, prompts or answers. The path is logged in its encoded form, because a decoded

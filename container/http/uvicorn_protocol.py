@@ -3,9 +3,9 @@
 No other module touches uvicorn's internals. This module is tested with uvicorn 0.54.0. `check_uvicorn` refuses other
 releases when the server starts. test_uvicorn_protocol.py fails if one of these names has moved:
 
-- `HttpToolsProtocol`: the methods that are overridden below, which httptools' parser, the transport and the server
-  call; and the fields `cycle`, `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`.
-  `scope` contains a method once the head is complete.
+- `HttpToolsProtocol`: the methods in `_OVERRIDDEN`, which are overridden or called below; and the fields `cycle`,
+  `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`. `scope` contains a method once
+  the head is complete.
 - `RequestResponseCycle`: `flow`, `transport`, `chunked_encoding`, `expected_content_length`, `response_started`,
   `response_complete`, `body`, `more_body`, `disconnected`, `message_event` and `waiting_for_100_continue`. Its `send`
   waits only while writing is paused.
@@ -207,10 +207,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     A client that has only closed its side of the connection (RFC 9112, section 9.6) looks like a client that has left.
     The server sends data to find the difference: if the client has left, its operating system answers with a reset. If
-    the reply is not complete after `LOOK_SECONDS`, the server sends bytes that HTTP/1.1 clients have to ignore. Before
-    the reply, these bytes are an interim reply. In the middle of a chunked reply, the server sends a single `0`, as a
-    leading zero of the next chunk's size. HTTP/1.0 has no interim replies and no chunks, so an HTTP/1.0 client that
-    closes its side counts as gone.
+    the reply is not complete after `LOOK_SECONDS`, the server sends probes, which HTTP/1.1 clients have to ignore.
+    Before the reply, a probe is an interim reply. In the middle of a chunked reply, a probe is a `0`, a leading zero of
+    the next chunk's size. HTTP/1.0 has no interim replies and no chunks, so an HTTP/1.0 client that closes its side
+    counts as gone.
     """
 
     MAX_HEAD = 256 * 1024  # The largest size of a request line and headers, or of trailers, in bytes.
@@ -296,8 +296,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection if the client closed its side but still waits for the answer to a complete request."""
-        if self._connection.pieces:  # Otherwise a close would lose data of this turn.
-            self._connection.flush()
+        if self._connection.pieces:
+            self._connection.flush()  # A close would lose these data: `flush` writes nothing to a closing transport.
         answering = self._answering
         if answering is None or answering.response_complete:
             return False

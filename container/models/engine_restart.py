@@ -107,7 +107,8 @@ class EngineRestarts:
     async def _fail_if_late(self, model: Model) -> None:
         """Mark a model as failed if no copy serves and the restart waits too long for the load of another model.
 
-        The limit is `predict_timeout`. After that time, calls that wait for the restart get an error.
+        This is checked once every `predict_timeout`. Each waiting call gets an error after its own `predict_timeout`,
+        whether or not the model is marked.
         """
         lifecycle, fault = model.lifecycle, ""
         while not fault or lifecycle.has_other_copies:

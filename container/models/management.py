@@ -61,7 +61,7 @@ class ModelManagement:
         try:
             model, loading = await self._registrar.register(order)
             if order.synchronous:
-                # The registrar owns the load, so the load continues if the client leaves.
+                # The registrar owns the load, so the load continues if the client disconnects.
                 await asyncio.shield(loading)
         except tuple(_CAUSES) as error:
             message = "; ".join(error.problems) if isinstance(error, SettingsError) else str(error)

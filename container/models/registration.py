@@ -45,7 +45,7 @@ _NO_MEMORY = re.compile(r"\bran out of memory\b|\b(OutOf)?MemoryError\b")
 
 
 class Registrar:
-    """Runs all loads and unloads. A load or unload continues even if the client that requested it leaves."""
+    """Runs all loads and unloads. A load or unload continues even if the client that requested it disconnects."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class Registrar:
             await asyncio.wait([load])
 
     def _begin(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
-        """Start work that continues if the client that requested it leaves."""
+        """Start work that continues if the client that requested it disconnects."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -141,7 +141,7 @@ class Models:
         """Return the startup model, for a call that names no model.
 
         Raises:
-            ModelNotNamed: The server started with no model, or with models of different names.
+            ModelNotNamed: The server has no startup model, or has startup models of different names.
         """
         if self.only is not None:
             return self.only
@@ -162,8 +162,8 @@ class Models:
 
         Raises:
             UnknownModel: The path names a model that the server does not have.
-            ModelNotNamed: Nothing names the model, and the server started with no model, or with models of different
-                names.
+            ModelNotNamed: Nothing names the model, and the server has no startup model, or has startup models of
+                different names.
         """
         if self.only is not None:
             return self.only

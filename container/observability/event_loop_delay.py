@@ -77,7 +77,8 @@ class EventLoopWatch:
             if late <= LIMIT_SECONDS or self._reported == due:
                 continue
             frames = traceback.walk_stack(sys._current_frames().get(self._thread))
-            stack = traceback.StackSummary.extract(frames, lookup_lines=False)  # Reads no files: a disk may be slow.
+            # Reads no source files yet, because a disk may be slow. The event loop may continue during the read.
+            stack = traceback.StackSummary.extract(frames, lookup_lines=False)
             if due != self._due:  # The event loop has run in the meantime.
                 continue
             self._reported = due

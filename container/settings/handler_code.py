@@ -93,9 +93,10 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
 
 
 def _script(sources: Sources, code: Path | None) -> Path | None:
-    """Return the first file with `model_fn`: `code`, or a script where SageMaker's toolkits look for it.
+    """Return the first file with `model_fn`: the file `code`, or a script where SageMaker's toolkits look for it.
 
-    These scripts are `code/<SAGEMAKER_PROGRAM>`, by default `code/inference.py`, and `inference.py`.
+    In the model directory, these scripts are `code/<SAGEMAKER_PROGRAM>`, by default `code/inference.py`, and
+    `inference.py`.
     """
     program = sources.variables.get("SAGEMAKER_PROGRAM")
     inference = program.text.strip().removesuffix(".py") + ".py" if program is not None else "inference.py"

@@ -189,7 +189,7 @@ def _place(model_dir: Path | str | Value | None, layer: Mapping[str, Value]) -> 
 def _model_dir(
     place: Value | None, variables: Mapping[str, Value], remote: RemoteModels, lookup: Lookup
 ) -> Path | None:
-    """Return the model directory. If the given place does not exist, add a problem and return None."""
+    """Return the model directory. If the given place is missing or cannot be read, add a problem and return None."""
     if place is not None and is_s3(place.text):
         return _remote_dir("model directory", place, remote, lookup)
     try:
@@ -216,7 +216,7 @@ def _directories(place: Value | None) -> tuple[Path, ...]:
     """Return the model directories at a place. If `place` is None, the default directory counts.
 
     Raises:
-        ModelNotFound: The place does not exist.
+        ModelNotFound: The place does not exist, or is a URL that is not served.
     """
     if place is None:
         return location.models_in(location.DEFAULT_MODEL_DIR)

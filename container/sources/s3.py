@@ -300,7 +300,10 @@ def _is_botocores(error: OSError) -> bool:
 
 
 def _close_with_body(parsed: dict[str, Any], **_: Any) -> None:
-    """Close the connection when the response's body is freed. After a cancelled read, boto3 leaves it open."""
+    """Close the connection of a response when its body is freed.
+
+    After a cancelled read, boto3 leaves the connection open.
+    """
     if (body := parsed.get("Body")) is not None:
         weakref.finalize(body, body._raw_stream.close)
 
