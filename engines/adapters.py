@@ -310,7 +310,7 @@ class AdapterRegistry:
         def ended(_: object) -> None:
             del self._orders[task]
             if not task.cancelled():
-                task.exception()  # Mark the exception as retrieved, because the client may have left.
+                task.exception()  # Mark the exception as retrieved, because the client may have disconnected.
 
         task.add_done_callback(ended)
         return await asyncio.shield(task)

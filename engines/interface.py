@@ -90,8 +90,8 @@ class Watchdog:
         """Create the watchdog.
 
         Args:
-            look: A function that fails requests without progress, or all requests if the engine is dead, so that no
-                request waits forever. It returns False if nothing is left to watch.
+            look: A function that fails requests without progress, and all requests if the engine is dead and will not
+                be restarted. So no request waits forever. It returns False if nothing is left to watch.
         """
         self._look = look
         self._task: asyncio.Task[None] | None = None
@@ -216,7 +216,7 @@ class ExplainedRequest(msgspec.Struct, frozen=True, kw_only=True):
     media: bool = False  # Whether the prompt has images, audio or videos.
     cache_salt: str | None = None  # The request shares cached prompts only with requests that have the same salt.
     # The number of the copy that would get the request now. None: no copy accepts requests, or the request is a beam
-    # search, whose steps go to all copies.
+    # search, whose steps may go to any copy.
     copy: int | None = None
     # The number of prompt tokens that this copy's prefix cache probably holds. None: unknown.
     cached_tokens: int | None = None

@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def expert_ranks(self) -> int:
-        """How many times as many processes share a layer's experts as share its other weights."""
+        """The number of processes that share a layer's experts, divided by the number that share its other weights."""
         return self.context * self.replicas
 
     def gpus(self, size: int) -> int:

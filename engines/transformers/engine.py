@@ -53,8 +53,8 @@ T = TypeVar("T", bound=Hashable)
 # The minimum batch size if answers are streamed. A client's list of prompts is answered in one stream, so its prompts
 # should run together.
 STREAMED_TOGETHER = 32
-# When a batch makes no progress, its requests fail. If the batch itself does not end within this time, the engine
-# counts as dead.
+# When a batch makes no progress, its requests fail. If the batch itself does not end within this time (or within
+# `predict_timeout`, if that is shorter), the engine counts as dead.
 _STUCK_SECONDS = 30.0
 _STOP_SECONDS = 1.0
 # Fields in which the requests of one batch may differ.

@@ -136,8 +136,8 @@ def model_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["attn_implementation"] = given.attn_implementation
     if given.device_map:
         arguments["device_map"] = _device_map(config, given.device_map)
-    # Only bitsandbytes quantizes weights while they are loaded. The configuration of a model that is already quantized
-    # names its quantization, so `quantization` is passed on only for bitsandbytes.
+    # Slipway lets only bitsandbytes quantize weights while they are loaded (`check_quantization`). The configuration of
+    # a model that is already quantized names its quantization, so `quantization` is passed on only for bitsandbytes.
     bits = _BITS.get(given.quantization.lower())
     bits = "load_in_8bit" if given.load_in_8bit else "load_in_4bit" if given.load_in_4bit else bits
     if bits:

@@ -110,8 +110,8 @@ class Sampler:
     def choose(self, input_ids: Any, logits: Any) -> list[Choice | RequestError]:
         """Choose the next token of each sequence. Both tensors have a row for each sequence.
 
-        If a sequence's logits are NaN or infinite, or the parameters forbid every token, its result is an error instead
-        of a choice.
+        If a sequence's logits contain NaN or plus infinity, or the parameters forbid every token, its result is an
+        error instead of a choice.
         """
         scores = self._adjusted(input_ids, logits)
         for warper in self._warpers:

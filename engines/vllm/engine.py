@@ -76,7 +76,10 @@ class _Prepared(msgspec.Struct, frozen=True):
 
 
 class VllmEngine:
-    """One model on vLLM. Each copy of the model has an engine core in a separate process."""
+    """One model on vLLM. The engine core of each copy of the model runs in a separate process.
+
+    With data parallelism, a copy has an engine core for each replica.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -502,7 +505,10 @@ class VllmEngine:
         return split_text(texts.tokenizer, token_ids, texts.special_ids, skip_special_tokens, prompt_ids)
 
     async def _look(self) -> bool:
-        """End requests that would wait forever: requests without progress, or all requests if no copy is restarted."""
+        """End requests that would wait forever.
+
+        These are requests without progress, or all requests if no copy runs and no copy will be started.
+        """
         self._copies.look()
         if self._copies.gave_up:
             self._copies.fail_all(EngineDead())

@@ -188,7 +188,8 @@ class VllmLoader:
 
     def _start_processes(self, vllm_config: VllmConfig, start: Callable[[], _T], place: Place) -> _T:
         started: list[BaseProcess] = []
-        # Set before `_abandoned` is read. `_in_time`, in the event loop, sets `_abandoned` before it reads `_started`.
+        # Set before `_abandoned` is read, because `_in_time`, in the event loop, sets `_abandoned` before it reads
+        # `_started`. So this thread sees that the load is abandoned, or `_in_time` sees the processes and kills them.
         self._started = started
         if self._abandoned:
             raise EngineStartError(self._cannot)

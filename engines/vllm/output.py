@@ -200,7 +200,7 @@ class OwnState(TokenTaker):
 
 
 class PooledState(OwnState):
-    """One pooled prompt. Its result is a vector or scores (`TokenDelta.numbers`)."""
+    """One pooled prompt. Its result (`TokenDelta.numbers`) is a vector or scores, or a row of them for each token."""
 
     def __init__(self, request: EngineCoreRequest, sink: Sink, statistics: EngineStatistics) -> None:
         super().__init__(

@@ -123,7 +123,7 @@ def frontend_arguments(config: EngineConfig) -> dict[str, Any]:
 def _in_model_dir(config: EngineConfig, text: str) -> str:
     """Return the path of a file in the model directory. If the file does not exist, return the text itself.
 
-    LMI accepts such a path, because its working directory is the model directory.
+    In LMI, a relative path is below the model directory too, because that is LMI's working directory.
     """
     path = os.path.join(config.model_dir, text)
     return path if os.path.isfile(path) else text

@@ -1,7 +1,7 @@
 """Automata that accept the texts that begin with a match of a pattern.
 
-`expression` returns a regular expression for these texts. If `complemented`, the expression matches all other texts
-instead. To get it, the states of the automaton are removed one by one (state elimination).
+`expression` removes the states of an automaton one by one (state elimination), and returns a regular expression for
+these texts, or for all other texts if `complemented`.
 
 An automaton follows all paths through a pattern's tree at once. Each state is a formula over places in the tree. A
 formula is a set of alternatives, and the rest of the text must match one of them. To match an alternative, the rest

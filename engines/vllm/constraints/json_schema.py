@@ -563,7 +563,8 @@ class _Rewriter:
         if len(held) == len(members) and self._takes({"patternProperties": dict.fromkeys(held, True)}):
             node.out[keyword] = held
             return True
-        # The patterns are not enforced: members with matching names may have any value.
+        # The patterns' schemas are not enforced: members with matching names may have any value. If a pattern cannot be
+        # rewritten, all other members that `properties` does not name may have any value, too.
         if None in names.values():
             node.out["additionalProperties"] = True
         else:

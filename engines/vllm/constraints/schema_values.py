@@ -126,7 +126,8 @@ def bound_of(value: float, *, least: bool, exclusive: bool, whole: bool) -> dict
         near = math.nextafter(near, inward)
     if exclusive and not whole:
         # If a number is less than `_STEP` away from the bound, llguidance treats the number as the bound itself.
-        # llguidance also wrongly allows the bound itself if it is an integer and less than 1 away from the other bound.
+        # llguidance may also wrongly allow the bound itself if it is an integer and less than 1 away from the other
+        # bound.
         near, exclusive = sorted((math.nextafter(near, inward), near + math.copysign(_STEP, inward)))[least], False
     keyword = "inimum" if least else "aximum"
     return {f"exclusiveM{keyword}" if exclusive else f"m{keyword}": plain(near)}

@@ -40,7 +40,8 @@ _REMEMBERED, _REMEMBERED_CHARACTERS = 1024, 1 << 24
 # longer answers are not checked.
 _WAITING_ANSWERS, _ANSWER_CHARACTERS = 64, 1 << 18
 NO_VERDICT = "the constraint could not be compiled; try again later"
-# The exit codes of the process if a constraint exceeds the processor time, the memory or the stack: negative signals.
+# The exit codes of the process if a constraint exceeds the processor time, the memory or the stack: the negative
+# numbers of the signals that end the process.
 _VERDICTS = {-number for number in (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)}
 _STOPPING = "the server is stopping; the request was not completed"
 

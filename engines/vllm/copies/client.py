@@ -126,7 +126,9 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         self.placed: dict[str, Placed] = {}  # For each request id: the copy of the engine that has the request.
 
     def add(self, copy: Copy, died: Callable[[Copy], None]) -> None:
-        """Add a copy that has been loaded. Until `open` is called, it gets only requests that name it (`send_to`).
+        """Add a copy that has been loaded.
+
+        Until `open` is called, the copy gets only the requests for which `add_request_async` has this `copy`.
 
         Args:
             copy: The copy.

@@ -147,7 +147,8 @@ class Continuations:
         """
         self._llm, self._client, self._statistics = llm, client, statistics
         self._adapters, self._allowed = adapters, deaths
-        self._deaths: Counter[str] = Counter()  # For each sequence id: the copies that died while they ran it.
+        # For each sequence id: the number of copies that died while they ran the sequence.
+        self._deaths: Counter[str] = Counter()
         self._trials: dict[Copy, RequestState] = {}  # For each copy: the suspect that it is trying.
         self._failed: set[str] = set()  # Sequences that have got an error, but are not removed yet.
 

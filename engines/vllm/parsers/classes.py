@@ -276,11 +276,11 @@ def _with_references(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _moved(part: Any, place: str, *, is_map: bool = False) -> Any:
-    """Return a part of a schema, for use at `place` in a larger schema. References get `place` as their prefix.
+    """Return a part of a schema that is moved to `place` in a larger schema. References get `place` as their prefix.
 
     Args:
         part: The part.
-        place: The JSON pointer to the schema in the larger schema, as a URI fragment.
+        place: The JSON pointer to the moved schema in the larger schema, as a URI fragment.
         is_map: Whether the keys of the part are names, not keywords.
     """
     if isinstance(part, list):

@@ -86,7 +86,8 @@ class _Tied:
         self._environment: Mapping[str, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # `Process.start` pickles this object, just after vLLM has set environment variables for this process alone.
+        # Just before `Process.start` pickles this object, vLLM sets environment variables for the new process alone. So
+        # they are copied here.
         return vars(self) | {"_environment": dict(os.environ)}
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
@@ -372,7 +373,7 @@ def prepare_worker(report: Connection) -> None:
 
 
 def _in_fork_server(function: Callable[[], Any]) -> Any:
-    """Call `function` in a new process. It inspects model classes of vLLM, and may initialize CUDA."""
+    """Call `function` in a new process, because it inspects vLLM's model classes, which may initialize CUDA."""
     context = fork_server.context()
     if context is None:
         return processes.run_in_subprocess(function)

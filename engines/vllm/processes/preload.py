@@ -75,8 +75,9 @@ def _import_vllm(openmp: bool) -> str:
                 return "torch has no copy of libgomp, whose threads could be bound to processors"
             for name in _CPU:
                 importlib.import_module(name)
-        # setproctitle writes titles over the memory of the initial environment. It looks for this memory only at its
-        # first call, which must come before children replace their environment (`apply_environment`).
+        # setproctitle writes titles over the initial arguments and the environment behind them. Only its first call
+        # looks for this memory, and starts at the initial environment. So this call must come before children replace
+        # their environment (`apply_environment`).
         set_process_title("ForkServer")
     except Exception as error:  # The server's own import fails as well, and its client gets the error.
         return f"importing vLLM failed: {error}"
