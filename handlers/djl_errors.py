@@ -1,7 +1,8 @@
 """DJL Serving's error bodies, byte for byte. LMI's routes and customers' handlers use them.
 
-There are three formats: for errors of DJL Serving's front end (unknown model, full queue), for refused requests
-(unreadable payload, failed formatter), and for failed handlers. Source: LMI schema v0.31, "Error Responses"; DJL
+There are three formats: for errors of DJL Serving's front end (unknown model, full queue); `payload_error`, for refused
+requests and for failures in formatters, in the asynchronous mode, in rolling batches and in calls for vectors; and
+`handler_failure`, for other failed handlers and for dynamic batches. Source: LMI schema v0.31, "Error Responses"; DJL
 Serving, `NettyUtils.java`.
 """
 
@@ -14,7 +15,8 @@ from engines.errors import Overloaded, RequestError, UnknownAdapter
 from handlers.contract import JSON, ContractError, Reply
 
 FAILED_DEPENDENCY = 424  # LMI's status for all inference requests that failed.
-# Headers of every reply of the LMI routes.
+# LMI's reply headers. Replies to requests that are refused before their model is looked up (401, ...) have none of
+# them.
 NO_CACHE = (
     ("pragma", "no-cache"),
     ("cache-control", "no-cache; no-store, must-revalidate, private"),
@@ -82,7 +84,7 @@ def bad_request(message: str) -> ContractError:
 
 
 def payload_error(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
-    """Return the error body of a refused request, for example because its payload cannot be read."""
+    """Return the error body of a refused request or a failed call. The module's docstring names these calls."""
     return f'{{"error":{_html_safe(message)},"code":{code}}}'.encode("utf-8", "replace")
 
 

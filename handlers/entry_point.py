@@ -169,9 +169,9 @@ async def _adapters(config: ModelConfig, host: AdapterHost, limits: Limits) -> A
 def generation_handlers(
     config: ModelConfig, queue: EngineQueue, images: ImageLoader | None = None
 ) -> dict[str, Handler]:
-    """Return the handlers of the `GenerationRoute`s with a contract, keyed by path.
+    """Return the handlers of the `GenerationRoute`s that have a `contract` and serve this kind of model, keyed by path.
 
-    A contract that cannot serve the model is left out.
+    If a handler cannot be created, all routes of its `ContractRoutes` are left out.
     """
     handlers: dict[str, Handler] = {}
     for contract in CONTRACTS:

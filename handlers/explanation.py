@@ -2,8 +2,8 @@
 
 A call with an `ExplainAsked` is handled like every other call until it reaches the engine. There the requests are
 prepared but not sent, and `prepare` raises `Explained`. `explain` turns that exception into the reply. It also searches
-for the origins of the parameters, that is, the fields that set them: it repeats the call with other values of each
-field, and without the field.
+for the fields that set each parameter (the search for origins): it repeats the call with other values of each field,
+and without the field.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ async def _prepared(
 
 
 async def explain(call: Call, answer: Answer, writer: ReplyWriter, searches: asyncio.Lock) -> Running | None:
-    """Reply to a call with its explanation.
+    """Reply to a call with its explanation, or with its refusal if `answer` writes a refusal to `writer`.
 
     Args:
         call: The call.

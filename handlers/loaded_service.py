@@ -144,7 +144,7 @@ class EngineBehindHandler:
         return (await asyncio.shield(self._loading)).invocations
 
     def health(self) -> EngineHealth:
-        """Return the health of the engine if the handler is alive and has called it, otherwise the handler's health."""
+        """Return the handler's health, or the engine's if the handler is alive and the engine's load has ended."""
         health = self.custom.health()
         if not health.alive:
             return health

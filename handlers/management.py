@@ -87,8 +87,7 @@ class Management(Protocol):
         """Return the adapters of a model, or of the startup model.
 
         Raises:
-            NotServed: `option.enable_lora` is off, or the model has several versions and a call would change only one
-                of them.
+            NotServed: `option.enable_lora` is off, or the model has several versions.
             NotReady: The model is not loaded.
         """
 

@@ -43,7 +43,10 @@ class ModelConfig(EngineConfig):
 
     @property
     def runs_on_vllm(self) -> bool:
-        """True if vLLM runs the model, False if a customer's handler runs it. Read it after `choose_engine`."""
+        """True if vLLM runs the model, False if transformers or a customer's handler runs it.
+
+        Read it after `choose_engine`.
+        """
         return self.handler is None and is_vllm(self)
 
 

@@ -3,8 +3,8 @@
 The customer's `handle` gets each call first. The model's engine answers the calls that `handle` does not answer.
 
 The service runs in a worker process, but the engine runs in the server's process. The service calls the engine over the
-worker's connection. So `service` has no vLLM objects. It has fewer members than in LMI: `initialized`, `initialize`,
-`inference`, `check_health` and `tokenizer`.
+worker's connection. So `service` has no vLLM objects. In contrast to LMI, it has only the members `initialized`,
+`initialize`, `inference`, `check_health` and `tokenizer`.
 """
 
 from __future__ import annotations

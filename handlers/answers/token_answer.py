@@ -42,7 +42,8 @@ class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
     special_texts: Mapping[int, str] = {}  # Texts of special tokens, keyed by id. `generated_text` omits them.
     comma: str = ", "
     colon: str = ": "
-    # Whether every record of a stream has `generated_text` and `details`. They are null in all but the last record.
+    # Whether every record of a stream has `generated_text` and `details`. Before the last record, both are null. In the
+    # last record, `details` is null if the field `details` below is empty.
     nulls: bool = False
     details: tuple[str, ...] = ()  # The members of `details`. If empty, the answer has no details.
     others: tuple[str, ...] = ()  # The members of each object in `best_of_sequences`.
@@ -83,7 +84,7 @@ class TokenForm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _REASONS = {None: "null"} | {reason: quote(name) for reason, name in FINISH_REASONS.items()}
-# Return the JSON of each member's value. If the JSON is empty, the member is left out.
+# For each member: the function that returns the JSON of its value. If the JSON is empty, the member is left out.
 _VALUES: Mapping[str, Callable[[TokenForm, ShownSequence], str]] = {
     "generated_text": lambda form, sequence: quote("".join(sequence.text)),
     "finish_reason": lambda form, sequence: _REASONS[sequence.finish_reason],
@@ -175,6 +176,6 @@ class TokenStream(Answer):
     def _end(self) -> str:
         """Return the text after the last token."""
         form = self._form
-        if self._sequence.ended_at_deadline and not form.details:  # Otherwise nothing would show the deadline.
+        if self._sequence.ended_at_deadline and not form.details:  # Nothing else would show the deadline.
             form = msgspec.structs.replace(form, details=("finish_reason", "generated_tokens"))
         return f"{form.comma}{form.texts(self._sequence, nulls=form.nulls)}}}{self.after}{self.done}"

@@ -155,7 +155,7 @@ async def _run(command: list[str], directory: Path, variables: Mapping[str, str]
     try:
         output, _ = await process.communicate()
     except BaseException:
-        # If the command has ended, its group may be gone: a process outside the group still has the output open.
+        # The command may have ended, and its group may be gone, while a process outside the group has the output open.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

@@ -2,8 +2,8 @@
 
 The original is a FastAPI application. It answers 422 with `{"detail": [...]}` if a field has the wrong type, and 500
 for any other client error. Here all client errors have a 4xx status, and their body has `detail`. On the `/v2` routes,
-their body is vLLM's error object. Client errors are found before any text is generated. Server errors with the status
-500 have the body that happy_vllm sends if EXPLICIT_ERRORS is set.
+errors in the body's content have vLLM's error object instead. Client errors are found before any text is generated.
+Server errors with the status 500 have the body that happy_vllm sends if EXPLICIT_ERRORS is set.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ class StreamAnswer(TokenStream):
 
 def _failure(error: RequestError) -> Reply:
     # LMI answers an unreadable body with 424. For other errors, it passes on vLLM's status, 400 or 500. Slipway answers
-    # every refused request with 424.
+    # every invalid request with 424.
     status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
     if isinstance(error, DeadlineExceeded):
         status = 504

@@ -161,7 +161,8 @@ class RecordListAnswer(Answer):
 
     A record is sent when every unfinished prompt has an entry. If a prompt gets a second entry before the record is
     complete, the incomplete record is sent. The missing entries are then empty. A prompt has no entry if the engine's
-    step did not include the prompt, or if its text is held back as the possible beginning of a stop string.
+    step did not include the prompt or added no text that can be sent: a character is incomplete, a special token is not
+    shown, or the text may be the beginning of a stop string.
     """
 
     content_type = "application/jsonlines"

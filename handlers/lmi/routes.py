@@ -57,7 +57,7 @@ def named_model(served: Container[str], head: Head) -> tuple[str | None, str | N
 def _refuse_token(head: Head) -> Reply | None:
     """Refuse DJL Serving's asynchronous inference, whose reply is a token with which the client fetches the answer.
 
-    Slipway stores no answers that a client could fetch.
+    Slipway stores no answer that a client could fetch with such a token.
     """
     for given in (head.headers, dict(head.attributes)):
         if head.method != "OPTIONS" and (_TOKEN in given or given.get(_SYNCHRONOUS, b"true").lower() != b"true"):

@@ -1,8 +1,9 @@
 """The bodies of OpenAI's API that Slipway's contract reads. They have the fields that most clients send.
 
 A body that does not fit is not an error. It goes to vLLM's serving classes, which answer or refuse it. The meaning of a
-field in this module does not depend on the other fields of the body, except that `max_completion_tokens` replaces
-`max_tokens`. The type of a field accepts only values that vLLM's type of the field also accepts. Source: vLLM,
+field in this module does not depend on the other fields of the body, with few exceptions: `max_completion_tokens`
+replaces `max_tokens`, `top_logprobs` needs `logprobs`, and `continuous_usage_stats` needs `include_usage`. The type of
+a field accepts only values that vLLM's type of the field also accepts. Source: vLLM,
 `entrypoints/openai/chat_completion/protocol.py` and `entrypoints/openai/completion/protocol.py`.
 """
 

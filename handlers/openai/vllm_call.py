@@ -34,7 +34,8 @@ _EVENTS = "text/event-stream"
 _COMMENT = b":"  # Begins a comment of a stream. It keeps the connection open while the answer waits for the engine.
 # Routes whose streams are held back until the first token, because the engine may refuse the request until then.
 _GENERATED = frozenset({CHAT, COMPLETIONS, MESSAGES, RESPONSES, *SPEECH})
-# Request headers that the application does not get: `scope` replaces them, and Slipway itself sends the load report.
+# Request headers that are not copied to the application. `scope` sets the length, the content type and the id itself,
+# the body is no longer chunked, and Slipway itself sends the load report.
 _OURS = frozenset(
     {b"content-length", b"content-type", b"transfer-encoding", b"x-request-id", b"endpoint-load-metrics-format"}
 )
@@ -232,8 +233,9 @@ def scope(call: Call, path: str) -> dict[str, Any]:
     ]
     return {
         "type": "http",
-        # With an older version, Starlette listens for a disconnect while it streams. If the client disconnects, this
-        # listener leaves a reference cycle with the request. So `VllmCall` cancels the application instead.
+        # With a `spec_version` below 2.4, Starlette listens for a disconnect while it streams. If the client
+        # disconnects, this listener leaves a reference cycle with the request. So `VllmCall` cancels the application
+        # instead.
         "asgi": {"version": "3.0", "spec_version": "2.4"},
         "http_version": "1.1",
         "method": call.method,

@@ -186,9 +186,9 @@ def _document(request: RequestInput, formatter: str | None, stream: bool, format
 class FormatterAnswer(Answer):
     """An answer that an output formatter writes. As in LMI, the answer has no content type.
 
-    A formatter of the newer form gets all output so far. If the answer is streamed, the formatter is called for each
-    delta until it has read all tokens. If the answer is not streamed, the formatter is called once for each delta. A
-    formatter of the older form is called with each token.
+    A formatter of the newer form gets all output so far. If the answer is streamed, the formatter is called after
+    each delta, again and again until it has read all tokens so far. If the answer is not streamed, the formatter is
+    called once after each delta. A formatter of the older form is called with each token.
     """
 
     content_type = ""

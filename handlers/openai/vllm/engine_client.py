@@ -227,11 +227,10 @@ class EngineClient:
     def _explained(
         self, call: OpenAICall, prompt: Any, params: Any, options: Mapping[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """Return a generator for the front end to iterate instead of an answer. It yields nothing, and ends with
-        CancelledError.
+        """Return a generator that yields nothing, for the front end to read in place of an answer.
 
-        The front end calls this for all prompts of a call before it reads the first generator. So the first generator
-        that runs explains all prompts, and the others wait for it.
+        The generator ends with CancelledError. The front end calls this method for all prompts of a call before it
+        reads the first generator. So the first generator that runs explains all prompts, and the others wait for it.
         """
         call.asked.append((_submitted(call, prompt), params, options))
         return self._explain(call)
