@@ -175,7 +175,8 @@ class Connection:
         """Return the target that an option names.
 
         Raises:
-            typer.BadParameter: The value is neither a URL nor the name of an endpoint, or an endpoint has headers.
+            typer.BadParameter: The value is neither a URL nor the name of an endpoint, or headers are given for an
+                endpoint.
         """
         if "://" in name:
             if not is_server_url(name):
@@ -282,7 +283,10 @@ def _prepare(directory: Path, resume: bool) -> None:
 
 
 def _on_signals(stop: Callable[[], None]) -> list[str]:
-    """Stop the replay at the first signal, and the process at the second. The list gets the first signal's name."""
+    """Stop the replay at the first signal, and the process at the second.
+
+    The name of the first signal is added to the returned list.
+    """
     loop, seen = asyncio.get_running_loop(), []
 
     def on_signal(number: signal.Signals) -> None:

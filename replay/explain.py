@@ -50,7 +50,7 @@ def explain(
     except OSError as error:
         raise typer.BadParameter(f"cannot be read: {error.strerror}", param_hint="FILE") from None
     given = headers_of("--header", header) + ([("authorization", f"Bearer {api_key}")] if api_key else [])
-    # SageMaker passes on this header, but not `x-slipway-explain`.
+    # SageMaker passes on the custom attributes, but not the header `x-slipway-explain`.
     attributes = "; ".join([*(value for name, value in given if name.lower() == CUSTOM_ATTRIBUTES), "explain=1"])
     given = [pair for pair in given if pair[0].lower() != CUSTOM_ATTRIBUTES] + [(CUSTOM_ATTRIBUTES, attributes)]
     target = Connection(region, profile, timeout, 1).target("--to", to, given, {}, component)

@@ -22,7 +22,7 @@ MOST_GROUPS = 500  # The maximum number of groups with an example. Further diffe
 KEPT_ANSWER = 8000  # The maximum length of each answer in an example, in characters.
 _SHOWN_LINES = 20  # The maximum number of malformed lines in the report.
 _SHOWN_HEADERS = 20
-_SHOWN_PLACES = 3  # The maximum number of JSON paths in a row of the table on the terminal.
+_SHOWN_PLACES = 3  # The maximum number of `Group.where` in a row of the table on the terminal.
 _PERCENTILES = (50, 90, 99)
 
 
@@ -264,7 +264,7 @@ def _count(number: int, noun: str) -> str:
 def rows(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of the report's table.
 
-    Explained groups with the same explanation, kind and route share a row, which lists the JSON paths of these groups.
+    Explained groups with the same explanation, kind and route share a row, which lists the `where` of each group.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in groups:

@@ -23,7 +23,7 @@ from replay.targets import NoAnswer, Target, Unreachable
 _AHEAD = 2  # How many requests are read ahead for each running request.
 # The replay stops after this many consecutive requests without an answer, plus the number of concurrent requests.
 MOST_FAILURES = 20
-_READER_SECONDS = 3.0  # At its end, the run waits this long for the thread that reads the source.
+_READER_SECONDS = 3.0  # At its end, the run waits at most this long for the thread that reads the source.
 _LONG = 1 << 18  # Bytes. Longer answers are compared in a thread, so that they do not delay other requests.
 # The longest pause between two requests with recorded times. A wrong time must not make the replay wait for years.
 _MOST_DAYS = 7

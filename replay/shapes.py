@@ -160,7 +160,10 @@ class Shape:
 
 
 def walk(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a JSON value and all values in it, each with its path. All elements of an array share one path."""
+    """Yield a JSON value and all values in it, except the numbers of vectors, each with its path.
+
+    All elements of an array share one path.
+    """
     yield where, value
     if isinstance(value, Mapping):
         for key, part in value.items():

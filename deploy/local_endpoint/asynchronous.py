@@ -130,7 +130,8 @@ class AsyncCalls:
         self._places, self._room_for_large = asyncio.Semaphore(concurrency), asyncio.Lock()
         self._threads = ThreadPoolExecutor(_STORAGE_THREADS, "s3")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._waiting: set[asyncio.Task[None]] = set()  # Tasks of calls that the container is not processing.
+        # Tasks of calls that must still be sent to the container, for the first time or again.
+        self._waiting: set[asyncio.Task[None]] = set()
         self._pings: asyncio.Task[None] | None = None  # Polls until the container is ready, for all waiting calls.
         self._stopping = False
 
@@ -231,7 +232,7 @@ class AsyncCalls:
             raise validation_error(f"{location(source)} cannot be read: {error}") from error
 
     async def _ask(self, call: AsyncCall, request: ContainerRequest, deadline: float) -> Invocation:
-        """Call the container. While its model is loading, wait and retry.
+        """Call the container. While it cannot be reached or its model is loading, wait and retry.
 
         On SageMaker, a call waits in the same way for the first instance.
         """

@@ -14,8 +14,8 @@ from container.observability.traffic_capture import RECORDED
 from deploy.local_endpoint.errors import NO_RESPONSE, TIMED_OUT, model_error, no_answer, no_capacity, not_ready
 from deploy.local_endpoint.parameters import Headers
 
-# If `slipway local` replies instead of the container, it sends one of these headers: UNREACHABLE with status 503 if it
-# cannot connect to the container, and NO_REPLY with 502 if the connection fails before the container's reply begins.
+# `slipway local` sends one of these headers in place of a missing reply of the container: UNREACHABLE with status 503
+# if it cannot connect, and NO_REPLY with 502 if the connection fails before the reply begins.
 UNREACHABLE = (b"x-slipway-container", b"unreachable")
 NO_REPLY = (b"x-slipway-container", b"no reply")
 

@@ -43,7 +43,8 @@ class OpenAIPath:
             return None
         if not {".", ".."}.isdisjoint(found[3].split("/")):  # The container may resolve the dots to another path.
             return None
-        # Without trailing slashes: the container would redirect such a path, but an endpoint never sends a redirect.
+        # Trailing slashes are removed: the container would redirect a path that ends in slashes, but an endpoint never
+        # sends a redirect.
         return cls(found[1], found[2], found[3].rstrip("/"), raw[3].rstrip("/").encode("latin-1"))
 
     def headers(self, client: Headers, settings: LocalSettings) -> Headers:

@@ -28,7 +28,8 @@ from deploy.local_endpoint.storage import StorageError, location, object_url, st
 logger = logging.getLogger(__name__)
 
 PREFIX = "/endpoints/"
-# The limit for a client that sends nothing in the middle of a body, in seconds. The container has the same default.
+# How long a client may send nothing in the middle of a body, in seconds. This is the default of the container's
+# `request_read_timeout`.
 READ_SECONDS = ServerConfig().request_read_timeout
 
 _PATH = re.compile(r"/endpoints/([^/]+)/(.+)")

@@ -365,7 +365,8 @@ def _show(deployment: _Deployment, *, changes: bool) -> None:
     except StackConflict as error:
         if changes or not there:
             raise
-        # `deploy` is not refused: it waits until a running operation has finished, and deletes a failed creation.
+        # `deploy` may not be refused: it waits until a running operation has finished, and deletes the remains of a
+        # failed creation.
         typer.echo(f"slipway: note: no change set: {error}", err=True)
         return
     if change is None:

@@ -88,7 +88,8 @@ Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Seconds = Annotated[int, Meta(ge=60, le=3600)]
 Deadline = Annotated[float, Meta(ge=0, le=1e9)]  # In seconds. The container accepts no larger value.
-# A variant needs one of these properties, or the field `instance_type`.
+# If a variant has none of these properties, it needs the field `instance_type`. ServerlessConfig is refused with its
+# own message (`_refused_by_sagemaker`).
 _INSTANCES = frozenset({"InstanceType", "InstancePools", "ServerlessConfig"})
 _RESOLVED = "{{resolve:"  # CloudFormation replaces such a reference with a parameter or a secret.
 _INTERVALS = (10, 30, 60, 120, 180, 240, 300)  # The intervals between metrics that SageMaker allows, in seconds.
