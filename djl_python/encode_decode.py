@@ -69,8 +69,8 @@ def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = No
     The inputs are the values in the column `inputs`. If the header has no such column, each whole row is an input.
 
     Raises:
-        ValueError: The header has none of the columns `question`, `context` and `inputs`. Without `require_headers`: a
-            cell is not a number, or the rows differ in length.
+        ValueError: The header has none of the columns `question`, `context` and `inputs`. Without `require_headers`:
+            the CSV has no rows, a cell is not a number, or the rows differ in length.
     """
     text = (inputs.get_as_string(key=key) if key else inputs.get_as_string()).removeprefix("\ufeff")
     if not require_headers:

@@ -51,7 +51,10 @@ def get_rolling_batch_class_from_str(rolling_batch_type: str) -> Callable[..., R
 
 
 class HuggingFaceService:
-    """A handler that runs a transformers model: a pipeline for dynamic batches, or a stream for one request."""
+    """A handler that runs a transformers model.
+
+    It runs a pipeline for single requests and dynamic batches, or a stream for one request.
+    """
 
     def __init__(self) -> None:
         self.initialized = False

@@ -1,8 +1,8 @@
 """Converts arrays to bytes and back, in the formats NDList, npz and npy.
 
 Bodies are not trusted. Arrays of Python objects are refused, because reading them would unpickle data. The declared
-sizes of NDList arrays and of npz members are checked before memory is allocated. The size in an npy header is not
-checked: numpy allocates this size, but writes only the bytes that the body contains.
+sizes of NDList arrays and of npz members are checked before memory is allocated. The size in an npy header, of an npy
+body or of an npz member, is not checked: numpy allocates this size, but writes only the bytes that the body contains.
 """
 
 from __future__ import annotations

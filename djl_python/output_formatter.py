@@ -81,9 +81,9 @@ def takes_request_output(function: Callable[..., Any]) -> bool:
 def legacy_call_arguments(request_output: TextGenerationOutput, next_token: NextToken) -> LegacyArguments:
     """Return the arguments of a legacy formatter for a token that `Sequence.advance` returned.
 
-    If the request does not set `details`, the details are empty, or contain only the finish reason `error`. The text is
-    the text of all tokens for the last token, and empty for earlier tokens. In both cases, the prompt precedes it if
-    the request sets `return_full_text`.
+    If the request does not set `details`, the details are empty, or contain only the finish reason if it is `error`.
+    The text is the text of all tokens for the last token, and empty for earlier tokens. In both cases, the prompt
+    precedes it if the request sets `return_full_text`.
     """
     token, _, is_first, is_last = next_token
     sequence = request_output.best_sequence

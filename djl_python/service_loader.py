@@ -17,7 +17,7 @@ from djl_python.inputs import Input
 
 MODEL_FILE = "model.py"
 # For each decorator's mark: the name of the function with this purpose in SageMaker's script mode, and the parameter
-# lists that SageMaker allows for it.
+# lists with which `get_annotated_function` returns it.
 _SAGEMAKER_FUNCTIONS = {
     "is_init_handler": ("model_fn", [["model_dir"]]),
     "is_input_formatter": (
@@ -103,7 +103,7 @@ def get_annotated_function(
 
     Returns:
         The function. The result is None in three cases: there is no `model.py`; there is no such function; the
-        script-mode function does not have the parameter names that SageMaker requires.
+        script-mode function does not have one of the parameter lists in `_SAGEMAKER_FUNCTIONS`.
 
     Raises:
         Exception: The file raised this exception.
