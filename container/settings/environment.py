@@ -241,7 +241,7 @@ _KNOWN = _VARIABLES | {alias.variable for alias in ALIASES}
 
 
 def read_environment(environ: Mapping[str, str], gpus: int | None = None) -> Environment:
-    """Read the server's variables, and replace aliases by LMI's variables.
+    """Read the server's variables, and add LMI's variables for aliases.
 
     An empty variable counts as unset, but an empty SM_VLLM_* counts as true. If an alias and its target are both set
     and differ, the target counts, and the result contains a warning.

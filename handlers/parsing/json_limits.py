@@ -19,7 +19,9 @@ import msgspec
 
 from handlers.contract import LONG_BODY
 
-CHECKED = 16 * 1024  # Bytes. Shorter texts are decoded in at most 40 ms, so only their depth is limited.
+# Bytes. Shorter texts are decoded in at most 40 ms, so they are checked only if they have more than `MOST_DEPTH`
+# brackets.
+CHECKED = 16 * 1024
 # The maximum depth of objects and arrays. In deeper documents, recursive code would reach the interpreter's limit, and
 # the pickled parameters of a request would crash the engine process.
 MOST_DEPTH = 128
@@ -136,7 +138,7 @@ def check_limits(text: bytes) -> JsonSize | None:
     """Check piece by piece that a text is within the limits. Other threads run between the pieces.
 
     Returns:
-        The size of the text. None for short texts, whose cost is not checked.
+        The size of the text. None for short texts with few brackets, which are not checked.
 
     Raises:
         JsonTooCostly: The text costs more than `MOST_PARTS`, a number has too many digits, or the document is nested

@@ -163,7 +163,7 @@ def check_length(characters: int, model: LoadedModel) -> None:
     """Check the length of a text that must not be truncated.
 
     Raises:
-        InvalidRequest: The text is too long for the model's context, even before it is tokenized.
+        InvalidRequest: The text has more than `CHARACTERS_PER_TOKEN` characters for each token of the model's context.
     """
     limit = model.max_model_len * CHARACTERS_PER_TOKEN
     if characters > limit:

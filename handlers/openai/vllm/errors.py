@@ -127,7 +127,10 @@ def name_faults(app: FastAPI) -> None:
 
 
 def is_clients(error: BaseException) -> bool:
-    """Return True if vLLM answers the exception as a client error, a missing feature, or a full queue."""
+    """Return True if vLLM answers the exception as a client error or a missing feature.
+
+    GracefulHTTPError with any status counts, too. vLLM raises it for a full queue, for example.
+    """
     if not isinstance(error, Exception):
         return False
     return isinstance(error, GracefulHTTPError | NotImplementedError) or create_error_response(error).error.code < 500

@@ -32,8 +32,8 @@ from handlers.openai.vllm.responses import ResponseFailed, ResponseIncomplete
 def stop_at_first_faults(routers: tuple[str, ...]) -> None:
     """Call `stop_at_first_fault` once for each Pydantic model of these routers' requests.
 
-    This takes a tenth of a second. The result is cached, because the front end of a further language model is built on
-    the event loop while other models serve.
+    This takes a tenth of a second. Repeated calls do nothing, because the front end of a further language model is
+    built on the event loop while other models serve.
     """
     for name in routers:
         protocol = importlib.import_module(name.replace(".api_router", ".protocol"))
