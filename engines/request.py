@@ -53,7 +53,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     json_object: bool = False  # The answer is any JSON object.
     regex: str | None = None  # The whole answer matches this regular expression.
     grammar: str | None = None  # The answer is a text of this grammar, which is written in the engine's EBNF.
-    # Whether JSON may have any white space, if the model's settings allow it. If False, JSON has no white space.
+    # True: JSON may have arbitrary white space, unless the model's settings forbid it. False: JSON has no white space.
     any_whitespace: bool = True
     # Whether the constraint goes to vLLM unchanged. If so, `any_whitespace` has no effect.
     as_is: bool = False

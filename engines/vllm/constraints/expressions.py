@@ -2,8 +2,9 @@ r"""Rewrites regular expressions and grammars for llguidance.
 
 llguidance reads expressions in Rust's syntax, in which `\d`, `\w` and `\s` are Unicode classes. Clients mean the ASCII
 classes `\d` and `\w` of ECMA-262, which vLLM's default back end also uses. For example, clients read the answer with
-`Number(...)` or `^\d+$`. So all three classes are replaced by their ASCII characters, also `\s`, although ECMA-262
-counts further characters as white space. Classes such as `\p{Nd}` stay unchanged.
+`Number(...)`, or check it with `^\d+$`. Both fail if the answer has digits that are not ASCII. So all three classes
+are replaced by their ASCII characters, also `\s`, although ECMA-262 counts further characters as white space. Classes
+such as `\p{Nd}` stay unchanged.
 
 With the flag `i`, ASCII letters match only ASCII letters, as in ECMA-262 and in vLLM's default back end. By Unicode's
 rules, `k` would also match the Kelvin sign, and `s` would also match the long s.

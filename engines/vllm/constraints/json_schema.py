@@ -158,8 +158,9 @@ _WAYS = (
     _Way(loose=True),
     _Way(loose=True, closed=False, sealed=False),
 )
-# The unit of work is a character that llguidance reads. Beyond `_MOST_WORK`, schemas are no longer compared, and only
-# the loose ways are tried. Work is limited instead of time, so that all servers enforce the same parts of a schema.
+# Work is counted in characters that llguidance reads, and other work is converted to such characters. Beyond
+# `_MOST_WORK`, schemas are no longer compared, and only the loose ways are tried. Work is limited instead of time, so
+# that all servers enforce the same parts of a schema.
 _MOST_WORK, _WORK_OF_A_SCHEMA, _WORK_OF_COMPILING = 1_000_000, 20, 8
 
 
@@ -602,7 +603,7 @@ class _Rewriter:
         return True
 
     def _name_expression(self, names: dict[str, Any]) -> str | None:
-        """Return one expression for the texts that a rewritten schema allows. None if that is not possible."""
+        """Return a regular expression for the names that a rewritten `propertyNames` allows, or None if that fails."""
         parts = [{word: each for word, each in names.items() if word != "allOf"}, *names.get("allOf", ())]
         expressions: list[str] = []
         for part in parts:

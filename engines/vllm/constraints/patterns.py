@@ -4,8 +4,8 @@ A text matches a pattern if the pattern is found anywhere in the text. llguidanc
 boundaries, complements, or `^` and `$` inside an expression. All of these are regular: an automaton can express them,
 and the automaton can be written as an expression.
 
-Texts with NUL are an exception to all equivalences below, because some classes lose this character
-(`pattern_trees.quotable`).
+The equivalences below may not hold for texts with NUL, because some character classes lose NUL (see
+`pattern_trees.quotable`).
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class ConstraintTranslator:
         return CheckedConstraint(outputs)
 
     def _allowed(self, parameter: str, trial: Trial, parts: Sequence[SchemaPart]) -> tuple[str, ...]:
-        """Return the client's names of the places that are not enforced in a schema.
+        """Return the places that the engine does not enforce, as locations in the client's body (`SchemaPart.name`).
 
         Raises:
             InvalidParameter: One of these places must be enforced.

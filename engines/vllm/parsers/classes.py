@@ -260,7 +260,7 @@ def _choosing(find: Callable[..., type[Parser] | None]) -> Callable[..., type[Pa
 
 
 def _with_references(schema: dict[str, Any]) -> dict[str, Any]:
-    """Keep the references within each tool's schema valid in the schema of all calls.
+    """Return the schema of all calls, in which the references of each tool's schema still resolve.
 
     Args:
         schema: vLLM's schema of all calls. If a tool's schema has references, the tool's schema is moved to
@@ -276,7 +276,7 @@ def _with_references(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _moved(part: Any, place: str, *, is_map: bool = False) -> Any:
-    """Return a part of a schema that is moved to `place` in a larger schema. References get `place` as their prefix.
+    """Return a part of a schema, rewritten for its move into a larger schema. References get the prefix `place`.
 
     Args:
         part: The part.

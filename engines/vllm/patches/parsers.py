@@ -7,7 +7,9 @@ from typing import Any
 
 
 def patch_parsers(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Let the server choose for each model how tools are called. vLLM chooses only when a parser's class is created.
+    """Let the server choose for each model how tools are called.
+
+    vLLM chooses when a parser's class is created. So all models with this parser would share the choice.
 
     Args:
         wrap: Takes the function that finds the class of a model's parser, and returns its replacement.
