@@ -169,8 +169,8 @@ class _Surroundings:
     before: tuple[int, ...] = ()
     between: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
-    # The number of tokens in `between` that have the first text's token type. None: no token has the second text's
-    # type.
+    # The position of the first token that has the second text's token type, from the start of `between`. None: no
+    # token has this type.
     of_second: int | None = 0
 
     @property
@@ -254,7 +254,10 @@ class LoadedModel(Protocol):
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
     ) -> list[Token]:
-        """Return the tokens with their texts. The joined texts continue the text of `prompt_ids`."""
+        """Return the tokens with their texts.
+
+        Appended to the text of `prompt_ids`, these texts give the text of all tokens.
+        """
 
     def status(self) -> EngineStatus: ...
 

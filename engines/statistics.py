@@ -175,7 +175,7 @@ class EngineStatistics:
                 each.count()
 
     def count_verdict(self, verdict: str) -> None:
-        """Count the check of an answer whose schema is enforced in part. `verdict` is one of `VERDICTS`."""
+        """Count the verdict on an answer whose schema is enforced only in part. `verdict` is one of `VERDICTS`."""
         self.partial_answers[verdict] += 1
 
     def of_beam_steps(self) -> tuple[EngineStatistics, EngineStatistics]:

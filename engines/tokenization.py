@@ -57,8 +57,10 @@ _NOT_WITH_BEAMS = "cannot be used together with beam search"
 _PROMPT_CONTEXT = 16
 _CONTEXT = 8  # The number of preceding tokens that a slow tokenizer needs to decode the next token.
 _LONGEST_CHARACTER = 4  # The maximum number of tokens of one character: one for each byte of UTF-8.
-_MOST_SILENT = 8  # A new `DecodeStream` may begin after more than this many consecutive tokens without text.
-_MOST_BROKEN = 64  # With more such tokens than this, a new `DecodeStream` begins even within a character.
+# After more than `_MOST_SILENT` consecutive tokens without text, a new `DecodeStream` may begin at the start of a
+# character. After more than `_MOST_BROKEN`, it may begin in the middle of a character as well.
+_MOST_SILENT = 8
+_MOST_BROKEN = 64
 # If a `DecodeStream` cannot continue, the error message of `tokenizers` starts with this text.
 _INVALID_PREFIX = "Invalid prefix encountered"
 
@@ -66,7 +68,7 @@ _INVALID_PREFIX = "Invalid prefix encountered"
 class TokenTexts:
     """Finds the text that each token adds to an answer. The text is "" while a character is incomplete.
 
-    The joined texts continue the text of `prompt_ids`.
+    Appended to the text of `prompt_ids`, these texts give the text of all tokens.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> None:
@@ -212,9 +214,10 @@ def split_text(
     skip_special_tokens: bool,
     prompt_ids: Sequence[int] = (),
 ) -> list[Token]:
-    """Return the tokens with their texts. The joined texts continue the text of `prompt_ids`.
+    """Return the tokens with their texts.
 
-    If a character takes several tokens, the last of them has the whole character.
+    Appended to the text of `prompt_ids`, these texts give the text of all tokens. If a character takes several tokens,
+    the last of them has the whole character.
     """
     texts = TokenTexts(tokenizer, prompt_ids, skip_special_tokens)
     return [Token(i, texts.add(i), None, i in special_ids) for i in token_ids]
@@ -349,9 +352,9 @@ class StopStrings:
         self._tail = ""
 
     def add(self, text: str, count: bool) -> int | None:
-        """Add text. If a stop string ends in it, return how many characters to remove from the end.
+        """Add text. If it completes a stop string, return how many characters to remove from the end of the whole text.
 
-        If `count` is False, stop strings that end in this text are ignored.
+        If `count` is False, stop strings that this text completes are ignored.
         """
         old, whole = len(self._tail), self._tail + text
         self._tail = whole[-self._reach :] if self._reach else ""

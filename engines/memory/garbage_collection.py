@@ -23,7 +23,8 @@ _THRESHOLDS = (20_000, 50, 50)
 
 _collecting = threading.Lock()
 _loaded = False  # Whether a model was loaded into this process.
-_models_exempt = False  # Whether an import has exempted a loaded model's objects, together with the imported objects.
+# Whether `gc.freeze` after an import has also exempted a loaded model's objects from collection.
+_models_exempt = False
 
 
 @contextlib.contextmanager

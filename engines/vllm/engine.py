@@ -338,7 +338,9 @@ class VllmEngine:
         return len(prompt) <= self.max_model_len and min(prompt) >= 0 and max(prompt) < self._vocabulary_size
 
     def _checked_pooling(self, request: GenerationRequest, pooling: Pooling, token_ids: list[int]) -> EngineCoreRequest:
-        """Return vLLM's request for a pooled prompt. vLLM checks only the first request with the same parameters.
+        """Return vLLM's request for a pooled prompt.
+
+        vLLM checks only the first request with the same task and activation. Later requests reuse the result.
 
         Raises:
             InvalidRequest: vLLM refuses the request.

@@ -236,7 +236,7 @@ def free(llm: AsyncLLM) -> None:
 
 
 def own_tokenizer(config: ModelConfig) -> Any:
-    """Return a tokenizer of the model that neither vLLM nor its pool of tokenizers changes."""
+    """Return a tokenizer of the model. Neither vLLM nor its pool of tokenizers changes this tokenizer."""
     return copied(cached_tokenizer_from_config(config))
 
 

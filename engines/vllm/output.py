@@ -542,7 +542,8 @@ def _without_incomplete_end(decode: Callable[[list[int]], str], ids: list[int]) 
     """
     silent = {token_id for token_id in set(ids) if not decode([token_id])}
     ids = [token_id for token_id in ids if token_id not in silent]
-    # Each token has at least one byte. So only this many tokens can affect the end of a text.
+    # A character has at most four bytes, and each of these tokens has at least one. So the last `seen` tokens show
+    # whether a text ends within a character.
     seen = 2 * _CHARACTER_TOKENS
     end = len(ids)
     while end > _BLOCK and not decode(ids[end - _BLOCK : end]).strip("\ufffd"):

@@ -192,7 +192,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         self._tell_handled()
 
     def _tell_handled(self) -> None:
-        """Resume the waiters whose messages have been handled."""
+        """Resume each waiter if all messages that had arrived before its wait have been handled or dropped."""
         waiting, self._waiting = self._waiting, []
         for came, reached in waiting:
             if came > self._handled:

@@ -101,7 +101,9 @@ def config_of_copy(config: VllmConfig, gpus: Sequence[int], physical_gpus: Seque
     """
     own = copy.copy(config)
     own.cache_config, own.parallel_config = copy.copy(config.cache_config), copy.copy(config.parallel_config)
-    own.cache_config.num_gpu_blocks = None  # vLLM's client adds the blocks that the processes report.
+    # vLLM's client adds the number of blocks of each process to this field. So the field must not start with the
+    # number of the first copy.
+    own.cache_config.num_gpu_blocks = None
     # Each copy needs its own ids: vLLM uses them in the names of shared memory, for example for `kv_offloading_size`.
     own.instance_id = uuid.uuid4().hex
     if config.kv_transfer_config is not None:
@@ -188,6 +190,9 @@ def query_key(request: EngineCoreRequest) -> str | None:
 
 
 def is_compared_with_query(request: EngineCoreRequest) -> bool:
-    """Return True for a document of a late-interaction query. An engine without the query's vectors would crash."""
+    """Return True for a document that is compared with a late-interaction query.
+
+    It must go to the engine that has the query's vectors. Any other engine would crash.
+    """
     params = request.pooling_params and request.pooling_params.late_interaction_params
     return params is not None and params.mode == LATE_INTERACTION_MODE_SCORE_DOC

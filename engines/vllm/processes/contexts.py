@@ -165,7 +165,10 @@ def first_failure(reports: Connection) -> StartFailure | None:
 
 
 def told_elsewhere(reports: Connection) -> tuple[str, ...]:
-    """Return the engine processes' reports of workers that run elsewhere. Call it when the engine has started."""
+    """Return the engine processes' reports of workers that run in Ray or on other machines.
+
+    Call it when the engine has started.
+    """
     found: list[str] = []
     while reports.poll():
         if isinstance(report := reports.recv(), str):
