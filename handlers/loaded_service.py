@@ -54,7 +54,7 @@ class Service:
 
     @property
     def running_engine(self) -> Engine | None:
-        """The engine, even if a call of a custom handler has loaded it."""
+        """The engine, including one that was loaded when a custom handler first called it."""
         behind = self.runtime.service if isinstance(self.runtime, EngineBehindHandler) else None
         return behind.engine if behind is not None else self.engine
 

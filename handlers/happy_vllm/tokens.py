@@ -159,7 +159,7 @@ def _check_model(read: FieldReader, view: ModelView) -> None:
 
 
 def ids_inside(model: LoadedModel, text: str) -> list[int]:
-    """Return the token ids that the text would have inside a longer text, without special tokens."""
+    """Return the token ids that the text has if other text is in front of it. No special tokens are added."""
     word, ids = _behind(model, _WORD, text[:_HEAD], len(_WORD))
     return ids if len(text) <= _HEAD else _behind(model, word, text, _TRIES)[1]
 

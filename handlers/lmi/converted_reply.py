@@ -241,7 +241,7 @@ class LmiChatShape:
     def _delta(self, choice: _Choice) -> bytes:
         """Return the record of a chunk.
 
-        vLLM sends the role in a separate chunk. LMI sends it in the first record, after the text.
+        vLLM sends the role in a separate chunk. In LMI, it is the last key of `delta` in the first record of a choice.
         """
         delta = choice.delta or _Message()
         if delta.role is not None:

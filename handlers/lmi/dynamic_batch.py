@@ -173,7 +173,7 @@ class RecordListAnswer(Answer):
         Args:
             prompts: The number of prompts.
             pad_text: The entry of a finished prompt.
-            first_record: The entries of a record in front of all generated text. Empty sends no such record.
+            first_record: The entries of a record in front of all generated text. If empty, no such record is sent.
         """
         self._entries: list[str | None] = [None] * prompts
         self._finished = [False] * prompts

@@ -64,7 +64,8 @@ def read_parameters(
     Args:
         values: The parameters.
         rules: The rules of the model.
-        reader: The class of the reader. The API description passes another class.
+        reader: Creates the reader of the parameters. `handlers.openapi_schemas.parameters` passes another one, to get a
+            schema of each parameter.
 
     Raises:
         InvalidParameter: A parameter is wrong. The message has the parameter, its value and the allowed values.

@@ -129,7 +129,7 @@ class Tool(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The form that a body demands for the answer's text. `name` is the client's name for this form."""
+    """The form that a body demands for the answer's text. `name` is the path of the field that demands the form."""
 
     name: str = "structured_outputs"
     strict: bool | None = None  # See `SchemaPart.strict`.
@@ -162,7 +162,7 @@ class Form(NamedTuple):
 
 
 def _form_named(body: Mapping[str, Any], names: Sequence[str]) -> Form:
-    """Return the form that a body asks for under these names."""
+    """Return the form that these fields of a body demand. `names` are the paths of the fields."""
     if not names:
         return Form()
     strict: list[bool | None] = []

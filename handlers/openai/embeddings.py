@@ -1,6 +1,6 @@
 """Slipway's contract for `/v1/embeddings`. It turns texts or token ids into vectors.
 
-The contract leaves requests with fields that `_Body` lacks, and all refusals, to vLLM's serving classes. Source: vLLM,
+Requests that do not fit `_Body`, and all requests that must be refused, go to vLLM's serving classes. Source: vLLM,
 `entrypoints/pooling/embed/protocol.py` and `serving.py`.
 """
 

@@ -63,8 +63,8 @@ def for_vllm(
 
     Constraints get the form in which vLLM enforces them. Null fields of a chat's messages are removed: TGI's Python
     client sends every field, and null counts as absent for TGI and Slipway's contracts. Null fields in a body of the
-    Responses API are removed, because vLLM copies some of them into its answer, which cannot hold null. Some fields ask
-    for nothing, but vLLM refuses them. These fields are also removed. If no header has a request id, the body's
+    Responses API are removed, because vLLM copies some of them into its answer, which cannot hold null. Fields without
+    effect that vLLM would refuse, such as an empty `tools`, are removed too. If no header has a request id, the body's
     `request_id` is used.
 
     Args:
@@ -136,7 +136,7 @@ def _id_in(document: Mapping[str, msgspec.Raw]) -> str:
 
 
 def _without_idle(document: Mapping[str, msgspec.Raw], path: str) -> dict[str, None]:
-    """Return the fields to remove: the fields that ask for nothing. Some clients send them with every request."""
+    """Return the fields to remove, because they have no effect. Some clients send them with every request."""
     if path not in (CHAT, BATCH, COMPLETIONS, TOKENIZE, RENDER):
         return {}
     idle = [

@@ -60,8 +60,8 @@ TEXT_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 class VllmParameters:
     """One request's sampling parameters, validated and translated."""
 
-    # The request without its id and prompt. A beam search generates `beam_search.width` sequences, of which the answer
-    # has the best `sequences`.
+    # The request without its id and prompt. A beam search generates `beam_search.width` sequences. `sequences` is the
+    # number of the best ones that the answer contains.
     request: GenerationRequest
     # The number of alternatives for each token. 0 means only the token's own log probability. None means no log
     # probabilities.
@@ -113,7 +113,8 @@ def read_vllm_parameters(values: Mapping[str, Any], reader: Reader = ParameterRe
 
     Args:
         values: The parameters, by name.
-        reader: Creates the reader. The API description passes a reader that collects the schemas of all parameters.
+        reader: Creates the reader of the parameters. `handlers.openapi_schemas.parameters` passes another one, to get a
+            schema of each parameter.
 
     Raises:
         InvalidParameter: A parameter is wrong or unknown. The error names the parameter. The message of a wrong

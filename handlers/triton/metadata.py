@@ -194,7 +194,7 @@ def of_one_repository(call: Call, views: Sequence[ModelView]) -> Reply:
 
 
 def _object_of(body: bytes) -> dict[str, Any] | Reply:
-    """Return the JSON object of a body, which may be empty, or the reply that refuses the body."""
+    """Return the JSON object of a body, or the reply that refuses it. For an empty body, return an empty object."""
     if not body.strip():
         return {}
     try:

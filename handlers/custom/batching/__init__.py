@@ -1,1 +1,1 @@
-"""Batches of requests for a customer's handler, and calls with one request."""
+"""Calls of a custom handler, each with one request, a dynamic batch, or all active requests of a rolling batch."""
