@@ -125,7 +125,7 @@ class Connection(asyncio.Protocol):
             self.transport.write(_STREAM)
 
     def token(self, output: SentOutput) -> None:
-        """Write a token of a stream, or the whole answer: a request without a stream has only one token."""
+        """Write a token of a stream. Without a stream, write the whole answer, which has only one token."""
         ended = output.finish_reason is not None
         if ended:
             del self._engine.connections[output.request_id]

@@ -49,8 +49,8 @@ class Mount:
 class ByKind:
     """The routes of two contracts for one path. The kind of the model decides which route answers.
 
-    The kind may be unknown if the server has several models, or if the model is not loaded yet. In that case, the
-    route of models that generate text answers.
+    The kind may be unknown if the server has several models, or if the model is not loaded yet. In that case,
+    `generating` answers, the route for models that generate text.
     """
 
     generating: HttpRoute

@@ -33,7 +33,8 @@ BREAK_OFF = "slipway.break_off"
 _TCP_CLOSE = 7  # If the first byte of TCP_INFO has this value, the TCP connection was reset.
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LEADING_ZERO = b"0"  # A leading zero of the next chunk's size, which clients ignore.
-# The checks that send a probe. A proxy may accept the first probe before it notices that the client has left.
+# The calls of `_look_for_client` that send a probe, counted from 0. A proxy may accept the first probe before it
+# notices that the client has left.
 _LOOKS_WITH_PROBE = (0, 3)
 
 _OVERRIDDEN = (

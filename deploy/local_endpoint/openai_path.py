@@ -20,7 +20,8 @@ from deploy.local_endpoint.settings import ADAPTER_HEADER, LocalSettings
 _APIS = "(?:chat|completions|responses|messages|embeddings|models|audio)"
 _PATH = re.compile(rf"/endpoints/([^/]+)(?:/inference-components/([^/]+))?/openai(/v1/{_APIS}(?:/.*)?)")
 _COMPONENT = b"x-amzn-sagemaker-inference-component"
-# Headers of the client that are not forwarded: `Authorization` is meant for SageMaker, and the path names the adapter.
+# Headers of the client that are not forwarded: `Authorization` is meant for SageMaker, and only the path may name an
+# adapter.
 _DROPPED = frozenset({b"authorization", ADAPTER_HEADER, b"x-amzn-sagemaker-adapter-alias"})
 _CONNECTION = frozenset({b"connection", b"keep-alive", b"transfer-encoding"})
 _CLIENTS_FAULTS = frozenset({"ValidationError", "AccessDeniedException", "UnknownOperationException"})

@@ -151,7 +151,8 @@ class Asynchronous(_Table, frozen=True):
 
     output: S3Prefix
     failure: S3Prefix | None = None
-    input: S3Prefix | None = None  # The location of requests. A role that the stack creates may read them.
+    # The location of requests. If the stack creates the endpoint's role, the role gets read access to it.
+    input: S3Prefix | None = None
     concurrency: Annotated[int, Meta(ge=1, le=1000)] | None = None  # How many requests run at a time on each instance.
     success_topic: Topic | None = None  # The ARN of an SNS topic to which a message is sent for each answer.
     error_topic: Topic | None = None

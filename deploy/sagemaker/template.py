@@ -35,8 +35,8 @@ VARIANT = "AllTraffic"
 MACHINE_IMAGE = "al2023-ami-sagemaker-inference-gpu-4-1"
 _GPU_INSTANCE = re.compile(r"ml\.[gp]\d")
 _MODEL_NAME = {"Fn::GetAtt": ["Model", "ModelName"]}
-# Variables that set the model's names or choose another model. For the aliases of other images, such as AWS's vLLM
-# image, `read_environment` adds these variables.
+# Variables that set the model's names or choose another model. `read_environment` adds them for aliases, such as
+# `SM_VLLM_MODEL` of AWS's vLLM image.
 _NAMING = frozenset(
     {"OPTION_SERVED_MODEL_NAME", "SERVING_MODEL_NAME", "SERVING_LOAD_MODELS"}
     | {"HF_MODEL_ID", "OPTION_MODEL_ID", "OPTION_MODEL"}
