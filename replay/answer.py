@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from replay.request import Headers, Reply, objects_in
+from replay.request import Reply, objects_in
 
 _LINES = frozenset(("application/jsonlines", "application/x-jsonlines", "application/x-ndjson", "application/jsonl"))
 _EVENTS = "text/event-stream"
@@ -46,15 +46,16 @@ class Events:
 class Answer:
     """A parsed reply."""
 
-    status: int
-    content_type: str
-    headers: Headers
-    headers_known: bool
+    reply: Reply
     framing: Framing
     records: list[Any]  # JSON values. A JSON body that is not a stream is one record. A text has no records.
     events: Events | None = None
-    text: str = ""  # The body, if it is plain text.
     broken: int = 0  # The number of stream records that are not JSON.
+
+    @property
+    def text(self) -> str:
+        """The body, if it is plain text."""
+        return self.reply.body.decode(errors="replace") if self.framing is Framing.TEXT else ""
 
     @property
     def is_stream(self) -> bool:
@@ -68,7 +69,7 @@ class Answer:
     def error(self) -> Any:
         """The error that ends the answer. None if the answer succeeded."""
         last = self.records[-1] if self.records else None
-        if self.status >= 400:
+        if self.reply.status >= 400:
             return last if last is not None else self.text
         return last if is_error(last) else None
 
@@ -94,41 +95,26 @@ def parse(reply: Reply, *, streams: bool) -> Answer:
     Raises:
         RecursionError: The JSON is nested too deeply.
     """
-
-    def answer(framing: Framing, records: list[Any], events: Events | None = None, broken: int = 0) -> Answer:
-        text = reply.body.decode(errors="replace") if framing is Framing.TEXT else ""
-        return Answer(
-            reply.status,
-            reply.content_type,
-            reply.headers,
-            reply.headers_known,
-            framing,
-            records,
-            events,
-            text,
-            broken,
-        )
-
     if not reply.body:
-        return answer(Framing.EMPTY, [])
+        return Answer(reply, Framing.EMPTY, [])
     kind = reply.content_type.partition(";")[0].strip().lower()
     try:
         text = reply.body.decode("utf-8-sig")
     except UnicodeDecodeError:
-        return answer(Framing.BINARY, [])
+        return Answer(reply, Framing.BINARY, [])
     if kind == _EVENTS or (kind not in _LINES and _begins_with_event(text)):
         events, data = _events(text)
         records, broken = _values(data)
-        return answer(Framing.EVENTS, records, events, broken)
+        return Answer(reply, Framing.EVENTS, records, events, broken)
     if kind not in _LINES and not (streams and not kind):
         found, value = _value(text)
         if found:
-            return answer(Framing.ARRAY if isinstance(value, list) else Framing.OBJECT, [value])
+            return Answer(reply, Framing.ARRAY if isinstance(value, list) else Framing.OBJECT, [value])
     lines = [line for line in _LINE_END.split(text) if line.strip()]
     records, broken = _values(lines)
     if kind in _LINES or (records and not broken):
-        return answer(Framing.LINES, records, None, broken)
-    return answer(Framing.TEXT, [])
+        return Answer(reply, Framing.LINES, records, None, broken)
+    return Answer(reply, Framing.TEXT, [])
 
 
 def _begins_with_event(text: str) -> bool:

@@ -131,12 +131,12 @@ class _Comparing:
 
     def result(self) -> Comparison:
         old, new = self._old, self._new
-        if old.status != new.status:
-            self._add(Kind.STATUS, "", str(old.status), str(new.status))
+        if old.reply.status != new.reply.status:
+            self._add(Kind.STATUS, "", str(old.reply.status), str(new.reply.status))
         both_failed = old.error is not None and new.error is not None
         if (old.error is None) != (new.error is None):
             # Only one body is an error. A comparison of the bodies' fields would report the same again.
-            if old.status == new.status:
+            if old.reply.status == new.reply.status:
                 self._add(Kind.ERROR_BODY, "", _said(old.error), _said(new.error), is_text=True)
             return Comparison(tuple(self._found.values()))
         self._content_type()
@@ -145,7 +145,7 @@ class _Comparing:
         similarity = None
         if not both_failed:
             similarity = self._texts()
-        if both_failed and old.status >= 400:
+        if both_failed and old.reply.status >= 400:
             self._in_error = True
             self._errors()
         elif old.is_stream and new.is_stream:
@@ -166,9 +166,9 @@ class _Comparing:
     # The head of a reply, and its format.
 
     def _content_type(self) -> None:
-        (old, old_more), (new, new_more) = _media_type(self._old.content_type), _media_type(self._new.content_type)
-        unknown = (not old and not self._old.headers_known) or (not new and not self._new.headers_known)
-        if unknown:
+        replies = self._old.reply, self._new.reply
+        (old, old_more), (new, new_more) = (_media_type(reply.content_type) for reply in replies)
+        if (not old and not replies[0].headers_known) or (not new and not replies[1].headers_known):
             return
         if old != new:
             self._add(Kind.CONTENT_TYPE, "", old or "none", new or "none")
@@ -176,10 +176,11 @@ class _Comparing:
             self._add(Kind.CONTENT_TYPE, "parameters", old_more or "none", new_more or "none")
 
     def _headers(self) -> None:
-        if not (self._old.headers_known and self._new.headers_known):
+        old, new = self._old.reply, self._new.reply
+        if not (old.headers_known and new.headers_known):
             return
-        given = {name for name, _ in self._new.headers}
-        for name, _ in self._old.headers:
+        given = {name for name, _ in new.headers}
+        for name, _ in old.headers:
             relevant = name in _RELEVANT or (name.startswith("x-") and not _IRRELEVANT.match(name))
             if relevant and name not in given:
                 self._add(Kind.HEADER, name, "present", "absent")
@@ -188,7 +189,7 @@ class _Comparing:
         old, new = self._old, self._new
         if old.framing != new.framing:
             self._add(Kind.FRAMING, "", old.framing.value, new.framing.value)
-        elif old.framing is Framing.TEXT and old.status < 400 and old.text != new.text and self._greedy:
+        elif old.framing is Framing.TEXT and old.reply.status < 400 and old.text != new.text and self._greedy:
             self._add(Kind.TEXT, "", old.text, new.text, is_text=True)
         if new.broken and not old.broken:
             self._add(Kind.FRAMING, "records", "JSON", f"{new.broken} records are no JSON")
