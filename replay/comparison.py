@@ -20,7 +20,6 @@ from typing import Any
 from replay.answer import Answer, Framing, is_error
 from replay.request import encodable
 from replay.shapes import (
-    ABSENT,
     FINISH_REASONS,
     PROBABILITIES,
     PROMPT_COUNTS,
@@ -294,8 +293,8 @@ class _Comparing:
                 self._order(f"middle.{where}" if where else "middle", keys, new.orders[where])
 
     def _missing(self, where: str, found: Field, *, extra: bool) -> None:
-        is_empty = found.example == [] and set(found.kinds) == {"array"}
-        if set(found.kinds) == {"null"} or is_empty:
+        is_empty = found.example == [] and found.kinds == {"array"}
+        if found.kinds == {"null"} or is_empty:
             value = "an empty array" if is_empty else "null"
             self._add(Kind.NULL, where, *(("absent", value) if extra else (value, "absent")))
         elif has_any(where, PROBABILITIES):
@@ -307,8 +306,8 @@ class _Comparing:
             self._add(kind, where, *pair, is_text=is_text and example != "present")
 
     def _kinds(self, where: str, old: Field, new: Field) -> None:
-        alike = old.kinds.keys() & new.kinds.keys() or (is_masked(where) and "null" in {*old.kinds, *new.kinds})
-        if alike and (new.kinds.keys() <= old.kinds.keys() or not self._texts_equal):
+        alike = old.kinds & new.kinds or (is_masked(where) and "null" in old.kinds | new.kinds)
+        if alike and (new.kinds <= old.kinds or not self._texts_equal):
             return
         kind = Kind.PROBABILITIES if has_any(where, PROBABILITIES) else Kind.TYPE
         self._add(kind, where, " or ".join(sorted(old.kinds)), " or ".join(sorted(new.kinds)))
@@ -358,17 +357,13 @@ class _Comparing:
         for key in old:
             name = inner(where, key)
             if key not in new:
-                self._absent(name, old[key], ABSENT)
+                self._missing(name, _field(old[key]), extra=False)
             else:
                 self._json(name, old[key], new[key])
         for key in new:
             if key not in old:
-                self._absent(inner(where, key), ABSENT, new[key])
+                self._missing(inner(where, key), _field(new[key]), extra=True)
         self._order(where, tuple(old), tuple(new))
-
-    def _absent(self, where: str, old: Any, new: Any) -> None:
-        value, is_extra = (new, True) if old is ABSENT else (old, False)
-        self._missing(where, Field(1, {kind_of(value): 1}, value), extra=is_extra)
 
     def _order(self, where: str, old: Sequence[str], new: Sequence[str]) -> None:
         both = set(old) & set(new)
@@ -503,12 +498,16 @@ def _shape(records: Sequence[Any]) -> Shape:
     return shape
 
 
+def _field(value: Any) -> Field:
+    return Field(1, {kind_of(value)}, value)
+
+
 def _in_each(shape: Shape, where: str, found: Field) -> bool:
     """Return True if every object that could have the field has it."""
     if where.endswith("[]"):
         return False  # An array may be empty.
     parent = where.rpartition(".")[0]
-    return found.count >= (shape.parents.get(parent, 0) if where else shape.records) > 0
+    return not where or found.count >= shape.parents.get(parent, 0) > 0
 
 
 def _is_below(where: str, above: str) -> bool:

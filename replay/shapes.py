@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-ABSENT = object()  # The value of a field that is missing.
-
 # Fields that differ from call to call: ids, times, random numbers.
 _MASKED = frozenset(
     (
@@ -74,8 +72,6 @@ def is_per_token(where: str) -> bool:
 
 def kind_of(value: Any) -> str:
     """Return the JSON type of a value."""
-    if value is ABSENT:
-        return "absent"
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -129,7 +125,7 @@ class Field:
     """The values of a field, combined over records."""
 
     count: int = 0
-    kinds: dict[str, int] = field(default_factory=dict)
+    kinds: set[str] = field(default_factory=set)
     example: Any = None
     values: set[Any] = field(default_factory=set)  # The first eight different strings and booleans.
 
@@ -138,18 +134,15 @@ class Field:
 class Shape:
     """The fields of many records, keyed by JSON path, in the order in which they first occur."""
 
-    records: int = 0
     fields: dict[str, Field] = field(default_factory=dict)
     parents: dict[str, int] = field(default_factory=dict)  # The number of objects at each path.
     orders: dict[str, tuple[str, ...]] = field(default_factory=dict)  # The keys of the first object of each path.
 
     def add(self, record: Any) -> None:
-        self.records += 1
         for where, value in walk(record):
             found = self.fields.setdefault(where, Field())
-            kind = kind_of(value)
             found.count += 1
-            found.kinds[kind] = found.kinds.get(kind, 0) + 1
+            found.kinds.add(kind_of(value))
             if found.example is None:
                 found.example = value
             if isinstance(value, str | bool) and len(found.values) < 8:
