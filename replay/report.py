@@ -22,7 +22,7 @@ MOST_GROUPS = 500  # The maximum number of groups with an example. Further diffe
 KEPT_ANSWER = 8000  # The maximum length of each answer in an example, in characters.
 _SHOWN_LINES = 20  # The maximum number of malformed lines in the report.
 _SHOWN_HEADERS = 20
-_SHOWN_PLACES = 3  # The maximum number of `Group.where` in a row of the table on the terminal.
+_SHOWN_PLACES = 3  # The maximum number of places in a row of the table on the terminal.
 _PERCENTILES = (50, 90, 99)
 
 
@@ -30,10 +30,7 @@ _PERCENTILES = (50, 90, 99)
 class Group:
     """Equal differences of several requests."""
 
-    kind: str
     route: str
-    where: str
-    explanation: str | None
     example: Found
     request_id: str
     place: str
@@ -42,9 +39,9 @@ class Group:
 
     def as_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {
-            "kind": self.kind,
+            "kind": self.example.kind,
             "route": self.route,
-            "where": self.where,
+            "where": self.example.where,
             "count": self.count,
             "example": {
                 "id": self.request_id,
@@ -55,7 +52,7 @@ class Group:
             },
             "explanation": None,
         }
-        if (explained := BY_NAME.get(self.explanation or "")) is not None:
+        if (explained := BY_NAME.get(self.example.explanation or "")) is not None:
             found["explanation"] = {
                 "statement": explained.statement,
                 "page": explained.link,
@@ -100,7 +97,7 @@ class Report:
         self._groups: dict[tuple[str, str, str, str | None], Group] = {}
         # The numbers of differences beyond `MOST_GROUPS`. The key tells whether the differences are explained.
         self._beyond: Counter[bool] = Counter()
-        self._requests = self._compared = self._equal = self._explained = self._unexplained = 0
+        self.requests = self._compared = self._equal = self._explained = self._unexplained = 0
         self._without_answer = self._sampled = 0
         self._malformed: list[MalformedLine] = []
         self._malformed_count = 0
@@ -111,7 +108,7 @@ class Report:
         self.ended = ""  # The reason why the replay ended early.
 
     def add(self, result: Result) -> None:
-        self._requests += 1
+        self.requests += 1
         self._compared += result.compared
         self._sampled += result.compared and result.similarity is not None and not result.greedy
         if result.failed:
@@ -136,9 +133,7 @@ class Report:
                     continue
                 bodies = result.bodies
                 answers = {name: _beginning(bodies.get(name, "")) for name in ("old", "new")} if bodies else {}
-                of_group = (found.kind, result.route, found.where, found.explanation, found)
-                group = Group(*of_group, result.id, result.place, answers)
-                self._groups[key] = group
+                group = self._groups[key] = Group(result.route, found, result.id, result.place, answers)
             group.count += 1
 
     def add_malformed(self, line: MalformedLine) -> None:
@@ -155,10 +150,6 @@ class Report:
             self._unsent_headers[header] += 1
 
     @property
-    def requests(self) -> int:
-        return self._requests
-
-    @property
     def unexplained(self) -> int:
         """The number of requests that have an unexplained difference or no answer."""
         return self._unexplained + self._without_answer
@@ -168,14 +159,12 @@ class Report:
         """True if answers were compared, every difference is explained, and nothing failed."""
         return bool(self._compared) and not (self.unexplained or self._malformed_count or self.ended)
 
-    @property
-    def groups(self) -> list[Group]:
-        """The groups without an explanation, then the groups with one. In each of the two, large groups come first."""
-        found = self._groups.values()
-        return sorted(found, key=lambda group: (group.explanation is not None, -group.count, group.kind, group.where))
-
     def as_json(self) -> dict[str, Any]:
-        groups = [group.as_json() for group in self.groups]
+        # The groups without an explanation come first. In each of the two parts, large groups come first.
+        groups = sorted(
+            self._groups.values(),
+            key=lambda one: (one.example.explanation is not None, -one.count, one.example.kind, one.example.where),
+        )
         similarity = None
         if self._similarities:
             values = np.frombuffer(self._similarities)
@@ -184,14 +173,14 @@ class Report:
             "passed": self.passed,
             "ended": self.ended or None,
             "options": self._options,
-            "requests": self._requests,
+            "requests": self.requests,
             "compared": self._compared,
             "equal": self._equal,
             "sampled": self._sampled,
             "with_explained_differences": self._explained,
             "with_unexplained_differences": self._unexplained,
             "without_answer": self._without_answer,
-            "without_recorded_answer": self._requests - self._compared - self._without_answer,
+            "without_recorded_answer": self.requests - self._compared - self._without_answer,
             "malformed_lines": {
                 "count": self._malformed_count,
                 "first": [{"place": line.place, "message": line.message} for line in self._malformed],
@@ -201,7 +190,7 @@ class Report:
                 "headers": dict(sorted(self._unsent_headers.items())),
             },
             "text_similarity": similarity,
-            "differences": groups,
+            "differences": [group.as_json() for group in groups],
             "differences_without_group": {
                 "explained": self._beyond[True],
                 "unexplained": self._beyond[False],
