@@ -62,7 +62,9 @@ def explain(
         raise typer.Exit(REFUSED) from None
     document = _explanation(reply)
     if document is None:
-        _print_refusal(reply)
+        said = "answers without an explanation" if reply.status == 200 else "refuses the request"
+        typer.echo(f"slipway: the server {said} ({reply.status}):", err=True)
+        typer.echo(printable(reply.body[:4000].decode("utf-8", "replace")), err=True)
         raise typer.Exit(REFUSED)
     if as_json:
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
@@ -87,12 +89,6 @@ def _explanation(reply: Reply) -> Mapping[str, Any] | None:
     return document if explains else None
 
 
-def _print_refusal(reply: Reply) -> None:
-    said = "answers without an explanation" if reply.status == 200 else "refuses the request"
-    typer.echo(f"slipway: the server {said} ({reply.status}):", err=True)
-    typer.echo(printable(reply.body[:4000].decode("utf-8", "replace")), err=True)
-
-
 def _show(document: Mapping[str, Any]) -> None:
     lines = [f"Contract: {document['contract']}", *(f"  {reason}" for reason in document["because"])]
     for number, prompt in enumerate(document["prompts"], 1):
@@ -102,15 +98,13 @@ def _show(document: Mapping[str, Any]) -> None:
             *(f"  {part}" for part in prompt["text"].split("\n")),
             f"  token ids: {' '.join(ids)}{' ...' if prompt['tokens'] > len(ids) else ''}",
         ]
-    lines += _table([("parameter", "value", "from"), *_rows(document.get("parameters", {}))])
+    rows = [("parameter", "value", "from")]
+    for name, given in document.get("parameters", {}).items():
+        rows.append((name, json.dumps(given["value"], ensure_ascii=False), _origin(given)))
+    lines += _table(rows)
     lines += [f"{title}: {', '.join(found)}" for title, found in _others(document)]
     for line in lines:
         typer.echo(printable(line))
-
-
-def _rows(parameters: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
-    for name, found in parameters.items():
-        yield name, json.dumps(found["value"], ensure_ascii=False), _origin(found)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
