@@ -91,17 +91,13 @@ class Source:
                         line = lines.readline(MAX_LINE)
                     yield MalformedLine(place, f"the line is longer than {MAX_LINE >> 20} MiB")
                 elif line.strip():
-                    yield _read(line, place, self.path)
+                    try:
+                        yield read_line(line, place, self.path)
+                    except Malformed as error:
+                        yield MalformedLine(place, str(error))
                 self.bytes_read = before + counted.count
             if not number and file.size:
                 yield MalformedLine(file.name, "it has no line")
-
-
-def _read(line: bytes, place: str, path: str) -> RecordedRequest | MalformedLine:
-    try:
-        return read_line(line, place, path)
-    except Malformed as error:
-        return MalformedLine(place, str(error))
 
 
 class _Counted(io.RawIOBase):
