@@ -18,7 +18,7 @@ import typer
 
 from container.settings.values import masked
 from deploy.local_endpoint.parameters import check_endpoint_name, is_server_url
-from replay.request import encodable, printable
+from replay.request import HEADER_NAME, encodable, printable
 from replay.results import FILE, CannotResume, Result, ResultFile
 from replay.run import NoTimes, Plan, Replay
 from replay.sources import MalformedLine, Sample, Source, SourceError, open_source
@@ -26,8 +26,7 @@ from replay.targets import HttpTarget, SageMakerTarget, Target, Unreachable
 
 DIFFERENT, WRONG_USE, INTERRUPTED = 1, 2, 130
 _FILE_COLUMNS = 160  # The width of the printed report if standard output is not a terminal.
-_NAME = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"  # The name of a header.
-_HEADER = re.compile(rf"({_NAME}):\s*([\x20-\x7e]*)")
+_HEADER = re.compile(rf"({HEADER_NAME}):\s*([\x20-\x7e]*)")
 _TARGETS = "expected http://host:port or the name of a SageMaker endpoint"
 
 
@@ -111,7 +110,7 @@ def replay(
     paths = _paths(path_map or [])
     new_headers = headers_of("--header", header) + headers_of("--to-header", to_header)
     old_headers = headers_of("--header", header) + headers_of("--against-header", against_header)
-    if wrong := [name for name in pass_header or [] if re.fullmatch(_NAME, name) is None]:
+    if wrong := [name for name in pass_header or [] if re.fullmatch(HEADER_NAME, name) is None]:
         raise typer.BadParameter(f"is {wrong[0]!r}; expected the name of a header", param_hint="--pass-header")
     passed = frozenset(name.lower() for name in pass_header or [])
     connection = Connection(region, profile, timeout, concurrency)

@@ -15,10 +15,9 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import unquote
 
-from replay.request import CUSTOM_ATTRIBUTES, Headers, RecordedRequest, Reply, encodable, with_content_type
+from replay.request import CUSTOM_ATTRIBUTES, HEADER_NAME, Headers, RecordedRequest, Reply, encodable, with_content_type
 
 _METHOD = re.compile(r"[A-Z]{1,20}")
-_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _SEPARATOR = re.compile(r"[/\\]")
 _FORMATS = "`captureData` (SageMaker), `custom_id` (OpenAI's batches) or `path`"
 
@@ -209,7 +208,7 @@ def _headers(given: Any, name: str) -> Headers:
     if not isinstance(given, dict):
         raise Malformed(f"`{name}` must be an object, got {_kind(given)}")
     for key, value in given.items():
-        if not _HEADER.fullmatch(key):
+        if not re.fullmatch(HEADER_NAME, key):
             raise Malformed(f"`{name}` has a key that is no name of a header")
         if not isinstance(value, str) or not _is_value(value):
             raise Malformed(f"`{name}.{key.lower()}` must be a string of visible characters")

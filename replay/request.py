@@ -14,6 +14,7 @@ from container.observability.traffic_capture import recorded_headers
 
 Headers = tuple[tuple[str, str], ...]
 
+HEADER_NAME = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 ROUTE = re.compile(r"(?:^|[,;\s])route=(/[^,;\s]*)")
 
