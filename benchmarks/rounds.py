@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -140,11 +140,14 @@ def _measure(workload: str, peers: Sequence[Peer], peer: Peer, variant: str, loa
     # size.
     tokens = min(load.tokens, LEAD_IN_TOKENS) if number else load.tokens
     lead_in = msgspec.structs.replace(load, tokens=tokens, seconds=0.0)
-    with _awake(peer):
+    peer.server.resume()
+    try:
         peer.load(variant, lead_in)
         before = {each.name: each.server.cpu_time() for each in peers}
         figures = peer.load(variant, load)
         used = {each.name: each.server.cpu_time() - before[each.name] for each in peers}
+    finally:
+        peer.server.pause()
     own = used.pop(peer.name)
     return Sample(
         workload=workload,
@@ -158,15 +161,6 @@ def _measure(workload: str, peers: Sequence[Peer], peer: Peer, variant: str, loa
         engine_cpu_s=own.engine,
         idle_cpu_s=sum(idle.front_end + idle.engine for idle in used.values()),
     )
-
-
-@contextmanager
-def _awake(peer: Peer) -> Iterator[None]:
-    peer.server.resume()
-    try:
-        yield
-    finally:
-        peer.server.pause()
 
 
 def in_turn(entrants: Sequence[T], number: int) -> list[T]:
