@@ -170,10 +170,10 @@ class Server:
 
     def pause(self) -> None:
         """Pause all processes. Otherwise vLLM's workers would poll for a second after their last step."""
-        self._signal_all(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        self._signal_all(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """Terminate the process, then kill the rest of its group."""
@@ -185,30 +185,23 @@ class Server:
 
     def kill(self) -> None:
         """Kill the process, its group, and children that left the group."""
-        children: list[psutil.Process] = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self._process.pid).children(recursive=True)
-        self._signal_group(signal.SIGKILL)
-        for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+        self._signal(signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
 
-    def _signal_group(self, number: int) -> None:
+    def _signal(self, number: int) -> None:
+        """Signal the process, its group, and children that left the group, such as Slipway's engine."""
+        children: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self._process.pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-
-    def _signal_all(self, number: int) -> None:
-        """Signal the group, and children that left the group, such as Slipway's engine."""
-        self._signal_group(number)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self._process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.send_signal(number)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
 
     def __enter__(self) -> Self:
         return self
