@@ -61,14 +61,11 @@ class WorkloadChoice(StrEnum):
     COPIES = "copies"
 
 
+# The names of the workloads of a choice, if they differ from the choice.
 WORKLOADS = {
     WorkloadChoice.SAMPLE: ["sample"],
     WorkloadChoice.TINY: ["tiny"],
     WorkloadChoice.BOTH: ["sample", "tiny"],
-    WorkloadChoice.FRONT_END: ["front-end"],
-    WorkloadChoice.VECTORS: ["vectors"],
-    WorkloadChoice.VECTORS_FRONT_END: ["vectors-front-end"],
-    WorkloadChoice.COPIES: ["copies"],
 }
 _SCRIPTED = (WorkloadChoice.FRONT_END, WorkloadChoice.VECTORS_FRONT_END, WorkloadChoice.COPIES)
 
@@ -174,7 +171,7 @@ def main(
     samples: list[Sample] = []
     shares: list[Shares] = []
     try:
-        for name in WORKLOADS[workload]:
+        for name in WORKLOADS.get(workload, [workload.value]):
             if samples and time.monotonic() > deadline:
                 _say(f"{name}: left out, because the time limit has passed")
                 continue
@@ -204,7 +201,11 @@ def main(
         if shares:
             typer.echo(shares_table(shares))
     if plot_dir is not None:
-        _draw(samples, plot_dir)
+        try:
+            for file in plots(samples, plot_dir):
+                _say(f"wrote {file}")
+        except ImportError as error:
+            _say(f"plots are left out: {error}")
     if any(sample.figures.errors for sample in samples):
         raise typer.Exit(1)
 
@@ -255,14 +256,6 @@ def _write(file: Path, samples: Sequence[Sample]) -> None:
     partial = file.with_name(file.name + ".partial")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(samples)))
     partial.replace(file)
-
-
-def _draw(samples: Sequence[Sample], directory: Path) -> None:
-    try:
-        for file in plots(samples, directory):
-            _say(f"wrote {file}")
-    except ImportError as error:
-        _say(f"plots are left out: {error}")
 
 
 def _known(text: str, known: Iterable[str], option: str) -> list[str]:
