@@ -1,4 +1,4 @@
-"""Waits for changes that have no event: changes in another process, in a thread, or in a file."""
+"""Waits for changes that have no event: changes in another process, such as its end, in a thread, or in a file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import inspect
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 SECONDS = 120.0
 """A limit that is long enough even for a busy machine. A test that passes never waits this long."""
@@ -29,6 +31,13 @@ def wait_until_still(file: Path) -> None:
         assert time.monotonic() < deadline, f"{file} still changes"
         seen = content
         time.sleep(1)
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def pass_time(seconds: float) -> None:

@@ -22,7 +22,7 @@ import psutil
 from engines.cache_dir import cache_dir
 from tests.chaos.contracts import CONTRACTS
 from tests.live.server import Server, write_model
-from tests.waiting import wait_until
+from tests.waiting import lives, wait_until
 
 clock = time.monotonic
 _PING_SECONDS = 0.05
@@ -253,7 +253,7 @@ class Subject:
         return code
 
     def _alive(self) -> list[psutil.Process]:
-        return [process for process in self.processes() if _status(process) not in (None, psutil.STATUS_ZOMBIE)]
+        return [process for process in self.processes() if lives(process)]
 
 
 def _session(pid: int) -> int:
@@ -261,14 +261,6 @@ def _session(pid: int) -> int:
         return os.getsid(pid)
     except OSError:
         return -1
-
-
-def _status(process: psutil.Process) -> str | None:
-    try:
-        status: str = process.status()
-    except psutil.NoSuchProcess:
-        return None
-    return status
 
 
 @contextlib.contextmanager

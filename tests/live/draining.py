@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import psutil
 
 from tests.live.server import START_SECONDS, Server, records
 from tests.live.small_model import ENDLESS, ENDLESS_STREAM
@@ -25,13 +24,6 @@ def open_stream(server: Server, parameters: dict[str, Any] = ENDLESS) -> socket.
     """Return a client that has requested a stream without an end."""
     body = {"inputs": "Once upon a time", "stream": True, "parameters": parameters}
     return server.send(f"/predictions/{server.name}", body)
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.live.continued_calls import PLAIN, STEPPED, answers, kill
-from tests.live.draining import lives, open_stream
+from tests.live.draining import open_stream
 from tests.live.server import METRIC_SECONDS, Server, serving
-from tests.waiting import wait_until
+from tests.waiting import lives, wait_until
 
 BATCH = 4
 """The number of sequences that run at the same time on each replica."""

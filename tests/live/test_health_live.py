@@ -13,10 +13,10 @@ import httpx
 import psutil
 import pytest
 
-from tests.live.draining import lives, open_stream
+from tests.live.draining import open_stream
 from tests.live.server import Server, records, serving, stopped
 from tests.live.small_model import ENDLESS_COMPLETION
-from tests.waiting import wait_until
+from tests.waiting import lives, wait_until
 
 GENERATED = "slipway_generated_tokens_total"
 STALL_TIMEOUT, PREDICT_TIMEOUT = 8, 20

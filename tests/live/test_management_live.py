@@ -11,9 +11,8 @@ import openai
 import psutil
 import pytest
 
-from tests.live.draining import lives
 from tests.live.server import START_SECONDS, Server, free_port, records, stopped, write_model
-from tests.waiting import wait_until
+from tests.waiting import lives, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.waiting import wait_until
+from tests.waiting import lives, wait_until
 
 _SERVER = """
 import asyncio, json, pathlib, sys
@@ -38,13 +38,6 @@ def handle(inputs):
         children.append(child)
     return Output()
 """
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_killed_server_takes_its_workers_and_their_children_with_it(tmp_path: Path) -> None:
