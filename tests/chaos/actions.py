@@ -70,19 +70,19 @@ class Stage:
         if not self.load.truth_since(since).errors and "queue is full" not in text:
             self.violations.append(text)
 
-    async def seen(self, status: int, since: float, seconds: float = 30.0) -> float | None:
-        """Return the seconds until `/ping` answered with this status. None if it did not within `seconds`."""
-        while clock() < since + seconds:
+    async def seen(self, status: int, since: float) -> float | None:
+        """Return the seconds until `/ping` answered with this status. None if it did not within 30 seconds."""
+        while clock() < since + 30.0:
             if (at := self.subject.watch.first(status, since)) is not None:
                 return at - since
             await asyncio.sleep(0.02)
         return None
 
-    async def served(self, since: float, seconds: float = 60.0) -> float | None:
+    async def served(self, since: float) -> float | None:
         """Return the seconds from `since` to the first complete answer. Only requests that were sent after `since`
-        count. None if there was no such answer within `seconds`.
+        count. None if there was no such answer within a minute.
         """
-        deadline = clock() + seconds
+        deadline = clock() + 60.0
         while clock() < deadline:
             if (at := self.load.first_completed(since)) is not None:
                 return at - since
