@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -60,36 +60,30 @@ def checked(forms: Mapping[str, tuple[Fields, Fields]]) -> Checked:
 def answer(server: Server, route: Route, fields: Fields) -> tuple[httpx.Response, str]:
     """Return the response and its text. The text of a refused request is empty."""
     response = server.client.post(route.path, json=route.body(fields))
-    return response, text_in(route, response)
-
-
-def text_in(route: Route, response: httpx.Response) -> str:
-    """Return the text of an answer. The text of a refused request is empty."""
     if response.status_code != 200 or b'"error"' in response.content:
-        return ""
+        return response, ""
     if not route.stream:
-        return route.text(response.json()) or ""
+        return response, route.text(response.json()) or ""
     lines = [line for line in response.text.splitlines() if line.startswith(("data:", "{")) and "[DONE]" not in line]
-    return route.text(records("\n".join(line.removeprefix("data:") for line in lines))) or ""
+    return response, route.text(records("\n".join(line.removeprefix("data:") for line in lines))) or ""
 
 
-def disobeyed(server: Server, route: Route, cases: Checked, at_a_time: int = AT_A_TIME) -> Iterator[str]:
+def _answers(server: Server, route: Route, requests: Iterable[Fields]) -> Iterator[tuple[httpx.Response, str]]:
+    with ThreadPoolExecutor(AT_A_TIME) as clients:
+        yield from clients.map(lambda fields: answer(server, route, fields), requests)
+
+
+def disobeyed(server: Server, route: Route, cases: Checked) -> Iterator[str]:
     """Yield a line for each case whose answer does not obey, with the text of the answer."""
-    with ThreadPoolExecutor(at_a_time) as clients:
-        for name, (response, text) in zip(
-            cases, clients.map(lambda case: answer(server, route, case[0]), cases.values()), strict=True
-        ):
-            if not cases[name][1](text):
-                yield f"{name}: {text!r} of {response.status_code} {response.text[:300]}"
+    answers = _answers(server, route, [fields for fields, _ in cases.values()])
+    for (name, (_, check)), (response, text) in zip(cases.items(), answers, strict=True):
+        if not check(text):
+            yield f"{name}: {text!r} of {response.status_code} {response.text[:300]}"
 
 
-def accepted(
-    server: Server, route: Route, cases: Mapping[str, tuple[Fields, str]], at_a_time: int = AT_A_TIME
-) -> Iterator[str]:
+def accepted(server: Server, route: Route, cases: Mapping[str, tuple[Fields, str]]) -> Iterator[str]:
     """Yield a line for each case that is not refused, or whose refusal lacks the expected words."""
-    with ThreadPoolExecutor(at_a_time) as clients:
-        for name, (response, text) in zip(
-            cases, clients.map(lambda case: answer(server, route, case[0]), cases.values()), strict=True
-        ):
-            if text or response.status_code >= 500 or cases[name][1] not in response.text:
-                yield f"{name}: {text!r} of {response.status_code} {response.text[:300]}"
+    answers = _answers(server, route, [fields for fields, _ in cases.values()])
+    for (name, (_, words)), (response, text) in zip(cases.items(), answers, strict=True):
+        if text or response.status_code >= 500 or words not in response.text:
+            yield f"{name}: {text!r} of {response.status_code} {response.text[:300]}"
