@@ -9,19 +9,12 @@ from pathlib import Path
 
 from container.sources.sample_model import make_once, prepare
 from engines.cache_dir import cache_dir
+from tests.live.small_model import chat_template
 
 _FORMAT = 1  # the version of the files: after a change, older caches are not used
 _SEED = 3
+_MARK = "<image>"
 _IMAGE = 64  # The number of pixels on each side of the images that the model sees.
-_TEMPLATE = """\
-{%- for message in messages -%}
-<|im_start|>{{ message['role'] }}
-{% if message['content'] is string %}{{ message['content'] }}{% else %}
-{%- for part in message['content'] %}{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor -%}
-{% endif %}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 
 
 def prepare_small_vision_model() -> Path:
@@ -40,7 +33,7 @@ def _write(directory: Path) -> None:
     )
 
     tokenizer = AutoTokenizer.from_pretrained(prepare())
-    marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    marks = [_MARK, "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     shared = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Idefics3Config(
@@ -55,7 +48,7 @@ def _write(directory: Path) -> None:
             **shared,
         },
         vision_config={"image_size": _IMAGE, "patch_size": 16, **shared},
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        image_token_id=tokenizer.convert_tokens_to_ids(_MARK),
         pad_token_id=tokenizer.pad_token_id,
         scale_factor=2,
         tie_word_embeddings=False,
@@ -65,4 +58,4 @@ def _write(directory: Path) -> None:
     Idefics3ForConditionalGeneration(config).to(torch.float32).save_pretrained(directory)
     size = {"longest_edge": _IMAGE}
     images = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
-    Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=_TEMPLATE).save_pretrained(directory)
+    Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=chat_template(_MARK)).save_pretrained(directory)
