@@ -56,7 +56,6 @@ class _File:
 class Source:
     """The requests in a file, a folder or an S3 prefix, in the order of the file names."""
 
-    name: str
     files: list[_File]
     path: str  # The path for requests whose format has no path.
     bytes_read: int = field(default=0, init=False)
@@ -134,7 +133,7 @@ def open_source(name: str, path: str, s3: Callable[[], Any]) -> Source:
     files = _objects(name, s3) if name.startswith(_S3) else _paths(Path(name))
     if not files:
         raise SourceError(f"{name} has no file that ends with {', '.join(_NAMES)}")
-    return Source(name, files, path)
+    return Source(files, path)
 
 
 def _paths(place: Path) -> list[_File]:
