@@ -60,13 +60,10 @@ class Reply:
     seconds: float | None = None
     first_byte: float | None = None  # Seconds until the first byte of the body arrives.
 
-    def header(self, name: str) -> str:
-        """Return the value of a header, or an empty string. `name` is in lower case."""
-        return next((value for given, value in self.headers if given == name), "")
-
     @property
     def content_type(self) -> str:
-        return self.header("content-type")
+        """The value of the header, or an empty string."""
+        return next((value for name, value in self.headers if name == "content-type"), "")
 
 
 @dataclass(frozen=True)
