@@ -80,7 +80,7 @@ class Sources:
         tree = self.module(module)
         if tree is None:
             return None
-        if self.module(f"{module}.{name}") is not None and not _bound(tree, name):
+        if self.module(f"{module}.{name}") is not None and not any(name in _targets(node) for node in tree.body):
             return module, tree
         for node in _statements(tree.body):
             if isinstance(node, _Definition) and node.name == name:
@@ -181,10 +181,6 @@ def _targets(node: ast.stmt) -> set[str]:
     """Return the names that a statement assigns."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
-
-
-def _bound(tree: ast.Module, name: str) -> bool:
-    return any(name in _targets(node) for node in tree.body)
 
 
 def signature(arguments: ast.arguments) -> str:
