@@ -417,14 +417,12 @@ class HttpPeer(Peer):
     """A peer that answers over HTTP."""
 
     ready_path: ClassVar[str]
+    contract: ClassVar[str] = "openai"  # The contract of variants whose names have none.
     environment: Mapping[str, str] = {}
 
     @abstractmethod
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
         """Return the server's command line. The server listens on `self.port` of the loopback address."""
-
-    def contract_request(self, variant: str) -> Callable[[EngineLoad], ContractRequest]:
-        return CONTRACTS[contract_of(variant) or "openai"]
 
     def variants(self, stream: bool) -> list[str]:
         """Return the variants for completions and for chats. Other contracts are compared with completions."""
@@ -444,7 +442,7 @@ class HttpPeer(Peer):
 
     def load(self, variant: str, load: EngineLoad) -> Figures:
         load = msgspec.structs.replace(load, logprobs=variant.endswith(LOGPROBS))
-        contract = self.contract_request(variant)
+        contract = CONTRACTS[contract_of(variant) or self.contract]
         request = contract(load)
         spec = LoadSpec(
             url=self._url(request.path),
@@ -487,6 +485,7 @@ class Slipway(HttpPeer):
     program: ClassVar[tuple[str, ...]] = "slipway", "serve"
     copies: ClassVar[int] = 1
     ready_path = "/ping"
+    contract = "lmi"
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
         model_dir = work_dir / "model"
@@ -506,9 +505,6 @@ class Slipway(HttpPeer):
             ends = ("", LOGPROBS) if contract in OPTIONAL_LOGPROBS else (LOGPROBS if contract == "tgi" else "",)
             names += [name + end for end in ends] if stream else [name]
         return names
-
-    def contract_request(self, variant: str) -> Callable[[EngineLoad], ContractRequest]:
-        return CONTRACTS[contract_of(variant) or "lmi"]
 
 
 class TwoCopies(Slipway):
@@ -602,6 +598,7 @@ class Triton(HttpPeer):
 
     name = "triton"
     ready_path = "/v2/health/ready"
+    contract = "triton"
 
     def missing(self, engine: Engine) -> str:
         if engine.step_ms is None:
@@ -610,9 +607,6 @@ class Triton(HttpPeer):
 
     def variants(self, stream: bool) -> list[str]:
         return [self.name] if stream else []  # Triton's model only streams.
-
-    def contract_request(self, variant: str) -> Callable[[EngineLoad], ContractRequest]:
-        return triton
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
         assert self.triton is not None, "`missing` has checked it"
