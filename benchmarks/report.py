@@ -179,7 +179,8 @@ def plots(samples: Sequence[Sample], directory: Path) -> list[Path]:
                 of_variant = [groups.get((level, variant)) for level in levels]
                 points = [_median(group, value) if group else float("nan") for group in of_variant]
                 color = f"C{peers.index(_peer(variant))}"
-                style = {"linestyle": ":" if variant.endswith(LOGPROBS) else "-", "marker": _marker(variant)}
+                marker = {"": "o", "chat": "s", "openai": "^"}.get(contract_of(variant), "x")
+                style = {"linestyle": ":" if variant.endswith(LOGPROBS) else "-", "marker": marker}
                 axis.plot(levels, points, color=color, label=variant, **style)
             axis.set(xlabel="clients", ylabel=label, xscale="log", xticks=levels, xticklabels=levels, ylim=0)
             axis.minorticks_off()
@@ -189,10 +190,6 @@ def plots(samples: Sequence[Sample], directory: Path) -> list[Path]:
         figure.savefig(written[-1], dpi=100)
         pyplot.close(figure)
     return written
-
-
-def _marker(variant: str) -> str:
-    return {"": "o", "chat": "s", "openai": "^"}.get(contract_of(variant), "x")
 
 
 def _peer(variant: str) -> str:
