@@ -218,8 +218,7 @@ async def _run(
 ) -> int:
     from rich.console import Console  # rich and numpy take a while to import, and invalid options need neither.
 
-    from replay.progress import Progress
-    from replay.report import Report
+    from replay.report import Progress, Report
 
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _FILE_COLUMNS
     console = Console(highlight=False, width=wide)
@@ -251,7 +250,7 @@ async def _run(
     code = DIFFERENT
     interrupted = _on_signals(run.stop)
     try:
-        with progress:
+        with progress.bar:
             await run.run()
     except (NoTimes, Unreachable) as error:
         typer.echo(f"slipway: {printable(str(error))}", err=True)

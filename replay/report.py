@@ -1,4 +1,4 @@
-"""The report of a replay: groups of equal differences, and the latencies of the old and the new answers."""
+"""The report of a replay: groups of equal differences, and latencies. A bar shows its figures while the replay runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from replay.explanations import BY_NAME
 from replay.request import printable
 from replay.results import Found, Result, Side
-from replay.sources import MalformedLine
+from replay.sources import MalformedLine, Source
 
 MOST_GROUPS = 500  # The maximum number of groups with an example. Further differences are only counted.
 KEPT_ANSWER = 8000  # The maximum length of each answer in an example, in characters.
@@ -208,6 +210,30 @@ class Report:
         console.print(_latencies(report["latency"]))
         for line in summary(report):
             console.print(escape(printable(line)), soft_wrap=True, highlight=False)
+
+
+class Progress:
+    """A progress bar, if standard error is a terminal. Its length is the limit, or else the source's size in bytes."""
+
+    def __init__(self, source: Source, limit: int | None, report: Report) -> None:
+        self._source, self._limit, self._report = source, limit, report
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[said]}"),
+            TimeElapsedColumn(),
+        )
+        self.bar = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self.bar.add_task("replay", total=limit or max(1, source.total_bytes), said="")
+
+    def update(self) -> None:
+        """Show the report's figures."""
+        report = self._report
+        done = report.requests if self._limit else self._source.bytes_read
+        said = f"{report.requests} requests, {report.unexplained} with unexplained differences"
+        self.bar.update(self._task, completed=done, said=said)
 
 
 def _beginning(answer: str) -> str:
