@@ -263,7 +263,7 @@ class _Comparing:
         if len(old) > 1 and len(new) > 1:
             self._json("first", old[0], new[0])
         if len(old) > 2 and len(new) > 2:
-            self._middle(_shape(old[1:-1]), _shape(new[1:-1]))
+            self._middle(Shape.of(old[1:-1]), Shape.of(new[1:-1]))
         ids = token_ids(old), token_ids(new)
         if ids[0] and ids[0] == ids[1] and len(old) != len(new):
             self._add(Kind.RECORDS, "", str(len(old)), str(len(new)))
@@ -489,13 +489,6 @@ def _apart(old: str, new: str) -> tuple[str, str]:
     begin = max(0, _common(old, new) - 20)
     mark = "..." if begin else ""
     return mark + old[begin : begin + _SHOWN], mark + new[begin : begin + _SHOWN]
-
-
-def _shape(records: Sequence[Any]) -> Shape:
-    shape = Shape()
-    for record in records:
-        shape.add(record)
-    return shape
 
 
 def _field(value: Any) -> Field:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 # Fields that differ from call to call: ids, times, random numbers.
@@ -138,9 +139,11 @@ class Shape:
     parents: dict[str, int] = field(default_factory=dict)  # The number of objects at each path.
     orders: dict[str, tuple[str, ...]] = field(default_factory=dict)  # The keys of the first object of each path.
 
-    def add(self, record: Any) -> None:
-        for where, value in walk(record):
-            found = self.fields.setdefault(where, Field())
+    @classmethod
+    def of(cls, records: Iterable[Any]) -> Shape:
+        shape = cls()
+        for where, value in chain.from_iterable(map(walk, records)):
+            found = shape.fields.setdefault(where, Field())
             found.count += 1
             found.kinds.add(kind_of(value))
             if found.example is None:
@@ -148,8 +151,9 @@ class Shape:
             if isinstance(value, str | bool) and len(found.values) < 8:
                 found.values.add(value)
             if isinstance(value, dict):
-                self.orders.setdefault(where, tuple(value))
-                self.parents[where] = self.parents.get(where, 0) + 1
+                shape.orders.setdefault(where, tuple(value))
+                shape.parents[where] = shape.parents.get(where, 0) + 1
+        return shape
 
 
 def walk(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
