@@ -87,8 +87,8 @@ class Load:
         try:
             answer = await ask(self._subject.server.port, request, REQUEST_SECONDS, manner, random)
             outcome = self._outcome(contract, answer, tokens, sent)
-            if outcome in ("refused", "failed"):
-                wait = _retry_after(answer)
+            if isinstance(answer, Answer) and outcome in ("refused", "failed"):
+                wait = answer.retry_after or _PAUSE  # The last record of a stream may be an error without a header.
         except Broken as error:
             outcome, wait = "broken", _PAUSE
             if 0 not in self.truth_since(sent).statuses:
@@ -151,8 +151,3 @@ class Load:
         if not self.truth_since(sent).errors:
             raise Malformed(f"{contract.name}: an error though nothing was wrong: {answer.status} {answer.body!r}")
         return "failed"
-
-
-def _retry_after(answer: Answer | Left) -> float:
-    """Return the seconds to wait. For an error without the header, such as a stream's last record, it is `_PAUSE`."""
-    return answer.retry_after or _PAUSE if isinstance(answer, Answer) else 0.0
