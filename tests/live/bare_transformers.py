@@ -25,10 +25,6 @@ def numbers_of_transformers(**jobs: Job) -> dict[str, list[Any]]:
     return numbers
 
 
-def _numbers_of_all(jobs: dict[str, tuple[str, str, list[Any]]]) -> dict[str, list[Any]]:
-    return {name: _numbers_of(*job) for name, job in jobs.items()}
-
-
 def _numbers_of(model: str, pooling: str, texts: list[Any]) -> list[Any]:
     import torch
     from safetensors import safe_open
@@ -61,4 +57,4 @@ def _numbers_of(model: str, pooling: str, texts: list[Any]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    answer_order(_numbers_of_all)
+    answer_order(lambda jobs: {name: _numbers_of(*job) for name, job in jobs.items()})
