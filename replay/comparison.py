@@ -141,9 +141,7 @@ class _Comparing:
         self._content_type()
         self._headers()
         self._framing()
-        similarity = None
-        if not both_failed:
-            similarity = self._texts()
+        similarity = None if both_failed else self._texts()
         if both_failed and old.reply.status >= 400:
             self._in_error = True
             self._errors()
@@ -401,7 +399,9 @@ class _Comparing:
         if name in FINISH_REASONS:
             self._finish_reason(where, old, new)
         elif name in PROMPT_COUNTS or name in TOKEN_COUNTS:
-            self._count(where, name, old, new)
+            depends = name in TOKEN_COUNTS and not self._texts_equal
+            if not self._other_model and not depends and name != "cached_tokens":
+                self._add(Kind.TOKENS, where, _said(old), _said(new))
         elif has_any(where, PROBABILITIES) or _is_token(where):
             return
         elif where == "last.index" and not self._texts_equal:
@@ -410,7 +410,7 @@ class _Comparing:
             self._add(Kind.ERROR_MESSAGE, where, str(old), str(new), is_text=True)
         elif name == "embedding" and (vectors := _decoded(old, new)) is not None:
             self._vectors(where, *vectors)
-        elif isinstance(old, str) and key_of(where) in TEXTS:
+        elif isinstance(old, str) and name in TEXTS:
             return  # Texts are compared as a whole.
         elif isinstance(old, float) or isinstance(new, float):
             if not self._other_model and not math.isclose(old, new, rel_tol=_TOLERANCE, abs_tol=_LEAST):
@@ -425,11 +425,6 @@ class _Comparing:
         if (alike or of_stop) and (self._other_model or not self._texts_equal):
             return
         self._add(Kind.FINISH_REASON, where, _said(old), _said(new))
-
-    def _count(self, where: str, name: str, old: Any, new: Any) -> None:
-        depends = name in TOKEN_COUNTS and not self._texts_equal
-        if not self._other_model and not depends and name != "cached_tokens":
-            self._add(Kind.TOKENS, where, _said(old), _said(new))
 
     def _is_message(self, where: str) -> bool:
         """Return True if a field contains the wording of an error."""
