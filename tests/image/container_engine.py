@@ -164,7 +164,16 @@ def _podman_variables(directory: Path) -> dict[str, str]:
 class Container(ABC):
     """A container of the image with a model. It serves on a port of this machine."""
 
-    def __init__(self, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        image: str,
+        model_dir: Path,
+        unprivileged: bool,
+        command: tuple[str, ...],
+        variables: Mapping[str, str],
+    ) -> None:
+        self._engine = engine
         self.port = free_port()
         self.started = time.monotonic()
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
@@ -172,6 +181,10 @@ class Container(ABC):
         every = {"SAGEMAKER_BIND_TO_PORT": str(self.port), "HF_HUB_OFFLINE": "1", **variables}
         # Flags that set the variables of the container.
         self.environment = [part for name, value in every.items() for part in ("--env", f"{name}={value}")]
+        self._start(image, model_dir, unprivileged, command)
+
+    @abstractmethod
+    def _start(self, image: str, model_dir: Path, unprivileged: bool, command: tuple[str, ...]) -> None: ...
 
     def wait_until_ready(self) -> float:
         """Wait for /ping. Return the seconds since the start of the container."""
@@ -209,23 +222,13 @@ class Container(ABC):
 class EngineContainer(Container):
     """A container of `<engine> run ... <image> serve`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        image: str,
-        model_dir: Path,
-        unprivileged: bool,
-        command: tuple[str, ...],
-        variables: Mapping[str, str],
-    ) -> None:
-        super().__init__(variables)
-        self._engine = engine
+    def _start(self, image: str, model_dir: Path, unprivileged: bool, command: tuple[str, ...]) -> None:
         arguments = ["run", "--detach", "--network", "host", "--shm-size", "1g", *self.environment]
         arguments += shlex.split(os.environ.get("CONTAINER_FLAGS", ""))
         if unprivileged:
             arguments += ["--user", UNPRIVILEGED, "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"]
         arguments += ["--volume", f"{model_dir}:/opt/ml/model:ro", image, *command]
-        self._id = engine.run(*arguments).stdout.split()[-1]
+        self._id = self._engine.run(*arguments).stdout.split()[-1]
 
     def running(self) -> bool:
         return self._engine.run("inspect", "--format", "{{.State.Running}}", self._id).stdout.strip() == "true"
@@ -255,27 +258,17 @@ class ChrootContainer(Container):
     It has the image's files, variables, entry point and user, and shares the host's processes.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        image: str,
-        model_dir: Path,
-        unprivileged: bool,
-        command: tuple[str, ...],
-        variables: Mapping[str, str],
-    ) -> None:
-        super().__init__(variables)
-        self._engine = engine
-        self._id = engine.call("buildah", "from", "--pull-never", image).stdout.strip()
+    def _start(self, image: str, model_dir: Path, unprivileged: bool, command: tuple[str, ...]) -> None:
+        self._id = self._engine.call("buildah", "from", "--pull-never", image).stdout.strip()
         flags = ["--isolation", "chroot", "--volume", f"{model_dir}:/opt/ml/model:ro", *self.environment]
         if unprivileged:
             flags += ["--user", UNPRIVILEGED, "--cap-drop", "all"]
         self._run = ["buildah", "run", *flags, self._id, "--"]
-        config = engine.config(image)
+        config = self._engine.config(image)
         self._log: IO[str] = (model_dir.parent / f"{self._id}.log").open("w+")
         self._process = subprocess.Popen(
             [*self._run, *config["Entrypoint"], *(command or config["Cmd"])],
-            env=engine.environment,
+            env=self._engine.environment,
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
