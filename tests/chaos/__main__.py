@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -64,17 +65,12 @@ class Report:
     """The number of tracebacks in the server's log. A killed engine may leave some."""
 
 
+@contextlib.contextmanager
 def subject(
-    directory: Path,
-    stall_timeout: float = STALL_TIMEOUT,
-    max_model_len: int = 1024,
-    queue: int = 64,
-    engine_restarts: int = 0,
-) -> Subject:
-    """Start a server of the tiny model with few places in its queue."""
+    stall_timeout: float = STALL_TIMEOUT, max_model_len: int = 1024, queue: int = 64, engine_restarts: int = 0
+) -> Iterator[Subject]:
+    """Start a server of the tiny model with few places in its queue. At the end, kill what still runs."""
     model = prepare_tiny_llama()
-    (directory / "model").mkdir(parents=True)
-    (directory / "model" / "template.jinja").write_text(_TEMPLATE)
     options = {
         "model_id": model,
         "rolling_batch": "vllm",
@@ -93,7 +89,14 @@ def subject(
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     environment |= {"SERVING_ENGINE_RESTART": str(engine_restarts), "SERVING_CONTINUE": "0"}
-    return Subject(directory, environment, **options)
+    with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
+        (Path(directory) / "model").mkdir()
+        (Path(directory) / "model" / "template.jinja").write_text(_TEMPLATE)
+        tested = Subject(Path(directory), environment, **options)
+        try:
+            yield tested
+        finally:
+            tested.close()
 
 
 def tiny_adapter() -> Path:
@@ -154,19 +157,15 @@ async def chaos(
     answers: float = math.inf,
 ) -> Report:
     """Perform one run against a new server."""
-    with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
-        tested = subject(Path(directory), stall_timeout, engine_restarts=engine_restarts)
-        try:
-            await asyncio.to_thread(tested.wait_until_ready)
-            load = Load(tested, clients, seed)
-            stage = Stage(tested, load, Random(f"{seed}/stage"), adapter, grace=max(5.0, stall_timeout))
-            started = clock()
-            done = await perform(stage, actions, seconds, pause, answers)
-            if (code := await asyncio.to_thread(tested.end, stage.grace)) != 0:
-                stage.violations.append(f"exit code {code} at the end")
-            return report_of(stage, seed, done, clock() - started)
-        finally:
-            tested.close()
+    with subject(stall_timeout, engine_restarts=engine_restarts) as tested:
+        await asyncio.to_thread(tested.wait_until_ready)
+        load = Load(tested, clients, seed)
+        stage = Stage(tested, load, Random(f"{seed}/stage"), adapter, grace=max(5.0, stall_timeout))
+        started = clock()
+        done = await perform(stage, actions, seconds, pause, answers)
+        if (code := await asyncio.to_thread(tested.end, stage.grace)) != 0:
+            stage.violations.append(f"exit code {code} at the end")
+        return report_of(stage, seed, done, clock() - started)
 
 
 def report_of(stage: Stage, seed: int, actions: list[str], seconds: float) -> Report:

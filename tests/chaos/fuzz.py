@@ -186,7 +186,7 @@ class Fuzz:
                 self.violations.append(f"POST {contract.path} {content_type} {body[:500]!r}: {error}")
 
 
-def routes(url: str, seed: int, seconds: float, directory: Path) -> tuple[bool, str]:
+def routes(url: str, seed: int, seconds: float) -> tuple[bool, str]:
     """Make schemathesis try every route in the API description.
 
     Return two values: whether nothing failed, and the summary.
@@ -199,7 +199,9 @@ def routes(url: str, seed: int, seconds: float, directory: Path) -> tuple[bool, 
     command += ["--exclude-method", "DELETE", "--exclude-method", "PUT", "--exclude-path-regex", _EXCLUDED]
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     command += ["--checks", checks, "--request-timeout", "90"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds + 300, cwd=directory)
+    with tempfile.TemporaryDirectory() as directory:
+        limit = seconds + 300
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit, cwd=directory)
     text = done.stdout + done.stderr
     return done.returncode == 0, text[max(text.find("== FAILURES =="), 0) :][:_SUMMARY] + text[-_SUMMARY:]
 
@@ -239,27 +241,21 @@ def main() -> int:
     parser.add_argument("--no-routes", action="store_true", help="send only invalid bodies, and run no schemathesis")
     given = parser.parse_args()
     seconds = 60 * given.minutes
-    with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
-        tested = subject(Path(directory), given.stall_timeout, max_model_len=256)
-        try:
-            tested.wait_until_ready()
-            share = 0.0 if given.no_routes else _SHARE_OF_ROUTES
-            description = httpx.get(f"{tested.server.url}/openapi.json", timeout=60).json()
-            fuzzing = asyncio.run(fuzz(tested, description, given.seed, seconds * (1 - share), given.requests))
-            well, summary = True, ""
-            if share:
-                well, summary = routes(tested.server.url, given.seed, seconds * share, Path(directory))
-            violations = fuzzing.violations + asyncio.run(idle(tested)) + tested.watch.lies
-            violations += [] if well else ["schemathesis found something; see routes"]
-            log = tested.log_text()
-            if (at := log.find("Traceback (most recent")) >= 0:
-                violations.append(
-                    f"tracebacks in the log: {log.count('Traceback (most recent')}: {log[at : at + 3000]}"
-                )
-            if (code := tested.end()) != 0:
-                violations.append(f"exit code {code}")
-        finally:
-            tested.close()
+    with subject(given.stall_timeout, max_model_len=256) as tested:
+        tested.wait_until_ready()
+        share = 0.0 if given.no_routes else _SHARE_OF_ROUTES
+        description = httpx.get(f"{tested.server.url}/openapi.json", timeout=60).json()
+        fuzzing = asyncio.run(fuzz(tested, description, given.seed, seconds * (1 - share), given.requests))
+        well, summary = True, ""
+        if share:
+            well, summary = routes(tested.server.url, given.seed, seconds * share)
+        violations = fuzzing.violations + asyncio.run(idle(tested)) + tested.watch.lies
+        violations += [] if well else ["schemathesis found something; see routes"]
+        log = tested.log_text()
+        if (at := log.find("Traceback (most recent")) >= 0:
+            violations.append(f"tracebacks in the log: {log.count('Traceback (most recent')}: {log[at : at + 3000]}")
+        if (code := tested.end()) != 0:
+            violations.append(f"exit code {code}")
     statuses: dict[str, dict[str, int]] = {}
     for (contract, status), count in sorted(fuzzing.statuses.items()):
         statuses.setdefault(contract, {})[str(status)] = count

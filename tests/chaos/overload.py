@@ -20,10 +20,8 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -115,17 +113,13 @@ def main() -> int:
     servers, clients = processors()
     os.sched_setaffinity(0, servers)
     results = []
-    with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
-        tested = subject(Path(directory), stall_timeout=60.0, queue=_QUEUE)
+    with subject(stall_timeout=60.0, queue=_QUEUE) as tested:
         os.sched_setaffinity(0, clients)
-        try:
-            tested.wait_until_ready()
-            for contract in measured:
-                results.append(measure(tested, contract, seconds, clients))
-                print(json.dumps(asdict(results[-1])), flush=True)
-            tested.end()
-        finally:
-            tested.close()
+        tested.wait_until_ready()
+        for contract in measured:
+            results.append(measure(tested, contract, seconds, clients))
+            print(json.dumps(asdict(results[-1])), flush=True)
+        tested.end()
     lies = tested.watch.lies
     print("\n".join(lies))
     return 1 if lies or any(result.errors for result in results) else 0

@@ -19,7 +19,6 @@ import contextlib
 import json
 import re
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -168,15 +167,11 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two samples")
     parser.add_argument("--out", type=Path, default=Path("build/soak.json"), help="JSON file for the results")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
-        tested = subject(Path(directory), stall_timeout=60.0, engine_restarts=given.changes)
-        try:
-            tested.wait_until_ready()
-            seconds = 60 * given.minutes
-            samples, load = asyncio.run(soak(tested, given.seed, given.clients, seconds, given.every, given.changes))
-            code = tested.end()
-        finally:
-            tested.close()
+    with subject(stall_timeout=60.0, engine_restarts=given.changes) as tested:
+        tested.wait_until_ready()
+        seconds = 60 * given.minutes
+        samples, load = asyncio.run(soak(tested, given.seed, given.clients, seconds, given.every, given.changes))
+        code = tested.end()
     violations = load.violations + tested.watch.lies + tested.left_behind + grown(samples)
     violations += [f"exit code {code}"] if code else []
     outcomes: Counter[str] = Counter()
