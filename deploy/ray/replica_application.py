@@ -8,6 +8,8 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from starlette.responses import Response
+
 from container.http.cross_site import KnownHosts
 from container.http.router import Application, without_slashes
 from container.observability.prometheus_text import CONTENT_TYPE
@@ -52,9 +54,9 @@ class ReplicaApplication:
         if self._hosts.fault(dict(scope["headers"])):
             await self._serve(scope, receive, send)  # The server refuses the call, or serves a contract's route.
         elif method == "GET" and path in (b"/metrics", b"/server/metrics"):
-            await _reply(send, 200, CONTENT_TYPE, await self._metrics())
+            await Response(await self._metrics(), 200, {"content-type": CONTENT_TYPE})(scope, receive, send)
         elif (refused := _refusal(method, path)) is not None:
-            await _reply(send, 501, "application/json", json.dumps(refused).encode())
+            await Response(json.dumps(refused), 501, {"content-type": "application/json"})(scope, receive, send)
         else:
             await self._serve(scope, receive, send)
 
@@ -122,9 +124,3 @@ def _without_id(scope: Any, headers: Any) -> list[tuple[bytes, bytes]]:
     """Return the headers without the request's id if Serve will add the same id."""
     own = dict(scope["headers"]).get(b"x-request-id")
     return [pair for pair in headers if pair[0] != b"x-request-id" or pair[1] != own]
-
-
-async def _reply(send: Any, status: int, content_type: str, body: bytes) -> None:
-    headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
