@@ -20,8 +20,7 @@ from container.observability import logs
 from container.server import ModelServer, prepared
 from container.settings.load import load_startup
 from container.settings.settings import Startup
-from deploy.ray.metrics import merged_metrics
-from deploy.ray.replica_application import ReplicaApplication
+from deploy.ray.replica_application import ReplicaApplication, merged_metrics
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.ray.metrics import merged_metrics
+from deploy.ray.replica_application import merged_metrics
 
 ONE = """# HELP slipway_requests_total HTTP requests served.
 # TYPE slipway_requests_total counter
