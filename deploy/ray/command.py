@@ -11,11 +11,10 @@ import typer
 
 from container.settings.command_line import ModelDir, ModelName, read_startup
 from container.settings.environment import KEY_VARIABLES
-from deploy.ray.kuberay import ray_service
+from deploy.ray.kuberay import RAY, ray_service
 from deploy.ray.serve_config import BALANCE, CLUSTER, balance_by_prefix, serve_configuration
 from deploy.yaml_text import as_yaml
 
-_PACKAGE = "ray[serve]==2.60.0"  # The extra `ray` of pyproject.toml.
 _OBJECT_STORE = 100 << 20  # The size of a local cluster's object store in bytes. Requests and replies do not use it.
 _LOCAL = {
     # A stopping replica accepts requests for this time, until the proxies know that it stops. On one machine, they know
@@ -163,7 +162,7 @@ def _deploy(
         import ray
         from ray import serve
     except ImportError:
-        typer.echo(f"slipway: Ray is not installed: pip install '{_PACKAGE}'", err=True)
+        typer.echo(f"slipway: Ray is not installed: pip install 'ray[serve]=={RAY}'", err=True)
         raise typer.Exit(1) from None
     from deploy.ray.deployment import application
 

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deploy.ray.serve_config import CLUSTER
 from deploy.yaml_text import as_yaml
 
-RAY = "2.60.0"  # The release that this manifest was tested with. pyproject.toml names the same release.
+RAY = "2.60.0"  # The release of the extra `ray` of pyproject.toml. The manifest was tested with it.
 # KubeRay adds these ports only to a container that names no port.
 _HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 
 
 def ray_service(
-    configuration: Mapping[str, Any],
-    image: str,
-    machines: tuple[int, int],
-    gpus: int,
-    cluster: Mapping[str, str] = CLUSTER,
+    configuration: Mapping[str, Any], image: str, machines: tuple[int, int], gpus: int, cluster: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return KubeRay's manifest.
 
