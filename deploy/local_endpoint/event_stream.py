@@ -33,20 +33,10 @@ class EventStream:
         return {"type": "http.response.start", "status": 200, "headers": own}
 
     def piece(self, data: bytes) -> bytes:
-        return payload_part(data)
+        return event_message(_EVENT, data)
 
     def failure(self, code: str, message: str) -> bytes:
-        return model_stream_error(code, message)
-
-
-def payload_part(data: bytes) -> bytes:
-    """Return the message for a part of the model's reply."""
-    return event_message(_EVENT, data)
-
-
-def model_stream_error(code: str, message: str) -> bytes:
-    """Return the last message of a stream that fails after its first byte."""
-    return event_message(_ERROR, json.dumps({"ErrorCode": code, "Message": message}).encode())
+        return event_message(_ERROR, json.dumps({"ErrorCode": code, "Message": message}).encode())
 
 
 def event_message(headers: Mapping[str, str], payload: bytes) -> bytes:

@@ -8,13 +8,13 @@ from botocore.eventstream import EventStreamBuffer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local_endpoint.event_stream import event_message, model_stream_error, payload_part
+from deploy.local_endpoint.event_stream import EventStream, event_message
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 
 
 def test_the_bytes_of_a_piece() -> None:
-    assert payload_part(b"hello") == (
+    assert EventStream([]).piece(b"hello") == (
         b"\x00\x00\x00\x6e\x00\x00\x00\x59\x51\x97\xff\x15"
         b"\x0b:event-type\x07\x00\x0bPayloadPart"
         b"\x0d:content-type\x07\x00\x18application/octet-stream"
@@ -33,7 +33,7 @@ def test_any_headers_and_payload_come_back(headers: dict[str, str], payload: byt
 
 def test_failures_are_exceptions_to_botocore() -> None:
     buffer = EventStreamBuffer()
-    buffer.add_data(model_stream_error("StreamBroken", "broken"))
+    buffer.add_data(EventStream([]).failure("StreamBroken", "broken"))
     (event,) = buffer
     response = event.to_response_dict()
     assert (response["status_code"], response["headers"][":exception-type"]) == (400, "ModelStreamError")

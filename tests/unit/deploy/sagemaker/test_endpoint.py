@@ -9,14 +9,14 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from typer.testing import CliRunner
 
-from deploy.local_endpoint.event_stream import payload_part
+from deploy.local_endpoint.event_stream import EventStream
 from deploy.sagemaker import endpoint
 from deploy.sagemaker.aws import Aws
 from slipway.cli import app
 
 
 def test_a_connection_that_breaks_within_a_stream_breaks_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = payload_part(b"a")
+    part = EventStream([]).piece(b"a")
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/vnd.amazon.eventstream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
     def answer(listener: socket.socket) -> None:
@@ -46,7 +46,8 @@ class Endpoint(BaseHTTPRequestHandler):
             status, body = 424, b'{"Message": "no", "OriginalStatusCode": 424, "OriginalMessage": "wrong"}'
         if self.path == "/endpoints/my-llm/invocations-response-stream":
             media_type = "application/vnd.amazon.eventstream"
-            body = payload_part(b'{"token": {"text": " Pa') + payload_part(b'ris"}}\n')
+            stream = EventStream([])
+            body = stream.piece(b'{"token": {"text": " Pa') + stream.piece(b'ris"}}\n')
         self.send_response(status)
         self.send_header("Content-Type", media_type)
         self.send_header("Content-Length", str(len(body)))
