@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 MAX_INLINE = 128_000  # The largest body inside a call, in bytes.
 MAX_PAYLOAD = 1 << 30  # The largest input from S3, and the largest answer, in bytes.
 MAX_CALLS = 1000  # The maximum number of calls that wait or run.
+_CONCURRENCY = 16  # The number of concurrent calls to the container.
 _LARGE = 64 << 20  # Only one input of more than this number of bytes is in memory at a time.
 _MAX_HEADERS = 4096  # The largest size of the headers of the container's answer, in bytes.
 _TTL, _TIMEOUT = "21600", "900"  # SageMaker's defaults of RequestTTLSeconds and InvocationTimeoutSeconds.
 _PING_SECONDS = 1.0  # The time between two checks for whether the container is ready.
 _LAST_SECONDS = 2.0  # The time for writing the failure files of abandoned calls.
 _STORAGE_THREADS = 8
-_NO_INPUT = "Exactly one of InputLocation and Body has to be given."
 
 _T = TypeVar("_T")
 
@@ -76,7 +76,7 @@ class AsyncCall:
         headers = settings.container_headers(name, parameters)
         source = given.get("InputLocation")
         if (source is None) is (not body):
-            raise validation_error(_NO_INPUT)
+            raise validation_error("Exactly one of InputLocation and Body has to be given.")
         inference_id = given.get("InferenceId") or str(uuid.uuid4())
         if "InferenceId" not in given:
             headers = [*headers, (INFERENCE_ID, inference_id.encode())]
@@ -118,13 +118,13 @@ def _extension(text: str) -> str:
 class AsyncCalls:
     """The calls that wait or run."""
 
-    def __init__(self, storage: Storage, concurrency: int, capture: DataCapture | None) -> None:
+    def __init__(self, storage: Storage, capture: DataCapture | None, concurrency: int = _CONCURRENCY) -> None:
         """Create the queue.
 
         Args:
             storage: Holds the inputs, and stores the answers.
-            concurrency: The number of concurrent calls to the container.
             capture: Records successful calls.
+            concurrency: The number of concurrent calls to the container.
         """
         self._storage, self._capture = storage, capture
         self._places, self._room_for_large = asyncio.Semaphore(concurrency), asyncio.Lock()

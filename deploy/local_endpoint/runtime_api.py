@@ -158,8 +158,7 @@ class RuntimeApi:
 
     def _calls(self) -> AsyncCalls:
         if self._async_calls is None:
-            settings = self._settings
-            self._async_calls = AsyncCalls(storage_of(settings), settings.async_concurrency, self._capture)
+            self._async_calls = AsyncCalls(storage_of(self._settings), self._capture)
         return self._async_calls
 
     def _invocation(self, scope: Scope, receive: Receive, request: ContainerRequest) -> Invocation:

@@ -34,7 +34,6 @@ class LocalSettings:
     stream_timeout: float = 480.0  # The time limit for a whole stream, in seconds.
     async_output: S3Url = _OUTPUT  # The folder for answers of asynchronous calls.
     async_failures: S3Url | None = None  # The folder for failures of asynchronous calls. None: the folder for answers.
-    async_concurrency: int = 16  # The number of concurrent asynchronous calls to the container.
     s3_folder: Path | None = None  # The directory that stands for S3.
     # Has an effect if `s3_folder` is None. True: boto3 calls S3. False: a temporary directory stands for S3.
     uses_s3: bool = False

@@ -256,7 +256,7 @@ class Queue:
     """The queue without HTTP, for times and states that the API does not allow."""
 
     def __init__(self, container: ScriptedContainer, folder: Path, concurrency: int = 1) -> None:
-        self.calls = AsyncCalls(FolderStorage(folder), concurrency, None)
+        self.calls = AsyncCalls(FolderStorage(folder), None, concurrency)
         self._container, self._folder, self._count = container, folder, 0
 
     def submit(self, **changes: Any) -> Path:
