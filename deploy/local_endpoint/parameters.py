@@ -106,7 +106,6 @@ def check_endpoint_name(name: str) -> None:
 class Parameters:
     """A call's valid parameters, and the headers to send to the container."""
 
-    api: Api
     values: Mapping[str, str]  # The given parameters, by their name in the service model, such as `TargetModel`.
     forwarded: Headers
 
@@ -131,7 +130,7 @@ def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Paramet
         values[name] = value
         if name in _TO_CONTAINER:
             forwarded.append((_TO_CONTAINER[name], value.encode("latin-1")))
-    return Parameters(api, values, forwarded)
+    return Parameters(values, forwarded)
 
 
 VARIANT = "AllTraffic"  # The SDKs' name for an endpoint's only production variant.
