@@ -60,28 +60,20 @@ def _members(api: Api) -> Mapping[str, Any]:
 
 
 def _check(name: str, member: Any, value: str) -> None:
-    if member.type_name == "integer":
-        _check_number(name, member, value)
+    is_number, limits = member.type_name == "integer", member.metadata
+    if is_number and not _NUMBER.fullmatch(value):
+        raise constraint_violation(name, value, "Member must be an integer")
+    measured, measure = (int(value), "value") if is_number else (len(value), "length")
+    least, most, pattern = limits.get("min", 0), limits["max"], limits.get("pattern")
+    if measured < least:
+        raise constraint_violation(name, value, f"Member must have {measure} greater than or equal to {least}")
+    if measured > most:
+        raise constraint_violation(name, value, f"Member must have {measure} less than or equal to {most}")
+    if pattern is None:
         return
-    least, most, pattern = member.metadata.get("min", 0), member.metadata["max"], member.metadata["pattern"]
-    if len(value) < least:
-        raise constraint_violation(name, value, f"Member must have length greater than or equal to {least}")
-    if len(value) > most:
-        raise constraint_violation(name, value, f"Member must have length less than or equal to {most}")
     expression = functools.reduce(lambda text, java: text.replace(java, _JAVA[java]), _JAVA, pattern)
     if not re.fullmatch(expression, value):
         raise constraint_violation(name, value, f"Member must satisfy regular expression pattern: {pattern}")
-
-
-def _check_number(name: str, member: Any, value: str) -> None:
-    if not _NUMBER.fullmatch(value):
-        raise constraint_violation(name, value, "Member must be an integer")
-    if int(value) < member.metadata["min"]:
-        least = member.metadata["min"]
-        raise constraint_violation(name, value, f"Member must have value greater than or equal to {least}")
-    if int(value) > member.metadata["max"]:
-        most = member.metadata["max"]
-        raise constraint_violation(name, value, f"Member must have value less than or equal to {most}")
 
 
 def is_server_url(text: str) -> bool:
