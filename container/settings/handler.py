@@ -31,15 +31,14 @@ def handler_settings(
     """Return the handler's settings. If they are invalid, add the reasons to the problems and return None."""
     lookup = sources.lookup
     problems = len(lookup.problems)
-    gpus = sources.gpus
     layer = sources.workers()
     handler_config = lookup.read(
         HandlerConfig, layer, sources.variables, entry_point=entry_point, function=function, packages=packages
     )
     _show_other_keys(sources)
     is_hugging_face = _is_hugging_face(sources.model_dir, model_id)
-    degrees = _degrees(sources, gpus, is_hugging_face)
-    devices = _worker_devices(sources, gpus, degrees)
+    degrees = _degrees(sources, is_hugging_face)
+    devices = _worker_devices(sources, degrees)
     if len(lookup.problems) > problems:
         return None
     _warn_of_mpi(sources, degrees)
@@ -83,9 +82,8 @@ def handler_before_engine(
 
     The function has one worker, which sees all GPUs of the model.
     """
-    gpus = sources.gpus
-    degrees = _degrees(sources, gpus, is_hugging_face=True)
-    devices = _worker_devices(sources, gpus, degrees)
+    degrees = _degrees(sources, is_hugging_face=True)
+    devices = _worker_devices(sources, degrees)
     return HandlerConfig(
         entry_point=SERVICE_FOR_VLLM,
         async_mode=True,
@@ -104,22 +102,18 @@ def _show_other_keys(sources: Sources) -> None:
             entries.append(SettingEntry(key, value.text, value.source, "for the handler"))
 
 
-def _degrees(sources: Sources, gpus: int, is_hugging_face: bool) -> dict[str, int]:
+def _degrees(sources: Sources, is_hugging_face: bool) -> dict[str, int]:
     """Return the parallel degrees. Without a tensor parallel degree, a Hugging Face model uses all GPUs, as in LMI."""
     given = {name: sources.model.get(PREFIX + name) or sources.variables.get(name.upper()) for name in _PARALLEL}
     degrees = {name: max(int(value.word), 1) for name, value in given.items() if value and _DEGREE(value.word)}
     tensor = given[_TENSOR_PARALLEL]
-    if (tensor is None and is_hugging_face and gpus) or (tensor is not None and tensor.word == "max"):
-        allowed = len(_allowed(sources, gpus)) or gpus
+    if (tensor is None and is_hugging_face and sources.gpus) or (tensor is not None and tensor.word == "max"):
+        try:
+            allowed = len(allowed_devices(sources.gpus, _load_on(sources))) or sources.gpus
+        except ValueError:  # `_worker_devices` reports the error.
+            allowed = sources.gpus
         degrees[_TENSOR_PARALLEL] = max(allowed // degrees.get(_PIPELINE_PARALLEL, 1), 1)
     return degrees
-
-
-def _allowed(sources: Sources, gpus: int) -> tuple[int, ...]:
-    try:
-        return allowed_devices(gpus, _load_on(sources))
-    except ValueError:  # `_worker_devices` reports the error.
-        return ()
 
 
 def _load_on(sources: Sources) -> str:
@@ -127,9 +121,9 @@ def _load_on(sources: Sources) -> str:
     return load_on.text if load_on is not None else "*"
 
 
-def _worker_devices(sources: Sources, gpus: int, degrees: Mapping[str, int]) -> tuple[str, ...]:
+def _worker_devices(sources: Sources, degrees: Mapping[str, int]) -> tuple[str, ...]:
     try:
-        return device_groups(gpus, math.prod(degrees.values()), _load_on(sources))
+        return device_groups(sources.gpus, math.prod(degrees.values()), _load_on(sources))
     except ValueError as error:
         sources.lookup.problems.append(f"the handler's workers cannot be placed: {error}")
         return ()
