@@ -16,7 +16,7 @@ from pathlib import Path
 
 from container.gpus import gpu_count
 from container.settings.options import SUGGESTED
-from container.settings.values import NOT_TEXT, Value
+from container.settings.values import NOT_TEXT, Value, is_true
 from container.sources.download import download_dir
 from engines.settings.declaration import PREFIX
 from engines.settings.parsers import FALSE, TRUE
@@ -88,6 +88,13 @@ class Environment:
     downloads: Path = Path("/tmp/slipway")  # The directory for models that are fetched from S3.
     gpus: int = 0  # The number of GPUs of this process, or of a planned machine.
     one_model: bool = False  # Whether the server starts with exactly one model.
+
+    @property
+    def exports(self) -> dict[str, str]:
+        """The environment variables to set for libraries."""
+        token = self.variables.get("HF_TOKEN")
+        offline = is_true(self.variables.get("DJL_OFFLINE"))
+        return ({"HF_TOKEN": token.text.strip()} if token else {}) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
 
 
 def _inverted(text: str) -> str:

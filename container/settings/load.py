@@ -98,7 +98,6 @@ def load_settings(
         entries=_in_order(lookup.entries),
         warnings=tuple(dict.fromkeys(lookup.warnings)),
         aliases=environment.aliases,
-        exports=_exports(variables),
         required_memory=required,
         reserved_memory=reserved or 0,
         model_faults=None if secure_mode is None else secure_mode.model_faults,
@@ -160,7 +159,6 @@ def load_server(environment: Environment, command_line: Mapping[str, str]) -> Se
         entries=_in_order(lookup.entries),
         warnings=tuple(dict.fromkeys(lookup.warnings)),
         aliases=environment.aliases,
-        exports=_exports(variables),
     )
 
 
@@ -290,15 +288,6 @@ def _is_unset(key: str, value: Value) -> bool:
 
 
 # Values derived from the settings
-
-
-def _exports(variables: Mapping[str, Value]) -> dict[str, str]:
-    exports = {}
-    if (token := variables.get("HF_TOKEN")) is not None:
-        exports["HF_TOKEN"] = token.text.strip()
-    if is_true(variables.get("DJL_OFFLINE")):
-        exports["HF_HUB_OFFLINE"] = "1"
-    return exports
 
 
 def _memory(sources: Sources, key: str) -> int | None:

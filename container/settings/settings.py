@@ -39,8 +39,6 @@ class ServerReport:
     entries: tuple[SettingEntry, ...] = ()
     warnings: tuple[str, ...] = ()
     aliases: tuple[Alias, ...] = ()  # The aliases that are in effect.
-    # Environment variables to set for libraries.
-    exports: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +87,12 @@ class Startup:
 
     @property
     def exports(self) -> dict[str, str]:
-        return {name: text for one in self._all for name, text in one.exports.items()}
+        return self.environment.exports
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(warning for one in self._all for warning in one.warnings))
-
-    @property
-    def _all(self) -> list[ServerReport]:
-        return [*([] if self.report is None else [self.report]), *(model.settings for model in self.models)]
+        reports = [*([] if self.report is None else [self.report]), *(model.settings for model in self.models)]
+        return tuple(dict.fromkeys(warning for report in reports for warning in report.warnings))
 
 
 class SettingsError(Exception):

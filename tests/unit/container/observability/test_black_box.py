@@ -287,7 +287,7 @@ def test_a_box_has_no_credential_of_the_settings_the_environment_or_the_argument
         SettingEntry("option.lora_modules", "a=s3://key:s3cret@bucket/a", "serving.properties"),
         SettingEntry("option.kv_transfer_config", '{"password": "s3cret"}', "serving.properties"),
     )
-    found.life.settings = replace(found.life.settings, entries=entries, exports={"API_KEY": "s3cret"})
+    found.life.settings = replace(found.life.settings, entries=entries)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "s3cret"]) as child:
         try:
             found.server.boxes.write_now("stall", "it hangs", found.model)

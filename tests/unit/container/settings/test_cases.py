@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from container.settings.environment import read_environment
 from container.settings.server import ServerConfig
 from container.settings.settings import SettingsError
 from handlers.custom.settings import HandlerConfig
@@ -64,7 +65,7 @@ def effect(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     given = {
         "model": difference(settings.config, default),
         "server": difference(settings.server_config, ServerConfig()),
-        "exports": dict(settings.exports),
+        "exports": read_environment(environ, 0).exports,
         "notes": {
             entry.name: entry.note for entry in settings.entries if entry.note not in ("", "the model directory")
         },

@@ -21,7 +21,7 @@ def test_the_environment_of_a_tgi_deployment_is_explained(model_dir: Path) -> No
     environ |= {"MAX_CONCURRENT_REQUESTS": "7", "HUGGING_FACE_HUB_TOKEN": "hf_x"}
     settings = load_settings(model_dir, environ)
     assert settings.server_config.job_queue_size == 7
-    assert settings.exports == {"HF_TOKEN": "hf_x"}
+    assert read_environment(environ).exports == {"HF_TOKEN": "hf_x"}
     text = render_text(settings)
     assert "alias: MAX_INPUT_LENGTH (TGI) stands for OPTION_MAX_PROMPT_TOKENS" in text
     assert "environment: MAX_INPUT_LENGTH" in text
