@@ -86,7 +86,7 @@ def load_settings(
     required, reserved = _memory(sources, "required_memory_mb"), _memory(sources, "reserved_memory_mb")
     secure_mode = read_secure_mode(variables, lookup.problems)
     if secure_mode is not None:
-        secure_mode = _for_model(secure_mode, sources, config, remote)
+        secure_mode = _for_model(secure_mode, sources, config)
         lookup.problems += secure_mode.model_faults()
     if server_config.health_check_override and config.handler is not None:
         config = replace(config, handler=replace(config.handler, retry_threshold=sys.maxsize))
@@ -273,8 +273,7 @@ def _sources(
         model,
         {**given, **arguments},
         tuple(empty),
-        remote.open,
-        remote.has,
+        remote,
         environment.gpus,
         environment.one_model,
         lookup,
@@ -298,7 +297,7 @@ def _memory(sources: Sources, key: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _for_model(mode: SecureMode, sources: Sources, config: ModelConfig, remote: RemoteModels) -> SecureMode:
+def _for_model(mode: SecureMode, sources: Sources, config: ModelConfig) -> SecureMode:
     directories, handler_config = [sources.model_dir], config.handler
     if os.path.isdir(config.model_id):
         directories.append(Path(config.model_id))
@@ -307,7 +306,7 @@ def _for_model(mode: SecureMode, sources: Sources, config: ModelConfig, remote: 
         keys=sources.given,
         variables=sources.variables,
         directories=tuple(dict.fromkeys(directories)),
-        fetched=tuple(fetched.directory for fetched in remote.opened),
+        fetched=tuple(fetched.directory for fetched in sources.remote.opened),
         handler=Path(handler_config.entry_point)
         if handler_config is not None and os.path.isabs(handler_config.entry_point)
         else None,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from container.settings.values import HIDDEN, Value
+from container.sources.download import RemoteModels
 from engines.settings.declaration import PREFIX, Setting, declared
 from engines.settings.parsers import Scalar, T
 from handlers.custom.settings import MAX_WORKERS, MIN_WORKERS
@@ -169,9 +170,7 @@ class Sources:
     # The model's keys from serving.properties, the environment and the management API, for the secure mode.
     given: Mapping[str, Value]
     empty: tuple[str, ...]  # The keys in serving.properties that have no value. They count as unset.
-    # Fetches the small files of a model on S3 and returns its local directory. Raises SourceError.
-    open_remote: Callable[[str], Path]
-    is_open: Callable[[str], bool]  # Returns True for the URL of a model that `open_remote` has fetched.
+    remote: RemoteModels  # The models on S3 that the settings name.
     gpus: int
     one_model: bool  # Whether the server starts with this model only.
     lookup: Lookup

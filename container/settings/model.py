@@ -359,7 +359,7 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
         return
     if is_s3(url):
         try:
-            directory = str(sources.open_remote(url))
+            directory = str(sources.remote.open(url))
         except SourceError as error:
             sources.lookup.problems.append(f"{given.describe(PREFIX + _SPECULATIVE)}: {error}")
             return
@@ -514,7 +514,7 @@ def _model(sources: Sources, *, required: bool) -> tuple[str, str, str | None]:
     if value is not None and model_id is not None:
         try:
             if is_s3(model_id):
-                model_id = str(sources.open_remote(model_id))
+                model_id = str(sources.remote.open(model_id))
             else:
                 model_id = location.resolve_model_id(model_id, sources.model_dir)
         except (ModelNotFound, SourceError) as error:
@@ -550,7 +550,7 @@ def _model_variable(sources: Sources, given: Value | None) -> Value | None:
     if given is not None:
         # HF_MODEL_ID is not ignored if it names the same model as the other source, or the folder on S3 whose
         # serving.properties is the other source.
-        is_same = given.text.strip() == variable.text.strip() or sources.is_open(variable.text)
+        is_same = given.text.strip() == variable.text.strip() or sources.remote.has(variable.text)
         if not is_same:
             sources.lookup.ignore("HF_MODEL_ID", variable, f"one model is served, that of {given.source}")
     return None  # Another source names the model, or the variable names the parent of the model directory.
