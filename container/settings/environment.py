@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -301,20 +301,19 @@ def _lacks_prefix(name: str) -> bool:
     return "_" in name and name == name.upper() and f"{PREFIX}{name.lower()}" in SUGGESTED
 
 
-def _vllm_aliases(variables: Mapping[str, Value]) -> list[Alias]:
-    names = [name.removeprefix(VLLM_PREFIX) for name in sorted(variables) if name.startswith(VLLM_PREFIX)]
-    return [_vllm_alias(name) for name in names if name]
+def _vllm_aliases(variables: Iterable[str]) -> Iterator[Alias]:
+    for variable in sorted(variables):
+        name = variable.removeprefix(VLLM_PREFIX)
+        if name and name != variable:
+            target = _VLLM_TARGETS.get(name, f"OPTION_{name.removeprefix(_NEGATION)}")
+            convert = _one_key if target == API_KEYS else _negated if name.startswith(_NEGATION) else str
+            yield Alias(variable, target, _AWS, convert)
 
 
-def _vllm_alias(name: str) -> Alias:
-    target = _VLLM_TARGETS.get(name, f"OPTION_{name.removeprefix(_NEGATION)}")
-    convert = _one_key if target == API_KEYS else _negated if name.startswith(_NEGATION) else str
-    return Alias(VLLM_PREFIX + name, target, _AWS, convert)
-
-
-_HUB_MODEL = frozenset({"HF_MODEL_ID", "HF_REVISION"})
-_CHOICE_OF_MODELS = frozenset(
+# The variables that concern all models of a server: its API keys, and the choice and the names of its models.
+_OF_ALL_MODELS = frozenset(
     {"SERVING_MODEL_NAME", "OPTION_SERVED_MODEL_NAME", "SERVING_MODEL_STORE", "SERVING_LOAD_MODELS"}
+    | {API_KEYS, API_KEYS_FILE}
 )
 
 
@@ -323,12 +322,12 @@ def for_each_model(environment: Environment) -> Environment:
 
     Variables that select or name models are left out, and so are the variables for the server's API keys.
     """
-    return _without(environment, _HUB_MODEL | _CHOICE_OF_MODELS | {API_KEYS, API_KEYS_FILE})
+    return _without(environment, _OF_ALL_MODELS | {"HF_MODEL_ID", "HF_REVISION"})
 
 
 def for_hub_model(environment: Environment) -> Environment:
     """Return the variables that count for a hub model if the server has several models."""
-    return _without(environment, _CHOICE_OF_MODELS | {API_KEYS, API_KEYS_FILE})
+    return _without(environment, _OF_ALL_MODELS)
 
 
 def for_given_model(environment: Environment, model: Value, others: Collection[str]) -> Environment:
@@ -379,11 +378,6 @@ def _put(layer: dict[str, Value], key: str, value: Value, problems: list[str]) -
     earlier = layer.setdefault(key, value)
     if earlier.text != value.text:
         problems.append(f"{key} is set twice, to different values ({earlier.source}; {value.source}); give it once")
-
-
-def sagemaker_model_layer(variables: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the model keys that SageMaker's variables override."""
-    return {key: variables[name] for name, key in SAGEMAKER_MODEL_KEYS if name in variables}
 
 
 def sagemaker_server_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:

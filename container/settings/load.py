@@ -19,6 +19,7 @@ from pathlib import Path
 
 from container.settings import options, server
 from container.settings.environment import (
+    SAGEMAKER_MODEL_KEYS,
     SERVER_DEFAULTS_OF_MODEL_KEYS,
     Environment,
     for_each_model,
@@ -26,7 +27,6 @@ from container.settings.environment import (
     for_hub_model,
     option_layer,
     read_environment,
-    sagemaker_model_layer,
 )
 from container.settings.handler_code import OF_ENGINES
 from container.settings.lookup import ALLOW_UNKNOWN, DEFAULT, Lookup, SettingEntry, Sources
@@ -253,7 +253,8 @@ def _sources(
     empty = {key: value for key, value in in_file.items() if _is_unset(key, value)}
     lookup.warnings += [f"{key} ({value.source}) is ignored: it is empty" for key, value in empty.items()]
     given = from_environment | {key: value for key, value in in_file.items() if key not in empty}
-    model = {**given, **sagemaker_model_layer(variables), **arguments}
+    from_sagemaker = {key: variables[name] for name, key in SAGEMAKER_MODEL_KEYS if name in variables}
+    model = {**given, **from_sagemaker, **arguments}
     for key in ("download_dir", "model_store"):
         layer.pop(key, None)
     for key in SERVER_DEFAULTS_OF_MODEL_KEYS:
