@@ -64,7 +64,10 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
             sources.lookup.warnings.append(f"{path} is not used: {ENTRY_POINT.key}={SCRIPT} would serve it")
         return str(script) if script is not None and not has_model else None
     if name in OF_ENGINES:
-        _use_engine(name, given, sources)
+        if name in _ASYNCHRONOUS:
+            sources.model.setdefault(ASYNC_MODE.key, Value("true", given.source))
+        if "trtllm" in name or name == "djl_python.tensorrt_llm":
+            sources.model.setdefault(ROLLING_BATCH.key, Value("trtllm", given.source))
         return None
     fault = ""
     if name == SCRIPT:
@@ -125,10 +128,3 @@ def defines(path: Path, function: str) -> bool:
         if is_of_module and (symbol.is_assigned() or symbol.is_imported()):
             return True
     return False
-
-
-def _use_engine(name: str, given: Value, sources: Sources) -> None:
-    if name in _ASYNCHRONOUS:
-        sources.model.setdefault(ASYNC_MODE.key, Value("true", given.source))
-    if "trtllm" in name or name == "djl_python.tensorrt_llm":
-        sources.model.setdefault(ROLLING_BATCH.key, Value("trtllm", given.source))
