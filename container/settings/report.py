@@ -17,21 +17,21 @@ from engines.settings.parsers import Scalar
 _HEAD = ("setting", "value", "source")
 
 
-def startup_text(startup: Startup, plan: GpuPlan | None = None) -> str:
+def startup_text(startup: Startup, plan: GpuPlan) -> str:
     """Return a table of all settings, and the GPU plan.
 
     If the server does not have exactly one model, the server and each model have their own tables.
     """
+    warning = (f"warning: {plan.warning}",) if plan.warning else ()
+    plan_lines = [_one_line(line) for line in (*plan.lines, *warning)]
     if startup.report is None:
-        return "\n".join([render_text(startup.models[0].settings), *_plan_lines(plan)])
+        return "\n".join([render_text(startup.models[0].settings), *plan_lines])
     parts = [render_text(startup.report)]
     parts += [f"model {m.title} ({_one_line(m.url)})\n{render_text(m.settings)}" for m in startup.models]
-    if plan is not None:
-        parts.append("\n".join(_plan_lines(plan)))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, "\n".join(plan_lines)])
 
 
-def startup_json(startup: Startup, plan: GpuPlan | None = None) -> str:
+def startup_json(startup: Startup, plan: GpuPlan) -> str:
     """Return the content of `startup_text` as JSON. The field `gpus` contains the plan.
 
     If the server does not have exactly one model, the form is `{"server": {...}, "models": {"<name>": {...}}}`.
@@ -41,16 +41,8 @@ def startup_json(startup: Startup, plan: GpuPlan | None = None) -> str:
     else:
         models = {model.title: report_object(model.settings) for model in startup.models}
         content = {"server": report_object(startup.report), "models": models}
-    if plan is not None:
-        content["gpus"] = _plan_object(plan)
+    content["gpus"] = _plan_object(plan)
     return json.dumps(content, indent=2, ensure_ascii=False)
-
-
-def _plan_lines(plan: GpuPlan | None) -> list[str]:
-    if plan is None:
-        return []
-    warning = (f"warning: {plan.warning}",) if plan.warning else ()
-    return [_one_line(line) for line in (*plan.lines, *warning)]
 
 
 def _plan_object(plan: GpuPlan) -> dict[str, Any]:

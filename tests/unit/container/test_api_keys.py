@@ -15,6 +15,7 @@ import pytest
 from container.api_keys import ApiKeys, keys_in, keys_in_file
 from container.app import Applications
 from container.http.router import Mount, Router
+from container.models.placement import GpuPlan
 from container.observability.logs import PlainFormatter, access_log
 from container.observability.standard_output import Writer
 from container.openapi import swagger_assets
@@ -293,6 +294,6 @@ def test_keys_of_the_command_line_count(tmp_path: Path) -> None:
     environ = {"SAGEMAKER_MULTI_MODEL": "true"}
     startup = load_startup(None, environ, given)
     assert startup.server_config.api_keys == KEYS
-    assert "sk-first" not in startup_text(startup) + startup_json(startup)
+    assert "sk-first" not in startup_text(startup, GpuPlan(())) + startup_json(startup, GpuPlan(()))
     with pytest.raises(SettingsError, match=r"--api-key .*VLLM_API_KEY"):
         load_startup(None, {**environ, "VLLM_API_KEY": "k"}, given)

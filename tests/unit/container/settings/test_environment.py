@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from container.api_keys import ApiKeys
+from container.models.placement import GpuPlan
 from container.settings import server
 from container.settings.environment import ALIASES, IGNORED_VARIABLES, KEY_VARIABLES, read_environment
 from container.settings.report import render_text, startup_json
@@ -29,7 +30,7 @@ def test_the_environment_of_a_tgi_deployment_is_explained(model_dir: Path) -> No
     names = [entry.name for entry in settings.entries]
     assert len(names) == len(set(names))
     assert {"variable": "SM_NUM_GPUS", "of": "LMI, TGI", "setting": "TENSOR_PARALLEL_DEGREE"} in json.loads(
-        startup_json(Startup(settings.server_config, (StartupModel(settings, ""),)))
+        startup_json(Startup(settings.server_config, (StartupModel(settings, ""),)), GpuPlan(()))
     )["aliases"]
 
 
@@ -115,7 +116,7 @@ def test_the_report_says_where_keys_come_from_and_has_none(model_dir: Path, tmp_
     settings = load_settings(model_dir, environ)
     assert settings.server_config.api_keys == ApiKeys.of(("sk-variable", "sk-file"))
     startup = Startup(settings.server_config, (StartupModel(settings, ""),))
-    for text in (render_text(settings), startup_json(startup)):
+    for text in (render_text(settings), startup_json(startup, GpuPlan(()))):
         assert "environment: API_KEY" in text
         assert str(file) in text
         assert "sk-" not in text

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from container.models.placement import GpuPlan
 from container.settings.load import further_settings as read_further
 from container.settings.load import load_startup
 from container.settings.report import startup_json, startup_text
@@ -44,7 +45,7 @@ def test_an_empty_model_id_leaves_the_choice_to_the_environment(tmp_path: Path) 
 def test_one_model_is_read_as_ever(tmp_path: Path) -> None:
     startup = load_startup(model(tmp_path / "m"), {"HF_MODEL_ID": str(tmp_path / "m")}, {"model_name": "x"})
     assert names(startup) == ["x"]
-    assert startup_text(startup).splitlines()[0].startswith("setting")
+    assert startup_text(startup, GpuPlan(())).splitlines()[0].startswith("setting")
 
 
 def test_each_directory_of_a_store_is_a_model_with_its_own_file_and_the_same_environment(tmp_path: Path) -> None:
@@ -59,9 +60,9 @@ def test_each_directory_of_a_store_is_a_model_with_its_own_file_and_the_same_env
     assert [one.config.engine_arguments for one in settings] == [{"max_model_len": "64"}] * 2
     assert [one.server_config.job_queue_size for one in settings] == [9, 7]
     assert (startup.server_config.job_queue_size, startup.server_config.port) == (9, 90)
-    report = json.loads(startup_json(startup))
+    report = json.loads(startup_json(startup, GpuPlan(())))
     assert report["models"].keys() == {"a", "b_1"}
-    assert "model b_1 (" in startup_text(startup)
+    assert "model b_1 (" in startup_text(startup, GpuPlan(()))
 
 
 def test_the_environments_names_belong_to_a_single_model(tmp_path: Path) -> None:

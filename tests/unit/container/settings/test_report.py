@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from container.models.placement import GpuPlan
 from container.settings.lookup import SettingEntry
 from container.settings.report import render_text, startup_json
 from container.settings.server import ServerConfig
@@ -23,7 +24,7 @@ def settings(*entries: SettingEntry, warnings: tuple[str, ...] = ()) -> Settings
 
 
 def as_json(reported: Settings) -> str:
-    return startup_json(Startup(reported.server_config, (StartupModel(reported, "/opt/ml/model"),)))
+    return startup_json(Startup(reported.server_config, (StartupModel(reported, "/opt/ml/model"),)), GpuPlan(()))
 
 
 def test_the_table_is_aligned() -> None:
@@ -65,6 +66,7 @@ def test_json_keeps_types() -> None:
         ],
         "aliases": [],
         "warnings": ["careful"],
+        "gpus": {"memory_bytes": [], "models": [], "idle": 0, "warning": None},
     }
 
 
