@@ -24,17 +24,16 @@ from container.settings.lookup import closest
 from deploy.sagemaker.ecr import ecr_image
 
 
-def _matching(pattern: str, expected: str, *examples: str, longest: int | None = None) -> Meta:
+def _matching(pattern: str, expected: str, example: str, longest: int | None = None) -> Meta:
     """Require a text that matches the pattern entirely. No message shows the text, because it may be a credential.
 
     Args:
         pattern: The regular expression.
-        expected: A description of the allowed texts, for a message. The first example is appended to it.
-        *examples: Allowed texts.
-        longest: The maximum number of characters.
+        expected: A description of the allowed texts, for a message.
+        example: An allowed text, which the message also names.
     """
-    said = f"{expected}, such as {examples[0]}" if examples else expected
-    return Meta(pattern=rf"^({pattern})\Z", max_length=longest, description=said, examples=list(examples))
+    words = f"{expected}, such as {example}"
+    return Meta(pattern=rf"^({pattern})\Z", max_length=longest, description=words, examples=[example])
 
 
 _S3 = r"s3://[^/\s$]+(/[^\s$]*)?"
