@@ -53,7 +53,9 @@ def plan_lines(configuration: Configuration, *, reads_s3: bool) -> Iterator[str]
     Args:
         reads_s3: Whether a model on S3 may be read.
     """
-    gpus = _gpus(configuration)
+    gpus = INSTANCE_GPUS.get(configuration.instance_type or "")
+    if gpus is not None and configuration.component is not None:
+        gpus = gpus[: configuration.component.gpus]
     if gpus is None:
         why = (
             f"those of {configuration.instance_type} are not known" if configuration.instance_type else "several types"
@@ -80,14 +82,6 @@ def plan_lines(configuration: Configuration, *, reads_s3: bool) -> Iterator[str]
     yield from (f"  {line}" for line in plan.lines)
     if plan.warning:
         yield f"  warning: {plan.warning}"
-
-
-def _gpus(configuration: Configuration) -> tuple[int, ...] | None:
-    """Return the bytes of each GPU that a container sees. None if they are unknown."""
-    gpus = INSTANCE_GPUS.get(configuration.instance_type or "")
-    if gpus is None or configuration.component is None:
-        return gpus
-    return gpus[: configuration.component.gpus]
 
 
 def _startup(configuration: Configuration, gpus: int) -> Startup:
