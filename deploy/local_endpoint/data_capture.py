@@ -6,9 +6,9 @@ Source: "Capture data from real-time endpoint" in the SageMaker developer guide.
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import logging
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,39 +24,25 @@ _TEXTS = {"text/csv": "CSV", "application/json": "JSON"}  # Other types are enco
 _DEFAULT_PATH = "/invocations"
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """A call that succeeded."""
-
-    event_id: str
-    request: ContainerRequest
-    reply_type: str
-    reply: bytes
-    at: datetime
-
-    @property
-    def size(self) -> int:
-        return len(self.request.body) + len(self.reply)
-
-    def line(self) -> bytes:
-        given = self.request.headers
-        metadata: dict[str, Any] = {"eventId": self.event_id}
-        if inference_id := value_of(given, INFERENCE_ID):
-            metadata["inferenceId"] = inference_id
-        if attributes := value_of(given, CUSTOM_ATTRIBUTES):
-            metadata["customAttributes"] = [attributes]
-        if self.request.path != _DEFAULT_PATH:  # SageMaker captures only /invocations, so its records have no `path`.
-            metadata["path"] = self.request.path
-        metadata["inferenceTime"] = f"{self.at:%Y-%m-%dT%H:%M:%SZ}"
-        record = {
-            "captureData": {
-                "endpointInput": _data("INPUT", value_of(given, b"content-type"), self.request.body),
-                "endpointOutput": _data("OUTPUT", self.reply_type, self.reply),
-            },
-            "eventMetadata": metadata,
-            "eventVersion": "0",
-        }
-        return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+def _line(event_id: str, at: datetime, request: ContainerRequest, reply_type: str, reply: bytes) -> bytes:
+    """Return the record of a call that succeeded."""
+    metadata: dict[str, Any] = {"eventId": event_id}
+    if inference_id := value_of(request.headers, INFERENCE_ID):
+        metadata["inferenceId"] = inference_id
+    if attributes := value_of(request.headers, CUSTOM_ATTRIBUTES):
+        metadata["customAttributes"] = [attributes]
+    if request.path != _DEFAULT_PATH:  # SageMaker captures only /invocations, so its records have no `path`.
+        metadata["path"] = request.path
+    metadata["inferenceTime"] = f"{at:%Y-%m-%dT%H:%M:%SZ}"
+    record = {
+        "captureData": {
+            "endpointInput": _data("INPUT", value_of(request.headers, b"content-type"), request.body),
+            "endpointOutput": _data("OUTPUT", reply_type, reply),
+        },
+        "eventMetadata": metadata,
+        "eventVersion": "0",
+    }
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
 def _data(mode: str, content_type: str, body: bytes) -> dict[str, str]:
@@ -83,8 +69,9 @@ class DataCapture:
             headers: The headers of the container's reply.
             reply: The body of the container's reply.
         """
-        record = _Record(event_id, request, value_of(headers, b"content-type"), reply, datetime.now(UTC))
-        if not self.files.take(record.size):
+        at, size = datetime.now(UTC), len(request.body) + len(reply)
+        if not self.files.take(size):
             logger.error("call %s is not captured: too many bytes wait to be written", event_id)
             return
-        self.files.write(event_id, f"{request.endpoint}/{VARIANT}", record.at, record.size, record.line)
+        line = functools.partial(_line, event_id, at, request, value_of(headers, b"content-type"), reply)
+        self.files.write(event_id, f"{request.endpoint}/{VARIANT}", at, size, line)
