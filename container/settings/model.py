@@ -60,7 +60,6 @@ _NUMBERS_OF_COPIES = frozenset(
 )
 # SageMaker's toolkit reads this variable, but LMI does not. JumpStart sets it to 1 for each model.
 _WORKERS_OF_SCRIPTS = "SAGEMAKER_MODEL_SERVER_WORKERS"
-_TEMPLATES = frozenset({"chat_template"})
 _NAME_FOR_HANDLERS = replace(MODEL_ID, aliases=())  # For a custom handler, `option.model` may mean something else.
 
 
@@ -317,7 +316,7 @@ def _check_json(arguments: Mapping[str, Value], lookup: Lookup) -> None:
     Chat templates are not checked, because a template may also begin with a brace.
     """
     for name, value in arguments.items():
-        if value.text.lstrip().startswith("{") and name not in _TEMPLATES:
+        if value.text.lstrip().startswith("{") and name != "chat_template":
             try:
                 json_value(value.text)
             except ValueError as error:

@@ -185,7 +185,6 @@ IGNORED: Mapping[str, str] = {
 KNOWN = frozenset({*BY_KEY, *IGNORED, *(f"{PREFIX}{name}" for name in ARGUMENTS), "job_queue_size"})
 # The names in `KNOWN` that have an effect.
 SUGGESTED = KNOWN - IGNORED.keys() - {key for setting in NOT_SERVED for key in setting.keys}
-_NAMES_OF_VARIABLES = frozenset({"entryPoint"})  # Mixed-case keys whose variable is in capitals: OPTION_ENTRYPOINT.
 
 
 def meant_by(key: str, value: Value) -> str:
@@ -200,7 +199,8 @@ def meant_by(key: str, value: Value) -> str:
     if not meant or source != "environment":
         return meant
     name = meant.removeprefix(PREFIX)
-    name = name if name not in _NAMES_OF_VARIABLES and name != name.lower() else name.upper()
+    if name in (name.lower(), "entryPoint"):  # The variable of `option.entryPoint` is in capitals: OPTION_ENTRYPOINT.
+        name = name.upper()
     if not meant.startswith(PREFIX):
         return f"ARGS_{name}"
     return f"SM_VLLM_{name}" if variable.startswith("SM_VLLM_") else f"OPTION_{name}"

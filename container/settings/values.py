@@ -22,7 +22,6 @@ _NAMES = (
     + r"token|(?<![\w-])sig)"
 )
 _SECRET_NAME = re.compile(rf"{_NAMES}$", re.IGNORECASE)
-_WHOLLY_HIDDEN = frozenset({"option.env"})
 _SECRET_VALUE = re.compile(
     # user:password in a URL. Passwords may contain slashes and more than one `@`.
     r"(?<=://)[^\s/@:]{0,200}:[^\s\"',]{0,1000}(?=@)|(?<=://)[^\s/]{1,1000}(?=@)"
@@ -47,7 +46,7 @@ def masked(name: str, text: str) -> str:
 
     Credentials are recognized by the setting's name and by the text itself.
     """
-    if text and (name in _WHOLLY_HIDDEN or _SECRET_NAME.search(name)):
+    if text and (name == "option.env" or _SECRET_NAME.search(name)):
         return HIDDEN
     try:
         value = json.loads(text)
