@@ -97,7 +97,7 @@ class RuntimeApi:
         settings.check_name(name)
         parameters = read_parameters(api, scope["headers"])
         if api is Api.ASYNC:
-            inline = await _read_inline(scope, receive)
+            inline = await _read(scope, receive, MAX_INLINE, asynchronous=True)
             await self._queue(AsyncCall.of(scope, settings, name, parameters, inline, request_id), send, common)
             return
         headers = settings.container_headers(name, parameters)
@@ -179,27 +179,7 @@ def _common(request_id: str) -> Headers:
     return [(b"x-amzn-requestid", request_id.encode())]
 
 
-async def _read_inline(scope: Scope, receive: Receive) -> bytes:
-    """Read the body of an asynchronous call.
-
-    Raises:
-        RuntimeApiError: The body is too large, or does not arrive in time.
-        ClientGone: The client left while it sent the body.
-    """
-    try:
-        return await _read(scope, receive, MAX_INLINE)
-    except RuntimeApiError as error:
-        if error.status != 413:
-            raise
-        constraint = f"Member must have length less than or equal to {MAX_INLINE}"
-        large = validation_error(
-            f"1 validation error detected: Value at 'body' failed to satisfy constraint: {constraint}"
-        )
-        large.closes = True
-        raise large from None
-
-
-async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def _read(scope: Scope, receive: Receive, limit: int, *, asynchronous: bool = False) -> bytes:
     """Read the body of a request.
 
     Raises:
@@ -210,6 +190,9 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
         body = await BodyReader(None).read(dict(scope["headers"]), receive, limit, READ_SECONDS)
     except BodyTooLarge:
         refusal = RuntimeApiError("ValidationError", 413, f"HTTP content length exceeded {limit} bytes.")
+        if asynchronous:
+            constraint = f"constraint: Member must have length less than or equal to {limit}"
+            refusal = validation_error(f"1 validation error detected: Value at 'body' failed to satisfy {constraint}")
     except BodyTimeout as error:
         refusal = RuntimeApiError("ValidationError", 408, error.message)
     else:
