@@ -294,8 +294,7 @@ def _memory(sources: Sources, key: str) -> int | None:
     """Return a size in MiB. `gpu.<key>` takes precedence over `<key>` if there are GPUs, and `cpu.<key>` if not."""
     values = {option.key: sources.value(option) for option in options.MEMORY if option.key.endswith(key)}
     own = values[f"{'gpu' if sources.gpus else 'cpu'}.{key}"]
-    value = values[key] if own is None else own
-    return None if value is None else int(value)
+    return values[key] if own is None else own
 
 
 def _for_model(mode: SecureMode, sources: Sources, config: ModelConfig) -> SecureMode:
