@@ -9,6 +9,7 @@ import logging
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -74,38 +75,41 @@ class Storage(Protocol):
         ...
 
 
+@contextlib.contextmanager
+def _reporting(kind: type[Exception]) -> Iterator[None]:
+    """Raise StorageError for each error of a kind."""
+    try:
+        yield
+    except kind as error:
+        raise StorageError(str(error) or type(error).__name__) from error
+
+
 class FolderStorage:
     """A folder in which `s3://bucket/key` is the file `bucket/key`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
+    @_reporting(OSError)
     def size(self, url: S3Url) -> int:
-        try:
-            return _size_of_file(self._path(url).stat())
-        except OSError as error:
-            raise StorageError(_text(error)) from error
+        return _size_of_file(self._path(url).stat())
 
+    @_reporting(OSError)
     def read(self, url: S3Url) -> bytes:
-        try:
-            path = self._path(url)
-            _size_of_file(path.stat())  # Checked before opening, because opening a device may have an effect.
-            # Without O_NONBLOCK, a pipe that has replaced the file would block the thread.
-            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-                return file.read(_size_of_file(os.fstat(file.fileno())))
-        except OSError as error:
-            raise StorageError(_text(error)) from error
+        path = self._path(url)
+        _size_of_file(path.stat())  # Checked before opening, because opening a device may have an effect.
+        # Without O_NONBLOCK, a pipe that has replaced the file would block the thread.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            return file.read(_size_of_file(os.fstat(file.fileno())))
 
+    @_reporting(OSError)
     def write(self, url: S3Url, body: bytes, content_type: str) -> None:
-        try:
-            path = self._path(url)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as directory:
-                complete = Path(directory) / "complete"
-                complete.write_bytes(body)
-                complete.replace(path)
-        except OSError as error:
-            raise StorageError(_text(error)) from error
+        path = self._path(url)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as directory:
+            complete = Path(directory) / "complete"
+            complete.write_bytes(body)
+            complete.replace(path)
 
     def _path(self, url: S3Url) -> Path:
         root = self._root.resolve()
@@ -135,35 +139,29 @@ class S3Storage:
     The default bucket is created if it is missing.
     """
 
+    @_reporting(Exception)
     def size(self, url: S3Url) -> int:
-        try:
-            return self._client.head_object(Bucket=url.bucket, Key=url.prefix)["ContentLength"]
-        except Exception as error:
-            raise StorageError(_text(error)) from error
+        return self._client.head_object(Bucket=url.bucket, Key=url.prefix)["ContentLength"]
 
+    @_reporting(Exception)
     def read(self, url: S3Url) -> bytes:
         from boto3.s3.transfer import TransferConfig
 
         content = io.BytesIO()
         in_this_thread = TransferConfig(use_threads=False)
-        try:
-            self._client.download_fileobj(url.bucket, url.prefix, content, Config=in_this_thread)
-        except Exception as error:
-            raise StorageError(_text(error)) from error
+        self._client.download_fileobj(url.bucket, url.prefix, content, Config=in_this_thread)
         return content.getvalue()
 
+    @_reporting(Exception)
     def write(self, url: S3Url, body: bytes, content_type: str) -> None:
         given: dict[str, Any] = {"ContentType": content_type} if content_type else {}
         try:
-            try:
-                self._client.put_object(Bucket=url.bucket, Key=url.prefix, Body=body, **given)
-            except self._client.exceptions.NoSuchBucket:
-                if url.bucket != OWN_BUCKET:
-                    raise
-                self._make_bucket(url.bucket)
-                self._client.put_object(Bucket=url.bucket, Key=url.prefix, Body=body, **given)
-        except Exception as error:
-            raise StorageError(_text(error)) from error
+            self._client.put_object(Bucket=url.bucket, Key=url.prefix, Body=body, **given)
+        except self._client.exceptions.NoSuchBucket:
+            if url.bucket != OWN_BUCKET:
+                raise
+            self._make_bucket(url.bucket)
+            self._client.put_object(Bucket=url.bucket, Key=url.prefix, Body=body, **given)
 
     def _make_bucket(self, name: str) -> None:
         region: Any = self._client.meta.region_name
@@ -173,10 +171,6 @@ class S3Storage:
     @functools.cached_property
     def _client(self) -> S3Client:
         return s3_client()
-
-
-def _text(error: Exception) -> str:
-    return str(error) or type(error).__name__
 
 
 def storage_of(settings: LocalSettings) -> Storage:
