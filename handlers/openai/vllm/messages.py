@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 from http import HTTPStatus
@@ -13,8 +12,6 @@ from pydantic import SerializerFunctionWrapHandler, model_serializer
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.exceptions import GracefulHTTPError
-
-logger = logging.getLogger(__name__)
 
 
 class _Message(AnthropicMessagesResponse):  # type: ignore[misc]

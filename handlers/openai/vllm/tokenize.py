@@ -7,7 +7,6 @@ checks these internals.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import msgspec
@@ -21,8 +20,6 @@ from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from handlers.contract import JSON
 from handlers.openai.vllm.request_models import stop_at_first_fault
 from handlers.route_declarations import RenderedChat
-
-logger = logging.getLogger(__name__)
 
 
 class CountedChat(ChatCompletionRequest, TokenizeChatRequest):  # type: ignore[misc]
