@@ -24,7 +24,6 @@ from engines.errors import (
     EngineDead,
     GenerationFailed,
     InvalidChat,
-    InvalidRequest,
     Overloaded,
     RequestError,
     UnknownAdapter,
@@ -246,7 +245,7 @@ class OpenAIHandler:
         if adapter and call.body and adapter not in self._adapters:
             raise UnknownAdapter(adapter)
         if call.steering_fault is not None:
-            writer.reply(_refusal(call.steering_fault, path, form))
+            writer.reply(form.refusal(error_form(path).whole(refuse(call.steering_fault))))
             return None
         if path in (CHAT, COMPLETIONS) and (report := report_format(call)):
             writer = LoadReportWriter(writer, self._queue.engine, report)
@@ -283,13 +282,7 @@ class OpenAIHandler:
             except RequestError:
                 pass  # vLLM's front end refuses the call in vLLM's words
         model = (adapter or self._model) if adapter is not None and call.body else None
-        openai_call = OpenAICall(
-            queue,
-            any_model,
-            self._vllm.media,
-            call,
-            only_counts=path == COUNT_TOKENS,
-        )
+        openai_call = OpenAICall(queue, any_model, self._vllm.media, call, only_counts=path == COUNT_TOKENS)
         if call.explanation is not None:
             await self._explain(call, openai_call, writer, path, form, model)
             return None
@@ -370,10 +363,6 @@ class _WholeReply:
 
     async def drain(self) -> None:
         return
-
-
-def _refusal(error: InvalidRequest, path: str, form: AnswerForm) -> Reply:
-    return form.refusal(error_form(path).whole(refuse(error)))
 
 
 def _belongs(known: str, request_id: str) -> bool:
