@@ -111,12 +111,11 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
         return changes, form
     (name,) = given
     if name == "structured_outputs":
-        return changes | _checked(body[name]), form
-    if name == "response_format" and path != RESPONSES and _is_vllms(body[name]):
-        return changes, form
-    changes[name] = None
-    if (constraint := constraint_of(name, body[name])) is not None:
-        changes["structured_outputs"] = _spelled(constraint)
+        _check_outputs(body[name])
+    elif name != "response_format" or path == RESPONSES or not _is_vllms(body[name]):
+        changes[name] = None
+        if (constraint := constraint_of(name, body[name])) is not None:
+            changes["structured_outputs"] = _spelled(constraint)
     return changes, form
 
 
@@ -374,11 +373,11 @@ def _is_vllms(form: Any) -> bool:
     return kind == "json_object" and not members
 
 
-def _checked(given: Any) -> dict[str, Any]:
+def _check_outputs(given: Any) -> None:
     """Check that vLLM's own field has exactly one constraint, and only members that a back end enforces."""
     name = "structured_outputs"
     if not isinstance(given, dict):
-        return {}  # vLLM refuses the value.
+        return  # vLLM refuses the value.
     values = {member: value for member, value in given.items() if value is not None}
     kinds = [kind for kind in _NATIVE if kind in values]
     if len(kinds) != 1:
@@ -392,7 +391,6 @@ def _checked(given: Any) -> dict[str, Any]:
     for member in sorted(values.keys() - {*_NATIVE, *_OPTIONS}):
         if values[member]:
             raise InvalidParameter(f"{name}.{member}"[:SHOWN], "is not a field that this server can follow")
-    return {}
 
 
 def _spelled(constraint: Constraint) -> dict[str, Any]:
