@@ -223,8 +223,11 @@ def _forms(body: Mapping[str, Any], path: str) -> list[str]:
         InvalidParameter: A form is invalid on this route.
     """
     given = [name for name in FORMS if asks(name, body.get(name))]
-    if path == RESPONSES and (form := _text_format(body)) is not None:
-        given.append(form)
+    form = _member(body, "text", "format") if path == RESPONSES else None
+    if isinstance(form, dict) and form.get("type") != "text":  # vLLM refuses a value that is not an object
+        if form.get("type") == "json_schema" and not isinstance(form.get("schema"), dict):
+            raise InvalidParameter("text.format.schema", "must be a JSON schema: an object")
+        given.append(_TEXT_FORMAT)
     if path == MESSAGES and _member(body, "output_config", "format") is not None:
         given.append("output_config.format")
     return given
@@ -340,15 +343,6 @@ def _without_formats(body: Mapping[str, Any]) -> dict[str, Any]:
 def _member(body: Mapping[str, Any], name: str, member: str) -> Any:
     value = body.get(name)
     return value.get(member) if isinstance(value, dict) else None
-
-
-def _text_format(body: Mapping[str, Any]) -> str | None:
-    form = _member(body, "text", "format")
-    if not isinstance(form, dict) or form.get("type") == "text":
-        return None  # vLLM refuses a value that is not an object
-    if form.get("type") == "json_schema" and not isinstance(form.get("schema"), dict):
-        raise InvalidParameter("text.format.schema", "must be a JSON schema: an object")
-    return _TEXT_FORMAT
 
 
 def _check_output_config(body: Mapping[str, Any]) -> None:
