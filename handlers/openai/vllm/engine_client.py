@@ -202,22 +202,19 @@ class EngineClient:
         except (asyncio.CancelledError, GeneratorExit):
             if queue is not None and not has_ended:
                 statistics.aborted_requests += 1
-                await self._abort(queue)
+                await abort(self._llm, [queue.request_id])
             raise
         except Exception as error:
             failure = _failure(error)
             if queue is not None:
                 statistics.failed_requests += 1
                 call.failed = str(failure)
-                await self._abort(queue)
+                await abort(self._llm, [queue.request_id])
             raise failure from None
         finally:
             if timer is not None:
                 timer.cancel()
             call.release(1)
-
-    async def _abort(self, queue: Any) -> None:
-        await abort(self._llm, [queue.request_id])
 
     def _check_length(self, prompt: Any) -> None:
         most = self._config.max_prompt_tokens
@@ -300,7 +297,7 @@ class EngineClient:
                     yield output
         except (asyncio.CancelledError, GeneratorExit):
             if request is not None:
-                await request.abandon()
+                await request.give_up(failed=False)
             raise
         except Exception as error:
             if isinstance(error, DeadlineExceeded):  # the engine has not received the request
@@ -316,7 +313,7 @@ class EngineClient:
             if request is not None:
                 if not isinstance(error, VLLMClientError):
                     call.failed = str(failure)
-                await request.give_up()
+                await request.give_up(failed=True)
             raise failure from None
         finally:
             if request is not None:
@@ -465,23 +462,17 @@ class _Request:
                     self._check_answer(state)
             self._close()
 
-    async def abandon(self) -> None:
+    async def give_up(self, *, failed: bool) -> None:
+        """Abort the request, unless it has ended. `failed` is False if the caller no longer waits for the request."""
         if self._open:
-            self._statistics.aborted_requests += 1
-            await self._abort()
-
-    async def give_up(self) -> None:
-        if self._open:
-            self._statistics.failed_requests += 1
-            await self._abort()
+            self._statistics.failed_requests += failed
+            self._statistics.aborted_requests += not failed
+            self._close()
+            await abort(self._llm, [self._queue.request_id])
 
     def _close(self) -> None:
         self._open = False
         self._timer.cancel()
-
-    async def _abort(self) -> None:
-        self._close()
-        await abort(self._llm, [self._queue.request_id])
 
 
 def _check_end(output: Any, params: Any) -> None:
