@@ -52,7 +52,6 @@ _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # Tags of TIFF.
 _FIELDS: dict[type[Any], str] = {ImageMediaIO: "image_url", VideoMediaIO: "video_url", AudioMediaIO: "audio_url"}
 SOUND_MIB: int = envs.VLLM_MAX_AUDIO_CLIP_FILESIZE_MB  # The size limit of an audio file.
 _SOUND_TOO_LARGE = f"may have {SOUND_MIB} MiB (VLLM_MAX_AUDIO_CLIP_FILESIZE_MB)"
-_REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 
 
 def bound_media() -> None:
@@ -255,7 +254,9 @@ class _BoundedIO(MediaIO):  # type: ignore[misc]
         self.decoded_budget = getattr(media_io, "decoded_budget", None)
         if isinstance(media_io, VideoMediaIO):
             media_io.image_io = _BoundedIO(media_io.image_io, media)
-            media_io.video_loader = _bounded_loader(type(media_io.video_loader), media)
+            loader = type(media_io.video_loader)
+            bounded = type(loader.__name__, (_BoundedLoader, loader), {"media": media, "counted": False})
+            media_io.video_loader = bounded()
 
     def get_max_bytes(self) -> int | None:
         most: int | None = self._io.get_max_bytes()
@@ -270,7 +271,11 @@ class _BoundedIO(MediaIO):  # type: ignore[misc]
     def load_base64(self, media_type: str, data: str) -> Any:
         with _decoding():
             if isinstance(self._io, ImageMediaIO):
-                return self.load_bytes(_from_base64(data))
+                try:
+                    image = pybase64.b64decode(data, validate=True)
+                except ValueError as error:
+                    raise _NoBase64(f"cannot be decoded: {error}") from None
+                return self.load_bytes(image)
             return self._counted(self._io.load_base64(media_type, data))
 
     def load_file(self, filepath: Path) -> Any:
@@ -298,20 +303,9 @@ class _BoundedIO(MediaIO):  # type: ignore[misc]
         return loaded
 
 
-def _from_base64(data: str) -> bytes:
-    try:
-        return pybase64.b64decode(data, validate=True)
-    except ValueError as error:
-        raise _NoBase64(f"cannot be decoded: {error}") from None
-
-
 def _numbers(image: TiffImageFile, tag: int) -> list[int]:
     value = image.tag_v2.get(tag, 0)
     return [value] if isinstance(value, int) else [int(number) for number in value]
-
-
-def _bounded_loader(loader: type[Any], media: RequestMedia) -> Any:
-    return type(loader.__name__, (_BoundedLoader, loader), {"media": media, "counted": False})()
 
 
 class _BoundedLoader:
@@ -384,7 +378,7 @@ class _Connection(HTTPConnection):  # type: ignore[misc]
         networks = [ipaddress.ip_network(network) for network in media.config.media.allowed_media_networks]
         # vLLM follows redirects unless this variable is 0. Slipway follows them only if the variable is set and not 0,
         # and if all hosts are allowed (see `Downloader`).
-        redirects = os.environ.get(_REDIRECTS, "0") != "0"
+        redirects = os.environ.get("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0") != "0"
         self._downloader = Downloader(
             networks, domains, redirects=redirects, attempts=max(envs.VLLM_MEDIA_FETCH_MAX_RETRIES, 1)
         )
