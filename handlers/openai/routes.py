@@ -181,10 +181,6 @@ class LoadAdapterRequest(msgspec.Struct, frozen=True):
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
 
-    @property
-    def order(self) -> AdapterOrder:
-        return AdapterOrder(name=self.lora_name, src=self.lora_path)
-
 
 class UnloadAdapterRequest(msgspec.Struct, frozen=True):
     """The body of `/v1/unload_lora_adapter`."""
@@ -219,16 +215,6 @@ def read_unload(call: Call) -> UnloadAdapterRequest:
     return body
 
 
-def loaded(name: str) -> Reply:
-    """Return the reply to a call that loaded an adapter."""
-    return Reply(200, _TEXT, f"Success: LoRA adapter '{name}' added successfully.".encode())
-
-
-def unloaded(name: str) -> Reply:
-    """Return the reply to a call that removed an adapter."""
-    return Reply(200, _TEXT, f"Success: LoRA adapter '{name}' removed successfully.".encode())
-
-
 def _read(call: Call, shape: type[T]) -> T:
     try:
         return JsonDecoder(shape).decode(call.body)
@@ -242,8 +228,9 @@ async def load_adapter(call: Call, management: Management) -> Reply:
     """`POST /v1/load_lora_adapter`."""
     registry = management.adapters(None)
     body = read_load(call)
-    await registry.register(body.order, replacing=body.load_inplace)
-    return loaded(body.lora_name)
+    order = AdapterOrder(name=body.lora_name, src=body.lora_path)
+    await registry.register(order, replacing=body.load_inplace)
+    return Reply(200, _TEXT, f"Success: LoRA adapter '{body.lora_name}' added successfully.".encode())
 
 
 async def unload_adapter(call: Call, management: Management) -> Reply:
@@ -251,7 +238,7 @@ async def unload_adapter(call: Call, management: Management) -> Reply:
     registry = management.adapters(None)
     body = read_unload(call)
     await registry.unregister(body.lora_name)
-    return unloaded(body.lora_name)
+    return Reply(200, _TEXT, f"Success: LoRA adapter '{body.lora_name}' removed successfully.".encode())
 
 
 def refuse_adapter(error: errors.RequestError) -> Reply:

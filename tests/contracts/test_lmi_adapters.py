@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -225,11 +226,16 @@ def test_adapters_are_ignored_with_a_note_where_they_are_off() -> None:
         assert exchange.notes == ("fields without effect: adapters",)
 
 
-def test_vllms_routes_answer_as_vllm_does() -> None:
-    read = vllm.read_load(body({"lora_name": "a", "lora_path": "/x", "load_inplace": True, "more": 1}))
-    assert (read.order, read.load_inplace) == (AdapterOrder(name="a", src="/x"), True)
-    assert vllm.loaded("a").body == b"Success: LoRA adapter 'a' added successfully."
-    assert vllm.unloaded("a").body == b"Success: LoRA adapter 'a' removed successfully."
+async def test_vllms_routes_answer_as_vllm_does() -> None:
+    registry = AsyncMock()
+    management = Mock(adapters=Mock(return_value=registry))
+    load = body({"lora_name": "a", "lora_path": "/x", "load_inplace": True, "more": 1})
+    reply = await vllm.load_adapter(load, management)
+    assert (reply.status, reply.body) == (200, b"Success: LoRA adapter 'a' added successfully.")
+    registry.register.assert_awaited_once_with(AdapterOrder(name="a", src="/x"), replacing=True)
+    reply = await vllm.unload_adapter(body({"lora_name": "a"}), management)
+    assert (reply.status, reply.body) == (200, b"Success: LoRA adapter 'a' removed successfully.")
+    registry.unregister.assert_awaited_once_with("a")
     assert vllm.refuse_adapter(UnknownAdapter("a")).body == (
         b'{"error":{"message":"The lora adapter \'a\' cannot be found.","type":"NotFoundError","param":null,'
         b'"code":404}}'
