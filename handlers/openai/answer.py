@@ -321,13 +321,11 @@ def failure(error: RequestError) -> Reply:
 
 
 def _chat_logprobs(tokens: Iterable[Token], top: int, number: Callable[[Token], str]) -> str:
-    return f'{{"content":[{",".join([_token(token, top, number) for token in tokens])}]}}'
-
-
-def _token(token: Token, top: int, number: Callable[[Token], str]) -> str:
-    # The token itself counts as one of its alternatives.
-    shown = ",".join([_entry(other, number) + "}" for other in alternatives(token)[:top]]) if top else ""
-    return f'{_entry(token, number)},"top_logprobs":[{shown}]}}'
+    shown = []
+    for token in tokens:  # The token itself counts as one of its alternatives.
+        tops = ",".join([_entry(other, number) + "}" for other in alternatives(token)[:top]]) if top else ""
+        shown.append(f'{_entry(token, number)},"top_logprobs":[{tops}]}}')
+    return f'{{"content":[{",".join(shown)}]}}'
 
 
 def _entry(token: Token, number: Callable[[Token], str]) -> str:
