@@ -99,7 +99,10 @@ class _Embeddings(PooledAnswer):
         self._created = int(time.time())
 
     def part(self, numbers: Any) -> Any:
-        return _base64(numbers) if self._base64 else json_fragment(numbers)
+        if not self._base64:
+            return json_fragment(numbers)
+        # OpenAI's clients read float32 in little-endian order.
+        return base64.b64encode(numbers.astype("<f4", copy=False).tobytes()).decode()
 
     def document(self, parts: Sequence[Any]) -> bytes:
         data = [{"index": i, "object": "embedding", "embedding": vector} for i, vector in enumerate(parts)]
@@ -115,8 +118,3 @@ class _Embeddings(PooledAnswer):
 
     def fail(self, error: RequestError) -> Reply:
         return refuse(error)
-
-
-def _base64(vector: Any) -> str:
-    """Return the vector in base64 as OpenAI's clients read it: float32 in little-endian order."""
-    return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
