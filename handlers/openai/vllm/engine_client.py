@@ -425,7 +425,9 @@ class _Request:
             RuntimeError: vLLM does not keep the sequences where they are expected.
         """
         own = _states(self._llm, request_id, self._queue)
-        if not own and not _ended(self._queue.output):
+        output = self._queue.output
+        has_ended = output is not None and (isinstance(output, Exception) or output.finished)
+        if not own and not has_ended:
             raise RuntimeError("vLLM's output processor does not know a request that it was given just now")
         self._statistics.prompt(own[0].prompt_len if own else 0)
         for state in own:
@@ -534,10 +536,6 @@ def _failure(error: Exception) -> Exception:
         # vLLM's message for a dead engine mentions a stack trace, and vLLM logs a trace for each request.
         error = GenerationError(EngineDead().message)
     return error
-
-
-def _ended(output: Any) -> bool:
-    return output is not None and (isinstance(output, Exception) or output.finished)
 
 
 @contextlib.contextmanager
