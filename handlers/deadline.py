@@ -22,9 +22,7 @@ T = TypeVar("T")
 # In a request, this header sets the call's deadline in seconds. In a reply, its value is `reached`: the answer ended at
 # its deadline, or the call failed because it had no token by then. A stream's reply does not have the header.
 HEADER = b"x-slipway-deadline"
-_REACHED = b"reached"
-REACHED = ((HEADER.decode(), _REACHED.decode()),)
-_ATTRIBUTE = b"deadline"
+REACHED = ((HEADER.decode(), "reached"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ def read_time_limit(
     """
     name, value = "X-Slipway-Deadline", headers.get(HEADER)
     if value is None:
-        name, value = "deadline", next((value for name, value in attributes if name == _ATTRIBUTE), None)
+        name, value = "deadline", next((value for name, value in attributes if name == b"deadline"), None)
     if value is None:
         return None, None
     text = value.decode("latin-1")
