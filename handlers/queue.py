@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from collections.abc import Callable
 
 from engines.errors import InvalidRequest, Overloaded
 from engines.interface import Engine
@@ -11,13 +11,6 @@ from handlers.contract import Call, Exchange
 from handlers.deadline import NO_DEADLINES, Deadline, DeadlineConfig
 
 logger = logging.getLogger(__name__)
-
-
-class Abortable(Protocol):
-    """A call that can be ended early."""
-
-    def abort(self) -> None:
-        """End the call. Its client gets the text so far."""
 
 
 class EngineQueue:
@@ -39,7 +32,7 @@ class EngineQueue:
         self.statistics = engine.statistics
         self.sets_deadlines = deadlines != NO_DEADLINES  # If False, a call has a deadline only if it asks for one.
         self.open_sequences = 0  # The number of places that are taken.
-        self.running: dict[str, Abortable] = {}  # The running calls, keyed by request id.
+        self.running: dict[str, Callable[[], None]] = {}  # `RunningCall.abort` of each call, keyed by request id.
 
     def admit(self, sequences: int) -> None:
         """Take places for a call.
@@ -82,5 +75,5 @@ class EngineQueue:
 
     def abort(self, request_id: str) -> None:
         """End the call with this id, if it is running. Its client gets the answer so far, marked as aborted."""
-        if (running := self.running.get(request_id)) is not None:
-            running.abort()
+        if (abort := self.running.get(request_id)) is not None:
+            abort()

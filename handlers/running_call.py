@@ -55,7 +55,7 @@ class RunningCall:
             self._formatting = FormatterQueue(thread, lambda item: exchange.answer.feed(*item), self._take)
         self.begun = False  # Whether the reply has begun as a stream.
         self.answered = False  # Whether the reply is complete.
-        queue.running[call.request_id] = self
+        queue.running[call.request_id] = self.abort
 
     async def submit(self) -> None:
         """Pass the call's prompts to the engine.
@@ -223,7 +223,7 @@ class RunningCall:
         self.answered = True
         self._queue.open_sequences -= self._places
         self._places = 0
-        if self._queue.running.get(self.request_id) is self:  # a client may use one id twice
+        if self._queue.running.get(self.request_id) == self.abort:  # a client may use one id twice
             del self._queue.running[self.request_id]
         if self._timer is not None:
             self._timer.cancel()
