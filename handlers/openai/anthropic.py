@@ -36,19 +36,11 @@ def is_anthropics(call: Call) -> bool:
 
 def error_reply(reply: Reply) -> Reply:
     """Convert a reply with an error of OpenAI's routes to Anthropic's form."""
-    return Reply(reply.status, JSON, msgspec.json.encode(_error(reply)), reply.headers)
-
-
-def error_event(reply: Reply) -> bytes:
-    """Return the event that ends a stream with this error."""
-    return b"event: error\ndata: " + msgspec.json.encode(_error(reply)) + b"\n\n"
-
-
-def _error(reply: Reply) -> dict[str, Any]:
     error = msgspec.json.decode(reply.body)["error"]
     message = error["message"] if isinstance(error, dict) else error
     kind = _TYPES.get(reply.status, "invalid_request_error" if reply.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    document = {"type": "error", "error": {"type": kind, "message": message}}
+    return Reply(reply.status, JSON, msgspec.json.encode(document), reply.headers)
 
 
 def model_list(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class MessagesErrors(ErrorForm):
         return anthropic.error_reply(reply)
 
     def last_events(self, reply: Reply) -> bytes:
-        return anthropic.error_event(reply)
+        return b"event: error\ndata: " + self.whole(reply).body + b"\n\n"
 
 
 class ResponsesErrors(ErrorForm):
