@@ -248,13 +248,11 @@ def refuse_adapter(error: errors.RequestError) -> Reply:
             return error_reply(error.message, HTTPStatus.FORBIDDEN.phrase, 403)
         case errors.UnknownAdapter():
             return error_reply(f"The lora adapter '{error.name}' cannot be found.", "NotFoundError", 404)
-        case errors.NotServed():
+        case errors.NotServed() | errors.AdapterMissing():
             return error_reply(error.message, "NotFoundError", 404)
         case errors.InvalidParameter(parameter="src"):
             message = f"`lora_path`{error.message.removeprefix('`src`')}"
             return error_reply(message, "BadRequestError", 400, "lora_path")
-        case errors.AdapterMissing():
-            return error_reply(error.message, "NotFoundError", 404)
         case errors.AdapterTaken():
             return error_reply(
                 f"The lora adapter '{error.name}' has already been loaded. "
