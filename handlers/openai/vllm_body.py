@@ -28,7 +28,7 @@ from handlers.openai.constraints import (
 )
 from handlers.openai.current_call import OpenAICall
 from handlers.parsing.json_fields import json_fault
-from handlers.parsing.json_limits import JsonDecoder, JsonSize, JsonTooCostly, NotUtf8, check_limits
+from handlers.parsing.json_limits import JsonDecoder, JsonTooCostly, NotUtf8, check_limits
 from handlers.route_declarations import MOST_BYTES, check_text
 
 _CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, COUNT_TOKENS, RESPONSES, RENDER})
@@ -175,12 +175,12 @@ def _with_read_messages(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     return {"input": items}
 
 
-def _check_values(size: JsonSize, path: str) -> None:
+def _check_values(size: int, path: str) -> None:
     """Raise InvalidRequest if a body with messages would make vLLM's front end block the event loop for a long time."""
     most = _MOST_VALUES_OF_RESPONSES if path == RESPONSES else _MOST_VALUES
-    if (values := size.values + size.structures) > most:
+    if size > most:
         raise InvalidRequest(
-            f"the body has {values} items, members, objects and arrays; with messages, this route takes {most}"
+            f"the body has {size} items, members, objects and arrays; with messages, this route takes {most}"
         )
 
 

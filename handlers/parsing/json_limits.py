@@ -13,7 +13,7 @@ import codecs
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import msgspec
 
@@ -53,13 +53,6 @@ class JsonTooCostly(msgspec.DecodeError):
     """A JSON text would take too long to decode, or is nested too deeply. The message names the limit."""
 
 
-class JsonSize(NamedTuple):
-    """The size of a JSON text."""
-
-    values: int  # The number of commas, which separate the items of arrays and the members of objects.
-    structures: int  # The number of objects and arrays.
-
-
 class NotUtf8(msgspec.DecodeError):
     """A text is not in UTF-8. The reason is Python's message."""
 
@@ -92,7 +85,7 @@ class JsonDecoder(Generic[T]):
         """
         return self.decode_with_size(text)[0]
 
-    def decode_with_size(self, text: bytes | str) -> tuple[T, JsonSize | None]:
+    def decode_with_size(self, text: bytes | str) -> tuple[T, int | None]:
         """Decode a document as `decode` does. Also return its size, as `check_limits` does."""
         try:
             if isinstance(text, str):
@@ -134,11 +127,12 @@ async def off_the_loop(body: bytes, function: Callable[P, T], *args: P.args, **k
     return await asyncio.to_thread(function, *args, **keywords)
 
 
-def check_limits(text: bytes) -> JsonSize | None:
+def check_limits(text: bytes) -> int | None:
     """Check piece by piece that a text is within the limits. Other threads run between the pieces.
 
     Returns:
-        The size of the text. None for short texts with few brackets, which are not checked.
+        The size of the text: the number of its commas, objects and arrays. None for short texts with few brackets,
+        which are not checked.
 
     Raises:
         JsonTooCostly: The text costs more than `MOST_PARTS`, a number has too many digits, or the document is nested
@@ -169,7 +163,7 @@ def check_limits(text: bytes) -> JsonSize | None:
             end = (end + outside)[-MOST_DIGITS:]
             brackets.append(outside.translate(_BRACKETS, _OTHERS))
         _check_depth(b"".join(brackets))
-    return JsonSize(values, structures)
+    return values + structures
 
 
 def _check_depth(brackets: bytes) -> None:

@@ -22,7 +22,6 @@ from handlers.parsing.json_limits import (
     OF_FRACTION,
     OF_STRUCTURE,
     JsonDecoder,
-    JsonSize,
     JsonTooCostly,
     NotUtf8,
     check_limits,
@@ -40,12 +39,10 @@ DOCUMENTS = st.recursive(
 )
 
 
-def counted(document: Any) -> JsonSize:
+def counted(document: Any) -> int:
     """Return the size of a document. Values are counted by commas, so the first value of an object or array is free."""
     inner = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
-    sizes = [counted(value) for value in inner]
-    values = sum(size.values for size in sizes) + max(len(sizes) - 1, 0)
-    return JsonSize(values, isinstance(document, dict | list) + sum(size.structures for size in sizes))
+    return sum(map(counted, inner)) + max(len(inner) - 1, 0) + isinstance(document, dict | list)
 
 
 @pytest.mark.slow
@@ -80,9 +77,8 @@ EXPONENT = 1 + OF_EXPONENT
 )
 def test_as_many_parts_are_taken_as_the_bound_allows(piece: bytes, each: int) -> None:
     most = (MOST_PARTS - OF_STRUCTURE + 1) // each  # The array around the pieces counts as a structure.
-    size = check_limits(parts(piece, most))
-    assert size is not None
-    assert size.values == most - 1
+    structures = 1 + most * (piece.count(b"[") + piece.count(b"{"))
+    assert check_limits(parts(piece, most)) == most - 1 + structures
     with pytest.raises(JsonTooCostly):
         check_limits(parts(piece, most + 1))
 
@@ -114,7 +110,7 @@ def test_each_fault_is_one_kind_of_error(text: bytes) -> None:
 @pytest.mark.parametrize("opening", [b"", b"[" * MOST_DEPTH])
 def test_closing_brackets_are_bounded_too(opening: bytes) -> None:
     most = MOST_PARTS // OF_STRUCTURE
-    assert check_limits(opening + b"]" * most) == JsonSize(0, len(opening))
+    assert check_limits(opening + b"]" * most) == len(opening)
     with pytest.raises(JsonTooCostly, match=str(MOST_PARTS)):
         check_limits(opening + b"]}" * most)
 
@@ -122,7 +118,7 @@ def test_closing_brackets_are_bounded_too(opening: bytes) -> None:
 def test_a_short_text_is_not_counted() -> None:
     assert check_limits(parts(b"[]", MOST_DEPTH - 1)) is None
     assert JsonDecoder[Any]().decode_with_size(b"[1]") == ([1], None)
-    assert JsonDecoder[Any]().decode_with_size(b"[1,2]" + PADDING) == ([1, 2], JsonSize(1, 1))
+    assert JsonDecoder[Any]().decode_with_size(b"[1,2]" + PADDING) == ([1, 2], 2)
 
 
 @given(before=st.integers(0, 200_000), digits=st.integers(MOST_DIGITS - 2, MOST_DIGITS + 2))
