@@ -221,11 +221,6 @@ class OpenAICall:
         self._background = task
         self._on_missed = lambda _: task.cancel()
 
-    def explain(self, prompts: Sequence[ExplainedPrompt]) -> None:
-        """Set the explanation's prompts, unless they are already set."""
-        if self.explained is not None and not self.explained.done():
-            self.explained.set_result(prompts)
-
     def close(self) -> None:
         """Release all resources, but not before a background response has ended."""
         self.on_begin = None

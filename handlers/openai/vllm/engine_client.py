@@ -233,15 +233,16 @@ class EngineClient:
         return self._explain(call)
 
     async def _explain(self, call: OpenAICall) -> AsyncGenerator[Any, None]:
+        assert call.explained is not None
         asked, call.asked = call.asked, []
         if asked:
             prompts = []
             for place, one in enumerate(asked[:1] if call.explains_one else asked):
                 await give_turn(place)
                 prompts.append(await self._explained_prompt(call, *one))
-            call.explain(prompts)
+            if not call.explained.done():
+                call.explained.set_result(prompts)
         else:  # If this generator ended first, the front end would cancel the generator that explains.
-            assert call.explained is not None
             await asyncio.wait({call.explained})
         raise asyncio.CancelledError  # Only this error ends the application's work on the call.
         yield  # Makes this function a generator.

@@ -121,8 +121,10 @@ async def test_a_full_queue_refuses_an_explanation_and_counts_none() -> None:
 @pytest.mark.parametrize("body", [b'{"prompt": "Hi"}', b'{"prompt": "Hi", "echo": true}'])
 async def test_a_variant_of_an_explained_call_needs_no_place(body: bytes) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        current_call.get().take(1)
-        current_call.get().explain([])
+        call = current_call.get()
+        call.take(1)
+        assert call.explained is not None
+        call.explained.set_result([])
 
     ways = Ways(limit=1, app=app)
     ways.queue.admit(1)
