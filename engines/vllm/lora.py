@@ -205,9 +205,7 @@ class VllmAdapters:
                 if not held.resident or held.adapter.id not in self._held:
                     continue
                 try:
-                    found = await asyncio.to_thread(read_ahead, held.adapter.path, self._max_rank, self._base)
-                    if held.files is not None:
-                        held.files.check_same(found)
+                    await asyncio.to_thread(read_ahead, held.adapter.path, self._max_rank, self._base, held.files)
                     async with asyncio.timeout(self._patience):
                         await add(held.request)
                 except EngineDeadError:
@@ -242,9 +240,7 @@ class VllmAdapters:
     async def _load(self, held: _Held) -> None:
         async with self._turn:
             path = held.adapter.path
-            found = await asyncio.to_thread(lambda: read_ahead(path, self._max_rank, self._base))
-            if held.files is not None:
-                held.files.check_same(found)
+            found = await asyncio.to_thread(lambda: read_ahead(path, self._max_rank, self._base, held.files))
             await self._make_place(held)
             started = time.monotonic()
             try:

@@ -53,15 +53,6 @@ class AdapterFiles:
     states: tuple[tuple[str | int, ...], ...]  # Each file's name, inode, size, and the times of its last changes.
     digest: str  # The digest of the content of all files.
 
-    def check_same(self, now: AdapterFiles) -> None:
-        """Compare these files with the same files at a later time (`now`).
-
-        Raises:
-            AdapterFailed: The content differs.
-        """
-        if self.digest != now.digest:
-            raise AdapterFailed(CHANGED)
-
 
 def check_adapter(directory: Path, max_rank: int) -> None:
     """Refuse a directory that is not an adapter, or whose rank is too large. May block.
@@ -95,7 +86,7 @@ def file_states(directory: Path) -> tuple[tuple[str | int, ...], ...]:
     return tuple(found)
 
 
-def read_ahead(directory: Path, max_rank: int, base: Shapes) -> AdapterFiles:
+def read_ahead(directory: Path, max_rank: int, base: Shapes, before: AdapterFiles | None = None) -> AdapterFiles:
     """Check an adapter as `check_adapter` does. Also read and check its weights, so that they are in the page cache.
 
     May block for a long time. An engine makes no token while it loads an adapter. Without this function, it might read
@@ -103,12 +94,14 @@ def read_ahead(directory: Path, max_rank: int, base: Shapes) -> AdapterFiles:
 
     Args:
         base: The result of `base_shapes` for the base model.
+        before: The files when the adapter was loaded first. None if it was never loaded.
 
     Returns:
         The files. Their states were read first, so that a later comparison shows changes during the reading.
 
     Raises:
-        AdapterFailed: As in `check_adapter`, or the weights cannot be used. The message names the tensor.
+        AdapterFailed: As in `check_adapter`, or the weights cannot be used, or the content differs from `before`. If
+            weights cannot be used, the message names the tensor.
     """
     check_adapter(directory, max_rank)
     states = file_states(directory)
@@ -121,6 +114,8 @@ def read_ahead(directory: Path, max_rank: int, base: Shapes) -> AdapterFiles:
     digest = hashlib.sha256(path.name.encode())
     for content in (weights, _content(directory / CONFIG)):
         digest.update(hashlib.sha256(content).digest())
+    if before is not None and before.digest != digest.hexdigest():
+        raise AdapterFailed(CHANGED)
     return AdapterFiles(states, digest.hexdigest())
 
 
