@@ -46,7 +46,7 @@ from engines.statistics import EngineStatistics
 from engines.tokenization import HeldTokens, prompt_tokens
 from engines.vllm.async_llm import seconds_in_engine, seconds_in_queue
 from engines.vllm.constraints.translator import no_token_left
-from engines.vllm.output_processor import TokenTaker, kept
+from engines.vllm.output_processor import TokenTaker
 
 logger = logging.getLogger(__name__)
 
@@ -147,10 +147,27 @@ class OwnState(TokenTaker):
 
     takes_tokens = False
     token_count = 0  # The number of tokens so far.
-    sink: Sink
-    ended: bool
-    submitted_at: float  # By the monotonic clock.
-    core_request: EngineCoreRequest | None  # The engine's request. After the engine's death, it is sent again.
+
+    def __init__(self, request: EngineCoreRequest, sink: Sink, statistics: EngineStatistics, **others: Any) -> None:
+        """Create the state. `others` are the other arguments of `RequestState`."""
+        super().__init__(
+            request_id=request.request_id,
+            external_req_id=request.external_req_id or "",
+            lora_request=request.lora_request,
+            prompt=None,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_embeds=None,
+            arrival_time=request.arrival_time,
+            queue=None,
+            log_stats=True,
+            stream_interval=1,
+            **others,
+        )
+        self.queue: OwnState | _NoQueue = self
+        self.sink, self.statistics = sink, statistics
+        # After the engine's death, this request is sent again. Media take too much memory.
+        self.core_request = None if request.mm_features else request
+        self.submitted_at, self.ended = time.monotonic(), False
 
     @property
     def last_at(self) -> float:
@@ -204,26 +221,16 @@ class PooledState(OwnState):
 
     def __init__(self, request: EngineCoreRequest, sink: Sink, statistics: EngineStatistics) -> None:
         super().__init__(
-            request_id=request.request_id,
-            external_req_id=request.external_req_id or "",
+            request,
+            sink,
+            statistics,
             parent_req=None,
             request_index=0,
-            lora_request=request.lora_request,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            prompt=None,
-            prompt_token_ids=request.prompt_token_ids,
-            prompt_embeds=None,
             logprobs_processor=None,
             detokenizer=None,
             max_tokens_param=None,
-            arrival_time=request.arrival_time,
-            queue=None,
-            log_stats=True,
-            stream_interval=1,
         )
-        self.queue: PooledState | _NoQueue = self
-        self.sink, self.statistics = sink, statistics
-        self.submitted_at, self.core_request, self.ended = time.monotonic(), kept(request), False
 
     def make_request_output(
         self,
@@ -295,14 +302,13 @@ class PushedState(OwnState):
         self.apart = apart if generation.tokens_apart else None
         params = request.sampling_params
         assert params is not None
-        self.core_request = kept(request)
         # Whether the text is made only at the end, from all tokens.
         self.whole = (
             not (generation.stream or self.want_tokens or params.stop)
             and texts.joins_bytes
             and uses_fast_detokenizer(texts.tokenizer)
             and (params.skip_special_tokens or params.spaces_between_special_tokens)
-            and self.core_request is not None
+            and not request.mm_features
         )
         if self.whole:
             detokenizer: Any = IncrementalDetokenizer()
@@ -313,28 +319,20 @@ class PushedState(OwnState):
         else:
             detokenizer = IncrementalDetokenizer.from_new_request(texts.tokenizer, request)
         super().__init__(
-            request_id=request.request_id,
-            external_req_id=request.external_req_id or "",
+            request,
+            sink,
+            statistics,
             parent_req=siblings,
             request_index=sequence,
-            lora_request=request.lora_request,
             output_kind=RequestOutputKind.DELTA,
-            prompt=None,
-            prompt_token_ids=request.prompt_token_ids,
-            prompt_embeds=None,
             logprobs_processor=self.logprobs,
             detokenizer=detokenizer,
             max_tokens_param=generation.sampling.max_tokens,
-            arrival_time=request.arrival_time,
-            queue=None,
-            log_stats=True,
-            stream_interval=1,
             top_p=generation.sampling.top_p,
             n=generation.sequences,
             temperature=generation.sampling.temperature,
         )
-        self.queue: PushedState | _NoQueue = self
-        self.sink, self.statistics, self.sequence = sink, statistics, sequence
+        self.sequence = sequence
         self.check_answer = check_answer
         self.top_tokens, self.special_ids = generation.top_tokens, texts.special_ids
         self.want_ranks = generation.want_ranks
@@ -346,7 +344,6 @@ class PushedState(OwnState):
         self.token_count = 0
         self.prompt_tokens_due = generation.want_prompt_tokens
         self.cumulative_logprob: float | None = None
-        self.submitted_at, self.ended = time.monotonic(), False
         # Whether the engine's outputs have only tokens and their log probabilities.
         plain = not (self.top_tokens or self.want_ranks or self.prompt_tokens_due or params.stop)
         self.takes_tokens = plain and (self.whole or isinstance(detokenizer, FastIncrementalDetokenizer))

@@ -187,7 +187,7 @@ class LeanOutputProcessor(OutputProcessor):
     def add_request(self, request: EngineCoreRequest, *arguments: Any, **options: Any) -> None:
         super().add_request(request, *arguments, **options)
         if (state := self.request_states.get(request.request_id)) is not None:
-            state.core_request = kept(request)
+            state.core_request = None if request.mm_features else request  # Media take too much memory.
 
     def propagate_error(self, error: Exception) -> None:
         if not self.client.holds():
@@ -214,11 +214,3 @@ class LeanOutputProcessor(OutputProcessor):
                 statistics.time_to_first_token.observe(seconds)
             else:
                 statistics.inter_token.observe(gap / count)
-
-
-def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:
-    """Return the request if it may stay in memory until it ends.
-
-    None if it contains media, which take too much memory.
-    """
-    return None if request.mm_features else request

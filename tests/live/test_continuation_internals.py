@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from engines.statistics import EngineStatistics
+from tests.stand_ins.recorder import Recorder
 from tests.stand_ins.vllm_clients import Started, engine_request, late_interaction
 from tests.waiting import until
 
@@ -113,16 +114,21 @@ def test_a_constraint_that_begins_after_the_reasoning_is_refused() -> None:
 
 
 def test_images_and_sounds_are_not_kept() -> None:
-    from engines.vllm import output_processor
     from engines.vllm.copies.continuation import CannotContinue, continued
+    from engines.vllm.output import PooledState
+    from engines.vllm.output_processor import LeanOutputProcessor
+
+    def states(request: Any) -> list[Any]:
+        """Return the state of a sequence of Slipway, and the state of a sequence of vLLM's front end."""
+        processor = LeanOutputProcessor(None, log_stats=True)
+        processor.add_request(request, None)
+        return [PooledState(request, Recorder(), EngineStatistics()), processor.request_states["a"]]
 
     request = _request("a")
-    assert output_processor.kept(request) is request
-    request.mm_features = [object()]
-    state: Any = _State(request, [])
-    state.core_request = output_processor.kept(request)
-    with pytest.raises(CannotContinue, match="images or sounds"):
-        continued(state, _config())
+    assert all(state.core_request is request for state in states(request))
+    for state in states(engine_request("a", mm_features=[object()])):
+        with pytest.raises(CannotContinue, match="images or sounds"):
+            continued(state, _config())
 
 
 def test_a_document_is_not_sent_to_a_copy_without_the_vectors_of_its_query() -> None:
