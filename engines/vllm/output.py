@@ -298,7 +298,6 @@ class PushedState(OwnState):
         self.due, self.interval = (1, interval) if generation.stream else (sys.maxsize, 0)
         self.tokenizer = texts.tokenizer
         self.logprobs = _StepLogprobs()
-        self.pieces: list[str] | None = None
         self.apart = apart if generation.tokens_apart else None
         params = request.sampling_params
         assert params is not None
@@ -315,7 +314,7 @@ class PushedState(OwnState):
         elif self.want_tokens and self.apart is None:
             recording = _RecordingFast if uses_fast_detokenizer(texts.tokenizer) else _RecordingSlow
             detokenizer = recording(texts.tokenizer, request)
-            detokenizer.pieces = self.pieces = []
+            detokenizer.pieces = []
         else:
             detokenizer = IncrementalDetokenizer.from_new_request(texts.tokenizer, request)
         super().__init__(
@@ -423,9 +422,7 @@ class PushedState(OwnState):
         return values
 
     def _collect(self, token_ids: list[int], logprobs: list[float] | None) -> None:
-        pieces = self.pieces
-        assert pieces is not None
-        special = self.special_ids
+        pieces, special = self.detokenizer.pieces, self.special_ids
         for i, token_id in enumerate(token_ids):
             # The token that ended the sequence is not detokenized, so it has no piece.
             piece = pieces[i] if i < len(pieces) else ""
