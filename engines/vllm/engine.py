@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import vllm.platforms
+from vllm import PoolingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -53,7 +54,7 @@ from engines.vllm.lora import Claim, VllmAdapters
 from engines.vllm.output import OwnState, PooledState, PushedState, Siblings, TokensApart
 from engines.vllm.patches.grammars import TriedOutputs
 from engines.vllm.patches.sent_media import SentMedia
-from engines.vllm.pooling import check_pooling, model_of, pooling_params
+from engines.vllm.pooling import check_pooling, model_of
 from engines.vllm.processes import fork_server
 from engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal
 from engines.vllm.speech import silence
@@ -350,7 +351,8 @@ class VllmEngine:
         key = (pooling.task, pooling.activation)
         if (known := self._known_pooling.get(key)) is None:
             prompt = TokensPrompt(type="token", prompt_token_ids=token_ids)
-            known = self._known_pooling[key] = self._processed(request, prompt, pooling_params(pooling), None)
+            params = PoolingParams(task=pooling.task, use_activation=pooling.activation)
+            known = self._known_pooling[key] = self._processed(request, prompt, params, None)
             known.prompt_token_ids = None
         return known
 

@@ -1,4 +1,4 @@
-"""Describes vLLM's pooling models, and makes vLLM's parameters for their requests."""
+"""Describes vLLM's pooling models, and refuses requests that do not fit them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from vllm import PoolingParams
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import get_model_cls
 from vllm.model_executor.models.interfaces import supports_score_template
@@ -76,11 +75,6 @@ def pool_as_djl(model_config: ModelConfig) -> None:
         return
     if get_pooling_config(model_config.model, model_config.revision) is None:
         pooler.seq_pooling_type = "MEAN"
-
-
-def pooling_params(pooling: Pooling) -> PoolingParams:
-    """Return vLLM's parameters for a pooled prompt."""
-    return PoolingParams(task=pooling.task, use_activation=pooling.activation)
 
 
 def check_pooling(pooling: Pooling | None, model: PoolingModel | None) -> None:
