@@ -169,7 +169,6 @@ class VllmEngine:
             empty_slots = EMPTY_SLOTS_ON_CPU if vllm.platforms.current_platform.is_cpu() else 0
             self.adapters = VllmAdapters(llm, self._config.predict_timeout, empty_slots)
         self._copies.begin(self.adapters)
-        self._up = self._copies.up
         self._watchdog.start()
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
@@ -363,12 +362,12 @@ class VllmEngine:
             EngineDead: The engine has died for good, or was stopped.
             GenerationFailed: The engine was not restarted within `predict_timeout`.
         """
-        if not self._up.is_set():
+        if not (up := self._copies.up).is_set():
             limit = self._config.predict_timeout
             try:
                 async with asyncio.timeout(limit):
-                    while not self._up.is_set():  # The engine may die again before this task runs.
-                        await self._up.wait()
+                    while not up.is_set():  # The engine may die again before this task runs.
+                        await up.wait()
             except TimeoutError:
                 raise GenerationFailed(
                     f"the engine was not started again within predict_timeout ({limit:g} s)"
