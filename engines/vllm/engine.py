@@ -518,10 +518,6 @@ class VllmEngine:
             if self.adapters is not None:
                 await self.adapters.stop()
             return False
-        await self._end_overdue()
-        return True
-
-    async def _end_overdue(self) -> None:
         limit = self._config.predict_timeout
         overdue = time.monotonic() - limit
         states = async_llm.request_states(self.async_llm).values()
@@ -532,6 +528,7 @@ class VllmEngine:
             state.fail(GenerationFailed(f"no {what} within predict_timeout ({limit:g} s)"))
         if stalled:
             await async_llm.abort(self.async_llm, [state.request_id for state in stalled])
+        return True
 
     @property
     def waits(self) -> bool:
