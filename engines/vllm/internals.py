@@ -217,7 +217,6 @@ engines/vllm/copies/core_client.py
     vllm.v1.engine.core_client:EngineCoreClient
         make_async_mp_client(vllm_config, executor_class, log_stats, client_addresses=, client_count=,
             client_index=, renderer=)
-        shutdown(self, timeout=)
     vllm.v1.engine.core_client:AsyncMPClient
         _ensure_output_queue_task(self)
         _send_input_message(self, message, engine)
@@ -300,6 +299,8 @@ engines/vllm/patches/processes.py
         get_cgroup_memory_usage()
         DEVICE_CONTROL_ENV_VAR
 engines/vllm/processes/contexts.py
+    vllm.v1.engine.core_client:EngineCoreClient
+        shutdown(self, timeout=)
     vllm.envs
         VLLM_RPC_BASE_PATH
 engines/vllm/processes/elsewhere.py

@@ -35,11 +35,6 @@ def start_processes(llm: AsyncLLM, config: VllmConfig) -> AsyncMPClient:
     return client
 
 
-def end_processes(client: EngineCoreClient, seconds: float) -> None:
-    """End the processes of a client within `seconds`. The engine's objects in this process stay."""
-    client.shutdown(seconds)
-
-
 def engine_process_ids(client: EngineCoreClient) -> list[int]:
     """Return the ids of the engine's processes. Empty if Ray runs the engine."""
     manager = client.resources.engine_manager

@@ -200,7 +200,7 @@ def end_processes(client: EngineCoreClient, seconds: float) -> None:
         ends = _ends_of_groups(set(engines))
         for end in ends:
             stack.callback(os.close, end)
-        core_client.end_processes(client, seconds)
+        client.shutdown(seconds)
         for engine in engines:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(engine, signal.SIGKILL)
