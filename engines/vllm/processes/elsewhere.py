@@ -6,7 +6,7 @@ and on which machines they run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.v1.executor.abstract import Executor
@@ -18,20 +18,15 @@ _MOST_BYTES = 2048
 
 def workers_elsewhere(executor: Executor) -> str:
     """Return the workers that are not children of the engine process, and their machines; "" if all are children."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, place in enumerate(_places(executor)):
+        if place:
+            ranks_of.setdefault(place, []).append(rank)
     found = "; ".join(
         f"{'workers' if len(ranks) > 1 else 'worker'} {', '.join(map(str, ranks))} {place}"
-        for place, ranks in _by_place(_places(executor)).items()
+        for place, ranks in ranks_of.items()
     )
     return found if len(found) <= _MOST_BYTES else f"{found[:_MOST_BYTES]}..."
-
-
-def _by_place(places: Iterable[str]) -> dict[str, list[int]]:
-    """Return the ranks of the workers in each place."""
-    ranks: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        if place:
-            ranks.setdefault(place, []).append(rank)
-    return ranks
 
 
 def _places(executor: Executor) -> Iterator[str]:
