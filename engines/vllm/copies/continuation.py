@@ -96,17 +96,14 @@ def _loss(request: EngineCoreRequest, params: Any, config: VllmConfig) -> str | 
         return "repetition_detection looks at the answer alone"
     if (params.extra_args or {}).get("kv_transfer_params"):
         return "its cache came from another server"
-    if params.structured_outputs is not None and not _is_constrained_from_start(request, config):
+    outputs_config = config.structured_outputs_config
+    after_reasoning = outputs_config.reasoning_parser and not outputs_config.enable_in_reasoning
+    if params.structured_outputs is not None and after_reasoning and not request.reasoning_ended:
         return "the constraint begins where the reasoning ends"
     processors = config.model_config.logits_processors or ()
     if not all(isinstance(name, str) and name.startswith("engines.vllm.") for name in processors):
         return "option.logits_processors may count the tokens of the answer"
     return None
-
-
-def _is_constrained_from_start(request: EngineCoreRequest, config: VllmConfig) -> bool:
-    outputs_config = config.structured_outputs_config
-    return bool(request.reasoning_ended or not outputs_config.reasoning_parser or outputs_config.enable_in_reasoning)
 
 
 def advance(grammar: Any, request: Any) -> None:
