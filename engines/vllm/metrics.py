@@ -168,18 +168,13 @@ class EngineReports(PrometheusStatLogger, Collector):
         """Pass the scheduler's last report to vLLM's `record`, which updates gauges and counters."""
         waiting = self._waiting[engine]
         stats, waiting.scheduler = waiting.scheduler, None
-        self._name_adapters(stats)
+        if self.gauge_lora_info is not None:
+            self.gauge_lora_info.clear()  # vLLM would keep a series for every set of adapters that has ever occurred.
+            for adapters in (stats.waiting_lora_adapters, stats.running_lora_adapters):
+                named = {public_name(name): count for name, count in adapters.items()}
+                adapters.clear()
+                adapters.update(named)
         super().record(stats, None, engine_idx=engine)
-
-    def _name_adapters(self, stats: Any) -> None:
-        """Replace adapter names in a report by the names that clients use. The gauge of adapters keeps one series."""
-        if self.gauge_lora_info is None:
-            return
-        self.gauge_lora_info.clear()  # vLLM would keep a series for every set of adapters that has ever occurred.
-        for adapters in (stats.waiting_lora_adapters, stats.running_lora_adapters):
-            named = {public_name(name): count for name, count in adapters.items()}
-            adapters.clear()
-            adapters.update(named)
 
     def _count(self, engine: int) -> None:
         """Add the kept statistics of an engine to its metrics."""
