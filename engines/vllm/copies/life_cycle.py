@@ -233,7 +233,11 @@ class Copies:
         useful = {CopyState.READY: 0, CopyState.STARTING: 1, CopyState.DEAD: 2}
         copies.sort(key=lambda copy: (useful[copy.state], copy.stalled, copy.number))
         for copy in copies[most:]:
-            self._retire(copy)
+            if copy.state is CopyState.DEAD:
+                del self._by_number[copy.number]
+            else:  # It ends when its last request has ended.
+                copy.state = CopyState.DRAINING
+                self.client.close(copy)
         kept = copies[:most]
         draining = [copy for copy in self._by_number.values() if copy.state is CopyState.DRAINING]
         for copy in draining[: most - len(kept)]:
@@ -386,14 +390,6 @@ class Copies:
         if not self._sends_whole_media and self._llm.renderer.mm_processor is not None:
             # New prompts wait for the new process, which has no media.
             self._tasks.begin(self._llm.renderer.clear_mm_cache_async())
-
-    def _retire(self, copy: Copy) -> None:
-        """Stop sending new requests to a copy. It ends when its last request has ended."""
-        if copy.state is CopyState.DEAD:
-            del self._by_number[copy.number]
-            return
-        copy.state = CopyState.DRAINING
-        self.client.close(copy)
 
     def _remove(self, copy: Copy) -> list[str]:
         """Begin to end the processes of a copy. Return the ids of the copy's requests."""
