@@ -31,7 +31,7 @@ from engines.memory.weight_files import hub_weight_bytes, weight_bytes
 from engines.settings.engine_config import EngineConfig
 from engines.start_failure import failure_of
 from engines.vllm.arguments.from_settings import engine_arguments, frontend_arguments, serve_defaults
-from engines.vllm.async_llm import end_output, forget_tokenizers, stat_loggers
+from engines.vllm.async_llm import forget_tokenizers, stat_loggers
 from engines.vllm.constraints.translator import choose_backend
 from engines.vllm.copies.core_client import config_of_copy, devices_kept, start_processes
 from engines.vllm.copies.places import Place, gpu_places, processor_places
@@ -221,12 +221,6 @@ class VllmLoader:
             logger.warning("%s; trying once more with a KV cache of %.2f GiB", error, smaller / (1 << 30))
         vllm_config.cache_config.kv_cache_memory_bytes = smaller
         return self._start(vllm_config, places[0])
-
-
-async def shut_down(llm: AsyncLLM) -> None:
-    """End vLLM's output loop, and free the model's resources in this process. Call it when all copies have ended."""
-    await end_output(llm)
-    await asyncio.to_thread(free, llm)
 
 
 def free(llm: AsyncLLM) -> None:

@@ -19,7 +19,7 @@ from engines.vllm.background_tasks import BackgroundTasks
 from engines.vllm.copies import core_client
 from engines.vllm.copies.client import CopiesClient, Copy
 from engines.vllm.copies.continuation import Continuations, fail
-from engines.vllm.loading import SHUTDOWN_SECONDS, StartedEngine, VllmLoader, shut_down
+from engines.vllm.loading import SHUTDOWN_SECONDS, StartedEngine, VllmLoader, free
 from engines.vllm.lora import VllmAdapters
 from engines.vllm.output import OwnState
 from engines.vllm.processes import fork_server
@@ -261,7 +261,8 @@ class Copies:
                 self._remove(copy)
         # Errors are already logged. Loads that were cancelled kill their processes.
         await asyncio.gather(*cancelled, *self._ends.values(), return_exceptions=True)
-        await shut_down(self._llm)
+        await async_llm.end_output(self._llm)
+        await asyncio.to_thread(free, self._llm)
 
     def fail_all(self, error: EngineDead) -> None:
         for state in async_llm.request_states(self._llm).values():
