@@ -365,14 +365,7 @@ def prepare_worker(report: Connection) -> None:
         processes.patch_token_ranks(token_ranks)
         processes.patch_waiting(Pause())
 
-    def reporting(start: Callable[..., None]) -> Callable[..., None]:
-        def reporting_start(*arguments: Any, **options: Any) -> None:
-            with _reporting_failure(report):
-                start(*arguments, **options)
-
-        return reporting_start
-
-    processes.patch_worker(reporting, usage_without_page_cache)
+    processes.patch_worker(_reporting_failure(report), usage_without_page_cache)
 
 
 def _in_fork_server(function: Callable[[], Any]) -> Any:
