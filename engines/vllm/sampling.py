@@ -63,6 +63,9 @@ class SamplingTranslator:
         self.check(request)
         s = request.sampling
         check_bad_texts(s.bad_words)
+        typical = None if s.typical_p >= 1.0 else {TYPICAL_P: s.typical_p}
+        if typical is not None and self.typical_refusal:
+            raise InvalidParameter(TYPICAL_P, self.typical_refusal)
         ranked = request.candidates > request.sequences or (request.candidates > 1 and not request.stream)
         want_logprobs = request.want_logprobs or request.top_tokens > 0 or ranked
         try:
@@ -90,7 +93,7 @@ class SamplingTranslator:
                 prompt_logprobs=0 if request.want_prompt_tokens else None,
                 structured_outputs=structured_outputs,
                 output_kind=RequestOutputKind.DELTA,
-                extra_args=self._extra_args(s),
+                extra_args=typical,
                 skip_clone=True,
             )
         except (VLLMClientError, ValueError) as error:
@@ -139,13 +142,6 @@ class SamplingTranslator:
             raise InvalidParameter(
                 "num_beams", f"must be at most {self.max_top_tokens // 2} with this model's option.max_logprobs"
             )
-
-    def _extra_args(self, sampling: SamplingParameters) -> dict[str, Any] | None:
-        if sampling.typical_p >= 1.0:
-            return None
-        if self.typical_refusal:
-            raise InvalidParameter(TYPICAL_P, self.typical_refusal)
-        return {TYPICAL_P: sampling.typical_p}
 
 
 def check_bad_texts(words: Sequence[str]) -> None:
