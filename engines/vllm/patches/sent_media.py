@@ -51,11 +51,8 @@ class SentMedia:
         record = MultiModalProcessorCacheItemMetadata(*item)
         self._cache.cache_if_fits(self._cache._cache, media_hash, record)
         self._unsent[media_hash] = item[0], record.item_size
-        self._drop_oldest()
-        return item
-
-    def _drop_oldest(self) -> None:
-        """Keep the data below the limit. Media whose data are dropped count as sent, as in vLLM."""
+        # Media whose data are dropped count as sent, as in vLLM.
         while sum(size for _, size in tuple(self._unsent.values())) > _MOST_BYTES:
             with contextlib.suppress(KeyError):  # The event loop has just removed the last entry.
                 self._unsent.popitem(last=False)
+        return item
