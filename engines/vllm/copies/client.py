@@ -120,7 +120,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         self._choice = CopyChoice()
         self._chosen = 0  # The number of requests that were sent to a copy.
         self.resources = SimpleNamespace(engine_dead=False)  # vLLM reads `engine_dead`.
-        self._running: list[Copy] = []  # The copies whose processes run.
+        self._running: dict[Copy, AsyncMPClient] = {}  # The clients of the copies whose processes run.
         self.ready: list[Copy] = []  # The copies that accept new requests.
         self._queries: OrderedDict[str, Copy] = OrderedDict()  # For each query: the copy that keeps its vectors.
         self.placed: dict[str, Placed] = {}  # For each request id: the copy of the engine that has the request.
@@ -137,7 +137,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         assert copy.client is not None, "it is loaded"
         core_client.read_messages(copy.client, _Messages(copy, self, died))
         copy.cached_tokens = core_client.cache_tokens(copy.client)
-        self._running.append(copy)
+        self._running[copy] = copy.client
         self.resources.engine_dead = False
 
     def open(self, copy: Copy) -> None:
@@ -156,8 +156,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
             The ids of the copy's requests, which now have no copy.
         """
         self.close(copy)
-        if copy in self._running:
-            self._running.remove(copy)
+        self._running.pop(copy, None)
         self.resources.engine_dead = not self._running
         self._choice.forget(copy.number)
         lost = [request_id for request_id, placed in self.placed.items() if placed.copy is copy]
@@ -304,8 +303,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
             EngineDeadError: All copies have died.
             Exception: The method has raised it in a copy.
         """
-        clients = [copy.client for copy in self._running if copy.client is not None]
-        calls = (client.call_utility_all_async(method, *args) for client in clients)
+        calls = (client.call_utility_all_async(method, *args) for client in self._running.values())
         results = await asyncio.gather(*calls, return_exceptions=True)
         for error in results:
             if isinstance(error, BaseException) and not isinstance(error, EngineDeadError):
@@ -318,16 +316,16 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         return found
 
     def shutdown(self, timeout: float | None = None) -> None:
-        for copy in self._running:
-            if copy.client is not None:
-                copy.client.shutdown(timeout)
+        for client in self._running.values():
+            client.shutdown(timeout)
 
     def dp_engines_running(self) -> bool:
-        return any(copy.client.dp_engines_running() for copy in self._running if copy.client is not None)
+        return any(client.dp_engines_running() for client in self._running.values())
 
     def get_kv_event_sources(self) -> dict[int, Any]:
-        clients = [copy.client for copy in self._running if copy.client is not None]
-        return {rank: source for client in clients for rank, source in client.get_kv_event_sources().items()}
+        return {
+            rank: source for client in self._running.values() for rank, source in client.get_kv_event_sources().items()
+        }
 
 
 def _work(request: EngineCoreRequest) -> int:
