@@ -681,18 +681,11 @@ def _instance_names(kind: Any) -> Iterator[str]:
                 yield from function.__code__.co_names
 
 
-class _Default:
-    """Stands for the default of any parameter."""
-
-    def __repr__(self) -> str:
-        return ""
-
-
 def _signature(signature: inspect.Signature) -> str:
     """Return parameters in the notation of the table."""
     empty = inspect.Parameter.empty
     parameters = [
-        each.replace(annotation=empty, default=empty if each.default is empty else _Default())
+        each.replace(annotation=empty, default=empty if each.default is empty else "")
         for each in signature.parameters.values()
     ]
-    return str(inspect.Signature(parameters))
+    return str(inspect.Signature(parameters)).replace("''", "")  # The default of a parameter.
