@@ -253,7 +253,6 @@ engines/vllm/copies/client.py
         call_utility_all_async(self, method, *args)
         get_output_async(self)
         shutdown(self, timeout=)
-        dp_engines_running(self)
         get_kv_event_sources(self)
     vllm.v1.engine:EngineCoreOutputs
         engine_index outputs

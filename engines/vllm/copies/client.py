@@ -319,9 +319,6 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         for client in self._running.values():
             client.shutdown(timeout)
 
-    def dp_engines_running(self) -> bool:
-        return any(client.dp_engines_running() for client in self._running.values())
-
     def get_kv_event_sources(self) -> dict[int, Any]:
         return {
             rank: source for client in self._running.values() for rank, source in client.get_kv_event_sources().items()
