@@ -92,7 +92,7 @@ class HttpReply:
             and not self.ended_at_deadline
             and not any(name == b"retry-after" for name, _ in self.headers)
         ):
-            # `self.headers` has a `retry-after` header if `connection_headers` added it. A `retry-after` header in
+            # `self.headers` has a `retry-after` header if the model is not ready. A `retry-after` header in
             # `reply.headers` replaces the header that is added here.
             self.headers = [*self.headers, self._retry_after.header()]
         self._start(reply.status, framing, reply.headers)

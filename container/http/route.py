@@ -17,7 +17,6 @@ from functools import partial
 from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader, Receive, announced_size
 from container.http.cross_site import KnownHosts
 from container.http.disconnect import ClientGone, DisconnectWatch
-from container.http.refusals import connection_headers
 from container.http.reply import Headers, HttpReply, RetryAfter, Send
 from container.http.request_head import LONGEST_PATH, REQUEST_ID, RequestHead
 from container.http.uvicorn_protocol import BREAK_OFF, received_body
@@ -28,10 +27,12 @@ from container.observability.logs import access_log
 from container.settings.server import ServerConfig
 from engines.errors import (
     BodyTimeout,
+    BodyTooLarge,
     CrossSite,
     InternalError,
     InvalidParameter,
     NotReady,
+    Overloaded,
     RequestError,
     Unauthorized,
 )
@@ -299,7 +300,10 @@ class HttpRoute:
             if isinstance(error, BodyTimeout) and self.state.models.draining:
                 error = NotReady("the server is stopping")
             reason, refusal = error.message, self.refuse(error)
-            reply.headers.extend(connection_headers(error, body_read=body_read))
+            if isinstance(error, NotReady):
+                reply.headers += [(b"retry-after", b"5"), (b"connection", b"close")]
+            elif not body_read and isinstance(error, BodyTooLarge | BodyTimeout | Overloaded):
+                reply.headers.append((b"connection", b"close"))  # The rest of the body is never read.
         else:
             logger.error("internal error", exc_info=error, extra=extra)
             if not reply.status:
