@@ -108,7 +108,7 @@ class RemoteModels:
         return tuple(self._opened.values())
 
 
-def open_model(url: str, downloads: Path | None = None, *, offline: bool = False) -> RemoteModel:
+def open_model(url: str, downloads: Path, *, offline: bool = False) -> RemoteModel:
     """List the files of the model at `url` (`s3://bucket/prefix/`) and fetch all files except the weights.
 
     This function blocks for seconds.
@@ -120,7 +120,7 @@ def open_model(url: str, downloads: Path | None = None, *, offline: bool = False
         SourceError: There is no such model, or it cannot be reached, read or stored.
     """
     place = S3Url.parse(url)
-    copy = LocalCopy(place, downloads or download_dir())
+    copy = LocalCopy(place, downloads)
     if offline:
         if not (files := copy.complete_files()):
             raise SourceError(f"{place}: no whole copy is here ({copy.root}), and DJL_OFFLINE forbids to fetch one")
@@ -133,13 +133,12 @@ def open_model(url: str, downloads: Path | None = None, *, offline: bool = False
     return RemoteModel(copy, folder, files)
 
 
-def download_dir(environ: Mapping[str, str] | None = None) -> Path:
+def download_dir(environ: Mapping[str, str]) -> Path:
     """Return the cache directory for models from S3.
 
     SERVING_DOWNLOAD_DIR takes precedence over DJL_CACHE_DIR. If neither is set, the directory is /tmp/slipway on
     SageMaker, because /tmp is on the large disk. Otherwise it is the user's cache directory.
     """
-    environ = os.environ if environ is None else environ
     for name in ("SERVING_DOWNLOAD_DIR", "DJL_CACHE_DIR"):
         if given := environ.get(name):
             return Path(os.path.abspath(given))
