@@ -37,7 +37,8 @@ class KnownHosts:
 
     def fault(self, headers: Mapping[bytes, bytes]) -> str:
         """Return the reason to refuse a request. Empty if an API client or a page of this server sent the request."""
-        if not _is_browsers(headers):
+        by_browser = any(name in headers for name in BROWSER_HEADERS)
+        if not by_browser and not _names_mozilla(headers.get(b"user-agent", b"")):
             return ""
         site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
         host = headers.get(b"host", b"").decode("latin-1").lower()
@@ -63,10 +64,6 @@ class KnownHosts:
         except ValueError:
             return False
         return True
-
-
-def _is_browsers(headers: Mapping[bytes, bytes]) -> bool:
-    return any(name in headers for name in BROWSER_HEADERS) or _names_mozilla(headers.get(b"user-agent", b""))
 
 
 def _names_mozilla(user_agent: bytes) -> bool:
