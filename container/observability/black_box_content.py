@@ -143,7 +143,7 @@ def gathered(cause: str, reason: str, models: Models, report: ServerReport | Non
     findings += [process.fault for process in processes if process.fault]
     if cause in ("drain", "end"):
         findings += _places(process for process in processes if process.is_vllms or process.pid in names)
-    elif cause == "stall" or any(_or_error(bool, _is_stalled, model) for model in every):
+    elif cause == "stall" or any(model.fault.stalled for model in every):
         findings += _places(process for process in processes if process.is_vllms)
     if len(findings) > _MOST_FINDINGS:
         findings[_MOST_FINDINGS - 1 :] = [f"{len(findings) - _MOST_FINDINGS + 1} more; see the processes"]
@@ -174,10 +174,6 @@ def _or_error(kind: type[_T], function: Callable[..., Any], *arguments: Any) -> 
     except Exception as error:
         logger.warning("a part of the black box is missing: %r", error)
         return {"error": repr(error)} if kind is dict else kind()
-
-
-def _is_stalled(model: Model) -> bool:
-    return model.fault.stalled
 
 
 def _findings(model: Model, cause: str) -> list[str]:
@@ -291,16 +287,14 @@ def _steps(steps: list[Step], now: float) -> dict[str, Any]:
     return {
         "seconds_since_last": round(now - steps[-1][0], 3) if steps else None,
         "last_columns": ["seconds_ago", "running", "waiting", "tokens", "kv_cache_usage", "milliseconds"],
-        "last": [[_rounded(value) for value in row] for row in rows[-_MOST_STEPS:]],
+        "last": [
+            [round(value, 4) if isinstance(value, float) else value for value in row] for row in rows[-_MOST_STEPS:]
+        ],
         "by_second_columns": [
             *("seconds_ago", "steps", "running", "waiting", "tokens", "kv_cache_usage", "longest_milliseconds"),
         ],
         "by_second": list(seconds.values()),
     }
-
-
-def _rounded(value: float | None) -> float | None:
-    return round(value, 4) if isinstance(value, float) else value
 
 
 def _calls(open_calls: dict[OpenCall, tuple[str, float]], models: Iterable[Model]) -> dict[str, Any]:
