@@ -527,13 +527,6 @@ def _kill_children() -> None:
                 child.kill()
 
 
-def _remove_empty_entries(variable: str) -> None:
-    """Remove the empty entries of a search path. The dynamic linker reads an empty entry as the working directory."""
-    entries = list(filter(None, os.environ.pop(variable, "").split(":")))
-    if entries:
-        os.environ[variable] = ":".join(entries)
-
-
 @contextlib.contextmanager
 def prepared(startup: Startup) -> Iterator[None]:
     """Prepare this process for its models.
@@ -543,7 +536,9 @@ def prepared(startup: Startup) -> Iterator[None]:
     """
     ensure_home()
     os.environ.update(startup.exports)
-    _remove_empty_entries("LD_LIBRARY_PATH")
+    # The dynamic linker reads an empty entry of this path as the working directory, so empty entries are removed.
+    if entries := list(filter(None, os.environ.pop("LD_LIBRARY_PATH", "").split(":"))):
+        os.environ["LD_LIBRARY_PATH"] = ":".join(entries)
     if startup.server_config.api_keys is not None:
         for name in KEY_VARIABLES:  # The server's other processes do not need the keys.
             os.environ.pop(name, None)
