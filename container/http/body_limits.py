@@ -123,7 +123,10 @@ class BodyReader:
                 else:
                     return None
         except TimeoutError:
-            raise _too_slow(seconds, loop.time() - latest) from None
+            if loop.time() - latest < seconds:
+                raise BodyTimeout(f"the body has come at less than {LEAST_RATE} bytes a second") from None
+            fault = f"nothing of the body's rest has come for {seconds:g} s (request_read_timeout)"
+            raise BodyTimeout(fault) from None
         finally:
             waits.discard(timeout)
         if len(parts) == 1:
@@ -153,9 +156,3 @@ class BodyReader:
 
 def _too_large(limit: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body is larger than {limit} bytes (max_request_size)")
-
-
-def _too_slow(seconds: float, since: float) -> BodyTimeout:
-    if since < seconds:
-        return BodyTimeout(f"the body has come at less than {LEAST_RATE} bytes a second")
-    return BodyTimeout(f"nothing of the body's rest has come for {seconds:g} s (request_read_timeout)")
