@@ -65,12 +65,9 @@ def recorded_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
 
 def recorded_query(query: bytes) -> bytes:
     """Return the query parameters that are recorded, preceded by a question mark."""
-    parameters = [part for part in query.split(b"&") if _parameter(part) in _RECORDED_PARAMETERS]
+    named = [(unquote_plus(part.partition(b"=")[0].decode("latin-1")), part) for part in query.split(b"&")]
+    parameters = [part for name, part in named if name in _RECORDED_PARAMETERS]
     return b"?" + b"&".join(parameters) if parameters else b""
-
-
-def _parameter(part: bytes) -> str:
-    return unquote_plus(part.partition(b"=")[0].decode("latin-1"))
 
 
 class RecordFiles:
