@@ -19,7 +19,7 @@ from typing import Any
 from container.observability.standard_output import Output, Writer
 
 FIELDS = "slipway_fields"  # The attribute of a record that holds additional fields for the JSON log.
-FLUSH_SECONDS = 1.0  # The time limit for writing the last lines when a process ends.
+_FLUSH_SECONDS = 1.0  # The time limit for writing the last lines when a process ends.
 _OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
 _PLAIN = "%(asctime)s %(levelname)-7s %(replica)s%(name)s%(request)s: %(message)s"
 _ACCESS = logging.getLogger("slipway.access")
@@ -292,10 +292,10 @@ def output_handler() -> logging.Handler:
     return _log.handler or logging.StreamHandler(sys.stdout)
 
 
-def flush(seconds: float = FLUSH_SECONDS) -> None:
+def flush() -> None:
     """Write the waiting lines. Call this function before the process exits."""
     if _log.output is not None:
-        _log.output.flush(seconds)
+        _log.output.flush(_FLUSH_SECONDS)
 
 
 def hold_output(hold: bool) -> None:
