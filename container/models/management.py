@@ -25,7 +25,7 @@ from handlers.management import (
     RegistrationFailed,
 )
 
-_LIST_STATUS = {State.STARTING: "PENDING", State.READY: "READY", State.FAILED: "FAILED"}
+_LIST_STATUS = {State.READY: "READY", State.FAILED: "FAILED"}  # The other states are listed as PENDING.
 _STATUS = {State.STARTING: "PENDING", State.READY: "Healthy", State.FAILED: "FAILED"}
 _CAUSES: dict[type[Exception], Cause] = {
     UrlNotFound: "url",
@@ -52,7 +52,10 @@ class ModelManagement:
         return registry
 
     def listed(self, name: str | None = None, version: str | None = None) -> Sequence[ListedModel]:
-        return [_listed(model) for model in (self._models if name is None else self._named(name, version))]
+        return [
+            ListedModel(model.name, model.version, model.url, _LIST_STATUS.get(model.lifecycle.state, "PENDING"))
+            for model in (self._models if name is None else self._named(name, version))
+        ]
 
     def described(self, name: str, version: str | None) -> Sequence[DescribedModel]:
         return [described(model) for model in self._named(name, version)]
@@ -81,10 +84,6 @@ class ModelManagement:
 
     def _named(self, name: str, version: str | None) -> list[Model]:
         return self._models.versions(name, version, exact=True)
-
-
-def _listed(model: Model) -> ListedModel:
-    return ListedModel(model.name, model.version, model.url, _LIST_STATUS.get(model.lifecycle.state, "PENDING"))
 
 
 def described(model: Model) -> DescribedModel:
