@@ -207,7 +207,7 @@ def _add_server_pages(router: Router, state: AppState, metrics: Metrics) -> None
     router.add("/openapi.json", "GET", _Page(_Description(models), state.hosts, in_thread=True))
     assets = swagger_assets()
     if assets:
-        name = models.startup().name if models.single else _ANY_CONFIG.name
+        name = _ANY_CONFIG.name if models.only is None else models.only.name
         router.add("/docs", "GET", _Page(lambda: HTMLResponse(swagger_page(f"Slipway: {name}"))))
     for file, (path, kind) in assets.items():
         router.add(f"/docs/{file}", "GET", _Page(partial(FileResponse, path, media_type=kind)))
@@ -244,7 +244,8 @@ class _Description:
             for document in self._of_kinds.values():
                 paths |= document.get("paths", {})
                 schemas |= document.get("components", {}).get("schemas", {})
-            config = self._models.startup().lifecycle.config if self._models.single else _ANY_CONFIG
+            only = self._models.only
+            config = _ANY_CONFIG if only is None else only.lifecycle.config
             content = openapi_document(config, {"paths": paths, "components": {"schemas": schemas}})
             self._document = msgspec.json.encode(content)
         return Response(self._document, media_type=JSON)

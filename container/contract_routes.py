@@ -189,7 +189,7 @@ class _InfoHttpRoute(HttpRoute):
 
     async def answer(self, call: Call, reply: ReplyWriter, service: Service | None) -> None:
         declared, models = self._declared, self.state.models
-        if declared.answer_all is not None and not models.single:
+        if declared.answer_all is not None and models.only is None:
             reply.reply(declared.answer_all(call, [model.lifecycle.view() for model in models]))
             return
         lifecycle = models.called(call.path_parameters, await _name_in_body(self, call)).lifecycle
@@ -273,7 +273,7 @@ _model_in = _reader_of("model")
 
 async def _name_in_body(route: HttpRoute, call: Call) -> str:
     """Return the model that a JSON body or a form names. Empty if no model is named, or if the name does not matter."""
-    if route.state.models.single or not route.contract.body_names_model:
+    if route.state.models.only is not None or not route.contract.body_names_model:
         return ""
     if is_form(call.content_type):
         return await off_the_loop(call.body, form_text, call.body, call.content_type, "model") or ""

@@ -42,7 +42,7 @@ def console_state(
             _model(model, management) | {"restarts": _restarts(model, state.server_config.engine_restart)}
             for model in state.models
         ],
-        "single": state.models.single,
+        "single": state.models.only is not None,
         # If the server has exactly one model, the model's report contains the server's settings.
         "settings": report_object(report) if report is not None and management else None,
         "management": management,

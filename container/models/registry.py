@@ -128,11 +128,6 @@ class Models:
     def __contains__(self, name: object) -> bool:
         return any(known == name for known, _ in self._models)
 
-    @property
-    def single(self) -> bool:
-        """True if the server has exactly one model and was started with this model."""
-        return self.only is not None
-
     def _only(self) -> Model | None:
         models = list(self._models.values())
         return models[0] if len(models) == 1 and models[0].at_startup else None

@@ -47,8 +47,8 @@ class Metrics:
     def collect(self) -> Iterable[Metric]:
         yield from self._http()
         yield from self._container()
-        if self._models.single:
-            yield from self._model(self._models.startup())
+        if self._models.only is not None:
+            yield from self._model(self._models.only)
         else:
             yield from labelled({model.title: self._model(model) for model in self._models})
 
@@ -76,7 +76,7 @@ class Metrics:
             yield _gauge("slipway_engine_running", "Sequences in the engine's batch.", status.running_requests)
             yield _gauge("slipway_engine_waiting", "Sequences that wait for the engine.", status.waiting_requests)
             yield _gauge("slipway_kv_cache_usage_ratio", "Share of the KV cache in use.", status.kv_cache_usage)
-            served_as = model.lifecycle.config.public_names[0] if self._models.single else model.name
+            served_as = model.lifecycle.config.public_names[0] if self._models.only is model else model.name
             yield from known_metrics(model.name, engine.statistics, status, model.version, served_as)
         if service is not None and service.custom is not None:
             yield from self._workers(service.custom.pool)

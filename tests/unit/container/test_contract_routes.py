@@ -46,7 +46,7 @@ class Text:
         route = InfoRoute(path="/t", answer=self.answer, methods=("POST",))
         contract = replace(contract_with(lambda _: Reply(500, "", b"")), routes=(route,))
         model = SimpleNamespace(lifecycle=SimpleNamespace(view=lambda: None))
-        models: Any = SimpleNamespace(single=True, called=lambda *_: model, open_calls={}, reading=set())
+        models: Any = SimpleNamespace(only=model, called=lambda *_: model, open_calls={}, reading=set())
         state = AppState(models, ServerConfig(), HttpCounts())
         router = Router(HttpRoute(state, contract, "unknown"))
         add_contracts(router, state, [contract])
