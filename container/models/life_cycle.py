@@ -182,7 +182,7 @@ class Lifecycle:
         config = dataclasses.replace(self.settings.config, min_copies=least, max_copies=most)
         self.settings = dataclasses.replace(self.settings, config=config)
 
-    async def start(self, place: Callable[[ModelConfig], ModelConfig] | None = None) -> None:
+    async def start(self, place: Callable[[ModelConfig], ModelConfig]) -> None:
         """Load the model and generate a first token. The model is then ready.
 
         Args:
@@ -203,9 +203,7 @@ class Lifecycle:
         if self.stage is State.STARTING:
             self.stage = State.READY
 
-    async def restart(
-        self, place: Callable[[ModelConfig], ModelConfig], *, last: Callable[[], bool] = lambda: True
-    ) -> None:
+    async def restart(self, place: Callable[[ModelConfig], ModelConfig], *, last: Callable[[], bool]) -> None:
         """Restart the engine of a model after it has died or stalled, or restart its dead copies.
 
         Calls that wait for the engine continue. If no calls can wait, or if the last attempt to start the engine has
@@ -263,7 +261,7 @@ class Lifecycle:
         self.service = service
         self._stall = StallWatch(partial(self._health, service))
 
-    async def _load(self, place: Callable[[ModelConfig], ModelConfig] | None) -> Service:
+    async def _load(self, place: Callable[[ModelConfig], ModelConfig]) -> Service:
         started = time.monotonic()
         service: Service | None = None
         try:
@@ -277,8 +275,7 @@ class Lifecycle:
                 adapter_downloads=self.settings.remote_adapters,
             )
             await self.fetch()
-            if place is not None:
-                self.config = await asyncio.to_thread(place, self.settings.config)
+            self.config = await asyncio.to_thread(place, self.settings.config)
             continue_calls = server_config.continue_calls if server_config.engine_restart else 0
             config = dataclasses.replace(
                 self.config, continue_calls=continue_calls, stall_timeout=server_config.stall_timeout

@@ -385,7 +385,7 @@ async def test_a_stalled_copy_that_cannot_be_started_again_leaves_the_others_alo
     engine.may_start.set()
     engine.die(2)
     with pytest.raises(EngineStartError):
-        await one.life.restart(lambda config: config)
+        await one.life.restart(lambda config: config, last=lambda: True)
     assert (engine.stopped, one.life.state, engine.states[1]) == (None, State.READY, CopyState.READY)
 
 

@@ -84,7 +84,7 @@ async def test_an_engine_that_dies_of_its_first_request_names_the_options_that_w
     service.engine = engine
     service.may_end.set()
     with pytest.raises(EngineStartError) as failure:
-        await loaded(service, engine_arguments={"mamba_cache_mode": "align"}).start()
+        await loaded(service, engine_arguments={"mamba_cache_mode": "align"}).start(lambda given: given)
     assert str(failure.value) == (
         "the engine started with option.mamba_cache_mode but failed at its first request; the log has its error: "
         "the engine has died; the request was not completed"
@@ -98,7 +98,7 @@ async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure
     monkeypatch.setattr(life_cycle, "_warm_up", nothing)
     service = SlowToEnd()
     life = loaded(service)
-    start = asyncio.create_task(life.start())
+    start = asyncio.create_task(life.start(lambda given: given))
     await service.ending.wait()
     assert (ping_of(Model(life, "m", at_startup=False)), life.state) == (200, State.STARTING)
     service.may_end.set()
@@ -124,7 +124,7 @@ async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says
     loaded: Callable[..., Lifecycle], caplog: pytest.LogCaptureFixture
 ) -> None:
     life = loaded(Unknowable())
-    await life.start()
+    await life.start(lambda given: given)
     assert life.stalled == ""
     assert (ping_of(Model(life, "m")), life.state) == (500, State.FAILED)
     assert life.reason == "the engine's health cannot be read: RuntimeError('no such process')"
@@ -179,10 +179,10 @@ async def test_a_model_that_is_loaded_again_serves_when_its_adapters_are_registe
 ) -> None:
     old, new = WithAdapters(), WithAdapters()
     life = loaded(old, new)
-    await life.start()
+    await life.start(lambda given: given)
     old.adapters.names.append("a")
     life.fail("the engine has died; it is started again")
-    restart = asyncio.create_task(life.restart(lambda given: given))
+    restart = asyncio.create_task(life.restart(lambda given: given, last=lambda: True))
     await new.adapters.registering.wait()
     serving: Any = Model(life, "m").service()
     assert serving is old, "calls get the error of the stopped service"

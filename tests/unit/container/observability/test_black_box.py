@@ -442,7 +442,7 @@ async def test_a_stalled_engine_that_is_loaded_anew_has_one_box(
     monkeypatch.setattr(life_cycle, "load_service", AsyncMock(side_effect=[service_of(old), service_of(new)]))
     monkeypatch.setattr(life_cycle, "_warm_up", AsyncMock())
     async with watched(monkeypatch, old, blackbox_dir=str(tmp_path), engine_restart_when_stalled=True) as one:
-        await one.life.start()
+        await one.life.start(lambda given: given)
         await until(lambda: CopyState.DEAD in old.states.values())
         await asyncio.sleep(0.1)  # some looks
         old.may_end.set()

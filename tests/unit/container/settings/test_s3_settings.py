@@ -121,7 +121,7 @@ def test_the_secure_mode_looks_into_what_comes_from_s3_whatever_its_channels_are
     if weights:
         lifecycle = Lifecycle(load_settings(None, environ | secure))
         with pytest.raises(EngineStartError, match=name):
-            asyncio.run(lifecycle.start())
+            asyncio.run(lifecycle.start(lambda given: given))
     else:
         with pytest.raises(SettingsError, match=name):
             load_settings(None, environ | secure)
